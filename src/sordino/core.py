@@ -1,0 +1,320 @@
+"""The nouns. Everything else is a function over them.
+
+Axes: every tensor a method or a rule touches ends in the axis it talks about (parameters, usually). Leading axes
+are whoever is being served: clients, or runs, or both. Written over trailing axes only (`sum(-1, keepdim=True)`,
+never a bare `.norm()`), one body serves a loop over clients and a batch of them alike.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Tree = Any  # a tensor, or plain nested tuples of tensors: a message, a client's memory, a rule's state
+
+
+class SordinoError(ValueError):
+    """A mistake the user can mend; the message names the field and the remedy."""
+
+
+class OverspentError(RuntimeError):
+    """A local rule asked more of the data than its queries declare, or a budget cannot pay for a round."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or the whole list where nothing is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
+
+
+# ---------------------------------------------------------------------------------------------- what is protected
+
+
+class Unit(StrEnum):
+    """Whose presence is hidden: one record of a client, or a whole client."""
+
+    RECORD = "record"
+    USER = "user"
+
+
+class Adjacency(StrEnum):
+    """Neighbouring data: one unit joins or leaves, or one is swapped for another. Sizes stay public either way."""
+
+    ADD_REMOVE = "add-remove"
+    REPLACE_ONE = "replace-one"
+
+
+class Trust(StrEnum):
+    """What the adversary sees: every message, the sums of messages, or the broadcast models alone."""
+
+    UNTRUSTED_SERVER = "untrusted-server"
+    SECURE_AGGREGATION = "secure-aggregation"
+    TRUSTED_SERVER = "trusted-server"
+
+
+class Divisor(StrEnum):
+    """How clients of unequal size are averaged: every record weighs the same, or every client does."""
+
+    POOLED = "pooled"
+    CLIENT_MEAN = "client-mean"
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The promise: (epsilon, delta) for one unit, under an adjacency, against an adversary.
+
+    `client_epsilon` holds stricter wishes of single clients, by client index.
+    """
+
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    unit: Unit = Unit.RECORD
+    adjacency: Adjacency = Adjacency.REPLACE_ONE
+    trust: Trust = Trust.UNTRUSTED_SERVER
+    client_epsilon: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("unit", Unit), ("adjacency", Adjacency), ("trust", Trust)):
+            value = str(getattr(self, name))
+            if value not in list(kind):
+                raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, kind)}")
+            object.__setattr__(self, name, kind(value))
+        if not self.epsilon > 0:
+            raise SordinoError(f"epsilon: {self.epsilon} must be above 0 (inf runs without noise).")
+        if not 0 < self.delta < 1:
+            raise SordinoError(f"delta: {self.delta} must lie between 0 and 1; 1e-5 is usual.")
+        for client, epsilon in self.client_epsilon.items():
+            if not 0 < epsilon <= self.epsilon:
+                raise SordinoError(
+                    f"client_epsilon: client {client} asks for {epsilon}; a wish must lie in (0, {self.epsilon}]: "
+                    "a client may be stricter than the federation, never laxer."
+                )
+
+
+# ------------------------------------------------------------------------------------------------------ the data
+
+
+class Shard(NamedTuple):
+    """One client's examples; a cohort has a leading axis.
+
+    `mask` is 0 for padding and for records a minibatch left out, else 1; a fused engine folds public client weights
+    (at most 1) into it. `length` is the norm of each row of x where it was computed beforehand.
+    """
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+    length: Tensor | None = None
+
+
+class Batch(NamedTuple):
+    """A minibatch: which records it holds, and the rate at which they were drawn (the divisor is the expected size)."""
+
+    mask: Tensor
+    rate: float
+
+
+class Model(Protocol):
+    """What to do with theta, one flat vector of trainable parameters."""
+
+    @property
+    def size(self) -> int: ...
+    def init(self, generator: torch.Generator | None = None) -> Tensor: ...
+    def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Of one example."""
+        ...
+
+    def predict(self, theta: Tensor, x: Tensor) -> Tensor: ...
+    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Sum over records of the gradient scaled down to norm `clip`; non-finite gradients contribute zero."""
+        ...
+
+
+# ----------------------------------------------------------------------------------------------- what may be asked
+
+
+class Kind(StrEnum):
+    """What an answer is made of. DELTA is the finished message itself."""
+
+    GRADIENT = "gradient"
+    CURVATURE = "curvature"
+    GRAM = "gram"
+    COUNT = "count"
+    DELTA = "delta"
+
+
+@dataclass(frozen=True)
+class Independent:
+    """Fresh Gaussian noise for every release."""
+
+
+@dataclass(frozen=True)
+class Correlated:
+    """Release t carries `decoder[t] @ z` for standard normals z, and is paid for as one release of `encoder @ x`.
+
+    The released stream x + decoder @ z is a function of `encoder @ x + z` (decoder = encoder's inverse, or any
+    linear estimator built on it), so the sensitivity of the whole stream is that of `encoder @ x`.
+    """
+
+    encoder: np.ndarray
+    decoder: np.ndarray
+
+    def sensitivity(self, rounds: np.ndarray) -> float:
+        """Of a unit that takes part in exactly `rounds`, by at most 1 each time and in any direction."""
+        return float(np.sqrt((np.abs(self.encoder)[:, rounds].sum(1) ** 2).sum()))
+
+
+@dataclass(frozen=True)
+class Lemma:
+    """A named proof that a message moves by at most `bound(records)` when one unit joins or leaves."""
+
+    name: str
+    bound: Callable[[int], float]
+
+
+SAFETY = 1e-6  # clips are enforced this much below their nominal value, so that rounding cannot exceed it
+
+
+@dataclass(frozen=True)
+class Query:
+    """One kind of answer a method may ask of a client's data, or the message it sends.
+
+    `noise=None` marks an answer that is used inside the client only: it is clipped (`clip=inf`: not even that) and
+    counted, and the message built from it must carry a noised DELTA query. `share` is this query's part of mu
+    squared; queries without one divide what is left in proportion to their number of releases.
+    """
+
+    kind: Kind
+    clip: float = math.inf
+    calls: int = 1
+    share: float | None = None
+    psd: bool = False
+    bound: Lemma | None = None
+    noise: Independent | Correlated | None = Independent()
+
+    def sensitivity(self, adjacency: Adjacency, records: int = 1) -> float:
+        """L2 sensitivity of one release: the clip, or a lemma's bound, once or twice.
+
+        Two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at most sqrt(2) C, for
+        their inner product is not negative.
+        """
+        base = self.clip if self.bound is None else self.bound.bound(records)
+        if adjacency is Adjacency.ADD_REMOVE:
+            return base
+        return math.sqrt(2) * base if self.psd else 2 * base
+
+
+# ------------------------------------------------------------------------------------------ who does what, in turn
+
+
+class Down(NamedTuple):
+    """What the server says at the start of a round: the model, and whatever words the rule adds."""
+
+    theta: Tensor
+    word: Tree = ()
+
+
+class Ask(Protocol):
+    """The only way from a local rule to its data. Answers come divided by `records`, a public number."""
+
+    records: Tensor | float
+    facts: Facts
+
+    def gradient(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
+    def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
+    def gram(self, on: Batch | None = None) -> Tensor: ...
+    def sample(self, rate: float) -> Batch:
+        """A Poisson minibatch, from its own stream; pass it as `on`. No amplification is claimed for it yet."""
+        ...
+
+
+def forget(theta: Tensor, before: Tree) -> Tree:
+    """No memory."""
+    return ()
+
+
+def keep(message: Tree, down: Down, memory: Tree) -> Tree:
+    """The memory stays as it was."""
+    return memory
+
+
+def nothing(ask: Ask) -> Tree:
+    """No cache."""
+    return ()
+
+
+def silent(state: Tree) -> Tree:
+    """No words beside the model."""
+    return ()
+
+
+def itself(theta: Tensor, state: Tree) -> Tensor:
+    """The model is theta."""
+    return theta
+
+
+class Local(NamedTuple):
+    """A client's rule. It meets its data only through `ask`, and remembers only what it said."""
+
+    work: Callable[[Ask, Down, Tree, Tree], Tree]  # (ask, down, memory, cache) -> message
+    remember: Callable[[Tree, Down, Tree], Tree] = keep  # (noised message, down, memory) -> memory
+    init: Callable[[Tensor, Tree], Tree] = forget  # (theta, memory of the stage before) -> memory
+    prepare: Callable[[Ask], Tree] = nothing  # (ask) -> cache, built from data; it never leaves the client
+
+
+class Rule(NamedTuple):
+    """A server's rule: pure post-processing of the aggregate."""
+
+    init: Callable[[Tensor, Facts, Tree], Tree]  # (theta, facts, state of the stage before) -> state
+    update: Callable[[Tree, Tree, Tensor, int], tuple[Tensor, Tree]]  # (aggregate, state, theta, t) -> (step, state)
+    say: Callable[[Tree], Tree] = silent  # (state) -> extra words broadcast to clients
+    model: Callable[[Tensor, Tree], Tensor] = itself  # (theta, state) -> the model to hand out, if not theta
+
+
+class Stage(NamedTuple):
+    """Rounds of one kind. A warm start or a covariance release is a stage of one round."""
+
+    local: Local
+    rule: Rule
+    queries: tuple[Query, ...]
+    rounds: int | None = None  # None: all that the other stages leave
+
+
+class Method(NamedTuple):
+    """Stages, and the (unit, trust) pairs for which the noise is proved to be enough."""
+
+    name: str
+    unit: Unit
+    stages: tuple[Stage, ...]
+    proves: frozenset[tuple[Unit, Trust]]
+    caveat: str = ""  # why the other pairs are not proved
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Every public number of a run; rules and local rules may read it."""
+
+    clients: int
+    sizes: np.ndarray
+    rounds: int
+    cohort: float  # expected participants of a round
+    aggregate_std: float  # noise per coordinate on the aggregate of the stage's first noised query
+
+
+class Round(NamedTuple):
+    """What a run yields after each round."""
+
+    index: int
+    model: Tensor  # to evaluate and to hand out
+    cohort: np.ndarray
+    aggregate: Tree  # () where nobody came
+    checkpoint: Tree  # (theta, state, memory): all that the next round needs

@@ -1,0 +1,1 @@
+"""Data sources, preprocessing that costs no privacy, and partitions into clients."""

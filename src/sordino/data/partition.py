@@ -1,0 +1,204 @@
+"""Who holds which record: partitions of the training records into clients."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sordino.core import SordinoError, nearest
+from sordino.data.sources import Dataset, apportion, generator, parse_number
+
+PARTITIONS = ("iid", "dirichlet", "classes", "by-column", "by-site", "counts")
+SIZES = ("equal", "uniform", "lognormal")
+TRIES = 1000  # redraws of a Dirichlet partition that leaves a client empty,
+DRAWS = 2_000_000  # and the proportions drawn in all of them: with very many clients no redraw would succeed
+
+
+def split(dataset: Dataset, partition: str, clients: int | None, *, sizes: str = "equal", seed: int = 0) -> np.ndarray:
+    """The client index (0..clients-1) of each training record; -1: left out, which only `counts:FILE` may ask for.
+
+    Args:
+      partition: `iid`; `dirichlet:A` (each class divided by proportions ~ Dir(A); 0.5 by default); `classes:K` (each
+        client holds K classes); `by-site` or `by-column:NAME` (the sites the data came with, in sorted order, whatever
+        `clients` says); `counts:FILE` (a CSV of `client, class_0, class_1, ..`: how many records of each class).
+      sizes: of iid clients: `equal`, `uniform` (0.5 to 1.5 of the mean) or `lognormal:S` (log-sd S, 0.5 by default).
+    """
+    word, given, detail = partition.partition(":")
+    if word not in PARTITIONS:
+        raise SordinoError(f"partition: '{partition}' is unknown.{nearest(word, PARTITIONS)}")
+    takes = {"dirichlet": "a number above 0", "classes": "a number", "by-column": "a column", "counts": "a CSV file"}
+    if given and word not in takes:
+        raise SordinoError(f"partition: '{word}' takes nothing after it; write '{word}' alone.")
+    if word in takes and not detail and (given or word != "dirichlet"):
+        raise SordinoError(f"partition: '{partition}' lacks {takes[word]}; write '{word}:' and then {takes[word]}.")
+    if sizes != "equal" and word != "iid":
+        raise SordinoError(f"sizes: '{sizes}' goes with partition iid only; '{word}' settles the sizes itself.")
+    if word in ("dirichlet", "classes", "counts") and not dataset.classes:
+        raise SordinoError(f"partition: '{word}' needs classes, but this is a regression; use iid or by-column:NAME.")
+
+    if word in ("by-site", "by-column"):
+        return _by_site(dataset, partition)
+    if word == "counts":
+        counts = _read_counts(Path(detail).expanduser(), len(dataset.classes), clients)
+        return _deal(dataset.y_train, counts, generator(seed, "partition"))
+
+    records = len(dataset.y_train)
+    if clients is None or clients < 1:
+        raise SordinoError(f"clients: partition '{word}' needs a number of clients, at least 1; {clients} was given.")
+    if records < clients:
+        raise SordinoError(f"clients: {clients} clients cannot share {records} records; use at most {records}.")
+    rng = generator(seed, "partition")
+    if word == "iid":
+        return _deal(np.zeros(records, np.int64), apportion(_weights(sizes, clients, rng), records)[:, None], rng)
+    totals = np.bincount(dataset.y_train, minlength=len(dataset.classes))
+    if word == "dirichlet":
+        concentration = parse_number(detail or "0.5", "partition", f"'{partition}' is malformed; write dirichlet:0.5")
+        if concentration <= 0:
+            raise SordinoError(f"partition: '{partition}' needs a concentration above 0; write dirichlet:0.5.")
+        return _deal(dataset.y_train, _dirichlet(totals, clients, concentration, rng), rng)
+    held = int(parse_number(detail, "partition", f"'{partition}' is malformed; write classes:2", whole=True))
+    return _deal(dataset.y_train, _classes(totals, clients, held, rng), rng)
+
+
+def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Hand `counts[client, class]` records to each client, at random within a class; what is left over gets -1."""
+    clients, classes = counts.shape
+    left = np.bincount(y, minlength=classes) - counts.sum(0)
+    if (left < 0).any():
+        short = int(left.argmin())
+        raise SordinoError(
+            f"partition: {counts[:, short].sum()} records of class {short} are asked for, but the data has "
+            f"{counts[:, short].sum() + left[short]}; lower the counts."
+        )
+    order = np.lexsort((rng.random(len(y)), y))
+    owner = np.empty(len(y), np.int64)
+    owner[order] = np.repeat(np.tile(np.append(np.arange(clients), -1), classes), np.vstack((counts, left)).T.ravel())
+    return owner
+
+
+def _weights(sizes: str, clients: int, rng: np.random.Generator) -> np.ndarray:
+    law, given, spread = sizes.partition(":")
+    if law not in SIZES or (given and law != "lognormal"):
+        raise SordinoError(f"sizes: '{sizes}' is unknown.{nearest(sizes, SIZES)}")
+    if law == "equal":
+        return np.ones(clients)
+    if law == "uniform":
+        return rng.uniform(0.5, 1.5, clients)
+    deviation = parse_number(spread if given else "0.5", "sizes", f"'{sizes}' is malformed; write lognormal:0.5")
+    if not 0 <= deviation <= 10:
+        raise SordinoError(f"sizes: '{sizes}' needs a log-sd from 0 to 10; write lognormal:0.5.")
+    return np.exp(deviation * rng.standard_normal(clients))
+
+
+def _dirichlet(totals: np.ndarray, clients: int, concentration: float, rng: np.random.Generator) -> np.ndarray:
+    """Counts by client and class; redrawn while a client is empty, and mended by single records if that fails."""
+    for _ in range(max(1, min(TRIES, DRAWS // (clients * len(totals))))):
+        share = rng.dirichlet(np.full(clients, concentration), size=len(totals))
+        ends = np.rint(share.cumsum(1) * totals[:, None]).astype(np.int64)
+        ends[:, -1] = totals  # a sum of shares may miss 1 by rounding
+        counts: np.ndarray = np.diff(ends, axis=1, prepend=0).T
+        if counts.sum(1).all():
+            return counts
+    sizes = counts.sum(1)
+    for empty in np.flatnonzero(sizes == 0):
+        largest = sizes.argmax()
+        kind = counts[largest].argmax()
+        counts[largest, kind] -= 1
+        counts[empty, kind] = sizes[empty] = 1
+        sizes[largest] -= 1
+    return counts
+
+
+def _classes(totals: np.ndarray, clients: int, held: int, rng: np.random.Generator) -> np.ndarray:
+    """Counts by client and class where each client holds `held` classes and each class has as many holders as any."""
+    present = np.flatnonzero(totals)
+    if not 1 <= held <= len(present):
+        raise SordinoError(f"partition: classes:{held} is impossible with {len(present)} classes; use 1 to that many.")
+    if clients * held < len(present):
+        raise SordinoError(
+            f"partition: {clients} clients of {held} classes cannot hold all {len(present)} classes; "
+            "raise the clients or the classes of each."
+        )
+    holds = np.zeros((clients, len(totals)), bool)
+    holders = np.zeros(len(present), np.int64)
+    for client in range(clients):  # each takes the classes least held so far, ties by lot
+        mine = np.argsort(holders + rng.random(len(present)))[:held]
+        holders[mine] += 1
+        holds[client, present[mine]] = True
+    for kind, many in zip(present, holders, strict=True):
+        if totals[kind] < many:
+            raise SordinoError(
+                f"partition: class {kind} has {totals[kind]} records for the {many} clients that are to hold it; "
+                "lower the clients or the classes of each."
+            )
+    rank = holds.cumsum(0) - 1  # of a client among the holders of a class: the first few take the odd records
+    many = np.maximum(holds.sum(0), 1)
+    return np.asarray(np.where(holds, totals // many + (rank < totals % many), 0))
+
+
+def _by_site(dataset: Dataset, partition: str) -> np.ndarray:
+    if dataset.site is None:
+        raise SordinoError(f"partition: '{partition}' needs data with a client column; name it when loading (client).")
+    return np.unique(dataset.site, return_inverse=True)[1].astype(np.int64)
+
+
+def _read_counts(path: Path, classes: int, clients: int | None) -> np.ndarray:
+    if not path.is_file():
+        raise SordinoError(f"partition: there is no counts file '{path}'; check the path.")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        rows = list(reader)
+    for name in ("client", *(f"class_{k}" for k in range(classes))):
+        if name not in columns:
+            raise SordinoError(f"partition: '{path}' has no column '{name}'.{nearest(name, columns)}")
+    extra = [name for name in columns if (m := re.fullmatch(r"class_(\d+)", name)) and int(m[1]) >= classes]
+    if extra:
+        raise SordinoError(f"partition: '{path}' has columns {extra}, but the data has only {classes} classes.")
+
+    def number(row: int, name: str) -> int:
+        text = (rows[row][name] or "").strip()
+        if not text.isdecimal():
+            raise SordinoError(f"partition: '{text}' in row {row + 1}, column '{name}' of '{path}' is no count.")
+        return int(text)
+
+    order = [number(row, "client") for row in range(len(rows))]
+    if not rows or sorted(order) != list(range(len(rows))):
+        raise SordinoError(f"partition: the client column of '{path}' must hold 0, 1, 2, .. once each.")
+    if clients is not None and clients != len(rows):
+        raise SordinoError(f"clients: {clients} were asked for, but '{path}' has {len(rows)}; leave clients out.")
+    counts = np.empty((len(rows), classes), np.int64)
+    for row, client in enumerate(order):
+        counts[client] = [number(row, f"class_{k}") for k in range(classes)]
+    if not counts.sum(1).all():
+        raise SordinoError(f"partition: client {counts.sum(1).argmin()} of '{path}' has no records; drop its row.")
+    return counts
+
+
+class ClientSummary(NamedTuple):
+    """What one client holds."""
+
+    client: int
+    records: int
+    counts: tuple[int, ...]  # by class
+    kl_from_uniform: float  # KL(the client's class distribution || uniform), in nats
+    absent: int  # classes of which it has no record
+
+
+def describe(y: np.ndarray, client: np.ndarray, classes: int) -> list[ClientSummary]:
+    """One summary a client, in order. Regression (`classes` 0) has records alone; records of client -1 are skipped."""
+    used = client >= 0
+    y, client = y[used], client[used]
+    records = np.bincount(client)
+    if classes:
+        counts = np.bincount(client * classes + y, minlength=len(records) * classes).reshape(-1, classes)
+    else:
+        counts = np.zeros((len(records), 0), np.int64)
+    share = counts / np.maximum(records, 1)[:, None]
+    kl = (share * np.log(np.where(share > 0, share * classes, 1))).sum(1)
+    columns = zip(records.tolist(), counts.tolist(), kl.tolist(), (counts == 0).sum(1).tolist(), strict=True)
+    return [ClientSummary(k, n, tuple(row), max(0.0, far), none) for k, (n, row, far, none) in enumerate(columns)]

@@ -1,0 +1,90 @@
+"""A federation's records, sorted by client: one matrix for the whole cohort, views of it for each client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino.core import Shard, SordinoError
+
+
+@dataclass(frozen=True)
+class Records:
+    """`x` and `y` sorted by client; client i holds rows `starts[i]` to `starts[i + 1]`."""
+
+    x: Tensor
+    y: Tensor
+    starts: np.ndarray
+
+    @staticmethod
+    def of(
+        x: np.ndarray | Tensor,
+        y: np.ndarray | Tensor,
+        client: np.ndarray,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> Records:
+        """Sort records by client. A client of -1 leaves its record out."""
+        x, y = torch.as_tensor(x), torch.as_tensor(y)
+        client = np.asarray(client)
+        if not len(x) == len(y) == len(client):
+            raise SordinoError(f"data: {len(x)} rows of x, {len(y)} labels and {len(client)} client numbers differ.")
+        counts = np.bincount(client[client >= 0]) if (client >= 0).any() else np.zeros(0, int)
+        if not len(counts) or (counts == 0).any():
+            raise SordinoError("clients: some client holds no record; use fewer clients or another partition.")
+        if not (np.diff(client) >= 0).all() or client[0] < 0:
+            order = np.argsort(client, kind="stable")
+            order = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
+            x, y = x[order], y[order]
+        y = y if y.is_floating_point() else y.long()
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        return Records(x.to(device, dtype), y.to(device), starts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(np.diff(self.starts).tolist())
+
+    @cached_property
+    def length(self) -> Tensor:
+        """The norm of every row, computed once."""
+        return torch.linalg.vector_norm(self.x, dim=-1)
+
+    @cached_property
+    def _owner(self) -> Tensor:
+        return torch.from_numpy(np.repeat(np.arange(len(self.sizes)), self.sizes)).to(self.x.device)
+
+    def shard(self, i: int) -> Shard:
+        """One client's records."""
+        rows = slice(int(self.starts[i]), int(self.starts[i + 1]))
+        x = self.x[rows]
+        return Shard(x, self.y[rows], x.new_ones(len(x)), self.length[rows])
+
+    def fused(self, cohort: np.ndarray, weight: np.ndarray) -> Shard:
+        """A cohort as one client, each record weighted by its owner's public `weight`."""
+        scale = torch.as_tensor(weight, dtype=self.x.dtype, device=self.x.device)
+        if len(cohort) == len(self.sizes):
+            return Shard(self.x, self.y, scale[self._owner], self.length)
+        rows = torch.from_numpy(np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in cohort]))
+        rows = rows.to(self.x.device)
+        return Shard(self.x[rows], self.y[rows], scale[self._owner[rows]], self.length[rows])
+
+    def buckets(self, cohort: np.ndarray) -> list[tuple[np.ndarray, Shard]]:
+        """A cohort as a few padded batches, clients of like size (within a factor of two) together."""
+        sizes = np.diff(self.starts)[cohort]
+        octave = np.ceil(np.log2(sizes)).astype(int)
+        return [self._pad(cohort[octave == k]) for k in np.unique(octave)]
+
+    def _pad(self, clients: np.ndarray) -> tuple[np.ndarray, Shard]:
+        sizes = np.diff(self.starts)[clients]
+        column = np.arange(sizes.max())
+        inside = column < sizes[:, None]
+        rows = torch.from_numpy(np.where(inside, self.starts[clients][:, None] + column, 0)).to(self.x.device)
+        real = torch.from_numpy(inside).to(self.x.device)
+        x = self.x[rows].masked_fill(~real.unsqueeze(-1), 0)
+        length = self.length[rows].masked_fill(~real, 0)
+        return clients, Shard(x, self.y[rows], real.to(x.dtype), length)

@@ -1,0 +1,452 @@
+"""Where records come from: built-in sources, files, and preprocessing that costs no privacy.
+
+Preprocessing is per record, or uses statistics declared public; nothing here computes a statistic of private features
+and lets it shape the features.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sordino.core import SAFETY, SordinoError, nearest
+
+BUILT_IN = ("digits", "synthetic")
+SUFFIXES = (".npz", ".csv", ".parquet")
+LABELS = ("label", "y", "target", "class")  # columns taken for the label where the caller names none
+RIDGE = 1e-3  # of the mean eigenvalue: keeps whitening bounded where the public covariance is singular
+REGRESSION_VALUES = 50  # more distinct fractional labels than this are a quantity, not classes
+
+
+class Dataset(NamedTuple):
+    """Records in memory. `y` holds class indices, or float32 where `classes` is empty (regression)."""
+
+    name: str
+    x_train: np.ndarray  # float32, records by features
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    site: np.ndarray | None  # whose each training record is, as given
+    classes: tuple[str, ...]  # the original labels, in the order of their indices
+
+
+class _Raw(NamedTuple):
+    """What a reader hands over: nothing is checked yet, and the test part may be missing."""
+
+    x: np.ndarray
+    y: np.ndarray
+    site: np.ndarray | None = None
+    x_test: np.ndarray | None = None
+    y_test: np.ndarray | None = None
+    classes: tuple[str, ...] | None = None  # given: the labels are class indices already
+    features: Sequence[str] | None = None
+
+
+def load(
+    source: str,
+    *,
+    label: str | None = None,
+    client: str | None = None,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    public_stats: str | Path | None = None,
+    normalize: str = "none",
+) -> Dataset:
+    """Read a source, hold out a test part where it brings none, and preprocess.
+
+    Args:
+      source: `digits`; `synthetic`, `synthetic(alpha,beta,clients=..,features=..,classes=..,records=..,spread=..)`;
+        or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet file.
+      label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
+      client: the column (or .npz array) that says whose each record is.
+      test_fraction: the part held out, class by class, where the source has no test part of its own.
+      public_stats: an .npz with `mean` and `cov` of *public* features, to centre and whiten by, before `normalize`.
+      normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
+    """
+    scale = _scaler(normalize)
+    if not 0 < test_fraction < 1:
+        raise SordinoError(f"test_fraction: {test_fraction} must lie between 0 and 1; 0.2 is usual.")
+    raw = _read(str(source), label, client, test_fraction, seed)
+
+    x, x_test = _features(raw.x, "x", raw.features), raw.x_test
+    _same_length(x, "x", raw.y, "y")
+    y, y_test, classes = (raw.y, raw.y_test, raw.classes) if raw.classes else _encode(raw.y, raw.y_test)
+    site = raw.site
+    if site is not None:
+        _same_length(x, "x", site, "client")
+    if x_test is None or y_test is None:
+        out = hold_out(y if classes else np.zeros(len(y), np.int64), test_fraction, generator(seed, "hold out"))
+        x, x_test, y, y_test, site = x[~out], x[out], y[~out], y[out], None if site is None else site[~out]
+    else:
+        x_test = _features(x_test, "x_test", raw.features)
+        _same_length(x_test, "x_test", y_test, "y_test")
+        if x.shape[1] != x_test.shape[1]:
+            raise SordinoError(f"x_test: {x_test.shape[1]} features, but x_train has {x.shape[1]}; they must agree.")
+    if classes and len(np.unique(y)) < 2:
+        raise SordinoError("y: all training records have one label; there is nothing to learn. Check the label column.")
+
+    if public_stats is not None:
+        mean, cov = _public(Path(public_stats).expanduser(), x.shape[1])
+        x, x_test = whiten(x, mean, cov), whiten(x_test, mean, cov)
+    return Dataset(_name(str(source)), scale(x), y, scale(x_test), y_test, site, classes)
+
+
+# ------------------------------------------------------------------------------------------------------- the sources
+
+
+def _name(source: str) -> str:
+    return Path(source).stem if Path(source).suffix.lower() in SUFFIXES else source
+
+
+def _read(source: str, label: str | None, client: str | None, test_fraction: float, seed: int) -> _Raw:
+    path = Path(source).expanduser()
+    suffix = path.suffix.lower()
+    word = re.split(r"[(:]", source, maxsplit=1)[0].strip()
+    if word in BUILT_IN and suffix not in SUFFIXES:
+        for field, value in (("label", label), ("client", client)):
+            if value is not None:
+                raise SordinoError(f"{field}: '{word}' has no columns to name; leave it out (by-site uses its sites).")
+        if word == "synthetic":
+            return _synthetic(source, test_fraction, seed)
+        if source == "digits":
+            with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as arrays:
+                return _Raw(arrays["x"] / np.float32(16), arrays["y"])
+    if suffix not in SUFFIXES:
+        if suffix or path.exists():
+            raise SordinoError(f"source: '{source}' is not a file of a known kind; use {', '.join(SUFFIXES)}.")
+        files = f"A file ends in {', '.join(SUFFIXES)}."
+        raise SordinoError(f"source: '{source}' is unknown.{nearest(source, BUILT_IN)} {files}")
+    if not path.is_file():
+        raise SordinoError(f"source: there is no file '{source}'; check the path.")
+    return _npz(path, label, client) if suffix == ".npz" else _table(path, label, client)
+
+
+def _arrays(path: Path, field: str) -> dict[str, np.ndarray]:
+    """All arrays of an .npz; never unpickles."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        plain = "save plain arrays with numpy.savez (pickled objects are not read)"
+        raise SordinoError(f"{field}: '{path}' cannot be read as .npz ({error}); {plain}.") from None
+
+
+def _npz(path: Path, label: str | None, client: str | None) -> _Raw:
+    arrays = _arrays(path, "source")
+    if label is not None:
+        raise SordinoError("label: an .npz names its labels `y` or `y_train` and `y_test`; leave label out.")
+    if client is not None and client not in arrays:
+        raise SordinoError(f"client: '{path}' has no array '{client}'.{nearest(client, arrays)}")
+    site = arrays.get(client or "client")
+    if site is not None and site.ndim != 1:
+        raise SordinoError(f"client: the array has shape {site.shape}; give one client per training record.")
+    split = ("x_train", "y_train", "x_test", "y_test")
+    if all(name in arrays for name in split):
+        return _Raw(arrays["x_train"], arrays["y_train"], site, arrays["x_test"], arrays["y_test"])
+    if "x" in arrays and "y" in arrays:
+        return _Raw(arrays["x"], arrays["y"], site)
+    raise SordinoError(f"source: '{path}' holds {sorted(arrays)}; it needs {', '.join(split)}, or x, y.")
+
+
+def _table(path: Path, label: str | None, client: str | None) -> _Raw:
+    table = _open_table(path)
+    # A data frame's saved index is a name of the row, not a feature of it.
+    names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
+    if len(set(names)) < len(names) or "" in names:
+        twice = sorted({name for name in names if names.count(name) > 1 or not name})
+        raise SordinoError(f"source: column names {twice} in '{path}' are empty or repeated; name each column once.")
+    if label is None:
+        found = [name for name in LABELS if name in names]
+        if len(found) != 1:
+            why = f"columns {found} could each be it" if found else f"no column is called {', '.join(LABELS)}"
+            raise SordinoError(f"label: {why}; name the label column of '{path}'. Columns: {', '.join(names)}.")
+        label = found[0]
+    for field, name in (("label", label), ("client", client)):
+        if name is not None and name not in names:
+            raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
+    if label == client:
+        raise SordinoError(f"client: '{client}' is the label column already; name another.")
+    features = [name for name in names if name not in (label, client)]
+    numeric = {name: _numeric(table.column(name)) for name in features}
+    words = [name for name, values in numeric.items() if values is None]
+    if words:
+        raise SordinoError(
+            f"source: feature columns {words} of '{path}' are not numeric; encode or drop them "
+            "(or name one as the label or the client column)."
+        )
+    x = np.empty((table.num_rows, len(features)), np.float32)
+    with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values
+        for j, name in enumerate(features):
+            x[:, j] = numeric[name]
+    site = None if client is None else _words(table.column(client), "client", client)
+    return _Raw(x, _words(table.column(label), "label", label), site, features=features)
+
+
+def _open_table(path: Path) -> Any:
+    import pyarrow as pa  # here, not above: the library itself runs without it
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    try:
+        if path.suffix.lower() == ".csv":
+            return pa.csv.read_csv(path)
+        return pa.parquet.ParquetFile(path).read()  # one file: no columns made up from folder names
+    except (pa.ArrowException, OSError) as error:
+        raise SordinoError(
+            f"source: '{path}' cannot be read ({error}); check that it is a true {path.suffix}."
+        ) from None
+
+
+def _numeric(column: Any) -> np.ndarray | None:
+    """A column as numbers, missing ones as NaN; None where it is not numeric."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_boolean(kind) or pa.types.is_decimal(kind):
+        column = column.cast(pa.float64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return None
+    return np.asarray(column.to_numpy())
+
+
+def _words(column: Any, field: str, name: str) -> np.ndarray:
+    """A label or client column, as numbers or strings; a missing entry is an error."""
+    missing, values = column.null_count, _numeric(column)
+    if values is None:
+        values = column.to_numpy()
+        missing = missing or np.count_nonzero(values == "")
+    if missing:
+        raise SordinoError(f"{field}: {missing} entries of column '{name}' are missing; fill or drop those records.")
+    return values.astype(str) if values.dtype == object else np.asarray(values)
+
+
+def _synthetic(source: str, test_fraction: float, seed: int) -> _Raw:
+    """The heterogeneous generator of FedProx (Li et al. 2020, arXiv 1812.06127, section 5.1).
+
+    Device k labels by argmax(W_k x + b_k), with W_k, b_k ~ N(u_k, 1) and u_k ~ N(0, alpha): alpha is how much the
+    models differ. Its x ~ N(v_k, Sigma), with v_k ~ N(B_k, 1), B_k ~ N(0, beta) and Sigma_jj = j^-1.2: beta is how much
+    the data differ. The second argument of N is a variance. Sizes follow 50 + lognormal(4, spread), rescaled to
+    `records` in all (test part included).
+    """
+    alpha, beta, sizes = _synthetic_arguments(source)
+    clients, features, classes = int(sizes["clients"]), int(sizes["features"]), int(sizes["classes"])
+    rng = generator(seed, "synthetic")
+    records = apportion(50 + np.exp(4 + sizes["spread"] * rng.standard_normal(clients)), int(sizes["records"]))
+    deviation = np.arange(1, features + 1) ** -0.6
+    x = np.empty((records.sum(), features), np.float32)
+    y = np.empty(len(x), np.int64)
+    for end, size in zip(records.cumsum(), records, strict=True):
+        u, B = rng.normal(0, math.sqrt(alpha)), rng.normal(0, math.sqrt(beta))
+        W, b = rng.normal(u, 1, (features, classes)), rng.normal(u, 1, classes)
+        v = rng.normal(B, 1, features)
+        own = v + deviation * rng.standard_normal((size, features))
+        x[end - size : end], y[end - size : end] = own, (own @ W + b).argmax(1)
+    site = np.repeat(np.arange(clients), records)
+    out = hold_out(site, test_fraction, rng)
+    return _Raw(x[~out], y[~out], site[~out], x[out], y[out], tuple(map(str, range(classes))))
+
+
+def _synthetic_arguments(source: str) -> tuple[float, float, dict[str, float]]:
+    sizes: dict[str, float] = {"clients": 30, "features": 60, "classes": 10, "records": 20_000, "spread": 2.0}
+    least = {"clients": 1, "features": 1, "classes": 2, "records": 2}
+    example = "write for example synthetic(1,1) or synthetic(0.5,0.5,clients=30,records=20000)"
+    form = re.fullmatch(r"synthetic\s*(?:\((.*)\)|:(.*))?", source)
+    if form is None:
+        raise SordinoError(f"source: '{source}' is malformed; {example}.")
+    words = [word.strip() for word in (form[1] or form[2] or "").split(",") if word.strip()]
+    level = []
+    for word in words:
+        key, given, value = word.rpartition("=")
+        key = key.strip()
+        if given and key not in sizes:
+            raise SordinoError(f"source: synthetic has no setting '{key}'.{nearest(key, sizes)}")
+        number = parse_number(
+            value, "source", f"'{word}' in '{source}' is malformed; {example}", whole=isinstance(sizes.get(key), int)
+        )
+        if number < least.get(key, 0):
+            raise SordinoError(f"source: '{word}' in '{source}' is too small; the least is {least.get(key, 0)}.")
+        if key == "spread" and number > 10:
+            raise SordinoError(f"source: '{word}' in '{source}' is too large; the most is 10.")
+        if given:
+            sizes[key] = number
+        else:
+            level.append(number)
+    if len(level) not in (0, 2):
+        raise SordinoError(f"source: '{source}' needs both alpha and beta, or neither; {example}.")
+    if sizes["records"] < 2 * sizes["clients"]:
+        raise SordinoError(f"source: '{source}' has fewer than two records a client; raise records or lower clients.")
+    alpha, beta = level or (1.0, 1.0)
+    return alpha, beta, sizes
+
+
+# ---------------------------------------------------------------------------------------------------------- checking
+
+
+def _features(x: np.ndarray, field: str, names: Sequence[str] | None = None) -> np.ndarray:
+    """float32, records by features, all finite. Images are flattened."""
+    if x.dtype.kind not in "fiub":
+        raise SordinoError(f"{field}: features of type {x.dtype} are not numeric; encode them as numbers.")
+    if x.ndim == 0 or len(x) == 0:
+        raise SordinoError(f"{field}: there are no records; check the source.")
+    if x.size == 0:
+        raise SordinoError(f"{field}: there are no features beside the label; check the source.")
+    with np.errstate(over="ignore"):
+        x = x.reshape(len(x), -1).astype(np.float32, copy=False)
+    bad = ~np.isfinite(x)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise SordinoError(
+            f"{field}: {bad.sum()} values are NaN, infinite or beyond float32, the first in row {row} (from 0), "
+            f"column {names[column] if names else column}; clean them or drop those records."
+        )
+    return x
+
+
+def _same_length(a: np.ndarray, name: str, b: np.ndarray, other: str) -> None:
+    if len(a) != (len(b) if b.ndim else 1):
+        raise SordinoError(f"{other}: {b.size} entries for {len(a)} records in {name}; there must be one for each.")
+
+
+def _encode(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None, tuple[str, ...]]:
+    """Labels as indices into the sorted distinct training labels; or, for regression, float32 and no classes."""
+    y = _label(y, "y")
+    y_test = None if y_test is None else _label(y_test, "y_test")
+    if y_test is not None and (y.dtype.kind == "U") != (y_test.dtype.kind == "U"):
+        raise SordinoError(f"y_test: labels of type {y_test.dtype}, but those of y_train are {y.dtype}; use one type.")
+    values, index = np.unique(y, return_inverse=True)
+    fractional = values.dtype.kind == "f" and np.count_nonzero(values != np.floor(values))
+    if fractional > REGRESSION_VALUES:
+        return y.astype(np.float32), None if y_test is None else y_test.astype(np.float32), ()
+    whole = values.dtype.kind == "f" and not fractional
+    names = tuple(str(int(value) if whole else value) for value in values)  # a class is '1', not '1.0'
+    if y_test is None:
+        return index.astype(np.int64), None, names
+    place = np.searchsorted(values, y_test).clip(max=len(values) - 1)
+    unseen = values[place] != y_test
+    if unseen.any():
+        raise SordinoError(
+            f"y_test: label '{y_test[unseen][0]}' never occurs in y_train, so no model can learn it; "
+            "drop those records or split anew."
+        )
+    return index.astype(np.int64), place.astype(np.int64), names
+
+
+def _label(y: np.ndarray, field: str) -> np.ndarray:
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1:
+        raise SordinoError(f"{field}: labels of shape {y.shape}; give one label a record (class names or indices).")
+    if y.dtype.kind in "SM":
+        y = y.astype(str)
+    if y.dtype.kind not in "fiubU":
+        raise SordinoError(f"{field}: labels of type {y.dtype} are not understood; use numbers or strings.")
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        missing = np.count_nonzero(~np.isfinite(y))
+        raise SordinoError(f"{field}: {missing} labels are NaN or infinite; fill or drop those records.")
+    return y
+
+
+# ----------------------------------------------------------------------------------------------------- preprocessing
+
+
+def _scaler(normalize: str) -> Callable[[np.ndarray], np.ndarray]:
+    """The per-record map that `normalize` names."""
+    word, given, radius = normalize.partition(":")
+    if word in ("standardize", "standardise", "zscore", "minmax", "whiten", "pca"):
+        raise SordinoError(
+            f"normalize: '{word}' needs statistics of the private data, and these are themselves a release that "
+            "nothing here pays for. Use --public-stats FILE (centre and whiten by public statistics), or normalize l2."
+        )
+    if word == "clip":
+        limit = parse_number(radius, "normalize", f"'{normalize}' needs a radius; write clip:1.0")
+        if limit <= 0:
+            raise SordinoError(f"normalize: '{normalize}' needs a radius above 0; write clip:1.0.")
+        limit *= 1 - SAFETY
+        return lambda x: x * np.minimum(1, limit / np.maximum(_norm(x), np.finfo(float).tiny)).astype(np.float32)
+    if given or word not in ("none", "l2"):
+        raise SordinoError(f"normalize: '{normalize}' is unknown.{nearest(normalize, ('none', 'l2', 'clip:R'))}")
+    if word == "none":
+        return lambda x: x
+    return lambda x: (x / np.where((norm := _norm(x)) > 0, norm, 1)).astype(np.float32)  # a zero record stays zero
+
+
+def _norm(x: np.ndarray) -> np.ndarray:
+    """Of each record, in float64: the squares of large float32 values overflow."""
+    return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x, dtype=np.float64)))[:, None]
+
+
+def whiten(x: np.ndarray, mean: np.ndarray, cov: np.ndarray) -> np.ndarray:
+    """(x - mean) V diag((lambda + ridge)^-1/2) V^T, for cov = V diag(lambda) V^T."""
+    eigenvalue, V = np.linalg.eigh((cov + cov.T) / 2)
+    eigenvalue = eigenvalue.clip(min=0)
+    turn = V / np.sqrt(eigenvalue + RIDGE * eigenvalue.mean()) @ V.T
+    return np.asarray((x - mean) @ turn, np.float32)
+
+
+def _public(path: Path, features: int) -> tuple[np.ndarray, np.ndarray]:
+    if not path.is_file():
+        raise SordinoError(f"public_stats: there is no file '{path}'; check the path.")
+    arrays = _arrays(path, "public_stats")
+    if not {"mean", "cov"} <= arrays.keys():
+        raise SordinoError(f"public_stats: '{path}' holds {sorted(arrays)}; it needs mean and cov.")
+    mean, cov = arrays["mean"], arrays["cov"]
+    if mean.shape != (features,) or cov.shape != (features, features):
+        raise SordinoError(
+            f"public_stats: mean {mean.shape} and cov {cov.shape} do not fit data of {features} features; "
+            "use statistics of the same features."
+        )
+    if not (np.isfinite(mean).all() and np.isfinite(cov).all() and np.trace(cov) > 0):
+        raise SordinoError(f"public_stats: mean and cov in '{path}' must be finite, and cov not zero.")
+    return mean.astype(np.float64), cov.astype(np.float64)
+
+
+# ----------------------------------------------------------------------------------------------------- small helpers
+
+
+def generator(seed: int, purpose: str) -> np.random.Generator:
+    """A stream of its own for each purpose, so that one seed serves them all without repeating draws."""
+    if seed < 0:
+        raise SordinoError(f"seed: {seed} must not be negative.")
+    return np.random.default_rng([seed, *purpose.encode()])
+
+
+def parse_number(text: str, field: str, otherwise: str, *, whole: bool = False) -> float:
+    """A finite number (`whole`: an int), or the error `field: otherwise`."""
+    try:
+        number = int(text) if whole else float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise SordinoError(f"{field}: {otherwise}.")
+    return number
+
+
+def apportion(weights: np.ndarray, total: int) -> np.ndarray:
+    """`total` divided in proportion to `weights`, by largest remainders; at least one each."""
+    exact = total * (weights / weights.sum())
+    sizes: np.ndarray = np.floor(exact).astype(np.int64)
+    sizes[np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]] += 1
+    for empty in np.flatnonzero(sizes == 0):
+        sizes[sizes.argmax()] -= 1
+        sizes[empty] = 1
+    return sizes
+
+
+def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Which records are for testing: `fraction` of each stratum to within one, and never all of it."""
+    sizes = np.bincount(strata)
+    ends = sizes.cumsum()
+    # The running total is rounded, for many small strata would each round to nothing.
+    quota = np.minimum(np.diff(np.rint(ends * fraction), prepend=0), np.maximum(sizes - 1, 0))
+    order = np.lexsort((rng.random(len(strata)), strata))
+    chosen = np.zeros(len(strata), bool)
+    chosen[order] = np.arange(len(strata)) - np.repeat(ends - sizes, sizes) < np.repeat(quota, sizes)
+    if not chosen.any():
+        raise SordinoError(f"test_fraction: {fraction} of {len(strata)} records leaves no test part; raise it.")
+    return chosen

@@ -1,0 +1,141 @@
+"""A client's side of a round: every way from data to message goes through here, for every engine.
+
+`Oracle` answers a local rule's questions: it clips, counts and noises, and so it does with the finished message.
+The same code serves one client and a batch of them: per-client numbers then carry a leading axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino.core import SAFETY, Batch, Correlated, Facts, Kind, OverspentError, Query, Shard, Stage, Tree
+from sordino.privacy.noise import Address, Source
+from sordino.privacy.plan import Plan
+
+SAMPLING = 2**16 - 1  # the query number under which minibatches are drawn
+
+Draw = Callable[[int, int, tuple[int, ...]], Tensor]  # (query number, call, shape of one client's draw) -> normals
+Coins = Callable[[int, tuple[int, ...]], Tensor]  # (call, shape of one client's draw) -> uniforms
+
+
+class Turn(NamedTuple):
+    """The public numbers of a round."""
+
+    t: int
+    first: int  # round of its stage
+    stage: Stage
+    facts: Facts
+    cohort: np.ndarray
+    stds: list[np.ndarray]  # per query, every client's own noise in a cohort of this size
+
+
+def turns(plan: Plan, start: int = 0) -> Iterator[Turn]:
+    """The rounds of a plan, in order."""
+    t = 0
+    for s, (stage, rounds) in enumerate(zip(plan.method.stages, plan.stage_rounds, strict=True)):
+        first, facts = t, plan.facts(s)
+        stds = [plan.std(s, k) for k in range(len(stage.queries))]
+        for t in range(first, first + rounds):  # noqa: B020
+            if t >= start:
+                cohort = plan.cohorts[t]
+                share = plan.share(len(cohort))
+                yield Turn(t, first, stage, facts, cohort, [std * share for std in stds])
+        t = first + rounds
+
+
+def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard noise for one release. `first` is the stage's first round: correlated noise re-derives its draws there."""
+    if isinstance(query.noise, Correlated):
+        row = query.noise.decoder[at.round - first]
+        draws = (row[j] * source.normal(at._replace(round=first, index=int(j)), shape) for j in np.flatnonzero(row))
+        z: np.ndarray = sum(draws, np.zeros(shape))
+    else:
+        z = source.normal(at, shape)
+    # Symmetric answers get symmetric noise: variance 1 on the diagonal and 1/2 off it is white in the Frobenius norm.
+    return (z + z.swapaxes(-1, -2)) / 2 if query.kind in (Kind.CURVATURE, Kind.GRAM) else z
+
+
+def clipped(message: Tensor, clip: float) -> Tensor:
+    """Rows scaled down to norm `clip`; a row that is not finite becomes zero, so that it tells nothing."""
+    norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True)
+    safe = torch.where(torch.isfinite(norm), message, torch.zeros_like(message))
+    return safe * (clip * (1 - SAFETY) / norm.nan_to_num(0, 0, 0).clamp_min(clip * (1 - SAFETY)))
+
+
+class Oracle:
+    """`ask`: the only way from a local rule to its data."""
+
+    def __init__(
+        self,
+        model: Any,
+        shard: Shard,
+        stage: Stage,
+        *,
+        sizes: Tensor,
+        stds: list[Tensor],
+        draw: Draw,
+        coins: Coins,
+        facts: Facts,
+        inside: bool = False,
+    ) -> None:
+        self._model, self._shard, self._stage = model, shard, stage
+        self._sizes, self._stds, self._draw, self._coins = sizes, stds, draw, coins
+        self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
+        self._spent = [0] * len(stage.queries)
+        self._samples = 0
+        self.facts = facts
+        self.records = sizes.unsqueeze(-1) if sizes.dim() else sizes
+
+    def gradient(self, theta: Tensor, on: Batch | None = None) -> Tensor:
+        return self._answer(Kind.GRADIENT, 1, on, lambda shard, clip: self._model.clipped_sum(theta, shard, clip))
+
+    def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor:
+        return self._answer(Kind.CURVATURE, 2, on, lambda shard, clip: self._model.curvature_sum(theta, shard, clip))
+
+    def gram(self, on: Batch | None = None) -> Tensor:
+        return self._answer(Kind.GRAM, 2, on, lambda shard, clip: self._model.gram_sum(shard, clip))
+
+    def sample(self, rate: float) -> Batch:
+        mask = self._shard.mask
+        self._samples += 1
+        return Batch((self._coins(self._samples, tuple(mask.shape[-1:])) < rate).to(mask), rate)
+
+    def finish(self, message: Tree, *, noise: bool = True) -> Tree:
+        """Clip and noise the finished message, where that is what the stage releases."""
+        for number, query in enumerate(self._stage.queries):
+            if query.kind is Kind.DELTA:
+                message = clipped(message, query.clip) if query.bound is None else message
+                message = self._noised(message, number, 0, 1) if noise else message
+        return message
+
+    def _answer(self, kind: Kind, axes: int, on: Batch | None, total: Callable[[Shard, float], Tensor]) -> Tensor:
+        number = next((k for k, query in enumerate(self._stage.queries) if query.kind is kind), None)
+        if number is None:
+            raise OverspentError(f"this stage declares no {kind} query; add Query(Kind.{kind.name}, clip) to it")
+        query, call = self._stage.queries[number], self._spent[number]
+        if self._inside and query.noise is not None:
+            raise OverspentError(f"prepare asked the {kind} query, whose answers are released; only work may")
+        if call >= query.calls:
+            raise OverspentError(f"the {kind} query was declared for {query.calls} calls a round and asked once more")
+        self._spent[number] += 1
+        shard = self._shard if on is None else self._shard._replace(mask=self._shard.mask * on.mask)
+        answer = total(shard, query.clip)
+        if query.noise is not None:
+            answer = self._noised(answer, number, call, axes)
+        return answer / along(self._sizes * (1.0 if on is None else on.rate), axes)
+
+    def _noised(self, answer: Tensor, number: int, call: int, axes: int) -> Tensor:
+        std = self._stds[number]
+        if not std.any():
+            return answer
+        return answer + along(std, axes) * self._draw(number, call, tuple(answer.shape[-axes:])).to(answer)
+
+
+def along(value: Tensor, axes: int) -> Tensor:
+    """A per-client number, shaped to multiply an answer with that many axes of its own."""
+    return value.reshape(value.shape + (1,) * axes)

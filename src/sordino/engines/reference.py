@@ -1,0 +1,89 @@
+"""The meaning of a round: a plain loop over clients. Every other engine must agree with this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sordino.core import Down, Model, Round, Tree
+from sordino.data.shard import Records
+from sordino.engines.client import SAMPLING, Oracle, Turn, normals, turns
+from sordino.privacy.ledger import Ledger
+from sordino.privacy.noise import Address, Source
+from sordino.privacy.plan import Plan
+from sordino.tree import pack, tree_map, unpack
+
+
+def run(
+    plan: Plan,
+    model: Model,
+    records: Records,
+    source: Source,
+    *,
+    theta: Tensor | None = None,
+    ledger: Ledger | None = None,
+    run_id: str = "",
+) -> Iterator[Round]:
+    """Yield after every round. With a ledger, a message is stored before it leaves, and one already stored is sent
+    again as it was, without touching the data: to resume, run again."""
+    theta = (model.init() if theta is None else theta).to(records.x)
+    share = torch.as_tensor(plan.weights / plan.participation.rate(plan.clients)).to(records.x)
+    clients = range(plan.clients)
+    state: Tree = ()
+    memory: list[Tree] = [() for _ in clients]
+    for turn in turns(plan):
+        local, rule = turn.stage.local, turn.stage.rule
+        if turn.t == turn.first:
+            state = rule.init(theta, turn.facts, state)
+            memory = [local.init(theta, memory[i]) for i in clients]
+            caches = [local.prepare(oracle(model, records, turn, i, source, inside=True)) for i in clients]
+        down = Down(theta, rule.say(state))
+        if ledger is not None:
+            ledger.afford([entry for i in turn.cohort for entry in plan.entries(int(i), turn.t, run_id)])
+        parts = []
+        for i in map(int, turn.cohort):
+            message = ledger and recall(ledger, run_id, i, turn.t, records.x)
+            if message is None:
+                ask = oracle(model, records, turn, i, source)
+                message = ask.finish(local.work(ask, down, memory[i], caches[i]))
+                if ledger is not None:
+                    ledger.charge(plan.entries(i, turn.t, run_id), pack(message))
+            memory[i] = local.remember(message, down, memory[i])
+            parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, message))
+        aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
+        if parts:
+            step, state = rule.update(aggregate, state, theta, turn.t - turn.first)
+            theta = theta + step
+        yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, tuple(memory)))
+
+
+def recall(ledger: Ledger, run_id: str, i: int, t: int, like: Tensor) -> Tree | None:
+    """What client i already said in round t."""
+    stored = ledger.release(run_id, f"client {i}", t)
+    return None if stored is None else tree_map(lambda leaf: leaf.to(like), unpack(stored))
+
+
+def oracle(model: Model, records: Records, turn: Turn, i: int, source: Source, *, inside: bool = False) -> Oracle:
+    """Client i's own."""
+    shard = records.shard(i)
+
+    def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
+        query = turn.stage.queries[number]
+        return torch.from_numpy(normals(source, query, Address(i, turn.t, number, call), turn.first, shape))
+
+    def coins(call: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.from_numpy(source.uniform(Address(i, turn.t, SAMPLING, call), shape)).to(shard.x.device)
+
+    return Oracle(
+        model,
+        shard,
+        turn.stage,
+        sizes=shard.x.new_tensor(len(shard.y)),
+        stds=[shard.x.new_tensor(std[i]) for std in turn.stds],
+        draw=draw,
+        coins=coins,
+        facts=turn.facts,
+        inside=inside,
+    )

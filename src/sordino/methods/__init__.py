@@ -1,0 +1,57 @@
+"""One file a method family, reading like the paper's pseudocode. This is the one registry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sordino.core import Method, SordinoError, Unit, nearest
+from sordino.methods.adaptive import fedadam, fedyogi
+from sordino.methods.fedgd import fedgd
+from sordino.methods.sofim import sofim
+
+
+class Entry(NamedTuple):
+    factory: Callable[..., Method]
+    family: str
+    paper: str
+    units: tuple[Unit, ...] = (Unit.RECORD, Unit.USER)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Name and default of every hyperparameter."""
+        parameters = inspect.signature(self.factory).parameters.values()
+        return {p.name: p.default for p in parameters if p.name != "unit"}
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.factory) or "").partition("\n")[0]
+
+
+REGISTRY: dict[str, Entry] = {
+    "dp-fedgd": Entry(fedgd, "first order", "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)"),
+    "dp-fedsofim": Entry(sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)"),
+    "dp-fedadam": Entry(fedadam, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
+    "dp-fedyogi": Entry(fedyogi, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
+}
+
+
+def entry(name: str) -> Entry:
+    if name not in REGISTRY:
+        raise SordinoError(f"method: '{name}' is unknown.{nearest(name, REGISTRY)}")
+    return REGISTRY[name]
+
+
+def build(name: str, unit: Unit = Unit.RECORD, **options: Any) -> Method:
+    """A method by its name, for a unit, with some of its options set."""
+    found = entry(name)
+    if unit not in found.units:
+        raise SordinoError(f"unit: {name} exists at {' and '.join(found.units)} level only.")
+    for key in options:
+        if key not in found.options:
+            raise SordinoError(f"{key}: {name} has no such option.{nearest(key, found.options)}")
+    return found.factory(unit=unit, **options)
+
+
+__all__ = ["REGISTRY", "Entry", "build", "entry"]

@@ -1,0 +1,43 @@
+"""DP-FedAdam and DP-FedYogi: DP-FedGD's release under an adaptive server optimiser."""
+
+from __future__ import annotations
+
+from sordino.core import Method, Unit
+from sordino.methods.fedgd import served
+from sordino.rules import adam, yogi
+
+
+def fedadam(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 0.05,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    tau: float = 0.01,
+    bias_correction: bool = False,
+    tail: float = 0.0,
+) -> Method:
+    """theta <- theta - lr m / (sqrt(v) + tau), Adam's moments of G.
+
+    lr: the step. beta1, beta2: memories of the moments. tau: floor of the root, and its start. bias_correction: as in
+    Adam. tail: as in dp-fedgd.
+    """
+    rule = adam(beta1=beta1, beta2=beta2, tau=tau, bias_correction=bias_correction)
+    return served("dp-fedadam", unit, clip, lr, (rule,), tail)
+
+
+def fedyogi(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 0.05,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    tau: float = 0.01,
+    bias_correction: bool = False,
+    tail: float = 0.0,
+) -> Method:
+    """theta <- theta - lr m / (sqrt(v) + tau), Yogi's moments of G. Options as in dp-fedadam."""
+    rule = yogi(beta1=beta1, beta2=beta2, tau=tau, bias_correction=bias_correction)
+    return served("dp-fedyogi", unit, clip, lr, (rule,), tail)

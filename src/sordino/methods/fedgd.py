@@ -1,0 +1,43 @@
+"""DP-FedGD: one clipped, noised gradient per client and round. Also the release every server optimiser shares.
+
+Record level: a client sends the noised sum of its clipped per-record gradients; one record moves that sum by at most
+the clip (add-remove) or twice the clip (replace-one).
+User level: a client sends its clipped mean gradient, noised; a whole client moves the sum of messages by the clip.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.rules import average, chain, scale
+
+
+def gradient(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+    return ask.gradient(down.theta)
+
+
+def served(name: str, unit: Unit, clip: float, lr: float | Tensor, rules: tuple[Rule, ...], tail: float) -> Method:
+    """Gradients in, `rules` and a step of `lr` on the server. Proved under every trust model: each round's release
+    depends on the past through broadcast models alone, and rules only post-process it."""
+    if not isinstance(lr, Tensor) and not lr > 0:
+        raise SordinoError(f"lr: {lr} must be above 0.")
+    if not 0 < clip < math.inf:
+        raise SordinoError(f"clip: {clip} must be a finite number above 0.")
+    answers = (
+        (Query(Kind.GRADIENT, clip),)
+        if unit is Unit.RECORD
+        else (Query(Kind.GRADIENT, math.inf, noise=None), Query(Kind.DELTA, clip))
+    )
+    rule = chain(*rules, scale(-lr), *([average(tail)] if tail else []))
+    return Method(name, unit, (Stage(Local(gradient), rule, answers),), frozenset((unit, trust) for trust in Trust))
+
+
+def fedgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 0.5, tail: float = 0.0) -> Method:
+    """theta <- theta - lr G.
+
+    lr: the step. tail: the part of the rounds whose iterates are averaged into the model handed out (0: none).
+    """
+    return served("dp-fedgd", unit, clip, lr, (), tail)

@@ -1,0 +1,1 @@
+"""Exact accounting. Knows nothing of models or data."""

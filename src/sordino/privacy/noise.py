@@ -1,0 +1,213 @@
+"""Where randomness comes from: a secure stream, or a seed.
+
+Every draw has an address, (client, round, query, index), and a source is a function of addresses: the same address
+gives the same draw again (a resumed round and correlated noise need that), two addresses never share a stream.
+
+What `Secure` protects against: someone who sees any number of draws, or knows all addresses, learns nothing about
+the others without the key (ChaCha20 as a pseudorandom function). What it does not: a key used for two runs gives
+both the same noise, and the difference of their releases is then bare; take a fresh key for each run. A `Seeded`
+stream can be recomputed, or guessed, by anyone who knows or tries the seed: it is for simulation and for tests, and
+says so (`private = False`).
+
+Either way the normal is a real-arithmetic idealisation: samples are float64 and so are the sums they enter, hence
+the low bits of a release are not those of an exact Gaussian (Mironov 2012). The certificate says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from sordino.core import SordinoError
+
+Floats: TypeAlias = NDArray[np.float64]
+Words: TypeAlias = NDArray[np.uint64]
+
+EVERYONE = 2**32 - 1  # in a simulation, where nobody reads the shares: the summed noise of a cohort
+SERVER = 2**32 - 2
+
+_LAYOUT = struct.Struct("<IIHH")  # 12 bytes, a ChaCha20 nonce to the byte: distinct addresses, distinct nonces
+_BITS = (32, 32, 16, 16)
+_CHUNK = 1 << 13  # words; the 64 KiB buffers of one chunk stay in cache
+_ZEROS = bytes(8 * _CHUNK)
+_MOST = 1 << 35  # words of one nonce: 2^32 blocks of 64 bytes, then the counter would run into the nonce
+
+
+class Address(NamedTuple):
+    """Of one draw. `index` counts the releases of one query in one round."""
+
+    client: int
+    round: int
+    query: int
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which no address needs
+
+    def pack(self) -> bytes:
+        """Twelve bytes, one to one with valid addresses; every source begins here, so none accepts another."""
+        try:
+            return _LAYOUT.pack(*self)
+        except struct.error:
+            for name, value, bits in zip(self._fields, self, _BITS, strict=True):
+                if not (hasattr(value, "__index__") and 0 <= value < 2**bits):
+                    raise SordinoError(f"{name}: {value!r} must be an integer from 0 to 2**{bits} - 1.") from None
+            raise
+
+
+class Source(Protocol):
+    """A function of addresses. A longer draw begins with the shorter one."""
+
+    @property
+    def private(self) -> bool:
+        """May its noise carry a promise?"""
+        ...
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        """Independent standard normals."""
+        ...
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        """Independent uniforms in (0, 1), from a stream of their own."""
+        ...
+
+
+class Secure:
+    """The ChaCha20 keystream (RFC 8439) of a secret key, the address as nonce; fresh from the system by default."""
+
+    private = True
+
+    def __init__(self, key: bytes | None = None) -> None:
+        if key is not None and len(key) != 32:
+            raise SordinoError(f"key: {len(key)} bytes given, 32 are needed; leave it out for a fresh one.")
+        _chacha20()  # fail here, not in the first round
+        master = secrets.token_bytes(32) if key is None else bytes(key)
+        self._normal_key = _derive(master, b"sordino normal")
+        self._uniform_key = _derive(master, b"sordino uniform")
+
+    def __repr__(self) -> str:
+        return "Secure(key=<hidden>)"
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return _draw(self._normal_key, at, shape, _to_normal)
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return _draw(self._uniform_key, at, shape, _to_uniform)
+
+
+class Seeded:
+    """Reproducible from a seed, and therefore not private."""
+
+    private = False
+
+    def __init__(self, seed: int) -> None:
+        if not (hasattr(seed, "__index__") and 0 <= seed < 2**64):
+            raise SordinoError(f"seed: {seed!r} must be an integer from 0 to 2**64 - 1.")
+        self.seed = int(seed)
+        self._normal_prefix = struct.pack("<QI", self.seed, 0)
+        self._uniform_prefix = struct.pack("<QI", self.seed, 1)
+
+    def __repr__(self) -> str:
+        return f"Seeded({self.seed})"
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return np.random.Generator(_bits(self._normal_prefix, at)).standard_normal(shape)
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        out = np.empty(shape)
+        _to_uniform(_bits(self._uniform_prefix, at).random_raw(out.size).reshape(shape), out)
+        return out
+
+
+class Silent:
+    """No noise at all; minibatches and participants are still drawn, from a seed."""
+
+    private = False
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seeded = Seeded(seed)
+
+    def __repr__(self) -> str:
+        return f"Silent({self._seeded.seed})"
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        at.pack()
+        return np.zeros(shape)
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return self._seeded.uniform(at, shape)
+
+
+def source(seed: int | None) -> Source:
+    """The secure source, or with a seed the reproducible one, which is not private."""
+    return Secure() if seed is None else Seeded(seed)
+
+
+# ---------------------------------------------------------------------------------------------------- seeded streams
+
+
+def _bits(prefix: bytes, at: Address) -> np.random.SFC64:
+    entropy = np.frombuffer(prefix + at.pack(), dtype="<u4").astype(np.uint32, copy=False)
+    return np.random.SFC64(np.random.SeedSequence(entropy))
+
+
+# ---------------------------------------------------------------------------------------------------- secure streams
+
+
+def _chacha20() -> Callable[[bytes, bytes], Any]:
+    """(key, 12-byte nonce) -> an encryptor whose block counter starts at 0."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    except ImportError as missing:
+        raise SordinoError(
+            "secure noise needs the package 'cryptography': pip install cryptography, or pass a seed (not private)."
+        ) from missing
+    return lambda key, nonce: Cipher(algorithms.ChaCha20(key, bytes(4) + nonce), mode=None).encryptor()
+
+
+def _derive(master: bytes, purpose: bytes) -> bytes:
+    return hashlib.blake2b(key=master, person=purpose, digest_size=32).digest()
+
+
+def _draw(key: bytes, at: Address, shape: tuple[int, ...], convert: Callable[[Words, Floats], None]) -> Floats:
+    """One keystream, converted chunk by chunk into the answer; a chunk's edge falls between words."""
+    out = np.empty(math.prod(shape))
+    if out.size > _MOST:
+        raise SordinoError(f"shape: {out.size} numbers at one address, and a stream ends after 2**35.")
+    stream = _chacha20()(key, at.pack())
+    buffer = np.empty(min(_CHUNK, out.size), dtype="<u8")
+    for start in range(0, out.size, _CHUNK):
+        part = out[start : start + _CHUNK]
+        words = buffer[: part.size]
+        _keystream(stream, words)
+        convert(words, part)
+    return out.reshape(shape)
+
+
+def _keystream(stream: Any, words: Words) -> None:
+    """The next bytes of the stream, as little-endian words: encrypted zeros are the keystream itself."""
+    stream.update_into(memoryview(_ZEROS)[: words.nbytes], words.view(np.uint8).data)
+
+
+def _to_normal(words: Words, out: Floats) -> None:
+    """Inverse cdf, folded: a sign, and 63 bits for a tail probability k/2^64 in (0, 1/2].
+
+    Folding keeps the law exactly symmetric and the tail as fine as float64 allows. An odd k is never 0, so nothing
+    is infinite: the furthest draw is 9.08 standard deviations out.
+    """
+    np.bitwise_or(words, 1, out=words)
+    np.multiply(words.view("<i8"), 2.0**-64, out=out)
+    tail = np.abs(out)
+    np.copysign(ndtri(tail, out=tail), out, out=out)
+
+
+def _to_uniform(words: Words, out: Floats) -> None:
+    """(k + 1/2) / 2^52: the finest even grid whose midpoints are all float64 (with 53 bits the last rounds to 1)."""
+    np.right_shift(words, 12, out=words)
+    np.add(words, 0.5, out=out)
+    np.multiply(out, 2.0**-52, out=out)

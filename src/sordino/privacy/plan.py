@@ -1,0 +1,372 @@
+"""A method, its rounds and participants, and the noise that pays for them.
+
+One rule covers every trust model. A round adds up w_i / b_i times client i's clipped sum (w_i: public weight, b_i:
+public divisor of its answers), so a record of client i moves the observed quantity by (w_i / b_i) * sensitivity.
+
+- `untrusted-server`: every message is seen, so each client's own noise must cover its own sensitivity.
+- `secure-aggregation`, `trusted-server`: only the weighted sum is seen. Its noise must cover the client that moves it
+  most, and each participant contributes an equal part of that noise *as it arrives in the sum*. Hence no small client
+  pays more than was promised, whatever the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from sordino.core import (
+    Correlated,
+    Divisor,
+    Facts,
+    Kind,
+    Method,
+    Privacy,
+    Query,
+    SordinoError,
+    Stage,
+    Trust,
+    Unit,
+    nearest,
+)
+from sordino.privacy import gaussian
+from sordino.privacy.ledger import Entry
+
+EVERYONE = "full"
+
+
+@dataclass(frozen=True)
+class Participation:
+    """Who takes part: everyone, a fixed number drawn anew each round, or each client by a coin of its own.
+
+    The schedule is drawn before the run, without looking at any data, so each client's number of rounds is known and
+    is what it pays for. Nothing is gained from the adversary not knowing the schedule: no amplification is claimed.
+    """
+
+    kind: str = EVERYONE
+    amount: float = 1.0
+
+    @staticmethod
+    def parse(text: str) -> Participation:
+        kind, _, number = text.partition(":")
+        if kind not in (EVERYONE, "fixed", "poisson"):
+            raise SordinoError(
+                f"participation: '{text}' is unknown.{nearest(kind, [EVERYONE, 'fixed:5', 'poisson:0.5'])}"
+            )
+        if kind == EVERYONE:
+            return Participation()
+        try:
+            amount = float(number)
+        except ValueError:
+            raise SordinoError(f"participation: '{text}' lacks a number; write fixed:5 or poisson:0.5.") from None
+        if kind == "fixed" and not (amount >= 1 and amount == int(amount)):
+            raise SordinoError(f"participation: fixed:{number} needs a whole number of clients, at least 1.")
+        if kind == "poisson" and not 0 < amount <= 1:
+            raise SordinoError(f"participation: poisson:{number} needs a rate in (0, 1].")
+        return Participation(kind, amount)
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount:g}"
+
+    def rate(self, clients: int) -> float:
+        """The expected fraction of clients in a round: a public constant, unlike the realised one."""
+        if self.kind == "fixed" and self.amount > clients:
+            raise SordinoError(f"participation: {self} asks for more than the {clients} clients there are.")
+        return {EVERYONE: 1.0, "fixed": self.amount / clients, "poisson": self.amount}[self.kind]
+
+    def schedule(self, rounds: int, clients: int, seed: int) -> list[np.ndarray]:
+        """The participants of each round."""
+        if self.kind == EVERYONE:
+            return [np.arange(clients)] * rounds
+        rng = np.random.default_rng([seed, 0x5EED])
+        if self.kind == "fixed":
+            return [np.sort(rng.choice(clients, int(self.amount), replace=False)) for _ in range(rounds)]
+        return [np.flatnonzero(rng.random(clients) < self.amount) for _ in range(rounds)]
+
+
+class Level(NamedTuple):
+    """The noise of one query of one stage, per client."""
+
+    stage: int
+    number: int  # of the query within its stage
+    query: Query
+    sensitivity: np.ndarray  # of one release of client i, in the units of its clipped sum
+    std: np.ndarray  # of client i's own noise; where only sums are seen, of a cohort of one (see Plan.share)
+    weight: np.ndarray  # w_i / b_i: how far a unit of client i's sum moves the aggregate
+
+
+class Release(NamedTuple):
+    """`count` equal Gaussian releases, as the adversary sees them."""
+
+    query: str
+    sensitivity: float
+    std: float
+    count: int
+
+
+class Group(NamedTuple):
+    """Clients with the same account."""
+
+    clients: tuple[int, ...]
+    records: tuple[int, int]  # smallest and largest
+    releases: tuple[Release, ...]
+    mu: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be released, and the noise that pays for it. All figures follow from these fields."""
+
+    method: Method
+    rounds: int
+    sizes: tuple[int, ...]
+    privacy: Privacy
+    participation: Participation = Participation()
+    divisor: Divisor = Divisor.POOLED
+    schedule_seed: int = 0
+    noise: float | None = None  # std of the summed client noise over the clip; None: what epsilon asks for
+    uncertified: bool = False
+
+    def __post_init__(self) -> None:
+        if str(self.divisor) not in list(Divisor):
+            raise SordinoError(f"divisor: '{self.divisor}' is unknown.{nearest(str(self.divisor), Divisor)}")
+        object.__setattr__(self, "divisor", Divisor(str(self.divisor)))
+        if self.rounds < 1:
+            raise SordinoError(f"rounds: {self.rounds} must be at least 1.")
+        if not self.sizes or min(self.sizes) < 1:
+            raise SordinoError("clients: every client needs at least one record.")
+        if strangers := [i for i in self.privacy.client_epsilon if not 0 <= i < len(self.sizes)]:
+            raise SordinoError(
+                f"client_epsilon: there is no client {strangers[0]}; they run 0 to {len(self.sizes) - 1}."
+            )
+        if self.method.unit is not self.privacy.unit:
+            raise SordinoError(f"unit: {self.method.name} was built for {self.method.unit}, not {self.privacy.unit}.")
+        for stage in self.method.stages:
+            _check_stage(self.method.name, stage)
+        if not (self.proved or self.uncertified or self.privacy.epsilon == math.inf):
+            pairs = ", ".join(sorted(f"{unit} level under {trust}" for unit, trust in self.method.proves)) or "none"
+            raise SordinoError(
+                f"trust: {self.method.name} is not proved private at {self.privacy.unit} level under "
+                f"{self.privacy.trust}. {self.method.caveat} Proved: {pairs}. Choose one of these, or set "
+                "uncertified = true and read the statement, which then begins with 'not certified'."
+            )
+        self.stage_rounds  # noqa: B018  (refuses a plan shorter than its stages)
+        self.participation.rate(len(self.sizes))
+
+    # ------------------------------------------------------------------------------------------------ structure
+
+    @property
+    def clients(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def proved(self) -> bool:
+        return (self.privacy.unit, self.privacy.trust) in self.method.proves
+
+    @property
+    def sums_only(self) -> bool:
+        """The adversary sees no single client's message."""
+        return self.privacy.trust is not Trust.UNTRUSTED_SERVER
+
+    @cached_property
+    def stage_rounds(self) -> tuple[int, ...]:
+        fixed = sum(stage.rounds or 0 for stage in self.method.stages)
+        open_ended = sum(stage.rounds is None for stage in self.method.stages)
+        if open_ended > 1 or fixed + open_ended > self.rounds or (not open_ended and fixed != self.rounds):
+            raise SordinoError(f"rounds: {self.method.name} needs {fixed} rounds{' and more' * bool(open_ended)}.")
+        return tuple(self.rounds - fixed if stage.rounds is None else stage.rounds for stage in self.method.stages)
+
+    def stage_of(self, t: int) -> int:
+        """The stage that round t belongs to."""
+        return int(np.searchsorted(np.cumsum(self.stage_rounds), t, side="right"))
+
+    @cached_property
+    def cohorts(self) -> list[np.ndarray]:
+        return self.participation.schedule(self.rounds, self.clients, self.schedule_seed)
+
+    def taken(self, stage: int, done: int | None = None) -> np.ndarray:
+        """A rounds x clients table of who took part in the stage's rounds, of those done."""
+        start = sum(self.stage_rounds[:stage])
+        table = np.zeros((self.stage_rounds[stage], self.clients), dtype=bool)
+        stop = self.rounds if done is None else done
+        for row, t in enumerate(range(start, min(start + len(table), stop))):
+            table[row, self.cohorts[t]] = True
+        return table
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Client i's weight in the aggregate of *means*; they sum to one. Users weigh the same: sizes may be private."""
+        sizes = np.asarray(self.sizes, dtype=float)
+        if self.divisor is Divisor.POOLED and self.privacy.unit is Unit.RECORD:
+            return sizes / sizes.sum()
+        return np.full(self.clients, 1 / self.clients)
+
+    def queries(self) -> Iterator[tuple[int, int, Query]]:
+        """(stage, number, query) of everything that is noised."""
+        for s, stage in enumerate(self.method.stages):
+            for k, query in enumerate(stage.queries):
+                if query.noise is not None:
+                    yield s, k, query
+
+    # ---------------------------------------------------------------------------------------------------- noise
+
+    def _counts(self, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Per client: the number of releases, and the factor by which a stream multiplies their sensitivity."""
+        taken = self.taken(stage, done)
+        if not isinstance(query.noise, Correlated):
+            return taken.sum(0) * query.calls, np.ones(self.clients)
+        patterns, which = np.unique(taken, axis=1, return_inverse=True)
+        factors = np.array([query.noise.sensitivity(np.flatnonzero(column)) for column in patterns.T])
+        return taken.any(0).astype(int), factors[which.reshape(-1)]
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The noise of every query: what epsilon asks for, or what `noise` fixes."""
+        found = list(self.queries())
+        releases = np.array([self._counts(s, q)[0].max() for s, _, q in found], dtype=float)
+        shares = _shares([q.share for *_, q in found], releases)
+        wishes = np.full(self.clients, self.privacy.epsilon)
+        for client, epsilon in self.privacy.client_epsilon.items():
+            wishes[client] = epsilon
+        distinct, which = np.unique(wishes, return_inverse=True)
+        mu = np.array([gaussian.mu(e, self.privacy.delta) for e in distinct])[which]
+        sizes, position = np.unique(self.sizes, return_inverse=True)
+        levels = []
+        for (s, k, query), share, count in zip(found, shares, releases, strict=True):
+            claims = np.array([query.sensitivity(self.privacy.adjacency, int(m)) for m in sizes])[position]
+            if not np.isfinite(claims).all():
+                raise SordinoError(f"clip: {self.method.name}'s {query.kind} needs a finite clip; set clip.")
+            factor = self._counts(s, query)[1].max()
+            divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
+            weight = self.weights / divisor
+            needed = claims * factor * np.sqrt(max(count, 1.0) / share) / mu  # each client's own std; 0 where mu = inf
+            std = (weight * needed).max() / weight if self.sums_only else needed
+            if self.noise is not None:  # the caller fixes the noise of a cohort's sum; its shape over clients stays
+                spread = (weight * claims).max() / weight if self.sums_only else claims
+                parties = 1.0 if self.sums_only else self.participation.rate(self.clients) * self.clients
+                std = spread * self.noise * query.clip / math.sqrt(parties * (spread**2).mean())
+            levels.append(Level(s, k, query, claims, std, weight))
+        return tuple(levels)
+
+    def share(self, cohort: int) -> float:
+        """The factor on a participant's std: its part of the summed noise, where only sums are seen."""
+        return 1 / math.sqrt(max(cohort, 1)) if self.sums_only else 1.0
+
+    def std(self, stage: int, number: int) -> np.ndarray:
+        """Per client, before `share`; zeros for a query that carries no noise."""
+        for level in self.levels:
+            if (level.stage, level.number) == (stage, number):
+                return level.std
+        return np.zeros(self.clients)
+
+    def aggregate_std(self, stage: int) -> float:
+        """Expected noise per coordinate on the aggregate, from the stage's first noised query."""
+        level = next(level for level in self.levels if level.stage == stage)
+        rate = self.participation.rate(self.clients)
+        arriving = (level.weight * level.std) ** 2
+        total = arriving.max() if self.sums_only else arriving.sum() * rate
+        return float(math.sqrt(total)) / rate
+
+    def summed_noise(self) -> tuple[float, float]:
+        """(std of a cohort's summed noise, largest std of one client), over the clip of the first noised query."""
+        level = self.levels[0]
+        cohort = self.participation.rate(self.clients) * self.clients
+        own = level.std / (math.sqrt(cohort) if self.sums_only else 1.0) / level.query.clip
+        return float(math.sqrt(cohort * (own**2).mean())), float(own.max())
+
+    def facts(self, stage: int) -> Facts:
+        rate = self.participation.rate(self.clients)
+        return Facts(
+            clients=self.clients,
+            sizes=np.asarray(self.sizes),
+            rounds=self.stage_rounds[stage],
+            cohort=rate * self.clients,
+            aggregate_std=self.aggregate_std(stage),
+        )
+
+    # ------------------------------------------------------------------------------------------------ the account
+
+    def _seen(self, level: Level) -> tuple[np.ndarray, np.ndarray]:
+        """(sensitivity, std) of what the adversary sees of each client, in units of a clipped sum."""
+        if not self.sums_only:
+            return level.sensitivity, level.std
+        heaviest = level.weight.max()
+        std = (level.weight * level.std).max() / heaviest
+        return level.sensitivity * level.weight / heaviest, np.full(self.clients, std)
+
+    def groups(self, done: int | None = None) -> tuple[Group, ...]:
+        """Clients with equal accounts, after `done` rounds (default: the whole plan)."""
+        columns = []
+        for level in self.levels:
+            count, factor = self._counts(level.stage, level.query, done)
+            moved, seen = self._seen(level)
+            columns += [moved * factor, seen, count]
+        accounts, which = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
+        groups = []
+        for g, account in enumerate(accounts):
+            members = np.flatnonzero(which.reshape(-1) == g)
+            releases = tuple(
+                Release(f"{level.stage}.{level.number} {level.query.kind}", float(moved), float(seen), int(count))
+                for level, (moved, seen, count) in zip(self.levels, account.reshape(-1, 3), strict=True)
+                if count
+            )
+            sizes = [self.sizes[i] for i in members]
+            mu = gaussian.mu_of((r.sensitivity, r.std, r.count) for r in releases)
+            groups.append(Group(tuple(members.tolist()), (min(sizes), max(sizes)), releases, mu))
+        return tuple(groups)
+
+    def mu(self, done: int | None = None) -> float:
+        """Of the client worst off, after `done` rounds."""
+        return max(group.mu for group in self.groups(done))
+
+    def epsilon(self, done: int | None = None) -> float:
+        return gaussian.epsilon(self.mu(done), self.privacy.delta)
+
+    def entries(self, client: int, t: int, run_id: str) -> list[Entry]:
+        """What client pays for round t, one ledger row a query."""
+        stage = self.stage_of(t)
+        rows = []
+        for level in self.levels:
+            if level.stage != stage:
+                continue
+            moved, seen = self._seen(level)
+            sensitivity, count = float(moved[client]), level.query.calls
+            if isinstance(level.query.noise, Correlated):  # a stream is paid for by what each round adds to it
+                before, after = (self._counts(stage, level.query, done)[1][client] for done in (t, t + 1))
+                sensitivity *= math.sqrt(max(after**2 - before**2, 0))
+            name = f"{level.stage}.{level.number} {level.query.kind}"
+            rows.append(Entry(f"client {client}", t, name, sensitivity, float(seen[client]), count, run_id))
+        return rows
+
+    def silenced(self) -> Plan:
+        """The same plan without noise, and so without privacy."""
+        return replace(self, privacy=replace(self.privacy, epsilon=math.inf, client_epsilon={}), noise=None)
+
+
+def _check_stage(name: str, stage: Stage) -> None:
+    """An answer that is not noised must end in a message that is: otherwise data would leave in the clear."""
+    delta = [q for q in stage.queries if q.kind is Kind.DELTA]
+    if len(delta) > 1 or any(q.noise is None or q.calls != 1 for q in delta):
+        raise SordinoError(f"{name}: a stage has at most one DELTA query; it is noised, and called once.")
+    if not delta and any(q.noise is None for q in stage.queries):
+        raise SordinoError(f"{name}: an answer without noise needs a noised DELTA query for the message built from it.")
+    if delta and any(q.noise is not None for q in stage.queries if q.kind is not Kind.DELTA):
+        raise SordinoError(f"{name}: noise the answers or the message, not both.")
+    if len({q.kind for q in stage.queries}) < len(stage.queries):
+        raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
+    if any(isinstance(q.noise, Correlated) and q.calls != 1 for q in stage.queries):
+        raise SordinoError(f"{name}: a correlated query is called once a round.")
+
+
+def _shares(given: list[float | None], releases: np.ndarray) -> np.ndarray:
+    """Parts of mu squared, summing to one; what is not given divides the rest in proportion to releases."""
+    total = sum(share for share in given if share is not None)
+    free = np.array([count if share is None else 0.0 for share, count in zip(given, releases, strict=True)])
+    if total > 1 + 1e-9 or (free.any() and total >= 1) or (not free.any() and abs(total - 1) > 1e-9):
+        raise SordinoError(f"share: the parts of the budget add up to {total:g}; they must add up to 1.")
+    rest = (1 - total) * free / max(free.sum(), 1)
+    return np.array([share if share is not None else rest[i] for i, share in enumerate(given)])

@@ -1,0 +1,7 @@
+"""Server rules: pure post-processing of the privatised aggregate, chainable."""
+
+from sordino.rules.adaptive import adam, yogi
+from sordino.rules.basic import average, chain, ema, scale
+from sordino.rules.fisher import fisher
+
+__all__ = ["adam", "average", "chain", "ema", "fisher", "scale", "yogi"]

@@ -1,0 +1,84 @@
+"""The plain rules: scale, moving average, tail average, and the chain that joins rules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sordino.core import Facts, Rule, SordinoError, Tree
+
+
+def stateless(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+    return ()
+
+
+def zeros(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+    return torch.zeros_like(theta)
+
+
+def chain(*rules: Rule) -> Rule:
+    """Apply rules in order, each to what the one before it made of the aggregate."""
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+        return tuple(rule.init(theta, facts, before) for rule in rules)
+
+    def update(g: Tree, states: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        new = []
+        for rule, state in zip(rules, states, strict=True):
+            g, state = rule.update(g, state, theta, t)
+            new.append(state)
+        return g, tuple(new)
+
+    def say(states: Tree) -> Tree:
+        return tuple(rule.say(state) for rule, state in zip(rules, states, strict=True))
+
+    def model(theta: Tensor, states: Tree) -> Tensor:
+        for rule, state in zip(rules, states, strict=True):
+            theta = rule.model(theta, state)
+        return theta
+
+    return Rule(init, update, say, model)
+
+
+def scale(factor: float | Tensor) -> Rule:
+    """factor * G. The step is added to theta, so descent has a negative factor."""
+    return Rule(stateless, lambda g, state, theta, t: (factor * g, state))
+
+
+def moving(m: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
+    return beta * m + (1 - beta) * g
+
+
+def debias(m: Tensor, beta: float | Tensor, t: int) -> Tensor:
+    """Divide out the weight that a moving average started at zero still lacks after t + 1 terms (Adam)."""
+    return m / (1 - beta ** (t + 1))
+
+
+def ema(beta: float | Tensor, *, bias_correction: bool = False) -> Rule:
+    """M = beta M + (1 - beta) G, from M = 0. Averages noise down to (1 - beta) / (1 + beta) of its variance."""
+
+    def update(g: Tree, m: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        m = moving(m, g, beta)
+        return (debias(m, beta, t) if bias_correction else m), m
+
+    return Rule(zeros, update)
+
+
+def average(last: float) -> Rule:
+    """Hand out the mean of the iterates of the last part of the rounds; the walk itself is unchanged.
+
+    Put it at the end of a chain: what reaches it is the step.
+    """
+    if not 0 < last <= 1:
+        raise SordinoError(f"average: {last} must lie in (0, 1], the part of the rounds whose iterates are averaged.")
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+        first = facts.rounds - max(1, round(last * facts.rounds))
+        return theta, torch.tensor(float(first))
+
+    def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        mean, first = state
+        seen = max(t - int(first), 0) + 1
+        return g, (mean + (theta + g - mean) / seen, first)
+
+    return Rule(init, update, model=lambda theta, state: state[0])
