@@ -226,8 +226,10 @@ class Down(NamedTuple):
 class Ask(Protocol):
     """The only way from a local rule to its data. Answers come divided by `records`, a public number."""
 
-    records: Tensor | float
-    facts: Facts
+    @property
+    def records(self) -> Tensor: ...
+    @property
+    def facts(self) -> Facts: ...
 
     def gradient(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
     def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
@@ -313,7 +315,7 @@ class Facts:
 class Round(NamedTuple):
     """What a run yields after each round."""
 
-    index: int
+    t: int
     model: Tensor  # to evaluate and to hand out
     cohort: np.ndarray
     aggregate: Tree  # () where nobody came

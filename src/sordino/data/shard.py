@@ -39,20 +39,21 @@ class Records:
             raise SordinoError("clients: some client holds no record; use fewer clients or another partition.")
         if not (np.diff(client) >= 0).all() or client[0] < 0:
             order = np.argsort(client, kind="stable")
-            order = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
-            x, y = x[order], y[order]
+            rows = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
+            x, y = x[rows], y[rows]
         y = y if y.is_floating_point() else y.long()
         starts = np.concatenate([[0], np.cumsum(counts)])
         return Records(x.to(device, dtype), y.to(device), starts)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(np.diff(self.starts).tolist())
 
     @cached_property
     def length(self) -> Tensor:
         """The norm of every row, computed once."""
-        return torch.linalg.vector_norm(self.x, dim=-1)
+        length: Tensor = torch.linalg.vector_norm(self.x, dim=-1)
+        return length
 
     @cached_property
     def _owner(self) -> Tensor:

@@ -89,7 +89,9 @@ def load(
         if x.shape[1] != x_test.shape[1]:
             raise SordinoError(f"x_test: {x_test.shape[1]} features, but x_train has {x.shape[1]}; they must agree.")
     if classes and len(np.unique(y)) < 2:
-        raise SordinoError("y: all training records have one label; there is nothing to learn. Check the label column.")
+        raise SordinoError(
+            "y: all training records have one label; there is nothing to learn. Check the labels or take more data."
+        )
 
     if public_stats is not None:
         mean, cov = _public(Path(public_stats).expanduser(), x.shape[1])
@@ -208,7 +210,7 @@ def _numeric(column: Any) -> np.ndarray | None:
     import pyarrow as pa
 
     kind = column.type
-    if pa.types.is_boolean(kind) or pa.types.is_decimal(kind):
+    if pa.types.is_boolean(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
         column = column.cast(pa.float64())
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         return None
@@ -229,10 +231,12 @@ def _words(column: Any, field: str, name: str) -> np.ndarray:
 def _synthetic(source: str, test_fraction: float, seed: int) -> _Raw:
     """The heterogeneous generator of FedProx (Li et al. 2020, arXiv 1812.06127, section 5.1).
 
-    Device k labels by argmax(W_k x + b_k), with W_k, b_k ~ N(u_k, 1) and u_k ~ N(0, alpha): alpha is how much the
-    models differ. Its x ~ N(v_k, Sigma), with v_k ~ N(B_k, 1), B_k ~ N(0, beta) and Sigma_jj = j^-1.2: beta is how much
-    the data differ. The second argument of N is a variance. Sizes follow 50 + lognormal(4, spread), rescaled to
-    `records` in all (test part included).
+    Device k labels by argmax(W_k x + b_k), with W_k, b_k ~ N(u_k, 1) and u_k ~ N(0, alpha). Its x ~ N(v_k, Sigma), with
+    v_k ~ N(B_k, 1), B_k ~ N(0, beta) and Sigma_jj = j^-1.2: beta is how much the data differ. The second argument of N
+    is a variance. Sizes follow 50 + lognormal(4, spread), rescaled to `records` in all (test part included).
+
+    As published, alpha is without effect on the labels: u_k adds the same u_k (sum_j x_j + 1) to every logit, and
+    argmax does not see it. Devices disagree because W_k is drawn anew for each.
     """
     alpha, beta, sizes = _synthetic_arguments(source)
     clients, features, classes = int(sizes["clients"]), int(sizes["features"]), int(sizes["classes"])

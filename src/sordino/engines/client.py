@@ -63,8 +63,9 @@ def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[
 def clipped(message: Tensor, clip: float) -> Tensor:
     """Rows scaled down to norm `clip`; a row that is not finite becomes zero, so that it tells nothing."""
     norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True)
-    safe = torch.where(torch.isfinite(norm), message, torch.zeros_like(message))
-    return safe * (clip * (1 - SAFETY) / norm.nan_to_num(0, 0, 0).clamp_min(clip * (1 - SAFETY)))
+    bound = clip * (1 - SAFETY)
+    scaled: Tensor = message * (bound / norm.clamp_min(bound))
+    return torch.where(torch.isfinite(norm), scaled, torch.zeros_like(message))
 
 
 class Oracle:

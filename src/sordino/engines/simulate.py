@@ -55,7 +55,7 @@ def run(
             state = rule.init(theta, turn.facts, state)
             memory = local.init(crowd.spread(theta), memory)
         if turn.t in (turn.first, start):
-            fused = only_asks_for_the_gradient(turn.stage, theta)
+            fused = only_asks_for_the_gradient(turn.stage, Down(theta, rule.say(state)))
             caches = crowd.prepare(turn)
         aggregate: Tree = ()
         if len(turn.cohort):
@@ -69,9 +69,9 @@ def run(
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, memory))
 
 
-def only_asks_for_the_gradient(stage: Stage, theta: Tensor) -> bool:
+def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
     """Trace the rule with a stand-in for its data: does it send the noised gradient at the broadcast theta, as it is?"""
-    local, down, answer = stage.local, Down(theta), torch.empty(0)
+    local, answer = stage.local, torch.zeros_like(down.theta)
 
     class Elsewhere(Exception):  # noqa: N818
         pass
@@ -90,7 +90,7 @@ def only_asks_for_the_gradient(stage: Stage, theta: Tensor) -> bool:
     if [query.kind for query in stage.queries] != [Kind.GRADIENT]:
         return False
     try:
-        return local.work(Probe(), down, (), ()) is answer  # type: ignore[arg-type]
+        return local.work(Probe(), down, (), ()) is answer
     except Elsewhere:
         return False
 
@@ -114,8 +114,7 @@ class Crowd:
     @cached_property
     def _per_record(self) -> np.ndarray:
         """How far one record's clipped gradient moves the aggregate."""
-        moved: np.ndarray = self.influence / np.asarray(self.plan.sizes)
-        return moved
+        return np.asarray(self.influence / np.asarray(self.plan.sizes))
 
     def spread(self, theta: Tensor) -> Tensor:
         """One copy of theta a client."""
@@ -134,7 +133,7 @@ class Crowd:
         heaviest = self._per_record.max()
         full = len(turn.cohort) == self.plan.clients
         shard = self._matrix if full else self.records.fused(turn.cohort, self._per_record / heaviest)
-        total = heaviest * self.model.clipped_sum(theta, shard, turn.stage.queries[0].clip)
+        total: Tensor = heaviest * self.model.clipped_sum(theta, shard, turn.stage.queries[0].clip)
         return total + self._noise(turn, 0, self._per_record, tuple(theta.shape[-1:]), shares).to(total)
 
     def batched(self, turn: Turn, down: Down, memory: Tree, caches: Tree, shares: bool) -> tuple[Tree, Tree]:

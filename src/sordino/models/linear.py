@@ -105,20 +105,20 @@ class Linear:
 
     def _split(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
         n = self.features * self.outputs
-        weight = theta[..., :n].unflatten(-1, (self.features, self.outputs))
+        weight = theta[..., :n].reshape(*theta.shape[:-1], self.features, self.outputs)
         return weight, theta[..., n:] if self.bias else None
 
     def _length(self, shard: Shard) -> Tensor:
         """Of (x, 1)."""
         norm = torch.linalg.vector_norm(shard.x, dim=-1) if shard.length is None else shard.length
-        return torch.hypot(norm, norm.new_ones(())) if self.bias else norm
+        return norm.square().add_(1).sqrt_() if self.bias else norm
 
     def _moderate(self, theta: Tensor, length: Tensor) -> bool:
         """No logit can leave the range where exp neither overflows nor loses digits (Cauchy-Schwarz): the shift by the
         maximum, half the cost of a softmax, is then not needed."""
         if self.kind is not Loss.SOFTMAX:
             return True
-        columns = torch.linalg.vector_norm(theta.unflatten(-1, (-1, self.outputs)), dim=-2)
+        columns = torch.linalg.vector_norm(theta.reshape(*theta.shape[:-1], -1, self.outputs), dim=-2)
         return bool(length.amax() * columns.amax() < 40)
 
     def _residual(self, theta: Tensor, shard: Shard, stable: bool) -> Tensor:

@@ -100,12 +100,12 @@ class Level(NamedTuple):
 
 
 class Release(NamedTuple):
-    """`count` equal Gaussian releases, as the adversary sees them."""
+    """`times` equal Gaussian releases, as the adversary sees them."""
 
     query: str
     sensitivity: float
     std: float
-    count: int
+    times: int
 
 
 class Group(NamedTuple):
@@ -202,7 +202,7 @@ class Plan:
         """Client i's weight in the aggregate of *means*; they sum to one. Users weigh the same: sizes may be private."""
         sizes = np.asarray(self.sizes, dtype=float)
         if self.divisor is Divisor.POOLED and self.privacy.unit is Unit.RECORD:
-            return sizes / sizes.sum()
+            return np.asarray(sizes / sizes.sum())
         return np.full(self.clients, 1 / self.clients)
 
     def queries(self) -> Iterator[tuple[int, int, Query]]:
@@ -315,7 +315,7 @@ class Plan:
                 if count
             )
             sizes = [self.sizes[i] for i in members]
-            mu = gaussian.mu_of((r.sensitivity, r.std, r.count) for r in releases)
+            mu = gaussian.mu_of((r.sensitivity, r.std, r.times) for r in releases)
             groups.append(Group(tuple(members.tolist()), (min(sizes), max(sizes)), releases, mu))
         return tuple(groups)
 
