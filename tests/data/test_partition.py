@@ -125,6 +125,19 @@ def test_dirichlet_is_mended_where_redrawing_cannot_help() -> None:
     assert table.sum(0).tolist() == [25, 25]
 
 
+def test_dirichlet_is_redrawn_before_it_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mended client has exactly one record; a redrawn one seldom."""
+    data = even(50_000, 2)
+
+    def lone() -> int:
+        sizes = [np.bincount(split(data, "dirichlet:0.1", 5, seed=seed)).min() for seed in range(40)]
+        return sizes.count(1)
+
+    redrawn = lone()
+    monkeypatch.setattr("sordino.data.partition.TRIES", 1)
+    assert 2 * redrawn < lone()
+
+
 def test_small_concentration_is_more_skewed() -> None:
     data = even(10_000)
     far = [

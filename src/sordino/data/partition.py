@@ -74,7 +74,7 @@ def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.nda
             f"partition: {counts[:, short].sum()} records of class {short} are asked for, but the data has "
             f"{counts[:, short].sum() + left[short]}; lower the counts."
         )
-    order = np.lexsort((np.arange(len(y)), y))
+    order = np.lexsort((rng.random(len(y)), y))
     owner = np.empty(len(y), np.int64)
     owner[order] = np.repeat(np.tile(np.append(np.arange(clients), -1), classes), np.vstack((counts, left)).T.ravel())
     return owner

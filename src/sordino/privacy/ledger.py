@@ -242,9 +242,9 @@ class Ledger:
 
     def _new(self) -> bool:
         """Whether the file is still empty; a file of another kind or schema is refused."""
-        application, version = (self._ask(f"PRAGMA {name}")[0][0] for name in ("application_id", "user_version"))
-        if application == 0 and not self._ask("SELECT 1 FROM sqlite_master"):
-            return True
+        if not self._ask("SELECT 1 FROM sqlite_master LIMIT 1"):
+            return True  # asked first: another process may be creating the ledger, all at once, between two questions
+        ((application,),), ((version,),) = self._ask("PRAGMA application_id"), self._ask("PRAGMA user_version")
         if application != _APPLICATION:
             raise SordinoError(f"ledger {self.path}: this is a database of another kind; choose another path.")
         if version != SCHEMA:
