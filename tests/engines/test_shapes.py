@@ -119,7 +119,9 @@ def warm_start_and_memory():
         return -zeta, zeta / 0.2 - c + c
 
     one = Stage(
-        Local(descend, remember=lambda message, down, memory: message, init=lambda theta, before: torch.zeros_like(theta)),
+        Local(
+            descend, remember=lambda message, down, memory: message, init=lambda theta, before: torch.zeros_like(theta)
+        ),
         Rule(stateless, start),
         (Query(Kind.GRADIENT, 1.0),),
         1,
@@ -172,7 +174,9 @@ def lemma_duals_cache():
 
 
 def minibatches():
-    return Method("mini", Unit.RECORD, (Stage(Local(walk(2, rate=0.5)), sgd(-1.0), (Query(Kind.GRADIENT, 1.0, 2),)),), PC)
+    return Method(
+        "mini", Unit.RECORD, (Stage(Local(walk(2, rate=0.5)), sgd(-1.0), (Query(Kind.GRADIENT, 1.0, 2),)),), PC
+    )
 
 
 def user_level():
@@ -265,7 +269,9 @@ def test_correlated_noise_is_the_decoder_times_independent_draws(records):
     decoder = method.stages[0].queries[0].noise.decoder
     plan = plan_for(method, records)
     still = Records(torch.zeros_like(records.x), torch.zeros_like(records.y), records.starts)
-    draws = [torch.stack([r.aggregate for r in simulate.run(plan, MODEL, still, Seeded(s))]).numpy() for s in range(400)]
+    draws = [
+        torch.stack([r.aggregate for r in simulate.run(plan, MODEL, still, Seeded(s))]).numpy() for s in range(400)
+    ]
     z = np.concatenate(draws, axis=1) / plan.aggregate_std(0)
     observed, expected = z @ z.T / z.shape[1], decoder @ decoder.T
     se = np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / z.shape[1])

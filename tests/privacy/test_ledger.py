@@ -22,11 +22,11 @@ from sordino.privacy.ledger import GENESIS, Entry, Ledger
 
 EPSILON, DELTA = 1.0, 1e-5
 TEXTS = ("who", "query", "plan", "time", "key", "payload_sha256", "previous", "hash")
-FIELDS = (*TEXTS, "round", "count", "seq", "sensitivity", "std", "payload")
+FIELDS = (*TEXTS, "round", "times", "seq", "sensitivity", "std", "payload")
 
 
-def entry(who="ann", round=0, *, query="gradient", sensitivity=2.0, std=50.0, count=1, plan="p"):
-    return Entry(who, round, query, sensitivity, std, count, plan)
+def entry(who="ann", round=0, *, query="gradient", sensitivity=2.0, std=50.0, times=1, plan="p"):
+    return Entry(who, round, query, sensitivity, std, times, plan)
 
 
 def tamper(path, *statements):
@@ -53,7 +53,7 @@ def written(tmp_path_factory):
     with Ledger(path, epsilon=EPSILON, delta=DELTA) as opened:
         for round in range(3):
             opened.charge([entry("ann", round)], b"ann %d" % round)
-        opened.charge([entry("bob", 0), entry("bob", 0, query="gram", std=80.0, count=3)], b"")
+        opened.charge([entry("bob", 0), entry("bob", 0, query="gram", std=80.0, times=3)], b"")
         opened.charge([entry("bob", 1)])
     return path
 
@@ -86,7 +86,7 @@ def test_rows_say_what_was_charged(written):
     with Ledger(written) as opened:
         rows = list(opened.rows())
         assert [row.seq for row in rows] == [1, 2, 3, 4, 5, 6]
-        assert Entry(*rows[4][:7]) == entry("bob", 0, query="gram", std=80.0, count=3)
+        assert Entry(*rows[4][:7]) == entry("bob", 0, query="gram", std=80.0, times=3)
         assert rows[0].payload_sha256 == hashlib.sha256(b"ann 0").hexdigest()
         assert rows[0].previous == GENESIS
         assert rows[0].time.endswith("+00:00")
@@ -158,18 +158,18 @@ def test_two_open_ledgers_see_each_other(copy):
 def test_k_releases_fit_and_one_more_does_not(tmp_path, k):
     std = 2.0 * math.sqrt(k) / gaussian.mu(EPSILON, DELTA)
     with Ledger(tmp_path / "l.db", epsilon=EPSILON, delta=DELTA) as opened:
-        opened.afford([entry(std=std, count=k)])
+        opened.afford([entry(std=std, times=k)])
         with pytest.raises(OverspentError):
-            opened.afford([entry(std=std, count=k + 1)])
+            opened.afford([entry(std=std, times=k + 1)])
         with pytest.raises(OverspentError):  # summed over the entries of one charge
-            opened.afford([entry(std=std, count=k), entry(std=std)])
+            opened.afford([entry(std=std, times=k), entry(std=std)])
         for round in range(k):
             opened.charge([entry(round=round, std=std)], b"x")
         assert opened.spent_epsilon("ann", DELTA) == pytest.approx(EPSILON, rel=1e-8)
         for call in (opened.afford, opened.charge):
             with pytest.raises(OverspentError, match=r"ann: .* epsilon to 1\.\d+ at delta 1e-05; the limit is 1\b"):
                 call([entry(round=k, std=std, plan="another plan")])
-        opened.afford([entry("bob", std=std, count=k)])  # everyone has their own
+        opened.afford([entry("bob", std=std, times=k)])  # everyone has their own
         assert len(opened) == k
 
 
@@ -235,8 +235,8 @@ def test_a_ledger_without_a_limit_takes_one_later(tmp_path):
         {"std": math.inf},
         {"std": 0.0},
         {"std": "much"},
-        {"count": 0},
-        {"count": 1.5},
+        {"times": 0},
+        {"times": 1.5},
         {"round": 0.5},
     ],
 )
@@ -270,14 +270,24 @@ def test_files_of_another_kind_are_refused_and_left_alone(copy, tmp_path):
     tamper(foreign, ("CREATE TABLE t (x)",))
     text.write_text("certainly not a database " * 50)
     for path, message in ((foreign, "another kind"), (text, "not a database; name a file")):
+        path.chmod(0o644)
         before = path.read_bytes()
         with pytest.raises(SordinoError, match=message):
             Ledger(path)
         assert path.read_bytes() == before
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
+    mode = tmp_path.stat().st_mode
     for path in (tmp_path / "missing" / "l.db", tmp_path):
         with pytest.raises(SordinoError, match="ledger"):
             Ledger(path)
+    assert tmp_path.stat().st_mode == mode
+
+
+def test_a_copy_that_anyone_can_read_is_closed_to_them(copy):
+    copy.chmod(0o644)
+    Ledger(copy).close()
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
 
 
 def test_a_full_disk_charges_nothing_and_says_so(copy):
@@ -427,8 +437,8 @@ def test_a_chain_forged_throughout_is_noticed_by_a_certificate(copy, tmp_path):
 
 
 def test_a_row_without_sense_stops_further_charges(copy):
-    tamper(copy, ("UPDATE entries SET count = -1000 WHERE who = 'ann'",))  # a refund
-    with Ledger(copy) as opened, pytest.raises(SordinoError, match="count: -1000"):
+    tamper(copy, ("UPDATE entries SET times = -1000 WHERE who = 'ann'",))  # a refund
+    with Ledger(copy) as opened, pytest.raises(SordinoError, match="times: -1000"):
         opened.charge([entry("ann", 50)])
 
 

@@ -40,11 +40,13 @@ def run(
             memory = [local.init(theta, memory[i]) for i in clients]
             caches = [local.prepare(oracle(model, records, turn, i, source, inside=True)) for i in clients]
         down = Down(theta, rule.say(state))
+        cohort = [int(i) for i in turn.cohort]
+        said = {i: recall(ledger, run_id, i, turn.t, records.x) for i in cohort}
         if ledger is not None:
-            ledger.afford([entry for i in turn.cohort for entry in plan.entries(int(i), turn.t, run_id)])
+            ledger.afford([entry for i in cohort if said[i] is None for entry in plan.entries(i, turn.t, run_id)])
         parts = []
-        for i in map(int, turn.cohort):
-            message = ledger and recall(ledger, run_id, i, turn.t, records.x)
+        for i in cohort:
+            message = said[i]
             if message is None:
                 ask = oracle(model, records, turn, i, source)
                 message = ask.finish(local.work(ask, down, memory[i], caches[i]))
@@ -59,9 +61,9 @@ def run(
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, tuple(memory)))
 
 
-def recall(ledger: Ledger, run_id: str, i: int, t: int, like: Tensor) -> Tree | None:
+def recall(ledger: Ledger | None, run_id: str, i: int, t: int, like: Tensor) -> Tree | None:
     """What client i already said in round t."""
-    stored = ledger.release(run_id, f"client {i}", t)
+    stored = ledger.release(run_id, f"client {i}", t) if ledger is not None else None
     return None if stored is None else tree_map(lambda leaf: leaf.to(like), unpack(stored))
 
 

@@ -36,11 +36,11 @@ GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest(
 TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of a number of planned releases
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
-_READ = "SELECT who, round, query, sensitivity, std, count, plan, seq, time, key, payload_sha256, previous, hash"
+_READ = "SELECT who, round, query, sensitivity, std, times, plan, seq, time, key, payload_sha256, previous, hash"
 _TABLES = (
     """CREATE TABLE entries (
         who TEXT NOT NULL, round INTEGER NOT NULL, query TEXT NOT NULL, sensitivity REAL NOT NULL, std REAL NOT NULL,
-        count INTEGER NOT NULL, plan TEXT NOT NULL, seq INTEGER PRIMARY KEY, time TEXT NOT NULL, key TEXT NOT NULL,
+        times INTEGER NOT NULL, plan TEXT NOT NULL, seq INTEGER PRIMARY KEY, time TEXT NOT NULL, key TEXT NOT NULL,
         payload_sha256 TEXT NOT NULL, previous TEXT NOT NULL, hash TEXT NOT NULL, payload BLOB)""",
     "CREATE INDEX entries_by_round ON entries (plan, who, round)",
     "CREATE UNIQUE INDEX entries_by_key ON entries (key) WHERE key <> ''",
@@ -64,14 +64,14 @@ _REMEDIES = {
 
 
 class Entry(NamedTuple):
-    """One Gaussian release, or `count` equal ones: mu² = count (sensitivity/std)²."""
+    """One Gaussian release, or `times` equal ones: mu² = times (sensitivity/std)²."""
 
     who: str
     round: int
     query: str
     sensitivity: float
     std: float
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    times: int
     plan: str
 
 
@@ -83,7 +83,7 @@ class Row(NamedTuple):
     query: str
     sensitivity: float
     std: float
-    count: int  # type: ignore[assignment]
+    times: int
     plan: str
     seq: int
     time: str  # ISO 8601, UTC
@@ -111,7 +111,6 @@ class Ledger:
             # Only a new file is opened here: closing a second descriptor would drop the locks of a ledger in use.
             with suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            os.chmod(self.path, 0o600)  # SQLite gives the same mode to the files beside it
         except OSError as error:
             raise SordinoError(f"ledger {self.path}: {error.strerror}; choose a path this user can write.") from error
         with self._explained():
@@ -234,6 +233,8 @@ class Ledger:
         self._ask("PRAGMA synchronous = FULL")
         self._ask("PRAGMA fullfsync = ON")  # where a plain fsync leaves data in the drive's cache (macOS)
         self._new()  # a file that is no ledger is refused before it is changed
+        with suppress(PermissionError):  # a copy may have come with another mode; only its owner can mend that
+            os.chmod(self.path, 0o600)  # SQLite gives the same mode to the files beside it
         with self._explained():
             self._write_ahead()
         with self._transaction():
@@ -361,7 +362,7 @@ def _checked(entry: Entry) -> Entry:
             round=operator.index(entry.round),
             sensitivity=float(entry.sensitivity) + 0.0,  # SQLite does not keep the sign of -0.0, the hash would
             std=float(entry.std) + 0.0,
-            count=operator.index(entry.count),
+            times=operator.index(entry.times),
         )
     except (TypeError, ValueError) as error:
         raise SordinoError(f"entry {tuple(entry)}: {error}.") from error
@@ -369,7 +370,7 @@ def _checked(entry: Entry) -> Entry:
         ("who", isinstance(entry.who, str) and entry.who != "", "must name somebody"),
         ("sensitivity", entry.sensitivity >= 0, "must be a number, 0 or more"),
         ("std", 0 <= entry.std < math.inf, "must be a finite number, 0 or more"),
-        ("count", entry.count >= 1, "must be 1 or more"),
+        ("times", entry.times >= 1, "must be 1 or more"),
     ):
         if not fine:
             raise SordinoError(f"{name}: {getattr(entry, name)!r} {rule} (query '{entry.query}' of '{entry.who}').")
@@ -378,7 +379,7 @@ def _checked(entry: Entry) -> Entry:
 
 def _cost(entry: Entry) -> float:
     """mu squared."""
-    mu = gaussian.mu_of([(entry.sensitivity, entry.std, entry.count)])
+    mu = gaussian.mu_of([(entry.sensitivity, entry.std, entry.times)])
     return mu * mu
 
 

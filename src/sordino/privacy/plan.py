@@ -98,6 +98,10 @@ class Level(NamedTuple):
     std: np.ndarray  # of client i's own noise; where only sums are seen, of a cohort of one (see Plan.share)
     weight: np.ndarray  # w_i / b_i: how far a unit of client i's sum moves the aggregate
 
+    @property
+    def name(self) -> str:
+        return f"{self.stage}.{self.number} {self.query.kind}"
+
 
 class Release(NamedTuple):
     """`times` equal Gaussian releases, as the adversary sees them."""
@@ -310,7 +314,7 @@ class Plan:
         for g, account in enumerate(accounts):
             members = np.flatnonzero(which.reshape(-1) == g)
             releases = tuple(
-                Release(f"{level.stage}.{level.number} {level.query.kind}", float(moved), float(seen), int(count))
+                Release(level.name, float(moved), float(seen), int(count))
                 for level, (moved, seen, count) in zip(self.levels, account.reshape(-1, 3), strict=True)
                 if count
             )
@@ -318,6 +322,27 @@ class Plan:
             mu = gaussian.mu_of((r.sensitivity, r.std, r.times) for r in releases)
             groups.append(Group(tuple(members.tolist()), (min(sizes), max(sizes)), releases, mu))
         return tuple(groups)
+
+    def spending(self) -> np.ndarray:
+        """mu of the client worst off after each round."""
+        squares = np.zeros(self.clients)
+        path = np.zeros(self.rounds)
+        for t, cohort in enumerate(self.cohorts):
+            for level in self.levels:
+                if level.stage == self.stage_of(t):
+                    squares[cohort] += self._increment(level, t)[cohort]
+            path[t] = squares.max()
+        return np.sqrt(path)
+
+    def _increment(self, level: Level, t: int) -> np.ndarray:
+        """What round t adds to a participant's mu squared. A stream pays for what each round adds to it."""
+        moved, seen = self._seen(level)
+        with np.errstate(divide="ignore"):
+            ratio = (moved / seen) ** 2
+        if not isinstance(level.query.noise, Correlated):
+            return np.asarray(ratio * level.query.calls)
+        before, after = (self._counts(level.stage, level.query, done)[1] for done in (t, t + 1))
+        return np.asarray(ratio * np.maximum(after**2 - before**2, 0))
 
     def mu(self, done: int | None = None) -> float:
         """Of the client worst off, after `done` rounds."""
@@ -333,13 +358,10 @@ class Plan:
         for level in self.levels:
             if level.stage != stage:
                 continue
-            moved, seen = self._seen(level)
-            sensitivity, count = float(moved[client]), level.query.calls
-            if isinstance(level.query.noise, Correlated):  # a stream is paid for by what each round adds to it
-                before, after = (self._counts(stage, level.query, done)[1][client] for done in (t, t + 1))
-                sensitivity *= math.sqrt(max(after**2 - before**2, 0))
-            name = f"{level.stage}.{level.number} {level.query.kind}"
-            rows.append(Entry(f"client {client}", t, name, sensitivity, float(seen[client]), count, run_id))
+            moved, std = (float(value[client]) for value in self._seen(level))
+            calls = level.query.calls
+            sensitivity = std * math.sqrt(self._increment(level, t)[client] / calls) if std else moved
+            rows.append(Entry(f"client {client}", t, level.name, sensitivity, std, calls, run_id))
         return rows
 
     def silenced(self) -> Plan:
