@@ -280,7 +280,7 @@ def test_csv_errors(tmp_path: Path, content: str, options: dict[str, str], messa
 
 
 def test_source_errors(tmp_path: Path) -> None:
-    with pytest.raises(SordinoError, match=r"source: 'digit' is unknown. Did you mean 'digits'"):
+    with pytest.raises(SordinoError, match=r"data: 'digit' is unknown. Did you mean 'digits'"):
         load("digit")
     with pytest.raises(SordinoError, match=r"there is no file 'nowhere.csv'"):
         load("nowhere.csv")

@@ -34,6 +34,8 @@ class Dataset(NamedTuple):
     y_test: np.ndarray
     site: np.ndarray | None  # whose each training record is, as given
     classes: tuple[str, ...]  # the original labels, in the order of their indices
+    features: tuple[str, ...] = ()  # column names, where the source has them
+    public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov that x was whitened by
 
 
 class _Raw(NamedTuple):
@@ -69,7 +71,7 @@ def load(
       public_stats: an .npz with `mean` and `cov` of *public* features, to centre and whiten by, before `normalize`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
     """
-    scale = _scaler(normalize)
+    _scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
         raise SordinoError(f"test_fraction: {test_fraction} must lie between 0 and 1; 0.2 is usual.")
     raw = _read(str(source), label, client, test_fraction, seed)
@@ -93,10 +95,39 @@ def load(
             "y: all training records have one label; there is nothing to learn. Check the labels or take more data."
         )
 
-    if public_stats is not None:
-        mean, cov = _public(Path(public_stats).expanduser(), x.shape[1])
-        x, x_test = whiten(x, mean, cov), whiten(x_test, mean, cov)
-    return Dataset(_name(str(source)), scale(x), y, scale(x_test), y_test, site, classes)
+    public = None if public_stats is None else _public(Path(public_stats).expanduser(), x.shape[1])
+    x, x_test = preprocess(x, public, normalize), preprocess(x_test, public, normalize)
+    return Dataset(_name(str(source)), x, y, x_test, y_test, site, classes, tuple(raw.features or ()), public)
+
+
+def preprocess(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None, normalize: str) -> np.ndarray:
+    """Centre and whiten by public (mean, cov), then normalise each record by itself: neither costs privacy."""
+    return _scaler(normalize)(x if public is None else whiten(x, *public))
+
+
+def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:
+    """Features alone, to predict from: the named columns of a table (others are ignored), or `x` of an .npz."""
+    path = Path(source).expanduser()
+    if not path.is_file() or path.suffix.lower() not in SUFFIXES:
+        raise SordinoError(f"data: '{source}' is not a file ending in {', '.join(SUFFIXES)}; check the path.")
+    if path.suffix.lower() == ".npz":
+        arrays = _arrays(path, "data")
+        found = next((arrays[name] for name in ("x", "x_test") if name in arrays), None)
+        if found is None:
+            raise SordinoError(f"data: '{path}' holds {sorted(arrays)}; it needs x or x_test.")
+        x = _features(found, "x")
+    else:
+        table = _open_table(path)
+        names = list(columns) or table.column_names[:count]
+        if missing := [name for name in names if name not in table.column_names]:
+            raise SordinoError(f"data: '{path}' lacks the columns {missing} that the model was trained on.")
+        numeric = [_numeric(table.column(name)) for name in names]
+        if any(values is None for values in numeric):
+            raise SordinoError(f"data: columns of '{path}' that the model needs are not numeric.")
+        x = _features(np.stack([np.asarray(values, np.float32) for values in numeric], 1), "x", names)
+    if x.shape[1] != count:
+        raise SordinoError(f"data: '{path}' has {x.shape[1]} features, the model was trained on {count}.")
+    return x
 
 
 # ------------------------------------------------------------------------------------------------------- the sources
@@ -121,11 +152,11 @@ def _read(source: str, label: str | None, client: str | None, test_fraction: flo
                 return _Raw(arrays["x"] / np.float32(16), arrays["y"])
     if suffix not in SUFFIXES:
         if suffix or path.exists():
-            raise SordinoError(f"source: '{source}' is not a file of a known kind; use {', '.join(SUFFIXES)}.")
+            raise SordinoError(f"data: '{source}' is not a file of a known kind; use {', '.join(SUFFIXES)}.")
         files = f"A file ends in {', '.join(SUFFIXES)}."
-        raise SordinoError(f"source: '{source}' is unknown.{nearest(source, BUILT_IN)} {files}")
+        raise SordinoError(f"data: '{source}' is unknown.{nearest(source, BUILT_IN)} {files}")
     if not path.is_file():
-        raise SordinoError(f"source: there is no file '{source}'; check the path.")
+        raise SordinoError(f"data: there is no file '{source}'; check the path.")
     return _npz(path, label, client) if suffix == ".npz" else _table(path, label, client)
 
 
@@ -140,7 +171,7 @@ def _arrays(path: Path, field: str) -> dict[str, np.ndarray]:
 
 
 def _npz(path: Path, label: str | None, client: str | None) -> _Raw:
-    arrays = _arrays(path, "source")
+    arrays = _arrays(path, "data")
     if label is not None:
         raise SordinoError("label: an .npz names its labels `y` or `y_train` and `y_test`; leave label out.")
     if client is not None and client not in arrays:
@@ -153,7 +184,7 @@ def _npz(path: Path, label: str | None, client: str | None) -> _Raw:
         return _Raw(arrays["x_train"], arrays["y_train"], site, arrays["x_test"], arrays["y_test"])
     if "x" in arrays and "y" in arrays:
         return _Raw(arrays["x"], arrays["y"], site)
-    raise SordinoError(f"source: '{path}' holds {sorted(arrays)}; it needs {', '.join(split)}, or x, y.")
+    raise SordinoError(f"data: '{path}' holds {sorted(arrays)}; it needs {', '.join(split)}, or x, y.")
 
 
 def _table(path: Path, label: str | None, client: str | None) -> _Raw:
@@ -162,7 +193,7 @@ def _table(path: Path, label: str | None, client: str | None) -> _Raw:
     names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
     if len(set(names)) < len(names) or "" in names:
         twice = sorted({name for name in names if names.count(name) > 1 or not name})
-        raise SordinoError(f"source: column names {twice} in '{path}' are empty or repeated; name each column once.")
+        raise SordinoError(f"data: column names {twice} in '{path}' are empty or repeated; name each column once.")
     if label is None:
         found = [name for name in LABELS if name in names]
         if len(found) != 1:
@@ -179,7 +210,7 @@ def _table(path: Path, label: str | None, client: str | None) -> _Raw:
     words = [name for name, values in numeric.items() if values is None]
     if words:
         raise SordinoError(
-            f"source: feature columns {words} of '{path}' are not numeric; encode or drop them "
+            f"data: feature columns {words} of '{path}' are not numeric; encode or drop them "
             "(or name one as the label or the client column)."
         )
     x = np.empty((table.num_rows, len(features)), np.float32)
@@ -200,9 +231,7 @@ def _open_table(path: Path) -> Any:
             return pa.csv.read_csv(path)
         return pa.parquet.ParquetFile(path).read()  # one file: no columns made up from folder names
     except (pa.ArrowException, OSError) as error:
-        raise SordinoError(
-            f"source: '{path}' cannot be read ({error}); check that it is a true {path.suffix}."
-        ) from None
+        raise SordinoError(f"data: '{path}' cannot be read ({error}); check that it is a true {path.suffix}.") from None
 
 
 def _numeric(column: Any) -> np.ndarray | None:
@@ -262,29 +291,29 @@ def _synthetic_arguments(source: str) -> tuple[float, float, dict[str, float]]:
     example = "write for example synthetic(1,1) or synthetic(0.5,0.5,clients=30,records=20000)"
     form = re.fullmatch(r"synthetic\s*(?:\((.*)\)|:(.*))?", source)
     if form is None:
-        raise SordinoError(f"source: '{source}' is malformed; {example}.")
+        raise SordinoError(f"data: '{source}' is malformed; {example}.")
     words = [word.strip() for word in (form[1] or form[2] or "").split(",") if word.strip()]
     level = []
     for word in words:
         key, given, value = word.rpartition("=")
         key = key.strip()
         if given and key not in sizes:
-            raise SordinoError(f"source: synthetic has no setting '{key}'.{nearest(key, sizes)}")
+            raise SordinoError(f"data: synthetic has no setting '{key}'.{nearest(key, sizes)}")
         number = parse_number(
             value, "source", f"'{word}' in '{source}' is malformed; {example}", whole=isinstance(sizes.get(key), int)
         )
         if number < least.get(key, 0):
-            raise SordinoError(f"source: '{word}' in '{source}' is too small; the least is {least.get(key, 0)}.")
+            raise SordinoError(f"data: '{word}' in '{source}' is too small; the least is {least.get(key, 0)}.")
         if key == "spread" and number > 10:
-            raise SordinoError(f"source: '{word}' in '{source}' is too large; the most is 10.")
+            raise SordinoError(f"data: '{word}' in '{source}' is too large; the most is 10.")
         if given:
             sizes[key] = number
         else:
             level.append(number)
     if len(level) not in (0, 2):
-        raise SordinoError(f"source: '{source}' needs both alpha and beta, or neither; {example}.")
+        raise SordinoError(f"data: '{source}' needs both alpha and beta, or neither; {example}.")
     if sizes["records"] < 2 * sizes["clients"]:
-        raise SordinoError(f"source: '{source}' has fewer than two records a client; raise records or lower clients.")
+        raise SordinoError(f"data: '{source}' has fewer than two records a client; raise records or lower clients.")
     alpha, beta = level or (1.0, 1.0)
     return alpha, beta, sizes
 

@@ -40,7 +40,7 @@ def turns(plan: Plan, start: int = 0) -> Iterator[Turn]:
     for s, (stage, rounds) in enumerate(zip(plan.method.stages, plan.stage_rounds, strict=True)):
         first, facts = t, plan.facts(s)
         stds = [plan.std(s, k) for k in range(len(stage.queries))]
-        for t in range(first, first + rounds):  # noqa: B020
+        for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
                 share = plan.share(len(cohort))
@@ -49,7 +49,7 @@ def turns(plan: Plan, start: int = 0) -> Iterator[Turn]:
 
 
 def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Standard noise for one release. `first` is the stage's first round: correlated noise re-derives its draws there."""
+    """Standard noise for one release. Correlated noise re-derives its draws at the stage's `first` round."""
     if isinstance(query.noise, Correlated):
         row = query.noise.decoder[at.round - first]
         draws = (row[j] * source.normal(at._replace(round=first, index=int(j)), shape) for j in np.flatnonzero(row))

@@ -70,7 +70,7 @@ def run(
 
 
 def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
-    """Trace the rule with a stand-in for its data: does it send the noised gradient at the broadcast theta, as it is?"""
+    """Trace the rule with a stand-in for its data: does it send the noised gradient at the broadcast theta as it is?"""
     local, answer = stage.local, torch.zeros_like(down.theta)
 
     class Elsewhere(Exception):  # noqa: N818

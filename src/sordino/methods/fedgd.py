@@ -35,7 +35,7 @@ def served(name: str, unit: Unit, clip: float, lr: float | Tensor, rules: tuple[
     return Method(name, unit, (Stage(Local(gradient), rule, answers),), frozenset((unit, trust) for trust in Trust))
 
 
-def fedgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 0.5, tail: float = 0.0) -> Method:
+def fedgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail: float = 0.0) -> Method:
     """theta <- theta - lr G.
 
     lr: the step. tail: the part of the rounds whose iterates are averaged into the model handed out (0: none).

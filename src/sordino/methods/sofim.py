@@ -11,7 +11,7 @@ def sofim(
     *,
     unit: Unit = Unit.RECORD,
     clip: float = 1.0,
-    lr: float = 0.5,
+    lr: float = 2.0,
     rho: float = 1.0,
     beta: float = 0.9,
     apply_to: str = "gradient",

@@ -1,4 +1,4 @@
-"""The statement a run ends with, and its independent re-check.
+"""The numbers a run ends with, and their independent re-check. `statement` puts them into words.
 
 A certificate holds raw numbers (sensitivities, standard deviations, counts) beside the epsilon they imply. `verify`
 recomputes epsilon from the raw numbers with dp-accounting's privacy loss distributions, which share no code with the
@@ -48,11 +48,11 @@ def certificate(
         "sordino": version,
         "certified": not reasons,
         "reasons": reasons,
-        "epsilon": gaussian.epsilon(worst.mu, delta),
+        "epsilon": finite(gaussian.epsilon(worst.mu, delta)),
         "delta": delta,
-        "mu": worst.mu,
-        "epsilon_asked": plan.privacy.epsilon,
-        "epsilon_at": {f"{d:g}": gaussian.epsilon(worst.mu, d) for d in DELTAS},
+        "mu": finite(worst.mu),
+        "epsilon_asked": finite(plan.privacy.epsilon) if plan.noise is None else None,
+        "epsilon_at": {f"{d:g}": finite(gaussian.epsilon(worst.mu, d)) for d in DELTAS},
         "unit": str(plan.privacy.unit),
         "adjacency": str(plan.privacy.adjacency),
         "trust": str(plan.privacy.trust),
@@ -82,8 +82,8 @@ def certificate(
                 "clients": ranges(group.clients),
                 "count": len(group.clients),
                 "records": list(group.records),
-                "mu": group.mu,
-                "epsilon": gaussian.epsilon(group.mu, delta),
+                "mu": finite(group.mu),
+                "epsilon": finite(gaussian.epsilon(group.mu, delta)),
                 "releases": [release._asdict() for release in group.releases],
             }
             for group in groups
@@ -93,6 +93,16 @@ def certificate(
         "spec_sha256": spec_sha256,
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity: null."""
+    return value if math.isfinite(value) else None
+
+
+def _limitless(value: Any) -> float:
+    """The number behind a null."""
+    return math.inf if value is None else float(value)
 
 
 def _reasons(plan: Plan, source: Source) -> list[str]:
@@ -140,131 +150,6 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
 
 
-# ------------------------------------------------------------------------------------------------------- in plain words
-
-_WHO = {
-    (Unit.RECORD, Adjacency.ADD_REMOVE): "any single record: whether it was among a client's data at all",
-    (
-        Unit.RECORD,
-        Adjacency.REPLACE_ONE,
-    ): "any single record: what it said, whichever other record might have stood there",
-    (Unit.USER, Adjacency.ADD_REMOVE): "any whole client: whether its data were used at all",
-    (Unit.USER, Adjacency.REPLACE_ONE): "any whole client: what its data were, whichever other data it might have held",
-}
-_WHOM = {
-    Trust.UNTRUSTED_SERVER: "anyone who reads every message that every client sent, the server included",
-    Trust.SECURE_AGGREGATION: "anyone who sees who took part, the sums of their messages and all models, but no single message",
-    Trust.TRUSTED_SERVER: "anyone who sees the models that were sent out; not against the server itself, which is trusted",
-}
-
-
-def statement(cert: Mapping[str, Any]) -> str:
-    """One page for an ethics board: who is protected, against whom, how well, and what is not protected."""
-    unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
-    epsilon, delta = cert["epsilon"], cert["delta"]
-    if cert["certified"]:
-        head = f"**Certified: ε = {epsilon:.4g} at δ = {delta:g}.**"
-    else:
-        head = "**Not certified.** " + " ".join(f"{reason.rstrip('.')}." for reason in cert["reasons"])
-    size = {Unit.RECORD: "record", Unit.USER: "client"}[unit]
-    lines = [
-        "# Privacy statement",
-        "",
-        head,
-        "",
-        f"A model was trained with {cert['method']} over {cert['clients']} clients and {cert['records']:,} records in "
-        f"{cert['rounds']} rounds.",
-        "",
-        "## Who is protected, and against whom",
-        "",
-        f"The guarantee speaks of {_WHO[unit, adjacency]}. It holds against {_WHOM[trust]}, whatever else they know and "
-        "however much they compute.",
-        "",
-        "## How well",
-        "",
-    ]
-    if math.isfinite(epsilon):
-        right = 1 / (1 + math.exp(-epsilon))
-        lines += [
-            f"Whatever is concluded from the outcome would have been concluded almost as readily had that {size} been "
-            f"different: no probability changes by more than a factor of e^ε = {_factor(epsilon)}, but for a slack of "
-            f"δ = {delta:g}. Someone who guesses between two possibilities that seemed equally likely is right with "
-            f"probability at most {min(1.0, right + delta):.1%} instead of 50 %.",
-            "",
-            f"| at δ | {' | '.join(cert['epsilon_at'])} |",
-            f"|---|{'---|' * len(cert['epsilon_at'])}",
-            f"| ε | {' | '.join(f'{value:.4g}' for value in cert['epsilon_at'].values())} |",
-            "",
-            f"This is the client worst off (client {cert['worst_client']}). All clients:",
-            "",
-            "| clients | records | ε |",
-            "|---|---|---|",
-            *(f"| {_short(g['clients'])} | {_span(g['records'])} | {g['epsilon']:.4g} |" for g in cert["groups"][:20]),
-        ]
-        if len(cert["groups"]) > 20:
-            lines.append(f"| {len(cert['groups']) - 20} more groups: see certificate.json | | |")
-    else:
-        lines.append("There is no bound: nothing about the data is hidden.")
-    lines += [
-        "",
-        "## How it was done",
-        "",
-        *(
-            f"- Each contribution to the {q['query'].split()[-1]} was bounded {q['bound']}"
-            + (f" to length {q['clip']:g}" if q["bound"] == "by clip" else "")
-            + "."
-            for q in cert["queries"]
-        ),
-        f"- Gaussian noise: the noise of one client has {cert['client_noise']:.4g} times, of all together "
-        f"{cert['noise']:.4g} times that length as its standard deviation.",
-        f"- Participants: {cert['sampler']['clients']}; privacy amplification by sampling: {cert['sampler']['amplification']}.",
-        f"- Noise source: {_source(cert['noise_source'])}.",
-        "",
-        "## What is not protected",
-        "",
-        "- What is true of the population: the model may reveal that a trait goes with an outcome, for people in the data "
-        "and people outside it alike.",
-        *(
-            [
-                "- A person with several records is protected less than the figure says; k records cost about k times as much."
-            ]
-            if unit is Unit.RECORD
-            else []
-        ),
-        "- The same data used in other runs: every run adds to the total.",
-        "",
-        "## Assumptions",
-        "",
-        *(f"- {fact}" for fact in cert["assumes"]),
-        *(f"- {fact}" for fact in cert["numerics"]),
-        "",
-        f"Spec sha256 `{cert['spec_sha256'] or 'none'}`; ledger head `{cert['ledger']['head'] or 'none'}` "
-        f"({cert['ledger']['rows']} rows); sordino {cert['sordino']}. Re-check: `sordino verify certificate.json`.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _factor(epsilon: float) -> str:
-    return f"{math.exp(epsilon):.3g}" if epsilon < 20 else f"about 10^{epsilon / math.log(10):.0f}"
-
-
-def _short(clients: str) -> str:
-    return clients if len(clients) <= 60 else clients[:57] + "…"
-
-
-def _span(records: Sequence[int]) -> str:
-    return f"{records[0]:,}" if records[0] == records[1] else f"{records[0]:,} to {records[1]:,}"
-
-
-def _source(name: str) -> str:
-    return {
-        "secure": "cryptographic (ChaCha20), fresh key from the operating system",
-        "seeded": "seeded: not private",
-        "silent": "none",
-    }.get(name, name)
-
-
 # ------------------------------------------------------------------------------------------------------- the re-check
 
 
@@ -272,6 +157,7 @@ class Verdict(NamedTuple):
     problems: list[str]
     claimed: float
     recomputed: float
+    certified: bool
 
 
 def verify(cert: Mapping[str, Any]) -> Verdict:
@@ -280,23 +166,23 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
     try:
         if cert["format"] != FORMAT:
             raise SordinoError(f"certificate: format {cert['format']} is not the format {FORMAT} known here.")
-        delta, claimed = float(cert["delta"]), float(cert["epsilon"])
+        delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
         for group in cert["groups"]:
             own = _pld_epsilon(group["releases"], delta)
             recomputed = max(recomputed, own)
-            _compare(f"clients {_short(group['clients'])}", float(group["epsilon"]), own, problems)
+            _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), own, problems)
         _compare("the worst client", claimed, recomputed, problems)
-        worst = max(cert["groups"], key=lambda group: float(group["mu"]))
+        worst = max(cert["groups"], key=lambda group: _limitless(group["mu"]))
         for at, value in cert["epsilon_at"].items():
-            _compare(f"epsilon at delta {at}", float(value), _pld_epsilon(worst["releases"], float(at)), problems)
+            _compare(f"epsilon at delta {at}", _limitless(value), _pld_epsilon(worst["releases"], float(at)), problems)
         _check_bounds(cert, problems)
         _check_claims(cert, claimed, problems)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SordinoError):
             raise
         raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
-    return Verdict(problems, claimed, recomputed)
+    return Verdict(problems, claimed, recomputed, bool(cert["certified"]))
 
 
 def _compare(what: str, claimed: float, found: float, problems: list[str]) -> None:
@@ -342,9 +228,8 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             factor = (math.sqrt(2) if query["semidefinite"] else 2.0) if twice else 1.0
             largest = max(float(r["sensitivity"]) for r in mine)
             if largest < factor * float(query["clip"]) * (1 - 1e-9):
-                problems.append(
-                    f"{query['query']}: sensitivity {largest:.6g} is less than {factor:.4g} times the clip {query['clip']:g}"
-                )
+                least = factor * float(query["clip"])
+                problems.append(f"{query['query']}: sensitivity {largest:.6g}, but its clip makes it {least:.6g}")
         if max(int(r["times"]) for r in mine) > int(cert["rounds"]) * int(query["calls"]):
             problems.append(f"{query['query']}: released more often than {cert['rounds']} rounds allow")
     if sum(int(g["count"]) for g in cert["groups"]) != int(cert["clients"]):

@@ -203,7 +203,7 @@ class Plan:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Client i's weight in the aggregate of *means*; they sum to one. Users weigh the same: sizes may be private."""
+        """Client i's weight in the aggregate of *means*; they sum to one. All users weigh the same."""
         sizes = np.asarray(self.sizes, dtype=float)
         if self.divisor is Divisor.POOLED and self.privacy.unit is Unit.RECORD:
             return np.asarray(sizes / sizes.sum())

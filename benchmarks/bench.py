@@ -1,0 +1,188 @@
+"""`make bench`: how fast, in ratios that survive a noisy machine. Writes results/bench.json with the raw samples."""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from sordino import Linear, Plan, Privacy, Records, build, simulate
+from sordino.privacy.noise import Address, Secure
+
+sys.path.insert(0, str(Path(__file__).parent))
+from provenance import provenance
+
+CLIENTS, EACH, FEATURES, CLASSES = 20, 2_500, 64, 10
+PAIRS = 101
+
+
+def cohort(clients: int = CLIENTS) -> tuple[Linear, Records]:
+    rng = np.random.default_rng(0)
+    records = CLIENTS * EACH
+    x = rng.standard_normal((records, FEATURES), dtype=np.float32)
+    y = rng.integers(0, CLASSES, records)
+    owner = np.repeat(np.arange(clients), records // clients)
+    return Linear(FEATURES, CLASSES), Records.of(x, y, owner)
+
+
+def sofim(records: Records, rounds: int) -> Plan:
+    return Plan(build("dp-fedsofim", clip=10.0), rounds, records.sizes, Privacy(1.0))
+
+
+def clock(f) -> float:
+    began = time.perf_counter()
+    f()
+    return time.perf_counter() - began
+
+
+def round_over_two_matmuls() -> dict:
+    """A DP-FedSOFIM round against the two bare matrix products it needs, in interleaved pairs."""
+    model, records = cohort()
+    x, weight, residual = records.x, torch.randn(FEATURES, CLASSES), torch.randn(len(records.x), CLASSES)
+    rounds = simulate.run(sofim(records, PAIRS + 10), model, records, Secure())
+    for _ in range(10):
+        next(rounds)
+    bare, whole = [], []
+    for _ in range(PAIRS):
+        bare.append(clock(lambda: (x @ weight, x.T @ residual)))
+        whole.append(clock(lambda: next(rounds)))
+    ratio = [w / b for w, b in zip(whole, bare, strict=True)]
+    return {"value": statistics.median(ratio), "samples": ratio, "matmul_seconds": bare, "round_seconds": whole}
+
+
+def whole_run() -> tuple[dict, dict]:
+    """`sordino run` on digits from process start to exit, and `import torch` alone, interleaved."""
+    runs, imports = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(5):
+            imports.append(clock(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True)))
+            command = [
+                sys.executable,
+                "-m",
+                "sordino.cli",
+                "run",
+                "--out",
+                f"{folder}/{k}",
+                "--json",
+                f"{folder}/{k}.json",
+            ]
+            runs.append(clock(lambda c=command: subprocess.run(c, check=True, capture_output=True)))
+    return (
+        {"value": statistics.median(runs), "samples": runs},
+        {"value": statistics.median(imports), "samples": imports},
+    )
+
+
+def many_clients_over_few() -> dict:
+    """70 rounds with 10,000 clients x 5 records against 20 clients over the same 50,000, plan and layout included."""
+    few, many = [], []
+
+    def train(model: Linear, records: Records) -> None:
+        fresh = Records(records.x, records.y, records.starts)  # no cached layout
+        for _ in simulate.run(sofim(fresh, 70), model, fresh, Secure()):
+            pass
+
+    small, large = cohort(CLIENTS), cohort(10_000)
+    train(*small)
+    for _ in range(7):
+        few.append(clock(lambda: train(*small)))
+        many.append(clock(lambda: train(*large)))
+    ratio = [m / f for m, f in zip(many, few, strict=True)]
+    return {"value": statistics.median(ratio), "samples": ratio, "few_seconds": few, "many_seconds": many}
+
+
+def peak_over_data() -> dict:
+    """(peak RSS - RSS after imports) / bytes of x, in a process of its own."""
+    samples = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, __file__, "--memory"], check=True, capture_output=True, text=True)
+        samples.append(json.loads(done.stdout))
+    return {"value": statistics.median(s["peak_over_data"] for s in samples), "samples": samples}
+
+
+def measure_memory() -> None:
+    def rss() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = rss()
+    model, records = cohort()
+    for _ in simulate.run(sofim(records, 70), model, records, Secure()):
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    data = records.x.numel() * records.x.element_size()
+    print(json.dumps({"peak_over_data": (peak - before) / data, "before": before, "peak": peak, "data": data}))
+
+
+def secure_normals_per_second() -> dict:
+    """On one core: numpy and scipy draw on the calling thread."""
+    source, n = Secure(), 4_000_000
+    rates = [n / clock(lambda k=k: source.normal(Address(0, k, 0), (n,))) for k in range(7)]
+    return {"value": statistics.median(rates), "samples": rates}
+
+
+def server_step_over_round() -> dict:
+    """The whole server side (fisher rule and step) against a round."""
+    model, records = cohort()
+    plan = sofim(records, PAIRS)
+    rule = plan.method.stages[0].rule
+    theta = torch.randn(model.size)
+    state, g = rule.init(theta, plan.facts(0), ()), torch.randn(model.size)
+    steps = [clock(lambda: rule.update(g, state, theta, 5)) for _ in range(PAIRS)]
+    rounds = simulate.run(plan, model, records, Secure())
+    whole = [clock(lambda: next(rounds)) for _ in range(PAIRS)]
+    value = statistics.median(steps) / statistics.median(whole)
+    return {"value": value, "step_seconds": steps, "round_seconds": whole}
+
+
+def main() -> None:
+    if "--memory" in sys.argv:
+        return measure_memory()
+    console = Console(stderr=True)
+    with console.status("measuring") as status:
+        found = {}
+        for measure in (
+            round_over_two_matmuls,
+            many_clients_over_few,
+            peak_over_data,
+            secure_normals_per_second,
+            server_step_over_round,
+        ):
+            status.update(measure.__name__)
+            found[measure.__name__] = measure()
+        status.update("whole runs")
+        found["run_seconds"], found["import_torch_seconds"] = whole_run()
+    limits = {
+        "round_over_two_matmuls": "at most 2.0",
+        "run_seconds": f"at most {3 * found['import_torch_seconds']['value'] + 2:.3g} (3 imports of torch + 2 s)",
+        "many_clients_over_few": "at most 1.5",
+        "peak_over_data": "at most 3",
+        "secure_normals_per_second": "at least 1e7",
+        "server_step_over_round": "",
+    }
+    table = Table("figure", "median", "asked for")
+    for name, result in found.items():
+        table.add_row(name, f"{result['value']:.4g}", limits.get(name, ""))
+    Console().print(table)
+    document = {
+        **{name: result["value"] for name, result in found.items()},
+        "provenance": provenance("make bench") | {"threads": torch.get_num_threads(), "machine": platform.machine()},
+        "raw": found,
+    }
+    out = Path(__file__).parents[1] / "results" / "bench.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

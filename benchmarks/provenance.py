@@ -1,0 +1,25 @@
+"""What every file in results/ says of itself: the command, the commit, the versions."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def provenance(command: str) -> dict[str, Any]:
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return {
+        "command": command,
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes_in_src": bool(git("status", "--porcelain", "--", "../src")),
+        "python": platform.python_version(),
+        "versions": {
+            name: version(name) for name in ("sordino", "torch", "numpy", "scipy", "cryptography", "dp-accounting")
+        },
+    }

@@ -1,0 +1,254 @@
+"""A run: from a spec to a directory with the model, its curve, its certificate and its statement.
+
+The order inside a round is what makes a run safe to kill: the round's outcome is stored (`checkpoint.npz`, replaced
+atomically) before anything about it is shown. A resumed run goes on from what was stored; no round is released twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sordino
+from sordino.core import SordinoError, Tree
+from sordino.data.partition import split
+from sordino.data.shard import Records
+from sordino.data.sources import Dataset, load
+from sordino.engines import simulate
+from sordino.experiments.spec import Spec
+from sordino.models.linear import Linear, Loss
+from sordino.privacy import gaussian
+from sordino.privacy.certificate import certificate, finite, ranges
+from sordino.privacy.ledger import Entry, Ledger
+from sordino.privacy.noise import Silent, Source, source
+from sordino.privacy.plan import Plan
+from sordino.privacy.statement import statement
+from sordino.tree import pack, unpack
+
+
+@dataclass(frozen=True)
+class Job:
+    """A spec with its data in memory and its noise calibrated; nothing has been released yet."""
+
+    spec: Spec
+    dataset: Dataset
+    records: Records
+    model: Linear
+    plan: Plan
+    source: Source
+
+
+def prepare(spec: Spec) -> Job:
+    """Load, partition, choose the model, calibrate."""
+    spec = spec.resolved()
+    column = spec.partition.partition(":")[2] if spec.partition.startswith("by-column") else None
+    dataset = load(
+        spec.data,
+        label=spec.label,
+        client=column,
+        test_fraction=spec.test_fraction,
+        seed=spec.split_seed,
+        public_stats=spec.public_stats,
+        normalize=spec.normalize,
+    )
+    client = split(dataset, spec.partition, spec.clients, sizes=spec.sizes, seed=spec.split_seed)
+    dtype = getattr(torch, spec.dtype)
+    records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype)
+    model = choose_model(spec, dataset)
+    plan = spec.plan(records.sizes)
+    silent = plan.privacy.epsilon == math.inf and plan.noise is None
+    return Job(spec, dataset, records, model, plan, Silent(spec.seed or 0) if silent else source(spec.seed))
+
+
+def choose_model(spec: Spec, dataset: Dataset) -> Linear:
+    """`auto`: softmax for classes, least squares for quantities."""
+    features, classes = dataset.x_train.shape[1], len(dataset.classes)
+    kind = (Loss.SOFTMAX if classes else Loss.SQUARES) if spec.model == "auto" else Loss(spec.model)
+    if (kind is Loss.SQUARES) != (not classes):
+        raise SordinoError(f"model: {kind} does not fit labels that are {'classes' if classes else 'quantities'}.")
+    if kind is Loss.LOGISTIC and classes != 2:
+        raise SordinoError(f"model: logistic is for two classes, the data have {classes}; use softmax.")
+    weights = None
+    if spec.class_weights is not None:
+        if len(spec.class_weights) != classes:
+            raise SordinoError(f"class_weights: {len(spec.class_weights)} weights for {classes} classes.")
+        weights = torch.tensor(spec.class_weights)
+    return Linear(features, classes if kind is Loss.SOFTMAX else 1, kind, class_weights=weights)
+
+
+def evaluate(model: Linear, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
+    """On records outside the guarantee: accuracy and, for two classes, AUC; mean squared error for quantities."""
+    if model.kind is Loss.SQUARES:
+        return {"mse": float((model.predict(theta, x) - y).square().mean())}
+    scores = {"accuracy": float((model.predict(theta, x) == y).float().mean())}
+    classes = 2 if model.kind is Loss.LOGISTIC else model.outputs
+    if classes == 2 and 0 < int(y.sum()) < len(y):
+        from scipy.stats import rankdata
+
+        z = model.logits(theta, x)
+        ranks = rankdata((z[:, -1] - z[:, 0] if model.outputs == 2 else z[:, 0]).numpy())
+        positive = y.numpy() == 1
+        k = int(positive.sum())
+        scores["auc"] = float((ranks[positive].sum() - k * (k + 1) / 2) / (k * (len(y) - k)))
+    return scores
+
+
+def start(job: Job, out: Path) -> None:
+    """Make the run directory and charge the whole plan before round one: a row a query and group of equal clients."""
+    if out.exists() and any(out.iterdir()):
+        raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "spec.toml").write_text(job.spec.toml())
+    limit = job.plan.privacy if job.spec.noise is None else None
+    with Ledger(
+        out / "ledger.db", epsilon=limit.epsilon if limit else None, delta=limit.delta if limit else None
+    ) as ledger:
+        for group in job.plan.groups():
+            who = f"clients {ranges(group.clients)}"
+            rows = [Entry(who, 0, r.query, r.sensitivity, r.std, r.times, job.spec.sha256()) for r in group.releases]
+            if rows:  # a client that the schedule never drew releases nothing
+                ledger.charge(rows)
+
+
+def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Train, and yield each round's metrics; with `out`, from wherever the directory stands."""
+    done, tree, history = _restore(out) if out else (0, (), [])
+    yield from history
+    x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
+    mu = job.plan.spending()
+    if out:
+        (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+    began = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
+    for turn in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
+        line: dict[str, Any] = {
+            "round": turn.t + 1,
+            **evaluate(job.model, turn.model, x, y),
+            "epsilon": finite(gaussian.epsilon(float(mu[turn.t]), job.plan.privacy.delta)),
+            "seconds": round(time.perf_counter() - began, 6),
+        }
+        history.append(line)
+        if out:
+            _store(out, turn.t + 1, (turn.checkpoint, turn.model), history)
+            with open(out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+        yield line
+
+
+def finish(job: Job, out: Path, history: list[dict[str, Any]]) -> dict[str, Any]:
+    """Write model, certificate, statement and curve; return the certificate."""
+    with Ledger(out / "ledger.db") as ledger:
+        cert = certificate(
+            job.plan,
+            job.source,
+            version=sordino.__version__,
+            spec_sha256=job.spec.sha256(),
+            ledger_head=ledger.head(),
+            ledger_rows=len(ledger),
+        )
+    (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n")
+    (out / "statement.md").write_text(statement(cert))
+    _, (_, theta), _ = _restore(out, raw=True)
+    save_model(out / "model.safetensors", job, theta)
+    draw_curve(out / "curve.png", job, history)
+    return cert
+
+
+def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: Path | None) -> dict[str, Any]:
+    """What `--json` prints."""
+    by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in ("accuracy", "auc", "mse")}
+    return {
+        **{k: v for k, v in by_round.items() if v},
+        "epsilon": cert["epsilon"],
+        "delta": cert["delta"],
+        "certified": cert["certified"],
+        "reasons": cert["reasons"],
+        "noise": cert["noise"],
+        "client_noise": cert["client_noise"],
+        "method": job.spec.method,
+        "clients": job.plan.clients,
+        "records": sum(job.plan.sizes),
+        "rounds": job.plan.rounds,
+        "seconds": history[-1]["seconds"],
+        "out": str(out) if out else None,
+        "spec": job.spec.values(),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- the directory
+
+
+def _store(out: Path, done: int, tree: Tree, history: list[dict[str, Any]]) -> None:
+    """Replace the checkpoint in one step, so that a kill leaves the old one or the new one."""
+    temporary = out / "checkpoint.tmp"
+    with open(temporary, "wb") as file:
+        np.savez(file, done=done, history=json.dumps(history), tree=np.frombuffer(pack(tree), np.uint8))
+    os.replace(temporary, out / "checkpoint.npz")
+
+
+def _restore(out: Path, *, raw: bool = False) -> tuple[int, Tree, list[dict[str, Any]]]:
+    """(rounds done, checkpoint, metrics so far)."""
+    path = out / "checkpoint.npz"
+    if not path.exists():
+        return 0, (), []
+    with np.load(path, allow_pickle=False) as store:
+        done, tree = int(store["done"]), unpack(store["tree"].tobytes())
+        history = json.loads(str(store["history"]))
+    return done, tree if raw else tree[0], history
+
+
+def save_model(path: Path, job: Job, theta: Tensor) -> None:
+    """theta, and what `predict` needs to prepare features as training did."""
+    from safetensors.torch import save_file
+
+    tensors = {"theta": theta.contiguous()}
+    if job.dataset.public is not None:
+        mean, cov = job.dataset.public
+        tensors |= {"public_mean": torch.from_numpy(mean), "public_cov": torch.from_numpy(cov)}
+    about = {
+        "kind": str(job.model.kind),
+        "features": job.model.features,
+        "outputs": job.model.outputs,
+        "columns": job.dataset.features,
+        "classes": job.dataset.classes,
+        "normalize": job.spec.normalize,
+        "method": job.spec.method,
+    }
+    save_file(tensors, path, metadata={"sordino": json.dumps(about)})
+
+
+def draw_curve(path: Path, job: Job, history: list[dict[str, Any]]) -> bool:
+    """Accuracy by round, and epsilon spent so far beside it. False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    key = "mse" if "mse" in history[0] else "accuracy"
+    t = [line["round"] for line in history]
+    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
+    left = figure.subplots()
+    left.plot(t, [line[key] for line in history], color="#1f5fa8", lw=2)
+    left.set_xlabel("round")
+    left.set_ylabel("mean squared error" if key == "mse" else "test accuracy", color="#1f5fa8")
+    left.grid(alpha=0.25)
+    spent = [line["epsilon"] for line in history]
+    if None not in spent:
+        right = left.twinx()
+        right.plot(t, spent, color="#b3541e", lw=1.5, ls="--")
+        right.set_ylabel(f"ε spent (δ = {job.plan.privacy.delta:g})", color="#b3541e")
+        right.set_ylim(bottom=0)
+    left.set_title(f"{job.spec.method} on {job.dataset.name}, {job.plan.clients} clients", fontsize=11)
+    figure.savefig(path)
+    return True

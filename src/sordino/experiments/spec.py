@@ -1,0 +1,216 @@
+"""A run as one flat list of keys: what a TOML file holds, what `--set key=value` sets, what a run directory keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sordino.core import Privacy, SordinoError, Unit, nearest
+from sordino.methods import build, entry
+from sordino.models.linear import Loss
+from sordino.privacy.plan import Participation, Plan
+
+MODELS = ("auto", *Loss)
+DTYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Every key of a run but the method's own options, which stand beside them in a file.
+
+    `None` means: decided when the run starts (`resolved`), or absent.
+    """
+
+    # data
+    data: str = "digits"
+    label: str | None = None
+    public_stats: str | None = None
+    normalize: str = "none"
+    test_fraction: float = 0.2
+    # clients
+    clients: int | None = 10
+    partition: str = "dirichlet"
+    sizes: str = "equal"
+    split_seed: int = 0
+    participation: str = "full"
+    divisor: str = "pooled"
+    # method
+    model: str = "auto"
+    class_weights: tuple[float, ...] | None = None
+    method: str = "dp-fedsofim"
+    rounds: int = 70
+    dtype: str = "float32"
+    # privacy
+    epsilon: float = 8.0
+    delta: float = 1e-5
+    unit: str = "record"
+    adjacency: str = "replace-one"
+    trust: str = "untrusted-server"
+    noise: float | None = None
+    client_epsilon: dict[str, float] = field(default_factory=dict)
+    uncertified: bool = False
+    # randomness
+    seed: int | None = None
+    schedule_seed: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = entry(self.method).options
+        for key in self.options:
+            if key not in known:
+                raise SordinoError(
+                    f"{key}: neither a key of a run nor an option of {self.method}.{nearest(key, keys(self.method))}"
+                )
+        for name, value, words in (("model", self.model, MODELS), ("dtype", self.dtype, DTYPES)):
+            if value not in words:
+                raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, words)}")
+
+    # ------------------------------------------------------------------------------------------------------- making
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> Spec:
+        """From flat keys, each checked for its type; what is not a key of a run must be an option of the method."""
+        fields = {f.name: f for f in dataclasses.fields(Spec) if f.name != "options"}
+        method = values.get("method", fields["method"].default)
+        options = entry(str(method)).options
+        run: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for key, value in values.items():
+            if key in fields:
+                run[key] = _typed(key, value, str(fields[key].type))
+            elif key in options:
+                own[key] = _like(key, value, options[key])
+            else:
+                raise SordinoError(
+                    f"{key}: neither a key of a run nor an option of {method}.{nearest(key, keys(str(method)))}"
+                )
+        return Spec(**run, options=own)
+
+    @staticmethod
+    def read(path: str | Path) -> Spec:
+        return Spec.of(read_values(path))
+
+    def resolved(self) -> Spec:
+        """Nothing left to decide: every option written out, the schedule's seed drawn."""
+        seed = self.seed if self.seed is not None else secrets.randbits(31)
+        schedule = self.schedule_seed if self.schedule_seed is not None else seed
+        return dataclasses.replace(self, schedule_seed=schedule, options={**entry(self.method).options, **self.options})
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def values(self) -> dict[str, Any]:
+        """Flat keys, without those that are absent."""
+        flat = {
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "options"},
+            **self.options,
+        }
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items() if v is not None and v != {}}
+
+    def toml(self) -> str:
+        import tomli_w
+
+        flat = self.values()  # TOML wants tables last
+        return tomli_w.dumps(dict(sorted(flat.items(), key=lambda item: isinstance(item[1], dict))))
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self.toml().encode()).hexdigest()
+
+    # ------------------------------------------------------------------------------------------------------ meaning
+
+    def privacy(self) -> Privacy:
+        try:
+            wishes = {int(client): float(epsilon) for client, epsilon in self.client_epsilon.items()}
+        except (TypeError, ValueError):
+            raise SordinoError(
+                "client_epsilon: write client_epsilon = { 3 = 0.5 }, client numbers and epsilons."
+            ) from None
+        return Privacy(self.epsilon, self.delta, self.unit, self.adjacency, self.trust, wishes)  # type: ignore[arg-type]
+
+    def plan(self, sizes: tuple[int, ...]) -> Plan:
+        privacy = self.privacy()
+        return Plan(
+            build(self.method, Unit(privacy.unit), **self.options),
+            self.rounds,
+            sizes,
+            privacy,
+            Participation.parse(self.participation),
+            self.divisor,  # type: ignore[arg-type]
+            self.schedule_seed or 0,
+            self.noise,
+            self.uncertified,
+        )
+
+
+def keys(method: str) -> list[str]:
+    """All keys that a run of this method knows."""
+    return [f.name for f in dataclasses.fields(Spec) if f.name != "options"] + list(entry(method).options)
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The flat keys of a TOML file."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise SordinoError(f"spec: there is no file '{path}'; check the path.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SordinoError(f"spec: '{path}' is not TOML ({error}).") from None
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`key=value`; the value is read as TOML, or else as a word."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise SordinoError(f"--set: '{text}' should read key=value, as in --set lr=0.5.")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _typed(key: str, value: Any, kind: str) -> Any:
+    """A run's key as its declared type; `none` unsets what may be absent."""
+    if "None" in kind and (value is None or value == "none"):
+        return None
+    wanted = kind.replace(" | None", "")
+    if wanted == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if wanted == "bool" and isinstance(value, bool):
+        return value
+    if wanted == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if wanted == "float":
+        return _number(key, value)
+    if wanted.startswith("tuple") and isinstance(value, list | tuple):
+        return tuple(_number(key, part) for part in value)
+    if wanted.startswith("dict") and isinstance(value, dict):
+        return {str(k): v for k, v in value.items()}
+    words = {"str": "a word", "int": "a whole number", "bool": "true or false", "float": "a number"}
+    raise SordinoError(
+        f"{key}: {value!r} should be {words.get(wanted, 'a list' if wanted.startswith('tuple') else 'a table')}."
+    )
+
+
+def _like(key: str, value: Any, default: Any) -> Any:
+    """A method's option, of the type of its default."""
+    kind = "bool" if isinstance(default, bool) else type(default).__name__
+    return _typed(key, value, kind)
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise SordinoError(f"{key}: {value!r} should be a number.")
+    try:
+        number = float(value)
+    except ValueError:
+        raise SordinoError(f"{key}: '{value}' should be a number.") from None
+    if math.isnan(number):
+        raise SordinoError(f"{key}: nan is not a number to run with.")
+    return number

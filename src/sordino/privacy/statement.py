@@ -1,0 +1,142 @@
+"""A certificate in plain words: one page for an ethics board."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scipy.special import ndtr
+
+from sordino.core import Adjacency, Trust, Unit
+
+MOST_GROUPS = 20
+
+WHO = {
+    (Unit.RECORD, Adjacency.ADD_REMOVE): "any single record: whether it was among a client's data at all",
+    (Unit.RECORD, Adjacency.REPLACE_ONE): "any single record: what it said, whatever other record stood in its place",
+    (Unit.USER, Adjacency.ADD_REMOVE): "any whole client: whether its data were used at all",
+    (Unit.USER, Adjacency.REPLACE_ONE): "any whole client: what its data were, whatever other data it held",
+}
+WHOM = {
+    Trust.UNTRUSTED_SERVER: "anyone who reads every message that every client sent, the server included",
+    Trust.SECURE_AGGREGATION: "anyone who sees who took part, the sums of their messages and all models, "
+    "but no client's message by itself",
+    Trust.TRUSTED_SERVER: "anyone who sees the models that were sent out; not against the server, which is trusted",
+}
+SOURCE = {
+    "secure": "cryptographic (ChaCha20), with a fresh key from the operating system",
+    "seeded": "seeded: not private",
+    "silent": "none",
+}
+
+
+def statement(cert: Mapping[str, Any]) -> str:
+    """Who is protected, against whom, how well, and what is not protected."""
+    unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
+    verdict = (
+        f"**Certified: ε = {cert['epsilon']:.4g} at δ = {cert['delta']:g}.**"
+        if cert["certified"]
+        else ("**Not certified.** " + " ".join(f"{reason.rstrip('.')}." for reason in cert["reasons"]))
+    )
+    return f"""# Privacy statement
+
+{verdict}
+
+A model was trained with {cert["method"]} over {cert["clients"]} clients and {cert["records"]:,} records in \
+{cert["rounds"]} rounds.
+
+## Who is protected, and against whom
+
+The guarantee speaks of {WHO[unit, adjacency]}. It holds against {WHOM[trust]}, whatever else they know and however \
+much they compute.
+
+## How well
+
+{_how_well(cert, unit)}
+
+## How it was done
+
+{_bullets(_steps(cert))}
+
+## What is not protected
+
+{_bullets(_not_protected(cert, unit))}
+
+## Assumptions
+
+{_bullets([*cert["assumes"], *cert["numerics"]])}
+
+Spec sha256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
+({cert["ledger"]["rows"]} rows); sordino {cert["sordino"]}. Re-check: `sordino verify certificate.json`.
+"""
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _how_well(cert: Mapping[str, Any], unit: Unit) -> str:
+    epsilon = cert["epsilon"]
+    if epsilon is None:
+        return "There is no bound: nothing about the data is hidden."
+    factor = f"{math.exp(epsilon):.3g}" if epsilon < 20 else f"about 10^{epsilon / math.log(10):.0f}"
+    right = 100 * float(ndtr(cert["mu"] / 2))  # the best test between two unit Gaussians mu apart
+    groups = cert["groups"]
+    rows = [f"| {_short(g['clients'])} | {_span(g['records'])} | {g['epsilon']:.4g} |" for g in groups[:MOST_GROUPS]]
+    if len(groups) > MOST_GROUPS:
+        rows.append(f"| {len(groups) - MOST_GROUPS} more groups: see certificate.json | | |")
+    table = "\n".join(rows)
+    return f"""Whatever is concluded from the outcome would have been concluded almost as readily had that \
+{"record" if unit is Unit.RECORD else "client"} been different: no probability changes by more than a factor of \
+e^ε = {factor}, but for a slack of δ = {cert["delta"]:g}. Someone who must guess between two possibilities that seemed \
+equally likely is right with probability at most {right:.3g} % instead of 50 %.
+
+| at δ | {" | ".join(cert["epsilon_at"])} |
+|---|{"---|" * len(cert["epsilon_at"])}
+| ε | {" | ".join(f"{value:.4g}" for value in cert["epsilon_at"].values())} |
+
+These figures are for the client worst off (client {cert["worst_client"]}). All clients:
+
+| clients | records | ε |
+|---|---|---|
+{table}"""
+
+
+def _steps(cert: Mapping[str, Any]) -> list[str]:
+    bounds = [
+        f"Each contribution to the {query['query'].split()[-1]} was bounded {query['bound']}"
+        + (f", to length {query['clip']:g}." if query["bound"] == "by clip" else ".")
+        for query in cert["queries"]
+    ]
+    sampler = cert["sampler"]
+    return [
+        *bounds,
+        f"Gaussian noise was added. Its standard deviation is {cert['client_noise']:.4g} times the clip for one client "
+        f"(at most), {cert['noise']:.4g} times the clip for the sum over a round's participants.",
+        f"Participants: {sampler['clients']}; privacy amplification by sampling: {sampler['amplification']}.",
+        f"Noise source: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
+    ]
+
+
+def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
+    lines = [
+        "What is true of the population: a model may reveal that a trait goes with an outcome, for people in the data "
+        "and people outside it alike.",
+        "The same data in other runs: every run adds to the total.",
+    ]
+    if unit is Unit.RECORD and cert["mu"] is not None:
+        lines.insert(
+            1,
+            "A person with several records: k records of one client are hidden only as well as one record would be "
+            f"at μ = k · {cert['mu']:.4g} (the figures above are μ = {cert['mu']:.4g}).",
+        )
+    return lines
+
+
+def _short(clients: str) -> str:
+    return clients if len(clients) <= 60 else clients[:57] + "…"
+
+
+def _span(records: Sequence[int]) -> str:
+    return f"{records[0]:,}" if records[0] == records[1] else f"{records[0]:,} to {records[1]:,}"
