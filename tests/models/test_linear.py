@@ -132,7 +132,9 @@ def test_other_ways_to_clip_are_told_apart(kind, bias):
 
 def test_class_weights_do_not_touch_least_squares():
     model, theta, shard = problem(Loss.SQUARES, True, True)
-    assert agree(model.clipped_sum(theta, shard, 0.5), replace(model, class_weights=None).clipped_sum(theta, shard, 0.5))
+    assert agree(
+        model.clipped_sum(theta, shard, 0.5), replace(model, class_weights=None).clipped_sum(theta, shard, 0.5)
+    )
 
 
 def test_loss_against_torch():

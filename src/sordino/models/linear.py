@@ -128,7 +128,7 @@ class Linear:
                 r = self.logits(theta, shard.x).softmax(-1)
             else:
                 r = self.logits(theta * LOG2_E, shard.x).exp2_()  # exp2 is the cheaper one
-                r.div_(r.sum(-1, keepdim=True))
+                r.mul_(r.sum(-1, keepdim=True).reciprocal_())
             labels = shard.y.unsqueeze(-1).expand(*r.shape[:-1], 1)
             r.scatter_add_(-1, labels, r.new_full((), -1.0).expand(labels.shape))
         else:

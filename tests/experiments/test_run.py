@@ -1,0 +1,228 @@
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.core import SordinoError
+from sordino.experiments import run
+from sordino.experiments.predict import load_model, predict, verify_run
+from sordino.experiments.spec import Spec
+from sordino.privacy.ledger import Ledger
+
+
+def finished(out, **values):
+    job = run.prepare(Spec.of({"rounds": 8, "seed": 1, **values}))
+    run.start(job, out)
+    history = list(run.rounds(job, out))
+    return job, run.finish(job, out, history), history
+
+
+def test_a_run_leaves_everything_behind(tmp_path):
+    job, cert, history = finished(tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"metrics.jsonl", "certificate.json", "statement.md", "model.safetensors", "curve.png", "spec.toml"} <= names
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == history
+    assert [line["round"] for line in lines] == list(range(1, 9))
+    assert lines[-1]["epsilon"] == pytest.approx(8.0)
+    assert all(a["epsilon"] < b["epsilon"] for a, b in pairwise(lines))
+    assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert cert["epsilon"] == pytest.approx(8.0)
+    summary = run.summary(job, cert, history, tmp_path)
+    assert list(summary["accuracy"]) == [str(t) for t in range(1, 9)]
+    assert all(0 <= value <= 1 for value in summary["accuracy"].values())
+
+
+def test_seeded_noise_says_so_and_secret_noise_is_certified(tmp_path):
+    _, seeded, _ = finished(tmp_path / "a", rounds=2)
+    assert not seeded["certified"]
+    assert "seeded: not private" in (tmp_path / "a" / "statement.md").read_text().split("## Who")[0]
+    _, secret, _ = finished(tmp_path / "b", rounds=2, seed="none")
+    finished(tmp_path / "c", rounds=2, seed="none")
+    assert secret["certified"]
+    assert "Certified: ε = 8" in (tmp_path / "b" / "statement.md").read_text()
+    a, b = (load_model(tmp_path / name / "model.safetensors")[1] for name in "bc")
+    assert not torch.equal(a, b)
+
+
+def test_no_noise_is_not_private(tmp_path):
+    _, cert, history = finished(tmp_path / "run", epsilon="inf")
+    assert cert["epsilon"] is None
+    assert history[-1]["epsilon"] is None
+    assert not cert["certified"]
+    assert "Not certified" in (tmp_path / "run" / "statement.md").read_text()
+    assert verify_run(tmp_path / "run" / "certificate.json").problems == []
+
+
+def test_a_directory_is_never_overwritten(tmp_path):
+    finished(tmp_path / "run", rounds=1)
+    before = (tmp_path / "run" / "certificate.json").read_bytes()
+    with pytest.raises(SordinoError, match="not empty; resume it with"):
+        finished(tmp_path / "run", rounds=2)
+    assert (tmp_path / "run" / "certificate.json").read_bytes() == before
+
+
+def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_path):
+    job = run.prepare(Spec.of({"seed": 1, "client_epsilon": {"3": 1.0}}))
+    run.start(job, tmp_path / "run")
+    with Ledger(tmp_path / "run" / "ledger.db") as ledger:
+        rows = list(ledger.rows())
+        assert [(row.who, row.times) for row in rows] == [("clients 0-2, 4-9", 70), ("clients 3", 70)]
+        assert ledger.spent_epsilon("clients 3", 1e-5) == pytest.approx(1.0)
+        assert ledger.spent_epsilon("clients 0-2, 4-9", 1e-5) == pytest.approx(8.0)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from sordino.experiments import run
+from sordino.experiments.spec import Spec
+out = Path(sys.argv[1])
+job = run.prepare(Spec.read(out / "spec.toml"))
+before, *_ = run._restore(out)
+for line in run.rounds(job, out):
+    if line["round"] > before:
+        print(line["round"], flush=True)
+
+"""
+
+
+def test_kill_nine_at_random_moments_and_resume(tmp_path):
+    """The resumed run ends with the very model, metrics and ledger of one that was never interrupted."""
+    values = {"rounds": 60, "seed": 5, "method": "dp-fedadam", "tail": 0.5}
+    job, cert, history = finished(tmp_path / "whole", **values)
+    out = tmp_path / "killed"
+    run.start(job, out)
+    rng = random.Random(0)
+    kills = 0
+    while True:
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], stdout=subprocess.PIPE, text=True)
+        for _ in range(rng.randint(1, 18)):
+            process.stdout.readline()
+        time.sleep(rng.random() * 0.004)
+        if process.poll() is not None:
+            process.communicate()
+            break
+        process.send_signal(signal.SIGKILL)
+        shown, _ = process.communicate()
+        kills += 1
+        done, _, stored = run._restore(out)
+        assert len(stored) == done
+        assert all(int(t) <= done for t in shown.split()), "nothing is shown before it is stored"
+        if done == 60:
+            break
+    assert kills >= 2
+    again = list(run.rounds(job, out))
+    resumed = run.finish(job, out, again)
+    drop = {"seconds"}
+    assert [{k: v for k, v in line.items() if k not in drop} for line in again] == [
+        {k: v for k, v in line.items() if k not in drop} for line in history
+    ]
+    assert torch.equal(*(load_model(d / "model.safetensors")[1] for d in (out, tmp_path / "whole")))
+    assert {k: v for k, v in resumed.items() if k != "ledger"} == {k: v for k, v in cert.items() if k != "ledger"}
+    assert resumed["ledger"]["rows"] == cert["ledger"]["rows"]
+    assert verify_run(out / "certificate.json").problems == []
+
+
+def test_verify_catches_what_was_changed(tmp_path):
+    finished(tmp_path / "run", seed="none", trust="secure-aggregation", divisor="client-mean", rounds=5, clients=3)
+    path = tmp_path / "run" / "certificate.json"
+    good = json.loads(path.read_text())
+    assert verify_run(path).problems == []
+
+    def problems(change):
+        bad = json.loads(json.dumps(good))
+        change(bad)
+        path.write_text(json.dumps(bad))
+        found = verify_run(path).problems
+        path.write_text(json.dumps(good))
+        return found
+
+    assert problems(lambda c: c.update(epsilon=c["epsilon"] * 0.99))
+    assert not problems(lambda c: c.update(epsilon=c["epsilon"] * 1.001)), "within the tolerance"
+    assert problems(lambda c: c["groups"][-1].update(epsilon=c["groups"][-1]["epsilon"] / 2))
+    assert problems(lambda c: [r.update(std=2 * r["std"]) for g in c["groups"] for r in g["releases"]])
+    assert problems(lambda c: [r.update(times=r["times"] - 1) for g in c["groups"] for r in g["releases"]])
+    assert problems(lambda c: [r.update(sensitivity=r["sensitivity"] / 2) for g in c["groups"] for r in g["releases"]])
+    assert problems(lambda c: c.update(clip=1.0, queries=[{**c["queries"][0], "clip": 2.0}]))
+    assert problems(lambda c: c["epsilon_at"].update({"1e-08": 0.1}))
+    assert problems(lambda c: c.update(noise_source="seeded"))
+    assert problems(lambda c: c.update(clients=99))
+    assert problems(lambda c: c.update(spec_sha256="0" * 64))
+    assert problems(lambda c: c["ledger"].update(head="0" * 64))
+    assert problems(lambda c: c["ledger"].update(rows=c["ledger"]["rows"] + 1))
+    with pytest.raises(SordinoError, match="missing or malformed"):
+        problems(lambda c: c.pop("groups"))
+
+
+def test_predict_gives_back_what_the_run_measured(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(300, 3)).astype(np.float32), rng.integers(0, 2, 300)
+    x[:, 0] += 2 * y
+    names = np.array(["healthy", "ill"])[y]
+    table = "\n".join(f"{a},{b},{c},{label}" for (a, b, c), label in zip(x, names, strict=True))
+    (tmp_path / "data.csv").write_text("age,dose,weight,label\n" + table + "\n")
+    np.savez(tmp_path / "public.npz", mean=np.ones(3), cov=np.eye(3) * 2, n=10)
+    stats = str(tmp_path / "public.npz")
+    job, _, history = finished(
+        tmp_path / "run",
+        data=str(tmp_path / "data.csv"),
+        clients=3,
+        public_stats=stats,
+        normalize="clip:3",
+        model="logistic",
+    )
+    assert "auc" in history[-1]
+    assert history[-1]["auc"] > 0.5
+    labels, scores = predict(tmp_path / "run", str(tmp_path / "data.csv"))
+    assert len(labels) == 300
+    assert set(labels) <= {"healthy", "ill"}
+    assert np.allclose(np.sum(scores, 1), 1)
+    theta = load_model(tmp_path / "run" / "model.safetensors")[1]
+    direct = job.model.predict(theta, torch.from_numpy(job.dataset.x_test))
+    held_out = {tuple(np.round(row, 4)) for row in job.dataset.x_test}
+    assert float((direct == torch.from_numpy(job.dataset.y_test)).float().mean()) == pytest.approx(
+        history[-1]["accuracy"]
+    )
+    assert len(held_out) == len(direct)
+    (tmp_path / "short.csv").write_text("age,dose\n1,2\n")
+    with pytest.raises(SordinoError, match="lacks the columns"):
+        predict(tmp_path / "run", str(tmp_path / "short.csv"))
+
+
+def test_regression_runs_and_reports_mean_squared_error(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 3)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=(x @ [1, -1, 0.5]).astype(np.float32))
+    _, _, history = finished(
+        tmp_path / "run", data=str(tmp_path / "data.npz"), partition="iid", clients=2, epsilon=50.0, lr=0.3
+    )
+    assert history[-1]["mse"] < history[0]["mse"]
+    values, scores = predict(tmp_path / "run", str(tmp_path / "data.npz"))
+    assert scores is None
+    assert len(values) == 400
+
+
+def test_model_must_fit_labels(tmp_path):
+    with pytest.raises(SordinoError, match="logistic is for two classes, the data have 10"):
+        run.prepare(Spec.of({"model": "logistic"}))
+    with pytest.raises(SordinoError, match="squares does not fit"):
+        run.prepare(Spec.of({"model": "squares"}))
+    with pytest.raises(SordinoError, match="2 weights for 10 classes"):
+        run.prepare(Spec.of({"class_weights": [1.0, 2.0]}))
+
+
+def test_auc_is_the_share_of_ordered_pairs():
+    from sordino.models.linear import Linear, Loss
+
+    model = Linear(1, 1, Loss.LOGISTIC, bias=False)
+    x, y = torch.tensor([[0.1], [0.4], [0.35], [0.8]]), torch.tensor([0, 0, 1, 1])
+    assert run.evaluate(model, torch.ones(1), x, y)["auc"] == pytest.approx(0.75)
+    assert run.evaluate(model, -torch.ones(1), x, y)["auc"] == pytest.approx(0.25)
