@@ -32,23 +32,23 @@ CLIP = 0.7
 
 
 def test_sensitivity_of_a_clipped_sum():
-    assert Query(Kind.GRADIENT, CLIP).sensitivity(ADD) == CLIP
-    assert Query(Kind.GRADIENT, CLIP).sensitivity(SWAP) == 2 * CLIP
+    assert Query(Kind.GRADIENT, CLIP).sensitivity(ADD, Unit.RECORD) == CLIP
+    assert Query(Kind.GRADIENT, CLIP).sensitivity(SWAP, Unit.RECORD) == 2 * CLIP
 
 
 def test_sensitivity_of_a_positive_semidefinite_sum():
-    assert Query(Kind.GRAM, CLIP, psd=True).sensitivity(ADD) == CLIP
-    assert Query(Kind.GRAM, CLIP, psd=True).sensitivity(SWAP) == math.sqrt(2) * CLIP
+    assert Query(Kind.GRAM, CLIP, psd=True).sensitivity(ADD, Unit.RECORD) == CLIP
+    assert Query(Kind.GRAM, CLIP, psd=True).sensitivity(SWAP, Unit.RECORD) == math.sqrt(2) * CLIP
 
 
 def test_a_lemma_replaces_the_clip():
     query = Query(Kind.DELTA, bound=Lemma("shrinks with the records", lambda m: 3 / m))
-    assert query.sensitivity(ADD, 10) == pytest.approx(0.3)
-    assert query.sensitivity(SWAP, 10) == pytest.approx(0.6)
+    assert query.sensitivity(ADD, Unit.RECORD, 10) == pytest.approx(0.3)
+    assert query.sensitivity(SWAP, Unit.RECORD, 10) == pytest.approx(0.6)
 
 
 def test_no_clip_no_bound():
-    assert Query(Kind.GRADIENT).sensitivity(ADD) == math.inf
+    assert Query(Kind.GRADIENT).sensitivity(ADD, Unit.RECORD) == math.inf
 
 
 def test_the_sensitivity_of_a_stream():
@@ -96,15 +96,15 @@ def gradient_sum(records, clip=CLIP):
 
 def test_gradient_sum():
     query = Query(Kind.GRADIENT, CLIP)
-    assert reaches(add_remove(gradient_sum, POINTS), query.sensitivity(ADD))
-    assert reaches(replace_one(gradient_sum, POINTS), query.sensitivity(SWAP))
+    assert reaches(add_remove(gradient_sum, POINTS), query.sensitivity(ADD, Unit.RECORD))
+    assert reaches(replace_one(gradient_sum, POINTS), query.sensitivity(SWAP, Unit.RECORD))
 
 
 def test_a_doubled_clip_and_a_mean_are_found_out():
     query = Query(Kind.GRADIENT, CLIP)
-    assert not reaches(add_remove(lambda r: gradient_sum(r, 2 * CLIP), POINTS), query.sensitivity(ADD))
-    assert not reaches(replace_one(lambda r: gradient_sum(r, 2 * CLIP), POINTS), query.sensitivity(SWAP))
-    assert not reaches(replace_one(lambda r: gradient_sum(r) / len(r), POINTS), query.sensitivity(SWAP))
+    assert not reaches(add_remove(lambda r: gradient_sum(r, 2 * CLIP), POINTS), query.sensitivity(ADD, Unit.RECORD))
+    assert not reaches(replace_one(lambda r: gradient_sum(r, 2 * CLIP), POINTS), query.sensitivity(SWAP, Unit.RECORD))
+    assert not reaches(replace_one(lambda r: gradient_sum(r) / len(r), POINTS), query.sensitivity(SWAP, Unit.RECORD))
 
 
 def gram(rows):
@@ -116,10 +116,10 @@ def gram(rows):
 def test_gram_of_clipped_rows():
     rows = [(r * np.cos(a), r * np.sin(a)) for r in (0.1, 9.0) for a in np.arange(8) * np.pi / 4]
     query = Query(Kind.GRAM, CLIP, psd=True)
-    assert reaches(add_remove(gram, rows), query.sensitivity(ADD))
+    assert reaches(add_remove(gram, rows), query.sensitivity(ADD, Unit.RECORD))
     swapped = replace_one(gram, rows)
-    assert reaches(swapped, query.sensitivity(SWAP))
-    assert not reaches(swapped, Query(Kind.GRAM, CLIP).sensitivity(SWAP)), "2 C would be paid for nothing"
+    assert reaches(swapped, query.sensitivity(SWAP, Unit.RECORD))
+    assert not reaches(swapped, Query(Kind.GRAM, CLIP).sensitivity(SWAP, Unit.RECORD)), "2 C would be paid for nothing"
     assert not reaches(swapped, CLIP), "C would not be enough"
 
 
@@ -128,7 +128,7 @@ def test_psd_is_no_licence_for_signed_matrices():
     signed = [sign * np.outer(v, v) / (v @ v) * CLIP for v in (np.ones(2), np.array([1.0, 0])) for sign in (1, -1)]
     swapped = replace_one(lambda pair: np.sum(pair, axis=0), signed)
     assert swapped == pytest.approx(2 * CLIP)
-    assert not reaches(swapped, Query(Kind.CURVATURE, CLIP, psd=True).sensitivity(SWAP))
+    assert not reaches(swapped, Query(Kind.CURVATURE, CLIP, psd=True).sensitivity(SWAP, Unit.RECORD))
 
 
 def message_sum(messages, clip=CLIP):
@@ -138,9 +138,14 @@ def message_sum(messages, clip=CLIP):
 def test_a_whole_client():
     messages = [(r * np.cos(a), r * np.sin(a)) for r in (0.1, 1e3) for a in ANGLES]
     query = Query(Kind.DELTA, CLIP)
-    assert reaches(add_remove(message_sum, messages), query.sensitivity(ADD))
-    assert reaches(replace_one(message_sum, messages), query.sensitivity(SWAP))
-    assert not reaches(replace_one(lambda m: message_sum(m, 2 * CLIP), messages), query.sensitivity(SWAP))
+    assert reaches(add_remove(message_sum, messages), query.sensitivity(ADD, Unit.USER))
+    assert reaches(replace_one(message_sum, messages), query.sensitivity(SWAP, Unit.USER))
+    assert not reaches(replace_one(lambda m: message_sum(m, 2 * CLIP), messages), query.sensitivity(SWAP, Unit.USER))
+
+
+def test_a_clipped_message_at_record_level_may_move_anywhere_in_the_ball():
+    for adjacency in (ADD, SWAP):
+        assert Query(Kind.DELTA, CLIP).sensitivity(adjacency, Unit.RECORD) == 2 * CLIP
 
 
 def test_a_clipped_message():
@@ -150,6 +155,19 @@ def test_a_clipped_message():
     assert large.norm(dim=-1)[0].item() == pytest.approx(CLIP * (1 - SAFETY), rel=1e-6)
     assert large.norm(dim=-1).max() <= CLIP
     assert not large[1:4].any(), "what is not finite says nothing"
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        10_000,
+        1_000_000,
+    ],
+)
+def test_a_long_message_in_single_precision(size):
+    long = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    assert clipped(long, CLIP).double().norm() <= CLIP
+    assert clipped(long.double(), CLIP).norm() <= CLIP
 
 
 # -------------------------------------------------------------------------------------------------------- promises

@@ -201,14 +201,17 @@ class Query:
     bound: Lemma | None = None
     noise: Independent | Correlated | None = Independent()
 
-    def sensitivity(self, adjacency: Adjacency, records: int = 1) -> float:
+    def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
         """L2 sensitivity of one release: the clip, or a lemma's bound, once or twice.
 
-        Two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at most sqrt(2) C, for
-        their inner product is not negative.
+        - One unit more or less changes a sum of clipped terms by one of them: C.
+        - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
+          most sqrt(2) C, for their inner product is not negative.
+        - A record may carry its client's clipped message from anywhere in the ball to anywhere, joining or not: 2C.
         """
         base = self.clip if self.bound is None else self.bound.bound(records)
-        if adjacency is Adjacency.ADD_REMOVE:
+        anywhere = self.kind is Kind.DELTA and unit is Unit.RECORD and self.bound is None
+        if adjacency is Adjacency.ADD_REMOVE and not anywhere:
             return base
         return math.sqrt(2) * base if self.psd else 2 * base
 

@@ -284,7 +284,6 @@ def test_runs_side_by_side_are_single_runs(name, unit, records):
         assert not torch.allclose(many[-1].model[0] - theta[0], many[-1].model[1] - theta[1])
 
 
-@pytest.mark.xfail(strict=True, reason="minibatches of all runs are drawn from the first run's source")
 def test_runs_side_by_side_draw_their_own_minibatches(records):
     def work(ask, down, memory, cache):
         return ask.gradient(down.theta, on=ask.sample(0.5))

@@ -68,11 +68,10 @@ def test_unknown_names_options_and_units():
         build("dp-fedsofim", rhoo=1.0)
     with pytest.raises(SordinoError, match="rho: dp-fedgd has no such option"):
         build("dp-fedgd", rho=1.0)
-    with pytest.raises(SordinoError, match="unit: dp-fedgd exists at record and user level only"):
+    with pytest.raises(SordinoError, match="unit: dp-fedgd exists at record and user level, not 'household'"):
         build("dp-fedgd", "household")
 
 
-@pytest.mark.xfail(strict=True, reason="a unit given as a plain word is taken for 'user' when the queries are built")
 def test_a_unit_may_be_a_word():
     method = build("dp-fedgd", "record")
     assert method.unit is Unit.RECORD

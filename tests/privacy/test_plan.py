@@ -357,7 +357,6 @@ def test_participation_that_cannot_be(text, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="refused with 'share: the parts of the budget add up to 0'")
 def test_a_schedule_nobody_came_to():
     found = plan(rounds=2, participation="poisson:0.0001")
     assert [len(cohort) for cohort in found.cohorts] == [0, 0]
@@ -466,17 +465,13 @@ def test_a_lemma_sets_each_client_s_sensitivity():
     np.testing.assert_allclose(epsilons(found), 1.0, rtol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="the share of an empty stage is 0, and its noise 1/0: a RuntimeWarning")
 def test_a_stage_nobody_came_to():
     two = method(stage(gradient(), rounds=1), stage(gradient()))
-    found = plan(rounds=8, participation="poisson:0.15", method=two)
+    found = plan(rounds=8, participation="poisson:0.15", method=two, schedule_seed=3)
     assert not len(found.cohorts[0])
     assert found.epsilon() == pytest.approx(1.0, rel=1e-9)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the noise is expressed in the clip, which is inf where a lemma bounds the message"
-)
 def test_noise_and_epsilon_say_the_same_of_a_lemma():
     delta = Query(Kind.DELTA, bound=Lemma("1/m", lambda m: 1 / m))
     asked = plan(method=method(stage(gradient(noise=None), delta)))
@@ -529,13 +524,11 @@ def test_an_unproved_plan_may_be_had_as_such():
     assert "Proved: record level under untrusted-server" in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="epsilon = inf skips the proof, and a fixed noise then yields a finite epsilon")
 def test_an_unproved_plan_with_a_fixed_noise_is_refused():
     with pytest.raises(SordinoError, match="not proved"):
         plan(method=method(stage(gradient())), trust=SA, epsilon=math.inf, noise=30.0)
 
 
-@pytest.mark.xfail(strict=True, reason="a fixed noise is not checked when the plan is made")
 @pytest.mark.parametrize("noise", [-1.0, math.nan])
 def test_a_noise_that_cannot_be(noise):
     with pytest.raises(SordinoError, match="noise"):

@@ -179,7 +179,6 @@ def test_an_average_of_nothing_is_refused(last):
         average(last)
 
 
-@pytest.mark.xfail(strict=True, reason="ema does not check beta")
 def test_an_ema_that_forgets_nothing_is_refused():
     with pytest.raises(SordinoError, match="beta"):
         ema(1.0)

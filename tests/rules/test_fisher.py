@@ -239,7 +239,6 @@ def test_bad_options_are_named(bad, message):
         fisher(**bad)
 
 
-@pytest.mark.xfail(strict=True, reason="negative counts are not checked; a negative warm start turns the sign around")
 @pytest.mark.parametrize("bad", [{"warm_start": -3}, {"ema_rounds": -1}])
 def test_negative_counts_are_named(bad):
     (name,) = bad

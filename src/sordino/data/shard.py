@@ -12,6 +12,13 @@ from torch import Tensor
 from sordino.core import Shard, SordinoError
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """Summed in float64, for float32 falls short over long rows; a block of rows at a time, to save memory."""
+    blocks = torch.split(x.reshape(-1, x.shape[-1]), 4096)
+    norms = [torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64) for block in blocks]
+    return torch.cat(norms).to(x.dtype).reshape(x.shape[:-1])
+
+
 @dataclass(frozen=True)
 class Records:
     """`x` and `y` sorted by client; client i holds rows `starts[i]` to `starts[i + 1]`."""
@@ -52,8 +59,7 @@ class Records:
     @cached_property
     def length(self) -> Tensor:
         """The norm of every row, computed once."""
-        length: Tensor = torch.linalg.vector_norm(self.x, dim=-1)
-        return length
+        return row_norms(self.x)
 
     @cached_property
     def _owner(self) -> Tensor:

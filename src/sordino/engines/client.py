@@ -6,6 +6,7 @@ The same code serves one client and a batch of them: per-client numbers then car
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ class Turn(NamedTuple):
 
     t: int
     first: int  # round of its stage
+    step: int  # rounds of the stage before this one in which somebody came
     stage: Stage
     facts: Facts
     cohort: np.ndarray
@@ -40,11 +42,13 @@ def turns(plan: Plan, start: int = 0) -> Iterator[Turn]:
     for s, (stage, rounds) in enumerate(zip(plan.method.stages, plan.stage_rounds, strict=True)):
         first, facts = t, plan.facts(s)
         stds = [plan.std(s, k) for k in range(len(stage.queries))]
+        step = 0
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
                 share = plan.share(len(cohort))
-                yield Turn(t, first, stage, facts, cohort, [std * share for std in stds])
+                yield Turn(t, first, step, stage, facts, cohort, [std * share for std in stds])
+            step += bool(len(plan.cohorts[t]))
         t = first + rounds
 
 
@@ -62,9 +66,10 @@ def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[
 
 def clipped(message: Tensor, clip: float) -> Tensor:
     """Rows scaled down to norm `clip`; a row that is not finite becomes zero, so that it tells nothing."""
-    norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True)
+    # In float64: a norm of many float32 numbers would fall short by more than the safety margin.
+    norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True, dtype=torch.float64)
     bound = clip * (1 - SAFETY)
-    scaled: Tensor = message * (bound / norm.clamp_min(bound))
+    scaled: Tensor = message * (bound / norm.clamp_min(bound)).to(message)
     return torch.where(torch.isfinite(norm), scaled, torch.zeros_like(message))
 
 
@@ -110,7 +115,7 @@ class Oracle:
         """Clip and noise the finished message, where that is what the stage releases."""
         for number, query in enumerate(self._stage.queries):
             if query.kind is Kind.DELTA:
-                message = clipped(message, query.clip) if query.bound is None else message
+                message = clipped(message, query.clip) if math.isfinite(query.clip) else message
                 message = self._noised(message, number, 0, 1) if noise else message
         return message
 

@@ -56,7 +56,7 @@ def run(
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, message))
         aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
         if parts:
-            step, state = rule.update(aggregate, state, theta, turn.t - turn.first)
+            step, state = rule.update(aggregate, state, theta, turn.step)
             theta = theta + step
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, tuple(memory)))
 

@@ -64,22 +64,23 @@ def run(
                 aggregate = crowd.fused(turn, theta, shares)
             else:
                 aggregate, memory = crowd.batched(turn, down, memory, caches, shares)
-            step, state = rule.update(aggregate, state, theta, turn.t - turn.first)
+            step, state = rule.update(aggregate, state, theta, turn.step)
             theta = theta + step
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, memory))
 
 
 def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
     """Trace the rule with a stand-in for its data: does it send the noised gradient at the broadcast theta as it is?"""
-    local, answer = stage.local, torch.zeros_like(down.theta)
+    local, answer, asked = stage.local, torch.zeros_like(down.theta), list[Tensor]()
 
     class Elsewhere(Exception):  # noqa: N818
         pass
 
     class Probe:
         def gradient(self, at: Tensor, on: Any = None) -> Tensor:
-            if at is not down.theta or on is not None:
+            if at is not down.theta or on is not None or asked:
                 raise Elsewhere
+            asked.append(at)
             return answer
 
         def __getattr__(self, name: str) -> Any:
@@ -188,8 +189,11 @@ class Crowd:
         def coins(call: int, shape: tuple[int, ...]) -> Tensor:
             at = [Address(int(i), turn.t, SAMPLING, call) for i in clients]
             sizes = [self.plan.sizes[i] for i in clients]
-            rows = [np.pad(self.sources[0].uniform(a, (m,)), (0, shape[0] - m)) for a, m in zip(at, sizes, strict=True)]
-            return torch.from_numpy(np.stack(rows)).to(shard.x.device)
+            flips = [
+                np.stack([np.pad(s.uniform(a, (m,)), (0, shape[0] - m)) for a, m in zip(at, sizes, strict=True)])
+                for s in self.sources
+            ]
+            return torch.from_numpy(np.stack(flips) if self.lead else flips[0]).to(shard.x.device)
 
         return Oracle(
             self.model,

@@ -7,7 +7,6 @@ atomically) before anything about it is shown. A resumed run goes on from what w
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -66,8 +65,8 @@ def prepare(spec: Spec) -> Job:
     records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype)
     model = choose_model(spec, dataset)
     plan = spec.plan(records.sizes)
-    silent = plan.privacy.epsilon == math.inf and plan.noise is None
-    return Job(spec, dataset, records, model, plan, Silent(spec.seed or 0) if silent else source(spec.seed))
+    chance = Silent(spec.seed or 0) if plan.silent else source(spec.seed)
+    return Job(spec, dataset, records, model, plan, chance)
 
 
 def choose_model(spec: Spec, dataset: Dataset) -> Linear:

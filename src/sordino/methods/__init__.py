@@ -43,15 +43,15 @@ def entry(name: str) -> Entry:
     return REGISTRY[name]
 
 
-def build(name: str, unit: Unit = Unit.RECORD, **options: Any) -> Method:
+def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
     """A method by its name, for a unit, with some of its options set."""
     found = entry(name)
     if unit not in found.units:
-        raise SordinoError(f"unit: {name} exists at {' and '.join(found.units)} level only.")
+        raise SordinoError(f"unit: {name} exists at {' and '.join(found.units)} level, not '{unit}'.")
     for key in options:
         if key not in found.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, found.options)}")
-    return found.factory(unit=unit, **options)
+    return found.factory(unit=Unit(unit), **options)
 
 
 __all__ = ["REGISTRY", "Entry", "build", "entry"]

@@ -26,6 +26,8 @@ def served(name: str, unit: Unit, clip: float, lr: float | Tensor, rules: tuple[
         raise SordinoError(f"lr: {lr} must be above 0.")
     if not 0 < clip < math.inf:
         raise SordinoError(f"clip: {clip} must be a finite number above 0.")
+    if not 0 <= tail <= 1:
+        raise SordinoError(f"tail: {tail} must lie in [0, 1], the part of the rounds whose iterates are averaged.")
     answers = (
         (Query(Kind.GRADIENT, clip),)
         if unit is Unit.RECORD

@@ -12,7 +12,6 @@ from enum import StrEnum
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sordino.core import SAFETY, Shard
 
@@ -60,10 +59,14 @@ class Linear:
         if self.kind is Loss.SQUARES:
             return (z[0] - y).square() / 2
         if self.kind is Loss.LOGISTIC:
-            value = functional.softplus(z[0]) - y * z[0]
+            value = torch.logaddexp(z[0], torch.zeros_like(z[0])) - y * z[0]
         else:
             value = torch.logsumexp(z, 0) - z.gather(0, y.unsqueeze(0))[0]
-        return value if self.class_weights is None else value * self.class_weights.to(value)[y.long()]
+        return (
+            value
+            if self.class_weights is None
+            else value * self.class_weights.to(value).gather(0, y.long().unsqueeze(0))[0]
+        )
 
     def predict(self, theta: Tensor, x: Tensor) -> Tensor:
         """Class indices, or values for least squares."""
@@ -110,7 +113,8 @@ class Linear:
 
     def _length(self, shard: Shard) -> Tensor:
         """Of (x, 1)."""
-        norm = torch.linalg.vector_norm(shard.x, dim=-1) if shard.length is None else shard.length
+        norm = torch.linalg.vector_norm(shard.x, dim=-1, dtype=torch.float64) if shard.length is None else shard.length
+        norm = norm.to(shard.x.dtype)
         return norm.square().add_(1).sqrt_() if self.bias else norm
 
     def _moderate(self, theta: Tensor, length: Tensor) -> bool:
@@ -141,8 +145,13 @@ class Linear:
     def _sum(self, residual: Tensor, shard: Shard, length: Tensor, clip: float) -> Tensor:
         factor = shard.mask
         if math.isfinite(clip):
-            norm = torch.linalg.vector_norm(residual, dim=-1).mul_(length)
-            factor = torch.div(clip * (1 - SAFETY), norm).clamp_max_(1).mul_(shard.mask)
+            wide = torch.float64 if self.outputs > 64 else residual.dtype  # many float32 squares would fall short
+            tiny = torch.finfo(residual.dtype).tiny
+            norm = torch.linalg.vector_norm(residual, dim=-1, dtype=wide).to(residual.dtype)
+            # Squares of residuals below the floor underflow: take the floor for their norm, which is never too small.
+            factor = torch.div(clip * (1 - SAFETY), norm.clamp_min_(tiny**0.4).mul_(length)).clamp_max_(1)
+            # A factor below the normal range has too few digits to keep the bound: such a record counts as zero.
+            factor = torch.threshold_(factor, tiny, 0.0).mul_(shard.mask)
         residual.mul_(factor.unsqueeze(-1))
         weight = (shard.x.transpose(-1, -2) @ residual).flatten(-2)
         return torch.cat([weight, residual.sum(-2)], -1) if self.bias else weight

@@ -62,14 +62,14 @@ def certificate(
         "records": sum(plan.sizes),
         "sampler": {"clients": str(plan.participation), "records": "all", "amplification": "none claimed"},
         "divisor": str(plan.divisor),
-        "clip": plan.levels[0].query.clip,
+        "clip": plan.levels[0].scale,
         "noise": noise,
         "client_noise": client_noise,
         "noise_source": "seeded" if isinstance(source, Seeded) else type(source).__name__.lower(),
         "queries": [
             {
                 "query": level.name,
-                "clip": level.query.clip,
+                "clip": level.scale,
                 "calls": level.query.calls,
                 "semidefinite": level.query.psd,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
@@ -107,7 +107,7 @@ def _limitless(value: Any) -> float:
 
 def _reasons(plan: Plan, source: Source) -> list[str]:
     """Why it is not certified; empty if it is."""
-    if plan.privacy.epsilon == math.inf and plan.noise is None:
+    if plan.silent:
         return ["not private: no noise was added"]
     reasons = []
     if not source.private:

@@ -50,24 +50,26 @@ class Participation:
     kind: str = EVERYONE
     amount: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.kind not in (EVERYONE, "fixed", "poisson"):
+            known = [EVERYONE, "fixed:5", "poisson:0.5"]
+            raise SordinoError(f"participation: '{self.kind}' is unknown.{nearest(self.kind, known)}")
+        if self.kind == "fixed" and not (self.amount >= 1 and self.amount == int(self.amount)):
+            raise SordinoError(f"participation: {self} needs a whole number of clients, at least 1.")
+        if self.kind == "poisson" and not 0 < self.amount <= 1:
+            raise SordinoError(f"participation: {self} needs a rate in (0, 1].")
+
     @staticmethod
     def parse(text: str) -> Participation:
         kind, _, number = text.partition(":")
-        if kind not in (EVERYONE, "fixed", "poisson"):
-            raise SordinoError(
-                f"participation: '{text}' is unknown.{nearest(kind, [EVERYONE, 'fixed:5', 'poisson:0.5'])}"
-            )
-        if kind == EVERYONE:
-            return Participation()
+        if kind not in ("fixed", "poisson"):
+            return Participation(text)
         try:
-            amount = float(number)
-        except ValueError:
+            return Participation(kind, float(number))
+        except ValueError as error:
+            if isinstance(error, SordinoError):
+                raise
             raise SordinoError(f"participation: '{text}' lacks a number; write fixed:5 or poisson:0.5.") from None
-        if kind == "fixed" and not (amount >= 1 and amount == int(amount)):
-            raise SordinoError(f"participation: fixed:{number} needs a whole number of clients, at least 1.")
-        if kind == "poisson" and not 0 < amount <= 1:
-            raise SordinoError(f"participation: poisson:{number} needs a rate in (0, 1].")
-        return Participation(kind, amount)
 
     def __str__(self) -> str:
         return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount:g}"
@@ -94,6 +96,7 @@ class Level(NamedTuple):
     stage: int
     number: int  # of the query within its stage
     query: Query
+    scale: float  # the clip, or a lemma's largest bound: what noise multipliers are multiples of
     sensitivity: np.ndarray  # of one release of client i, in the units of its clipped sum
     std: np.ndarray  # of client i's own noise; where only sums are seen, of a cohort of one (see Plan.share)
     weight: np.ndarray  # w_i / b_i: how far a unit of client i's sum moves the aggregate
@@ -150,8 +153,14 @@ class Plan:
         if self.method.unit is not self.privacy.unit:
             raise SordinoError(f"unit: {self.method.name} was built for {self.method.unit}, not {self.privacy.unit}.")
         for stage in self.method.stages:
-            _check_stage(self.method.name, stage)
-        if not (self.proved or self.uncertified or self.privacy.epsilon == math.inf):
+            _check_stage(self.method.name, stage, self.privacy.unit)
+        if self.noise is not None and not 0 < self.noise < math.inf:
+            raise SordinoError(
+                f"noise: {self.noise} must be a finite number above 0; epsilon = inf runs without noise."
+            )
+        if self.noise is not None and self.privacy.client_epsilon:
+            raise SordinoError("client_epsilon: with a fixed noise no client can ask for more; leave one of them out.")
+        if not (self.proved or self.uncertified or self.silent):
             pairs = ", ".join(sorted(f"{unit} level under {trust}" for unit, trust in self.method.proves)) or "none"
             raise SordinoError(
                 f"trust: {self.method.name} is not proved private at {self.privacy.unit} level under "
@@ -170,6 +179,11 @@ class Plan:
     @property
     def proved(self) -> bool:
         return (self.privacy.unit, self.privacy.trust) in self.method.proves
+
+    @property
+    def silent(self) -> bool:
+        """Runs without noise, and so without privacy."""
+        return self.privacy.epsilon == math.inf and self.noise is None
 
     @property
     def sums_only(self) -> bool:
@@ -241,19 +255,23 @@ class Plan:
         sizes, position = np.unique(self.sizes, return_inverse=True)
         levels = []
         for (s, k, query), share, count in zip(found, shares, releases, strict=True):
-            claims = np.array([query.sensitivity(self.privacy.adjacency, int(m)) for m in sizes])[position]
+            if not count:  # the schedule left this stage empty: nobody will use its noise, and it takes no budget
+                share, count = 1.0, 1.0
+            unit, adjacency = self.privacy.unit, self.privacy.adjacency
+            claims = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position]
             if not np.isfinite(claims).all():
                 raise SordinoError(f"clip: {self.method.name}'s {query.kind} needs a finite clip; set clip.")
+            scale = query.clip if query.bound is None else max(query.bound.bound(int(m)) for m in sizes)
             factor = self._counts(s, query)[1].max()
             divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
             weight = self.weights / divisor
-            needed = claims * factor * np.sqrt(max(count, 1.0) / share) / mu  # each client's own std; 0 where mu = inf
+            needed = claims * factor * np.sqrt(count / share) / mu  # each client's own std; 0 where mu = inf
             std = (weight * needed).max() / weight if self.sums_only else needed
             if self.noise is not None:  # the caller fixes the noise of a cohort's sum; its shape over clients stays
                 spread = (weight * claims).max() / weight if self.sums_only else claims
                 parties = 1.0 if self.sums_only else self.participation.rate(self.clients) * self.clients
-                std = spread * self.noise * query.clip / math.sqrt(parties * (spread**2).mean())
-            levels.append(Level(s, k, query, claims, std, weight))
+                std = spread * self.noise * scale / math.sqrt(parties * (spread**2).mean())
+            levels.append(Level(s, k, query, scale, claims, std, weight))
         return tuple(levels)
 
     def share(self, cohort: int) -> float:
@@ -269,7 +287,9 @@ class Plan:
 
     def aggregate_std(self, stage: int) -> float:
         """Expected noise per coordinate on the aggregate, from the stage's first noised query."""
-        level = next(level for level in self.levels if level.stage == stage)
+        level = next((level for level in self.levels if level.stage == stage), None)
+        if level is None:
+            return 0.0
         rate = self.participation.rate(self.clients)
         arriving = (level.weight * level.std) ** 2
         total = arriving.max() if self.sums_only else arriving.sum() * rate
@@ -279,7 +299,7 @@ class Plan:
         """(std of a cohort's summed noise, largest std of one client), over the clip of the first noised query."""
         level = self.levels[0]
         cohort = self.participation.rate(self.clients) * self.clients
-        own = level.std / (math.sqrt(cohort) if self.sums_only else 1.0) / level.query.clip
+        own = level.std / (math.sqrt(cohort) if self.sums_only else 1.0) / level.scale
         return float(math.sqrt(cohort * (own**2).mean())), float(own.max())
 
     def facts(self, stage: int) -> Facts:
@@ -369,7 +389,7 @@ class Plan:
         return replace(self, privacy=replace(self.privacy, epsilon=math.inf, client_epsilon={}), noise=None)
 
 
-def _check_stage(name: str, stage: Stage) -> None:
+def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
     """An answer that is not noised must end in a message that is: otherwise data would leave in the clear."""
     delta = [q for q in stage.queries if q.kind is Kind.DELTA]
     if len(delta) > 1 or any(q.noise is None or q.calls != 1 for q in delta):
@@ -378,6 +398,8 @@ def _check_stage(name: str, stage: Stage) -> None:
         raise SordinoError(f"{name}: an answer without noise needs a noised DELTA query for the message built from it.")
     if delta and any(q.noise is not None for q in stage.queries if q.kind is not Kind.DELTA):
         raise SordinoError(f"{name}: noise the answers or the message, not both.")
+    if unit is Unit.USER and not delta:
+        raise SordinoError(f"{name}: a user moves an answer once a record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
     if any(isinstance(q.noise, Correlated) and q.calls != 1 for q in stage.queries):
@@ -386,6 +408,8 @@ def _check_stage(name: str, stage: Stage) -> None:
 
 def _shares(given: list[float | None], releases: np.ndarray) -> np.ndarray:
     """Parts of mu squared, summing to one; what is not given divides the rest in proportion to releases."""
+    if not releases.any():
+        return np.ones(len(given))
     total = sum(share for share in given if share is not None)
     free = np.array([count if share is None else 0.0 for share, count in zip(given, releases, strict=True)])
     if total > 1 + 1e-9 or (free.any() and total >= 1) or (not free.any() and abs(total - 1) > 1e-9):

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from sordino.core import Facts, Rule, SordinoError, Tree
-from sordino.rules.basic import debias, moving
+from sordino.rules.basic import check_decay, debias, moving
 
 Moment = Callable[[Tensor, Tensor, "float | Tensor"], Tensor]
 
 
 def _moments(second: Moment, beta1: float, beta2: float, tau: float, bias_correction: bool) -> Rule:
-    for name, value in (("beta1", beta1), ("beta2", beta2)):
-        if not isinstance(value, Tensor) and not 0 <= value < 1:
-            raise SordinoError(f"{name}: {value} must lie in [0, 1).")
+    check_decay("beta1", beta1)
+    check_decay("beta2", beta2)
     if not isinstance(tau, Tensor) and not tau > 0:
         raise SordinoError(f"tau: {tau} must be above 0; it bounds the step where v is small.")
 

@@ -45,6 +45,11 @@ def scale(factor: float | Tensor) -> Rule:
     return Rule(stateless, lambda g, state, theta, t: (factor * g, state))
 
 
+def check_decay(name: str, value: float | Tensor) -> None:
+    if not isinstance(value, Tensor) and not 0 <= value < 1:
+        raise SordinoError(f"{name}: {value} must lie in [0, 1).")
+
+
 def moving(m: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
     return beta * m + (1 - beta) * g
 
@@ -56,6 +61,8 @@ def debias(m: Tensor, beta: float | Tensor, t: int) -> Tensor:
 
 def ema(beta: float | Tensor, *, bias_correction: bool = False) -> Rule:
     """M = beta M + (1 - beta) G, from M = 0. Averages noise down to (1 - beta) / (1 + beta) of its variance."""
+
+    check_decay("beta", beta)
 
     def update(g: Tree, m: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         m = moving(m, g, beta)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sordino.core import Rule, SordinoError, Tree, nearest
-from sordino.rules.basic import debias, moving, zeros
+from sordino.rules.basic import check_decay, debias, moving, zeros
 
 APPLY_TO = ("gradient", "momentum")
 EMA_SCALE = ("rho", "unit")
@@ -43,8 +43,10 @@ def fisher(
             raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, known)}")
     if not isinstance(rho, Tensor) and not rho > 0:
         raise SordinoError(f"rho: {rho} must be above 0; it is what keeps the inverse finite.")
-    if not isinstance(beta, Tensor) and not 0 <= beta < 1:
-        raise SordinoError(f"beta: {beta} must lie in [0, 1).")
+    check_decay("beta", beta)
+    for name, rounds in (("warm_start", warm_start), ("ema_rounds", ema_rounds)):
+        if rounds < 0:
+            raise SordinoError(f"{name}: {rounds} rounds; it must be 0 or more.")
 
     def update(g: Tree, m: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         m = moving(m, g, beta)

@@ -1,0 +1,96 @@
+"""The contracts every method keeps, shipped so that whoever adds a method can run them: `sordino check`.
+
+- `sensitivity`: no neighbour found by an adversarial search moves a release further than its query claims.
+- `asks`: a round asks no more of the data than was declared, and one question more is refused.
+- `replay`: server and clients post-process what was said; given the same messages, other data change nothing.
+- `engines`: the fast engine computes what the readable one means.
+
+A contract that cannot fail proves nothing: `check` also holds each of them against `WRONG_TWINS` of the very method
+under test, and reports a twin that passes. No method is named here; each contract takes any `Method`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from sordino import core
+from sordino.checks.contracts import TOLERANCE, asks, engines, replay
+from sordino.checks.search import REACH, TRIALS, Found, sensitivity
+from sordino.checks.twins import WRONG_TWINS, breaks
+from sordino.core import Adjacency, Method
+from sordino.methods import REGISTRY, build, entry
+from sordino.models.linear import Linear
+
+
+class Report(NamedTuple):
+    """One noised query of a method, for one unit and adjacency. Problems of the whole method stand in each of them."""
+
+    name: str
+    unit: str
+    adjacency: str
+    query: str
+    claimed: float
+    worst_found: float
+    engines_max_diff: float
+    passed: bool
+    problems: list[str]
+
+
+def check(
+    name: str, *, trials: int = TRIALS, seed: int = 0, model: core.Model | None = None, method: Method | None = None
+) -> list[Report]:
+    """All contracts, and their wrong twins, for each unit of a registered method, or for the `method` given."""
+    model = Linear(3, 3) if model is None else model
+    subjects = [build(name, unit) for unit in entry(name).units] if method is None else [method]
+    return [report for subject in subjects for report in _reports(name, subject, model, trials, seed)]
+
+
+def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
+    """Every registered method."""
+    return [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
+
+
+def _reports(name: str, method: Method, model: Any, trials: int, seed: int) -> Iterator[Report]:
+    if problems := asks(method, model, seed=seed):  # then there may be no round to look at
+        yield Report(name, method.unit, "", "", 0.0, 0.0, 0.0, False, problems)
+        return
+    problems = replay(method, model, seed=seed)
+    difference = engines(method, model, seed=seed)
+    if not difference <= TOLERANCE:
+        problems.append(f"engines: they differ by {difference:.2g}, and {TOLERANCE:g} is allowed")
+    rejects: dict[str, Callable[..., bool]] = {
+        "asks": lambda *wrong: bool(asks(*wrong, seed=seed)),
+        "replay": lambda *wrong: bool(replay(*wrong, seed=seed)),
+        "engines": lambda *wrong: not engines(*wrong, seed=seed) <= TOLERANCE,
+    }
+    for contract, reject in rejects.items():
+        problems += [_unseen(contract, twin) for twin in WRONG_TWINS[contract] if not reject(*twin(method, model))]
+    for adjacency in Adjacency:
+        search = partial(sensitivity, adjacency=adjacency, trials=trials, seed=seed)
+        twins = {twin: search(*twin(method, model)) for twin in WRONG_TWINS["sensitivity"] if breaks(twin, method)}
+        for k, found in enumerate(search(method, model)):
+            mine = [*problems, *found.problems]
+            mine += [_unseen("sensitivity", twin) for twin, wrong in twins.items() if not wrong[k].beyond]
+            numbers = (found.claimed, found.worst, difference)
+            yield Report(name, method.unit, adjacency, found.query, *numbers, not mine, mine)
+
+
+def _unseen(contract: str, twin: Callable[..., Any]) -> str:
+    return f"{contract}: the contract did not see that its wrong twin '{twin.__name__}' is wrong"
+
+
+__all__ = [
+    "REACH",
+    "TOLERANCE",
+    "WRONG_TWINS",
+    "Found",
+    "Report",
+    "asks",
+    "check",
+    "check_all",
+    "engines",
+    "replay",
+    "sensitivity",
+]

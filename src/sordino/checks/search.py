@@ -1,0 +1,217 @@
+"""Contract 1: no neighbour found by an adversarial search moves a release further than its query claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino import core
+from sordino.checks.worlds import SIZES, Space, Through, same, short_plan
+from sordino.core import Adjacency, Down, Kind, Method, Shard, Tree, Unit
+from sordino.data.shard import Records
+from sordino.engines import reference
+from sordino.engines.client import Turn, turns
+from sordino.privacy.noise import Seeded, Silent
+from sordino.privacy.plan import Plan
+
+REACH = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
+SLACK = 1e-9
+TRIALS, STEPS = 40, 10  # of the search for one query: restarts, and hill climbing after each
+ODD = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
+
+Call = tuple[int, int]  # (number of the query, which of its calls)
+
+
+class Found(NamedTuple):
+    """The neighbours that moved a release furthest, measured by what a client of their size claims."""
+
+    query: str
+    claimed: float
+    worst: float
+    where: str
+
+    @property
+    def beyond(self) -> bool:
+        return self.worst > self.claimed * (1 + SLACK)
+
+    @property
+    def problems(self) -> list[str]:
+        if math.isinf(self.worst):
+            return [f"sensitivity: {self.query} is not finite, or the message tells more than it, with {self.where}"]
+        if self.beyond:
+            return [f"sensitivity: {self.query} claims {self.claimed:.6g}, moved by {self.worst:.6g} with {self.where}"]
+        if self.worst < REACH * self.claimed:
+            return [
+                f"sensitivity: the search moved {self.query} by {self.worst:.6g} of {self.claimed:.6g} only, and must "
+                f"reach {REACH:.0%} of it; tighten the bound, or improve the search"
+            ]
+        return []
+
+
+def sensitivity(
+    method: Method, model: core.Model, adjacency: Adjacency, *, trials: int = TRIALS, steps: int = STEPS, seed: int = 0
+) -> list[Found]:
+    """Search, noise off, for neighbours that move a release further than claimed; one result for each noised query.
+
+    Releases compose adaptively: both worlds have the same past (theta, words, memory, earlier answers of the round),
+    and differ in the data of one client, from which each builds its own cache. All answers come from the engine's own
+    client code, so the clip that is tested is the clip that ships.
+    """
+    search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed))
+    scenes: list[Scene] = []
+    for epsilon in (8.0, 0.05):  # little noise, and so much of it that model and memory are thrown about
+        scenes += _scenes(short_plan(method, adjacency, epsilon=epsilon), model, search.space.records(search.rng), seed)
+    results = []
+    for s, stage in enumerate(method.stages):
+        pasts = [scene for scene in scenes if scene.turn.stage is stage]
+        for number, query in enumerate(stage.queries):
+            if query.noise is None:
+                continue
+            worst = Found(f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, SIZES[0]), 0.0, "")
+            for trial in range(trials):
+                client = trial % len(SIZES)
+                claimed = query.sensitivity(adjacency, method.unit, SIZES[client])
+                scene = pasts[search.rng.integers(len(pasts))]
+                size = (0.0, 0.1, 100.0, None)[trial % 4]  # of theta, wherever noise may have led it; None: as it came
+                if size is not None:
+                    theta = size * torch.from_numpy(search.rng.normal(size=model.size))
+                    scene = scene._replace(down=scene.down._replace(theta=theta))
+                moved, where = search.climb(scene, client, number, steps)
+                if moved / claimed > worst.worst / worst.claimed:
+                    worst = Found(worst.query, claimed, moved, where)
+                if worst.beyond:  # conclusive
+                    break
+            results.append(worst)
+    return results
+
+
+class Scene(NamedTuple):
+    """What both worlds share at the start of a round."""
+
+    turn: Turn
+    down: Down
+    memory: tuple[Tree, ...]
+
+
+def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
+    """Of each round of a noised run."""
+    theta, state, memory = model.init().to(records.x), (), ((),) * plan.clients
+    for turn, after in zip(turns(plan), reference.run(plan, model, records, Seeded(seed)), strict=True):
+        if turn.t == turn.first:
+            state = turn.stage.rule.init(theta, turn.facts, state)
+            memory = tuple(turn.stage.local.init(theta, mine) for mine in memory)
+        yield Scene(turn, Down(theta, turn.stage.rule.say(state)), memory)
+        theta, state, memory = after.checkpoint
+
+
+@dataclass(frozen=True)
+class World(Records):
+    """The data of the one client that is looked at. A record may be absent; the public size stays."""
+
+    absent: int | None = None
+
+    def shard(self, i: int) -> Shard:
+        shard = super().shard(0)
+        if self.absent is not None:
+            shard.mask[self.absent] = 0
+        return shard
+
+
+class Search(NamedTuple):
+    """For the worst neighbours of one query. A pair of them is (x, y) of a client, and (x, y) to take from for the
+    other world: one row at record level, all at user level."""
+
+    unit: Unit
+    adjacency: Adjacency
+    model: core.Model
+    space: Space
+    rng: np.random.Generator
+
+    def climb(self, scene: Scene, client: int, number: int, steps: int) -> tuple[float, str]:
+        """How far a release moves, from random neighbours uphill; and a word on where."""
+        rows = SIZES[client]
+        row = int(self.rng.integers(rows))
+        pair = [*self.space.draw(self.rng, rows), *self.space.draw(self.rng, rows)]
+        if self.rng.random() < 0.2:
+            pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(ODD)
+        past: dict[Call, Tensor] = {}
+        release = partial(_release, self.model, scene, client, past)
+        release(self.worlds(pair, row)[0], Seeded(int(self.rng.integers(2**32))))  # puts its noised answers on record
+
+        def moved(pair: list[Tensor]) -> float:
+            here, there = self.worlds(pair, row)
+            sums, message = release(here)
+            others, other = ({}, message) if there is None else release(there)
+            if past and not same(message, other):  # made of the same noised answers, yet not the same
+                return math.inf
+            gaps = [float((total - others.get(call, 0.0)).norm()) for call, total in sums.items() if call[0] == number]
+            return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
+
+        best = moved(pair)
+        for _ in range(steps):
+            near = self.nudged(pair, row)
+            if (gap := moved(near)) >= best:
+                best, pair = gap, near
+        return best, f"a client of {rows}, x = {pair[0][row].tolist()}, y = {pair[1][row].item()}"
+
+    def worlds(self, pair: list[Tensor], row: int) -> tuple[World, World | None]:
+        x, y, other_x, other_y = (part.clone() for part in pair)
+        ends = np.array([0, len(y)])
+        here = World(pair[0], pair[1], ends)
+        if self.unit is Unit.USER:
+            return here, None if self.adjacency is Adjacency.ADD_REMOVE else World(other_x, other_y, ends)
+        if self.adjacency is Adjacency.ADD_REMOVE:
+            x[row], y[row] = 0, 0  # as padding is: nothing of the record may be left, not even behind the mask
+            return here, World(x, y, ends, absent=row)
+        x[row], y[row] = other_x[row], other_y[row]
+        return here, World(x, y, ends)
+
+    def nudged(self, pair: list[Tensor], row: int) -> list[Tensor]:
+        """A record longer or shorter, turned, relabelled, mirrored in the other world, or copied all over its own."""
+        pair, rng = [part.clone() for part in pair], self.rng
+        x, y = pair[:2] if rng.random() < 0.5 else pair[2:]
+        row = row if rng.random() < 0.7 else int(rng.integers(len(y)))
+        match rng.integers(5):
+            case 0:
+                x[row] *= 10 ** rng.normal()
+            case 1:
+                x[row] += x[row].norm() * 10 ** rng.uniform(-3, 0) * torch.from_numpy(rng.normal(size=x.shape[-1]))
+            case 2:
+                y[row] = self.space.labels(rng, 1)[0]
+            case 3:
+                pair[2][row], pair[3][row] = -pair[0][row], pair[1][row]
+            case _:
+                x[:], y[:] = x[row].clone(), y[row].clone()
+        return pair
+
+
+def _release(
+    model: core.Model, scene: Scene, i: int, past: dict[Call, Tensor], world: World, noise: Seeded | None = None
+) -> tuple[dict[Call, Tensor], Tree]:
+    """What client i would release, before its noise, and its message. Answers that are noised, it hears as they are on
+    record; those that are not yet on it are put there (with `noise`, as they would be heard)."""
+    turn = scene.turn if noise is not None else scene.turn._replace(stds=[0 * std for std in scene.turn.stds])
+    ask, inside = (reference.oracle(model, world, turn, i, noise or Silent(), inside=cache) for cache in (False, True))
+    numbers = {str(query.kind): k for k, query in enumerate(turn.stage.queries) if query.noise is not None}
+    sums: dict[Call, Tensor] = {}
+
+    def overheard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        answer = method(*args, **kwargs)
+        rate = next((a.rate for a in (*args, *kwargs.values()) if isinstance(a, core.Batch)), 1.0)
+        call = (numbers[name], sum(number == numbers[name] for number, _ in sums))
+        sums[call] = answer * ask.records * rate
+        return past.setdefault(call, answer)
+
+    local, listening = turn.stage.local, Through(ask, numbers, overheard)
+    try:
+        message = ask.finish(local.work(listening, scene.down, scene.memory[i], local.prepare(inside)))
+    except RuntimeError:  # a client that stops has told something
+        message = scene.down.theta * math.nan
+    return {(numbers[Kind.DELTA], 0): message} if Kind.DELTA in numbers else sums, message

@@ -1,0 +1,121 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sordino.cli import main
+from sordino.methods import REGISTRY
+
+
+def call(capsys, *words):
+    status = main(words)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize(("epsilon", "sigma"), [(0.5, 526.21372), (1, 279.17491), (5, 66.74131), (10, 37.408239)])
+def test_privacy_goes_both_ways(capsys, epsilon, sigma):
+    flags = ["--rounds", "70", "--clients", "20", "--records", "2500", "--clip", "10", "--json"]
+    status, out, err = call(capsys, "privacy", "--epsilon", str(epsilon), *flags)
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert found["noise"] == pytest.approx(sigma, rel=1e-7)
+    assert found["client_noise"] == pytest.approx(sigma / 20**0.5, rel=1e-7)
+    assert found["aggregate_std"] == pytest.approx(10 * sigma / (20 * 2500), rel=1e-7)
+    _, out, _ = call(capsys, "privacy", "--noise", str(found["noise"]), *flags)
+    assert json.loads(out)["epsilon"] == pytest.approx(epsilon, rel=1e-9)
+    assert json.loads(out)["mu"] == pytest.approx(found["mu"], rel=1e-9)
+
+
+def test_privacy_in_words_and_without_records(capsys):
+    status, out, _ = call(capsys, "privacy", "--epsilon", "1", "--trust", "secure-aggregation", "--unit", "user")
+    assert status == 0
+    assert "only sums of messages" in out
+    assert "one whole client is replaced" in out
+    _, out, _ = call(capsys, "privacy", "--epsilon", "1", "--json")
+    assert json.loads(out)["aggregate_std"] is None
+
+
+def test_methods_lists_what_is_certified(capsys):
+    _, out, _ = call(capsys, "methods", "--json", "-")
+    rows = json.loads(out)
+    assert [row["name"] for row in rows] == list(REGISTRY)
+    for row in rows:
+        assert {"name", "family", "paper", "units", "certified", "releases_per_round"} <= row.keys()
+        assert set(row["certified"]) == set(row["units"])
+    _, out, _ = call(capsys, "methods")
+    assert all(name in out for name in REGISTRY)
+
+
+def test_run_prints_one_json_document_and_progress_elsewhere(capsys, tmp_path):
+    out = tmp_path / "run"
+    status, text, err = call(capsys, "run", "--rounds", "3", "--seed", "1", "--out", str(out), "--json")
+    found = json.loads(text)
+    assert status == 0
+    assert "dp-fedsofim" in err
+    assert list(found["accuracy"]) == ["1", "2", "3"]
+    assert found["epsilon"] == pytest.approx(8)
+    assert found["certified"] is False
+    assert {"delta", "noise", "client_noise", "seconds"} <= found.keys()
+    status, text, _ = call(capsys, "verify", str(out / "certificate.json"))
+    assert status == 0
+    assert "holds" in text
+    certificate = json.loads((out / "certificate.json").read_text())
+    (out / "certificate.json").write_text(json.dumps({**certificate, "epsilon": 1.0}))
+    status, text, _ = call(capsys, "verify", str(out / "certificate.json"), "--json")
+    assert status == 1
+    assert json.loads(text)["problems"]
+
+
+def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
+    (tmp_path / "spec.toml").write_text('method = "dp-fedgd"\nrounds = 2\nlr = 0.5\nseed = 3\n')
+    words = ["run", str(tmp_path / "spec.toml"), "--rounds", "4", "--set", "lr=0.25", "--out", str(tmp_path / "run")]
+    status, _, _ = call(capsys, *words, "--json", str(tmp_path / "out.json"))
+    spec = json.loads((tmp_path / "out.json").read_text())["spec"]
+    assert status == 0
+    assert (spec["method"], spec["rounds"], spec["lr"]) == ("dp-fedgd", 4, 0.25)
+    status, text, _ = call(capsys, "run", "--resume", str(tmp_path / "run"))
+    assert status == 0, "resuming a finished run tells its outcome again"
+    assert "not certified" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--set", "lrr=1"], "lrr: neither a key of a run nor an option of dp-fedsofim. Did you mean 'lr'?"),
+        (["run", "--set", "lr"], "--set: 'lr' should read key=value"),
+        (["run", "--method", "dp-fedadm"], "Did you mean 'dp-fedadam'?"),
+        (["run", "--epsilon", "-1"], "epsilon: -1.0 must be above 0"),
+        (["run", "--epsilon", "lots"], "epsilon: 'lots' should be a number"),
+        (["run", "--data", "no.csv"], "there is no file 'no.csv'"),
+        (["run", "--clients", "5000"], "clients"),
+        (["run", "--json", "spec.toml"], "--json: 'spec.toml' should end in .json"),
+        (["run", "--resume", "nowhere"], "holds no run"),
+        (["run", "--resume", "nowhere", "--epsilon", "2"], "the run keeps its own spec; leave out epsilon"),
+        (["run", "none.toml"], "spec: there is no file"),
+        (["predict", "none.safetensors", "x.csv"], "model: there is no file"),
+        (["verify", "none.json"], "certificate: there is no file"),
+        (["check"], "name a method, or use --all"),
+        (["check", "dp-fedsofm"], "Did you mean 'dp-fedsofim'?"),
+        (["privacy", "--epsilon", "0"], "epsilon: 0.0 must be above 0"),
+        (["privacy", "--noise", "0"], "--noise: 0.0 must be above 0"),
+        (["privacy", "--epsilon", "1", "--clients", "0"], "--clients: 0 must be at least 1"),
+        (["privacy", "--epsilon", "1", "--unit", "patient"], "unit: 'patient' is unknown"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_no_traceback(capsys, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call(capsys, *words)
+    assert status == 2
+    assert message in err
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
+
+
+def test_help_reads_well():
+    for words in ([], ["run"], ["predict"], ["privacy"], ["methods"], ["check"], ["verify"]):
+        done = subprocess.run([sys.executable, "-m", "sordino.cli", *words, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0
+        assert "examples:" in done.stdout

@@ -1,0 +1,77 @@
+"""Imports point one way, and the library itself needs little."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src" / "sordino"
+# Each layer may import those before it, and itself.
+LAYERS = ["core", "tree", "privacy", "models", "data", "rules", "methods", "engines", "checks", "experiments", "cli"]
+APART = {("models", "privacy"), ("data", "privacy"), ("privacy", "models"), ("privacy", "data"), ("data", "models")}
+
+
+def layer(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def arrows(path: Path, source: str | None = None):
+    """(line, module of sordino that it imports)."""
+    for node in ast.walk(ast.parse(source or path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sordino":
+            for alias in node.names if node.module == "sordino" else [None]:
+                yield node.lineno, node.module if alias is None else f"sordino.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "sordino":
+                    yield node.lineno, alias.name
+
+
+def backward(path: Path, source: str | None = None):
+    here = path.relative_to(SRC).parts[0].removesuffix(".py")
+    for line, module in arrows(path, source):
+        there = layer(module)
+        if there == "__init__" and here in ("experiments", "cli"):
+            continue  # for the version number
+        if there not in LAYERS or LAYERS.index(there) > LAYERS.index(here) or (here, there) in APART:
+            yield f"{path.relative_to(SRC)}:{line} imports {module}"
+
+
+FILES = sorted(path for path in SRC.rglob("*.py") if path != SRC / "__init__.py")
+
+
+def test_every_module_belongs_to_a_layer():
+    assert {path.relative_to(SRC).parts[0].removesuffix(".py") for path in FILES} == set(LAYERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_point_one_way(path):
+    assert list(backward(path)) == []
+
+
+def test_an_arrow_that_points_back_is_found():
+    assert list(backward(SRC / "core.py", "from sordino.privacy import gaussian"))
+    assert list(backward(SRC / "privacy" / "plan.py", "import sordino.engines.simulate"))
+    assert list(backward(SRC / "privacy" / "plan.py", "from sordino.models.linear import Linear"))
+    assert list(backward(SRC / "methods" / "fedgd.py", "def f():\n    from sordino import cli"))
+    assert not list(backward(SRC / "methods" / "fedgd.py", "from sordino.rules import scale"))
+
+
+def test_the_library_needs_torch_numpy_and_scipy_alone():
+    """With everything else that the commands use made unavailable, a private round still runs, given a seed."""
+    code = """
+import sys
+for name in "cryptography dp_accounting pyarrow rich safetensors tomli_w matplotlib sklearn pandas".split():
+    sys.modules[name] = None
+import numpy as np, sordino
+data = sordino.load("digits")
+records = sordino.Records.of(data.x_train, data.y_train, sordino.split(data, "iid", 3))
+plan = sordino.Plan(sordino.build("dp-fedsofim"), 2, records.sizes, sordino.Privacy(2.0))
+*_, last = sordino.simulate.run(plan, sordino.Linear(64, 10), records, sordino.source(1))
+print(sordino.certificate(plan, sordino.source(1), version=sordino.__version__)["epsilon"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(2.0)
