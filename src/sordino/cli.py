@@ -201,10 +201,12 @@ def _console() -> Any:
     return Console(highlight=False, soft_wrap=True)  # a pipe gets whole lines, whatever its width
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Column, Table
 
-    table = Table(*columns, title=title, title_justify="left", header_style="bold")
+    table = Table(
+        *(Column(name, no_wrap=True) for name in columns), box=None, padding=(0, 2, 0, 0), header_style="bold"
+    )
     for row in rows:
         table.add_row(*row)
     _console().print(table)
@@ -429,17 +431,16 @@ def _check(arguments: argparse.Namespace) -> int:
     reports = [r for name in track(names, "checking", console=Console(stderr=True)) for r in check(name)]
     if not _emit(arguments, [report._asdict() for report in reports]):
         _table(
-            "Contracts",
-            ("method", "unit", "adjacency", "query", "claimed", "worst found", "engines differ by", ""),
+            ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),
             [
                 (
                     r.name,
                     r.unit,
                     r.adjacency,
-                    r.query,
-                    f"{r.claimed:.6g}",
-                    f"{r.worst_found:.6g}",
-                    f"{r.engines_max_diff:.1e}",
+                    r.query.split()[-1] if r.query else "",
+                    f"{r.claimed:.4g}",
+                    f"{r.worst_found / r.claimed:.2%}" if r.claimed else "",
+                    f"{r.engines_max_diff:.0e}",
                     "[green]passed[/]" if r.passed else "[red]failed[/]",
                 )
                 for r in reports

@@ -209,7 +209,7 @@ def test_each_contract_rejects_its_wrong_twins(subject, model):
 def test_sensitivity_rejects_its_wrong_twins(twin, adjacency):
     for subject, model in SUBJECTS:
         finished = any(q.kind is Kind.DELTA for stage in subject().stages for q in stage.queries)
-        if twin is checks.half_claimed or not finished:
+        if twin is twins.half_claimed or not finished:
             for found in checks.sensitivity(*twin(subject(), model), adjacency):
                 assert found.beyond, (subject, found)
                 assert found.problems
