@@ -47,11 +47,10 @@ class Job:
     source: Source
 
 
-def prepare(spec: Spec) -> Job:
-    """Load, partition, choose the model, calibrate."""
-    spec = spec.resolved()
+def read(spec: Spec) -> Dataset:
+    """The data that a spec names."""
     column = spec.partition.partition(":")[2] if spec.partition.startswith("by-column") else None
-    dataset = load(
+    return load(
         spec.data,
         label=spec.label,
         client=column,
@@ -60,6 +59,12 @@ def prepare(spec: Spec) -> Job:
         public_stats=spec.public_stats,
         normalize=spec.normalize,
     )
+
+
+def prepare(spec: Spec, dataset: Dataset | None = None) -> Job:
+    """Load (unless the data are at hand), partition, choose the model, calibrate."""
+    spec = spec.resolved()
+    dataset = read(spec) if dataset is None else dataset
     client = split(dataset, spec.partition, spec.clients, sizes=spec.sizes, seed=spec.split_seed)
     dtype = getattr(torch, spec.dtype)
     records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype)
