@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from provenance import provenance
 from rich.console import Console
 from rich.progress import Progress
 
+from provenance import provenance
 from sordino.data.sources import Dataset, generator, hold_out
 from sordino.experiments import run
 from sordino.experiments.spec import Spec
@@ -118,8 +118,8 @@ def table(document: dict) -> str:
     lines = [
         "# CIFAR-10, frozen ResNet-20 features: accuracy in %",
         "",
-        f"`{document['provenance']['command']}`. 20 clients, Dirichlet 0.5, 70 rounds, clip 10, δ = 1e-5, untrusted server, "
-        "replace-one. Mean ± std over seeds 1 to 3 (partition and noise). Tuning: " + document["tuning"] + ".",
+        f"`{document['provenance']['command']}`. 20 clients, Dirichlet 0.5, 70 rounds, clip 10, δ = 1e-5, untrusted "
+        "server, replace-one. Mean ± std over seeds 1 to 3 (partition and noise). Tuning: " + document["tuning"] + ".",
     ]
     for divisor in ("client-mean", "pooled"):
         lines += [

@@ -1,0 +1,78 @@
+"""Bring README.md up to date with results/.
+
+    python benchmarks/readme.py          # rewrite every quoted figure
+    python benchmarks/readme.py --demo   # run the demo anew first
+
+A figure in the README is followed by an invisible `<!--name-->`; `figures` computes it from the raw samples. The test
+`tests/test_readme.py` fails where README and results differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scipy.special import ndtr
+
+ROOT = Path(__file__).parents[1]
+FIGURE = re.compile(r"([\d.,]+)<!--([^-]+)-->")
+DEMO = re.compile(r"(<!--demo-->\n```\n).*?(\n```)", re.DOTALL)
+
+
+def load(name: str) -> Any:
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def figures() -> dict[str, str]:
+    """Every figure by its name, from the raw samples."""
+    bench, digits, cifar = load("bench.json")["raw"], load("digits.json"), load("cifar10_resnet20.json")
+    found = {
+        "round": f"{statistics.median(bench['round_over_two_matmuls']['samples']):.2f}",
+        "many": f"{statistics.median(bench['many_clients_over_few']['samples']):.2f}",
+        "peak": f"{statistics.median(s['peak_over_data'] for s in bench['peak_over_data']['samples']):.1f}",
+        "normals": f"{statistics.median(bench['secure_normals_per_second']['samples']) / 1e6:.0f}",
+        "run": f"{statistics.median(bench['run_seconds']['samples']):.1f}",
+        "import": f"{statistics.median(bench['import_torch_seconds']['samples']):.1f}",
+        "bet": f"{100 * ndtr(load('demo_certificate.json')['mu'] / 2):.0f}",
+    }
+    for row in digits["rows"]:
+        found[f"digits {row['trust']} {row['epsilon']}"] = f"{100 * statistics.mean(row['samples']):.0f}"
+    for row in cifar["rows"]:
+        for t in ("10", "70"):
+            mean = statistics.mean(run[t] for run in row["runs"].values())
+            found[f"cifar {row['divisor'][0]} {row['method']} {row['epsilon']:g} {t}".replace("-", " ")] = (
+                f"{100 * mean:.1f}"
+            )
+    return {name.replace("-", " "): value for name, value in found.items()}
+
+
+def rewritten(text: str) -> str:
+    known = figures()
+    text = FIGURE.sub(lambda match: f"{known[match[2]]}<!--{match[2]}-->", text)
+    demo = (ROOT / "results" / "demo.txt").read_text().strip()
+    return DEMO.sub(lambda match: match[1] + demo + match[2], text)
+
+
+def demo() -> None:
+    """Run what `make demo` runs; keep its output, certificate, statement and curve."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "sordino.cli", "run"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        (out,) = Path(folder, "runs").iterdir()
+        (ROOT / "results" / "demo.txt").write_text("$ sordino run\n" + done.stdout)
+        shutil.copy(out / "certificate.json", ROOT / "results" / "demo_certificate.json")
+        shutil.copy(out / "statement.md", ROOT / "docs" / "statement.md")
+        shutil.copy(out / "curve.png", ROOT / "docs" / "curve.png")
+
+
+if __name__ == "__main__":
+    if "--demo" in sys.argv:
+        demo()
+    (ROOT / "README.md").write_text(rewritten((ROOT / "README.md").read_text()))
