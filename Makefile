@@ -6,10 +6,10 @@ READY := .venv/ready
 .PHONY: demo test lint bench clean
 
 demo: $(READY)
-	$(BIN)/sordino run --out runs/demo
+	$(BIN)/sordino run
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -306,7 +306,7 @@ def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Pa
 
 def _predict(arguments: argparse.Namespace) -> int:
     _check_json(arguments)
-    from sordino.experiments.predict import predict
+    from sordino.experiments.outcome import predict
 
     labels, scores = predict(arguments.model, arguments.file)
     document = {"predictions": labels, **({"probabilities": scores} if scores is not None else {})}
@@ -454,7 +454,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     _check_json(arguments)
-    from sordino.experiments.predict import verify_run
+    from sordino.experiments.outcome import verify_run
 
     verdict = verify_run(Path(arguments.certificate))
     document = {

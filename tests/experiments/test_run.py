@@ -12,7 +12,7 @@ import torch
 
 from sordino.core import SordinoError
 from sordino.experiments import run
-from sordino.experiments.predict import load_model, predict, verify_run
+from sordino.experiments.outcome import load_model, predict, verify_run
 from sordino.experiments.spec import Spec
 from sordino.privacy.ledger import Ledger
 

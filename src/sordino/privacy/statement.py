@@ -88,10 +88,10 @@ def _how_well(cert: Mapping[str, Any], unit: Unit) -> str:
         rows.append(f"| {len(groups) - MOST_GROUPS} more groups: see certificate.json | | |")
     table = "\n".join(rows)
     strength = "strong" if right <= 60 else "moderate" if right <= 75 else "weak"
-    return f"""Had that {"record" if unit is Unit.RECORD else "client"} been different, no outcome would have been more \
-than e^ε = {factor} times as likely as it was, but for a slack of δ = {cert["delta"]:g}. Put as a bet: someone who must \
-guess between two possibilities that seemed equally likely is right with probability at most {right:.3g} % instead of \
-50 %. We call that {strength} (up to 60 %: strong; up to 75 %: moderate; above: weak).
+    return f"""Had that {"record" if unit is Unit.RECORD else "client"} been different, no outcome would have been \
+more than e^ε = {factor} times as likely as it was, but for a slack of δ = {cert["delta"]:g}. Put as a bet: someone \
+who must guess between two possibilities that seemed equally likely is right with probability at most {right:.3g} % \
+instead of 50 %. We call that {strength} (up to 60 %: strong; up to 75 %: moderate; above: weak).
 
 | at δ | {" | ".join(cert["epsilon_at"])} |
 |---|{"---|" * len(cert["epsilon_at"])}
