@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"sordino: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("sordino: stopped.", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"sordino: stopped. {stop}".strip(), file=sys.stderr)
         return 130
 
 
@@ -238,7 +238,10 @@ def _run(arguments: argparse.Namespace) -> int:
         job = run.prepare(Spec.of(values))
         out = Path(arguments.out or f"runs/{job.spec.method}-{time.strftime('%Y%m%d-%H%M%S')}")
         run.start(job, out)
-    history = _train(job, out)
+    try:
+        history = _train(job, out)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"go on with: sordino run --resume {out}") from None
     cert = run.finish(job, out, history)
     if not _emit(arguments, run.summary(job, cert, history, out)):
         _tell(job, cert, history, out)

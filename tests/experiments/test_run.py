@@ -72,6 +72,7 @@ def test_a_directory_is_never_overwritten(tmp_path):
 def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_path):
     job = run.prepare(Spec.of({"seed": 1, "client_epsilon": {"3": 1.0}}))
     run.start(job, tmp_path / "run")
+    next(run.rounds(job, tmp_path / "run"))
     with Ledger(tmp_path / "run" / "ledger.db") as ledger:
         rows = list(ledger.rows())
         assert [(row.who, row.times) for row in rows] == [("clients 0-2, 4-9", 70), ("clients 3", 70)]
@@ -86,7 +87,7 @@ from sordino.experiments import run
 from sordino.experiments.spec import Spec
 out = Path(sys.argv[1])
 job = run.prepare(Spec.read(out / "spec.toml"))
-before, *_ = run._restore(out)
+before, *_ = run._restore(out, job.identity)
 for line in run.rounds(job, out):
     if line["round"] > before:
         print(line["round"], flush=True)
@@ -113,7 +114,7 @@ def test_kill_nine_at_random_moments_and_resume(tmp_path):
         process.send_signal(signal.SIGKILL)
         shown, _ = process.communicate()
         kills += 1
-        done, _, stored = run._restore(out)
+        done, _, stored = run._restore(out, job.identity)
         assert len(stored) == done
         assert all(int(t) <= done for t in shown.split()), "nothing is shown before it is stored"
         if done == 60:
@@ -129,6 +130,37 @@ def test_kill_nine_at_random_moments_and_resume(tmp_path):
     assert {k: v for k, v in resumed.items() if k != "ledger"} == {k: v for k, v in cert.items() if k != "ledger"}
     assert resumed["ledger"]["rows"] == cert["ledger"]["rows"]
     assert verify_run(out / "certificate.json").problems == []
+
+
+def test_a_run_goes_on_only_with_the_spec_and_data_it_began_with(tmp_path):
+    """Else a certificate could promise epsilon 1 for rounds that had the noise of epsilon 8."""
+    finished(tmp_path / "run", rounds=3)
+    spec = tmp_path / "run" / "spec.toml"
+    spec.write_text(spec.read_text().replace("epsilon = 8.0", "epsilon = 1.0"))
+    job = run.prepare(Spec.read(spec))
+    with pytest.raises(SordinoError, match=r"changed since round 3"):
+        list(run.rounds(job, tmp_path / "run"))
+    with pytest.raises(SordinoError, match=r"changed since round 3"):
+        run.finish(job, tmp_path / "run", [])
+
+
+def test_a_run_killed_before_it_paid_pays_when_it_resumes(tmp_path):
+    job = run.prepare(Spec.of({"rounds": 3, "seed": 1}))
+    run.start(job, tmp_path / "run")
+    list(run.rounds(job, tmp_path / "run"))
+    with Ledger(tmp_path / "run" / "ledger.db") as ledger:
+        assert len(ledger) == 1
+    list(run.rounds(job, tmp_path / "run"))
+    with Ledger(tmp_path / "run" / "ledger.db") as ledger:
+        assert len(ledger) == 1, "and only once"
+
+
+def test_a_user_level_certificate_does_not_tell_the_sizes(tmp_path):
+    _, cert, _ = finished(tmp_path / "run", unit="user", rounds=2, sizes="lognormal", partition="iid", seed="none")
+    assert cert["records"] is None
+    assert all(group["records"] is None for group in cert["groups"])
+    assert "1,438" not in (tmp_path / "run" / "statement.md").read_text()
+    assert verify_run(tmp_path / "run" / "certificate.json").problems == []
 
 
 def test_verify_catches_what_was_changed(tmp_path):

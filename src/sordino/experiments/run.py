@@ -6,11 +6,13 @@ atomically) before anything about it is shown. A resumed run goes on from what w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,11 @@ class Job:
     model: Linear
     plan: Plan
     source: Source
+
+    @cached_property
+    def identity(self) -> str:
+        """Of spec and client sizes: all that the account depends on."""
+        return hashlib.sha256(f"{self.spec.toml()}{self.plan.sizes}".encode()).hexdigest()
 
 
 def read(spec: Spec) -> Dataset:
@@ -108,25 +115,31 @@ def evaluate(model: Linear, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, fl
 
 
 def start(job: Job, out: Path) -> None:
-    """Make the run directory and charge the whole plan before round one: a row a query and group of equal clients."""
+    """Make the run directory."""
     if out.exists() and any(out.iterdir()):
         raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
     out.mkdir(parents=True, exist_ok=True)
     (out / "spec.toml").write_text(job.spec.toml())
-    limit = job.plan.privacy if job.spec.noise is None else None
-    with Ledger(
-        out / "ledger.db", epsilon=limit.epsilon if limit else None, delta=limit.delta if limit else None
-    ) as ledger:
+
+
+def pay(job: Job, out: Path) -> None:
+    """Charge the whole plan, once, before its first round: a row for each query and group of equal clients."""
+    privacy, fixed = job.plan.privacy, job.spec.noise is not None
+    limit = (None, None) if fixed else (privacy.epsilon, privacy.delta)
+    with Ledger(out / "ledger.db", epsilon=limit[0], delta=limit[1]) as ledger:
         for group in job.plan.groups():
             who = f"clients {ranges(group.clients)}"
-            rows = [Entry(who, 0, r.query, r.sensitivity, r.std, r.times, job.spec.sha256()) for r in group.releases]
-            if rows:  # a client that the schedule never drew releases nothing
-                ledger.charge(rows)
+            if group.releases and not ledger.charged(job.identity, who, 0):
+                ledger.charge(
+                    [Entry(who, 0, r.query, r.sensitivity, r.std, r.times, job.identity) for r in group.releases]
+                )
 
 
 def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Train, and yield each round's metrics; with `out`, from wherever the directory stands."""
-    done, tree, history = _restore(out) if out else (0, (), [])
+    """Train, and yield each round's metrics; with `out`, from wherever the directory stands, and paid for there."""
+    done, tree, history = _restore(out, job.identity) if out else (0, (), [])
+    if out:
+        pay(job, out)
     yield from history
     x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
     mu = job.plan.spending()
@@ -142,7 +155,7 @@ def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
         }
         history.append(line)
         if out:
-            _store(out, turn.t + 1, (turn.checkpoint, turn.model), history)
+            _store(out, job.identity, turn.t + 1, (turn.checkpoint, turn.model), history)
             with open(out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
         yield line
@@ -161,7 +174,7 @@ def finish(job: Job, out: Path, history: list[dict[str, Any]]) -> dict[str, Any]
         )
     (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n")
     (out / "statement.md").write_text(statement(cert))
-    _, (_, theta), _ = _restore(out, raw=True)
+    _, (_, theta), _ = _restore(out, job.identity, raw=True)
     save_model(out / "model.safetensors", job, theta)
     draw_curve(out / "curve.png", job, history)
     return cert
@@ -191,22 +204,30 @@ def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: 
 # --------------------------------------------------------------------------------------------------- the directory
 
 
-def _store(out: Path, done: int, tree: Tree, history: list[dict[str, Any]]) -> None:
+def _store(out: Path, identity: str, done: int, tree: Tree, history: list[dict[str, Any]]) -> None:
     """Replace the checkpoint in one step, so that a kill leaves the old one or the new one."""
     temporary = out / "checkpoint.tmp"
     with open(temporary, "wb") as file:
-        np.savez(file, done=done, history=json.dumps(history), tree=np.frombuffer(pack(tree), np.uint8))
+        packed = np.frombuffer(pack(tree), np.uint8)
+        np.savez(file, identity=identity, done=done, history=json.dumps(history), tree=packed)
     os.replace(temporary, out / "checkpoint.npz")
 
 
-def _restore(out: Path, *, raw: bool = False) -> tuple[int, Tree, list[dict[str, Any]]]:
-    """(rounds done, checkpoint, metrics so far)."""
+def _restore(out: Path, identity: str, *, raw: bool = False) -> tuple[int, Tree, list[dict[str, Any]]]:
+    """(rounds done, checkpoint, metrics so far). A spec or data other than those of the rounds done are refused: the
+    certificate would speak of noise that was not added."""
     path = out / "checkpoint.npz"
     if not path.exists():
         return 0, (), []
-    with np.load(path, allow_pickle=False) as store:
-        done, tree = int(store["done"]), unpack(store["tree"].tobytes())
-        history = json.loads(str(store["history"]))
+    try:
+        with np.load(path, allow_pickle=False) as store:
+            known, done, packed = str(store["identity"]), int(store["done"]), store["tree"].tobytes()
+            history = json.loads(str(store["history"]))
+    except Exception as error:  # a damaged archive fails in a dozen ways
+        raise SordinoError(f"resume: '{path}' cannot be read ({error}); start a new run.") from None
+    if known != identity:
+        raise SordinoError(f"resume: spec.toml or the data changed since round {done} of '{out}'; start a new run.")
+    tree = unpack(packed)
     return done, tree if raw else tree[0], history
 
 

@@ -43,6 +43,7 @@ def certificate(
     noise, client_noise = plan.summed_noise()
     delta = plan.privacy.delta
     reasons = _reasons(plan, source)
+    sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
     return {
         "format": FORMAT,
         "sordino": version,
@@ -59,7 +60,7 @@ def certificate(
         "method": plan.method.name,
         "rounds": plan.rounds if done is None else done,
         "clients": plan.clients,
-        "records": sum(plan.sizes),
+        "records": sum(plan.sizes) if sizes_public else None,
         "sampler": {"clients": str(plan.participation), "records": "all", "amplification": "none claimed"},
         "divisor": str(plan.divisor),
         "clip": plan.levels[0].scale,
@@ -81,7 +82,7 @@ def certificate(
             {
                 "clients": ranges(group.clients),
                 "count": len(group.clients),
-                "records": list(group.records),
+                "records": list(group.records) if sizes_public else None,
                 "mu": finite(group.mu),
                 "epsilon": finite(gaussian.epsilon(group.mu, delta)),
                 "releases": [release._asdict() for release in group.releases],
@@ -120,7 +121,7 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
 
 def _assumes(plan: Plan, tuning: str) -> list[str]:
     facts = [
-        "The number of clients is public.",
+        "The number of clients, the features and the set of labels are public.",
         "Records used for testing lie outside the guarantee.",
         f"Hyperparameter tuning: {tuning}.",
     ]

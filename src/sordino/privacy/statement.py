@@ -43,8 +43,8 @@ def statement(cert: Mapping[str, Any]) -> str:
 
 {verdict}
 
-A model was trained with {cert["method"]} over {cert["clients"]} clients and {cert["records"]:,} records in \
-{cert["rounds"]} rounds.
+A model was trained with {cert["method"]} over {cert["clients"]} clients\
+{f" and {cert['records']:,} records" if cert["records"] is not None else ""} in {cert["rounds"]} rounds.
 
 ## Who is protected, and against whom
 
@@ -139,5 +139,7 @@ def _short(clients: str) -> str:
     return clients if len(clients) <= 60 else clients[:57] + "…"
 
 
-def _span(records: Sequence[int]) -> str:
+def _span(records: Sequence[int] | None) -> str:
+    if records is None:
+        return "not told"
     return f"{records[0]:,}" if records[0] == records[1] else f"{records[0]:,} to {records[1]:,}"
