@@ -149,6 +149,7 @@ def server_step_over_round() -> dict:
 def main() -> None:
     if "--memory" in sys.argv:
         return measure_memory()
+    origin = provenance("make bench")
     console = Console(stderr=True)
     with console.status("measuring") as status:
         found = {}
@@ -177,7 +178,7 @@ def main() -> None:
     Console().print(table)
     document = {
         **{name: result["value"] for name, result in found.items()},
-        "provenance": provenance("make bench") | {"threads": torch.get_num_threads(), "machine": platform.machine()},
+        "provenance": origin | {"threads": torch.get_num_threads(), "machine": platform.machine()},
         "raw": found,
     }
     out = Path(__file__).parents[1] / "results" / "bench.json"

@@ -21,7 +21,7 @@ SEEDS = range(5)
 
 
 def main() -> None:
-    rows = []
+    rows, origin = [], provenance("python benchmarks/digits.py")
     for epsilon in track(EPSILONS, "budgets"):
         for trust in TRUSTS:
             samples = []
@@ -37,8 +37,7 @@ def main() -> None:
                     "samples": samples,
                 }
             )
-    command = "python benchmarks/digits.py"
-    document = {"provenance": provenance(command), "job": "sordino run --epsilon E --trust T --seed S", "rows": rows}
+    document = {"provenance": origin, "job": "sordino run --epsilon E --trust T --seed S", "rows": rows}
     out = Path(__file__).parents[1] / "results" / "digits.json"
     out.write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
