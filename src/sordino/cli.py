@@ -17,7 +17,7 @@ RUN_FLAGS = (
     # flag, key of the spec, what it says in --help
     ("--data", "data", "digits, synthetic(1,1), or an .npz, .csv or .parquet file (default: digits)"),
     ("--label", "label", "label column of a table"),
-    ("--clients", "clients", "number of clients (default: 10)"),
+    ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
     ("--partition", "partition", "iid, dirichlet[:A], classes:K, by-column:NAME, counts:FILE (default: dirichlet)"),
     ("--method", "method", "see 'sordino methods' (default: dp-fedsofim)"),
     ("--epsilon", "epsilon", "the promise; inf runs without noise"),
@@ -277,7 +277,7 @@ def _score(line: dict[str, Any]) -> str:
 
 
 def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
-    from sordino.data.partition import describe
+    from sordino.experiments import run
 
     console = _console()
     sizes = sorted(job.plan.sizes)
@@ -285,15 +285,10 @@ def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Pa
         f"{job.spec.method} on {job.dataset.name}: {job.plan.clients} clients, {sum(sizes):,} records "
         f"({sizes[0]:,} to {sizes[-1]:,} each), {job.plan.rounds} rounds, {history[-1]['seconds']:.1f} s"
     )
-    if job.dataset.classes:
-        import numpy as np
-
-        owner = np.repeat(np.arange(job.plan.clients), job.plan.sizes)
-        clients = describe(job.records.y.numpy(), owner, len(job.dataset.classes))
-        kl = sum(c.kl_from_uniform for c in clients) / len(clients)
-        absent = sum(c.absent for c in clients) / len(clients)
+    if unlike := run.heterogeneity(job):
         console.print(
-            f"partition {job.spec.partition}: mean KL from uniform {kl:.2f}, {absent:.1f} classes absent per client"
+            f"partition {job.spec.partition}: a client's labels have KL {unlike['kl_from_uniform']:.2f} from uniform "
+            f"and lack {unlike['absent_classes']:.1f} classes, on average"
         )
     console.print(f"final {_score(history[-1])} on {len(job.dataset.y_test):,} test records")
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"

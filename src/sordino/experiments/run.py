@@ -22,7 +22,7 @@ from torch import Tensor
 
 import sordino
 from sordino.core import SordinoError, Tree
-from sordino.data.partition import split
+from sordino.data.partition import describe, split
 from sordino.data.shard import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import simulate
@@ -180,6 +180,18 @@ def finish(job: Job, out: Path, history: list[dict[str, Any]]) -> dict[str, Any]
     return cert
 
 
+def heterogeneity(job: Job) -> dict[str, float] | None:
+    """How unlike the clients are, on average: KL of their labels from uniform, and classes they lack."""
+    if not job.dataset.classes:
+        return None
+    owner = np.repeat(np.arange(job.plan.clients), job.plan.sizes)
+    clients = describe(job.records.y.numpy(), owner, len(job.dataset.classes))
+    return {
+        "kl_from_uniform": sum(c.kl_from_uniform for c in clients) / len(clients),
+        "absent_classes": sum(c.absent for c in clients) / len(clients),
+    }
+
+
 def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: Path | None) -> dict[str, Any]:
     """What `--json` prints."""
     by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in ("accuracy", "auc", "mse")}
@@ -195,6 +207,7 @@ def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: 
         "clients": job.plan.clients,
         "records": sum(job.plan.sizes),
         "rounds": job.plan.rounds,
+        "heterogeneity": heterogeneity(job),
         "seconds": history[-1]["seconds"],
         "out": str(out) if out else None,
         "spec": job.spec.values(),

@@ -35,7 +35,7 @@ class Spec:
     normalize: str = "none"
     test_fraction: float = 0.2
     # clients
-    clients: int | None = 10
+    clients: int | None = None  # 10, or as many as the partition brings
     partition: str = "dirichlet"
     sizes: str = "equal"
     split_seed: int = 0
@@ -98,10 +98,19 @@ class Spec:
         return Spec.of(read_values(path))
 
     def resolved(self) -> Spec:
-        """Nothing left to decide: every option written out, the schedule's seed drawn."""
+        """Nothing left to decide: every option written out, the schedule's seed drawn, files named in full."""
         seed = self.seed if self.seed is not None else secrets.randbits(31)
-        schedule = self.schedule_seed if self.schedule_seed is not None else seed
-        return dataclasses.replace(self, schedule_seed=schedule, options={**entry(self.method).options, **self.options})
+        law, colon, argument = self.partition.partition(":")
+        brings_clients = law in ("by-column", "by-site", "counts")
+        return dataclasses.replace(
+            self,
+            data=_in_full(self.data),
+            public_stats=self.public_stats and _in_full(self.public_stats),
+            partition=law + colon + (_in_full(argument) if law == "counts" else argument),
+            clients=10 if self.clients is None and not brings_clients else self.clients,
+            schedule_seed=self.schedule_seed if self.schedule_seed is not None else seed,
+            options={**entry(self.method).options, **self.options},
+        )
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -146,6 +155,11 @@ class Spec:
             self.noise,
             self.uncertified,
         )
+
+
+def _in_full(name: str) -> str:
+    """A file's whole path, so that a run resumes from any directory; other sources as they are."""
+    return str(Path(name).resolve()) if Path(name).is_file() else name
 
 
 def keys(method: str) -> list[str]:
