@@ -30,7 +30,8 @@ from sordino.models.linear import Linear
 from sordino.privacy import gaussian
 from sordino.privacy.certificate import certificate, verify
 from sordino.privacy.noise import source
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 from sordino.privacy.statement import statement
 
 __version__ = "0.1.0"

@@ -15,7 +15,8 @@ from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Seeded, Silent
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 from sordino.rules import scale
 from sordino.tree import pack, unpack
 

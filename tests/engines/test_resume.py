@@ -16,7 +16,8 @@ from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Secure, Seeded
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 from sordino.tree import unpack
 
 CLIENTS, ROUNDS = 4, 25

@@ -29,7 +29,8 @@ from sordino.engines import reference, simulate
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import gaussian
 from sordino.privacy.noise import Seeded
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 from sordino.rules import chain, ema, scale
 from sordino.rules.basic import stateless
 

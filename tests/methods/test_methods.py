@@ -17,7 +17,8 @@ from sordino.engines.client import turns
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear
 from sordino.privacy.noise import Seeded
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 
 NAMES = sorted(REGISTRY)
 PAIRS = [(name, unit) for name in NAMES for unit in REGISTRY[name].units]

@@ -32,7 +32,8 @@ from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import gaussian
 from sordino.privacy.noise import Seeded, Silent
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 from sordino.rules import ema, scale
 from sordino.rules.basic import stateless
 

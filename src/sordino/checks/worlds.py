@@ -14,7 +14,8 @@ from sordino import core
 from sordino.core import Adjacency, Divisor, Method, Tree
 from sordino.data.shard import Records
 from sordino.models.linear import Loss
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 from sordino.tree import leaves
 
 SIZES = (1, 2, 5, 7, 8)  # a client of one record, and three of unequal size that share a padded batch

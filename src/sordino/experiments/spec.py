@@ -15,7 +15,8 @@ from typing import Any
 from sordino.core import Privacy, SordinoError, Unit, nearest
 from sordino.methods import build, entry
 from sordino.models.linear import Loss
-from sordino.privacy.plan import Participation, Plan
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
 
 MODELS = ("auto", *Loss)
 DTYPES = ("float32", "float64")

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from sordino.core import Adjacency, SordinoError, Trust, Unit
 from sordino.privacy import gaussian
 from sordino.privacy.noise import Seeded, Source
-from sordino.privacy.plan import EVERYONE, Plan
+from sordino.privacy.participation import EVERYONE
+from sordino.privacy.plan import Plan
 
 FORMAT = 1
 TOLERANCE = 0.005  # relative, in epsilon, between the two accountants
