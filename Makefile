@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/sordino run
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one worker a core; torch's own threads would only queue
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
