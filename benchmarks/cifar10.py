@@ -59,7 +59,7 @@ def curve(dataset: Dataset, values: dict) -> dict[str, float]:
 
 
 def with_validation(dataset: Dataset) -> Dataset:
-    out = hold_out(dataset.y_train, 0.1, generator(0, "validation"))
+    out = hold_out(np.zeros(len(dataset.y_train), int), 0.1, generator(0, "validation"))
     x, y = dataset.x_train, dataset.y_train
     return dataset._replace(x_train=x[~out], y_train=y[~out], x_test=x[out], y_test=y[out])
 

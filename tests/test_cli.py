@@ -86,20 +86,30 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["run", "--set", "lrr=1"], "lrr: neither a key of a run nor an option of dp-fedsofim. Did you mean 'lr'?"),
         (["run", "--set", "lr"], "--set: 'lr' should read key=value"),
         (["run", "--method", "dp-fedadm"], "Did you mean 'dp-fedadam'?"),
-        (["run", "--epsilon", "-1"], "epsilon: -1.0 must be above 0"),
+        (["run", "--epsilon", "-1"], "epsilon: -1.0 must lie in"),
         (["run", "--epsilon", "lots"], "epsilon: 'lots' should be a number"),
         (["run", "--data", "no.csv"], "there is no file 'no.csv'"),
         (["run", "--clients", "5000"], "clients"),
         (["run", "--json", "spec.toml"], "--json: 'spec.toml' should end in .json"),
         (["run", "--resume", "nowhere"], "holds no run"),
+        (["run", "--resume", "nowhere", "--out", "there"], "--out: a resumed run stays in its directory"),
+        (["run", "--participation", "fixed:inf"], "participation: fixed:inf needs a whole number"),
+        (["run", "--set", "schedule_seed=-1"], "schedule_seed: -1 must be 0 or more"),
+        (["run", "--set", "noise=1e-200"], "noise: 1e-200 must lie between"),
+        (["run", "--epsilon", "2", "--set", "noise=3"], "noise: epsilon is given too"),
+        (["run", "--set", "lr=inf"], "lr: inf is not a number to run with"),
+        (["run", "--rounds", "3000000000"], "rounds: 3000000000 must lie between"),
+        (["run", "--json", "nodir/x.json"], "--json: there is no directory"),
+        (["run", "--delta", "0.9"], "delta: 0.9 must lie in"),
+        (["privacy", "--epsilon", "1e300"], "epsilon: 1e+300 must lie in"),
         (["run", "--resume", "nowhere", "--epsilon", "2"], "the run keeps its own spec; leave out epsilon"),
         (["run", "none.toml"], "spec: there is no file"),
         (["predict", "none.safetensors", "x.csv"], "model: there is no file"),
         (["verify", "none.json"], "certificate: there is no file"),
         (["check"], "name a method, or use --all"),
         (["check", "dp-fedsofm"], "Did you mean 'dp-fedsofim'?"),
-        (["privacy", "--epsilon", "0"], "epsilon: 0.0 must be above 0"),
-        (["privacy", "--noise", "0"], "--noise: 0.0 must be above 0"),
+        (["privacy", "--epsilon", "0"], "epsilon: 0.0 must lie in"),
+        (["privacy", "--noise", "0"], "noise: 0.0 must lie between 1e-6 and 1e12"),
         (["privacy", "--epsilon", "1", "--clients", "0"], "--clients: 0 must be at least 1"),
         (["privacy", "--epsilon", "1", "--unit", "patient"], "unit: 'patient' is unknown"),
     ],
@@ -112,6 +122,34 @@ def test_a_mistake_gets_one_line_and_no_traceback(capsys, words, message, tmp_pa
     assert out == ""
     assert len(err.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == [], "a refused command leaves nothing behind"
+
+
+def test_odd_names_are_shown_as_they_are(capsys, tmp_path):
+    """No mark-up, no pictures, nothing lost: names are the user's."""
+    rows = "\n".join(
+        f"{k},{k % 5},{'yes' if k % 3 else 'no'},{'St. [b]Ann' if k % 2 else 'Köln:hospital:'}" for k in range(80)
+    )
+    (tmp_path / "p.csv").write_text("a,b,label,hospital\n" + rows + "\n", encoding="utf-8")
+    words = ["run", "--data", str(tmp_path / "p.csv"), "--partition", "by-column:hospital", "--rounds", "2"]
+    status, out, _ = call(capsys, *words, "--out", str(tmp_path / "x[/b]"))
+    assert status == 0
+    assert "St. [b]Ann" in out
+    assert "Köln:hospital:" in out
+    assert "x[/b]" in out
+    status, out, _ = call(capsys, "predict", str(tmp_path / "x[/b]"), str(tmp_path / "p.csv"))
+    assert out.splitlines()[0] == "row,prediction,p(no),p(yes)"
+    assert len(out.splitlines()) == 81
+    status, out, _ = call(capsys, "verify", str(tmp_path / "x[/b]"))
+    assert status == 0
+
+
+def test_a_useless_model_is_called_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("sordino.experiments.run.evaluate", lambda *args: {"accuracy": 0.05})
+    _, out, _ = call(capsys, "run", "--rounds", "2", "--out", str(tmp_path / "bad"))
+    assert "no better than a constant guess" in out
+    monkeypatch.setattr("sordino.experiments.run.evaluate", lambda *args: {"accuracy": 0.95})
+    _, out, _ = call(capsys, "run", "--rounds", "2", "--out", str(tmp_path / "good"))
+    assert "constant guess" not in out
 
 
 def test_help_reads_well():

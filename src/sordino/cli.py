@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import math
 import sys
@@ -20,21 +22,24 @@ RUN_FLAGS = (
     ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
     ("--partition", "partition", "iid, dirichlet[:A], classes:K, by-column:NAME, counts:FILE (default: dirichlet)"),
     ("--method", "method", "see 'sordino methods' (default: dp-fedsofim)"),
-    ("--epsilon", "epsilon", "the promise; inf runs without noise"),
+    ("--epsilon", "epsilon", "the promise (default: 8); inf runs without noise"),
     ("--delta", "delta", "its slack (default: 1e-5)"),
     ("--unit", "unit", "record or user (default: record)"),
     ("--adjacency", "adjacency", "add-remove or replace-one (default: replace-one)"),
     ("--trust", "trust", "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server)"),
-    ("--clip", "clip", "bound on one record's gradient, or on a user's message"),
+    ("--clip", "clip", "bound on one record's gradient, or on a user's message (default: 1)"),
     ("--rounds", "rounds", "(default: 70)"),
     ("--participation", "participation", "full, fixed:K or poisson:Q (default: full)"),
-    ("--public-stats", "public_stats", "an .npz with mean and cov of public features, to centre and whiten by"),
+    ("--public-stats", "public_stats", "an .npz with mean, and cov or std, of public features, to centre and scale by"),
     ("--seed", "seed", "reproducible noise: for experiments, not private"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without ε shows ? in its place
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.act(arguments))
@@ -113,11 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     either.add_argument(
         "--noise", type=float, metavar="S", help="find epsilon for this noise: std of the summed client noise / clip"
     )
-    privacy.add_argument("--delta", type=float, default=1e-5)
-    privacy.add_argument("--rounds", type=int, default=1)
-    privacy.add_argument("--clients", type=int, default=1)
+    privacy.add_argument("--delta", type=float, default=1e-5, metavar="D", help="(default: 1e-5)")
+    privacy.add_argument("--rounds", type=int, default=1, metavar="T", help="releases of each client (default: 1)")
+    privacy.add_argument("--clients", type=int, default=1, metavar="N", help="(default: 1)")
     privacy.add_argument("--records", type=int, help="of each client; gives the noise on the aggregate")
-    privacy.add_argument("--clip", type=float, default=1.0)
+    privacy.add_argument("--clip", type=float, default=1.0, metavar="C", help="(default: 1)")
     privacy.add_argument("--unit", default=str(Unit.RECORD), help=", ".join(Unit))
     privacy.add_argument("--adjacency", default=str(Adjacency.REPLACE_ONE), help=", ".join(Adjacency))
     privacy.add_argument("--trust", default=str(Trust.UNTRUSTED_SERVER), help=", ".join(Trust))
@@ -143,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         "recompute a certificate with an independent accountant",
         "sordino verify runs/mine/certificate.json",
     )
-    verify.add_argument("certificate", metavar="FILE")
+    verify.add_argument("certificate", metavar="FILE", help="certificate.json of a run, or the run's directory")
     _json(verify)
     return parser
 
@@ -176,7 +181,7 @@ def _emit(arguments: argparse.Namespace, document: Any) -> bool:
     if target == "-":
         sys.stdout.write(text)
         return True
-    Path(target).write_text(text)
+    Path(target).write_text(text, encoding="utf-8")
     return False
 
 
@@ -191,14 +196,18 @@ def _plain(value: Any) -> Any:
 
 def _check_json(arguments: argparse.Namespace) -> None:
     """Before any work: `--json spec.toml` would overwrite the spec."""
-    if arguments.json not in (None, "-") and not arguments.json.endswith(".json"):
+    if arguments.json in (None, "-"):
+        return
+    if not arguments.json.endswith(".json"):
         raise SordinoError(f"--json: '{arguments.json}' should end in .json (or be -, for stdout).")
+    if not Path(arguments.json).absolute().parent.is_dir():
+        raise SordinoError(f"--json: there is no directory for '{arguments.json}'; make it first.")
 
 
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True)  # a pipe gets whole lines, whatever its width
+    return Console(highlight=False, soft_wrap=True, emoji=False)  # a pipe gets whole lines, whatever its width
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -230,6 +239,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         if values:
             raise SordinoError(f"--resume: the run keeps its own spec; leave out {', '.join(sorted(values))}.")
+        if arguments.out:
+            raise SordinoError("--out: a resumed run stays in its directory; leave --out away.")
         out = Path(arguments.resume)
         if not (out / "spec.toml").is_file():
             raise SordinoError(f"--resume: '{out}' holds no run (no spec.toml); check the path.")
@@ -281,35 +292,50 @@ def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Pa
 
     console = _console()
     sizes = sorted(job.plan.sizes)
+    shown = f", {sum(sizes):,} records ({sizes[0]:,} to {sizes[-1]:,} each)" if cert["records"] is not None else ""
     console.print(
-        f"{job.spec.method} on {job.dataset.name}: {job.plan.clients} clients, {sum(sizes):,} records "
-        f"({sizes[0]:,} to {sizes[-1]:,} each), {job.plan.rounds} rounds, {history[-1]['seconds']:.1f} s"
+        f"{job.spec.method} on {job.dataset.name}: {job.plan.clients} clients{shown}, "
+        f"{job.plan.rounds} rounds, {history[-1]['seconds']:.1f} s",
+        markup=False,
     )
     if unlike := run.heterogeneity(job):
         console.print(
             f"partition {job.spec.partition}: a client's labels have KL {unlike['kl_from_uniform']:.2f} from uniform "
-            f"and lack {unlike['absent_classes']:.1f} classes, on average"
+            f"and lack {unlike['absent_classes']:.1f} classes, on average",
+            markup=False,
         )
     console.print(f"final {_score(history[-1])} on {len(job.dataset.y_test):,} test records")
+    if not run.beats_guessing(job, history[-1]):
+        console.print(
+            "[bold yellow]warning[/]: that is no better than a constant guess. More noise than signal, or features of "
+            "very different scale: see --public-stats and --set normalize=l2 in 'sordino run --help'"
+        )
+    if 0 < len(job.names) <= 20:
+        console.print("clients: " + "; ".join(f"{i} {name}" for i, name in enumerate(job.names)), markup=False)
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"
     promise = f"ε = {epsilon} at δ = {cert['delta']:g}, {cert['unit']} level, {cert['adjacency']}, {cert['trust']}"
     if cert["certified"]:
         console.print(f"[bold green]certified[/]: {promise}")
     else:
         console.print(f"[bold red]not certified[/]: {'; '.join(cert['reasons'])} ({promise})")
-    console.print(
-        f"written to {out}: statement.md, certificate.json, model.safetensors, curve.png, metrics.jsonl, spec.toml"
-    )
+    files = ("statement.md", "certificate.json", "model.safetensors", "curve.png", "metrics.jsonl", "spec.toml")
+    console.print(f"written to {out}: {', '.join(files)}", markup=False)
 
 
 def _predict(arguments: argparse.Namespace) -> int:
     _check_json(arguments)
     from sordino.experiments.outcome import predict
 
-    labels, scores = predict(arguments.model, arguments.file)
-    document = {"predictions": labels, **({"probabilities": scores} if scores is not None else {})}
+    found = predict(arguments.model, arguments.file)
+    document = {"predictions": found.labels}
+    if found.classes:
+        document |= {"classes": found.classes, "probabilities": found.probabilities}
     if not _emit(arguments, document):
-        print("\n".join(map(str, labels)))
+        out = csv.writer(sys.stdout, lineterminator="\n")
+        out.writerow(["row", "prediction", *(f"p({name})" for name in found.classes)])
+        for row, label in enumerate(found.labels):
+            chances = [f"{p:.4f}" for p in found.probabilities[row]] if found.classes else []
+            out.writerow([row, label, *chances])
     return 0
 
 
@@ -324,8 +350,6 @@ def _privacy(arguments: argparse.Namespace) -> int:
     for name in ("clients", "rounds", "records"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise SordinoError(f"--{name}: {value} must be at least 1.")
-    if arguments.noise is not None and not arguments.noise > 0:
-        raise SordinoError(f"--noise: {arguments.noise} must be above 0.")
     privacy = Privacy(
         arguments.epsilon if arguments.noise is None else 1.0,
         arguments.delta,
@@ -461,6 +485,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         "epsilon_claimed": verdict.claimed,
         "epsilon_recomputed": verdict.recomputed,
         "certified": verdict.certified,
+        "not_compared": verdict.gaps,
     }
     if not _emit(arguments, document):
         console = _console()
@@ -468,11 +493,12 @@ def _verify(arguments: argparse.Namespace) -> int:
             f"claimed ε {verdict.claimed:.6g}, recomputed from the raw numbers {verdict.recomputed:.6g} (dp-accounting)"
         )
         for problem in verdict.problems:
-            console.print(f"[red]mismatch[/]: {problem}")
+            console.print("mismatch: " + problem, style="red", markup=False)
+        for missing in verdict.gaps:
+            console.print(f"not compared: there is no {missing} beside it")
         if not verdict.problems:
-            console.print(
-                f"[green]holds[/] ({'certified' if verdict.certified else 'a certificate that says: not certified'})"
-            )
+            says = "certified" if verdict.certified else "it says of itself: not certified"
+            console.print(f"[green]holds[/] ({says}). The numbers agree; nothing is signed, so not who wrote them")
     return 0 if not verdict.problems else 1
 
 

@@ -38,6 +38,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 # ---------------------------------------------------------------------------------------------- what is protected
 
+MOST_EPSILON, MOST_DELTA = 1e4, 1e-2  # beyond these a number is a slip, not a promise
+
 
 class Unit(StrEnum):
     """Whose presence is hidden: one record of a client, or a whole client."""
@@ -88,10 +90,14 @@ class Privacy:
             if value not in list(kind):
                 raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, kind)}")
             object.__setattr__(self, name, kind(value))
-        if not self.epsilon > 0:
-            raise SordinoError(f"epsilon: {self.epsilon} must be above 0 (inf runs without noise).")
-        if not 0 < self.delta < 1:
-            raise SordinoError(f"delta: {self.delta} must lie between 0 and 1; 1e-5 is usual.")
+        if not (0 < self.epsilon <= MOST_EPSILON or self.epsilon == math.inf):
+            raise SordinoError(
+                f"epsilon: {self.epsilon} must lie in (0, {MOST_EPSILON:g}], or be inf: no noise at all."
+            )
+        if not 0 < self.delta <= MOST_DELTA:
+            raise SordinoError(f"delta: {self.delta} must lie in (0, {MOST_DELTA:g}]; 1e-5 is usual.")
+        if self.epsilon == math.inf and self.client_epsilon:
+            raise SordinoError("client_epsilon: with epsilon = inf nobody adds noise; give the federation an epsilon.")
         for client, epsilon in self.client_epsilon.items():
             if not 0 < epsilon <= self.epsilon:
                 raise SordinoError(

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +15,7 @@ from sordino.core import SordinoError
 from sordino.experiments import run
 from sordino.experiments.outcome import load_model, predict, verify_run
 from sordino.experiments.spec import Spec
+from sordino.privacy.certificate import certificate
 from sordino.privacy.ledger import Ledger
 
 
@@ -155,6 +157,44 @@ def test_a_run_killed_before_it_paid_pays_when_it_resumes(tmp_path):
         assert len(ledger) == 1, "and only once"
 
 
+def test_rounds_done_are_never_done_again(tmp_path):
+    job, _, _ = finished(tmp_path / "run", rounds=3)
+    (tmp_path / "run" / "checkpoint.npz").unlink()
+    with pytest.raises(SordinoError, match="is gone, and rounds were done already"):
+        list(run.rounds(job, tmp_path / "run"))
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path):
+    job = run.prepare(Spec.of({"rounds": 3, "seed": 1}))
+    run.start(job, tmp_path / "run")
+    first = run.rounds(job, tmp_path / "run")
+    next(first)
+    with pytest.raises(SordinoError, match="another process is at work"):
+        next(run.rounds(job, tmp_path / "run"))
+    assert len(list(first)) == 2
+
+
+def test_other_data_of_the_same_sizes_are_refused(tmp_path):
+    job, _, _ = finished(tmp_path / "run", rounds=2)
+    other = replace(job, records=replace(job.records, x=job.records.x + 1))
+    with pytest.raises(SordinoError, match="the data changed"):
+        list(run.rounds(other, tmp_path / "run"))
+
+
+def test_private_figures_of_real_clients_are_not_told(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "d.npz", x=rng.normal(size=(90, 2)), y=rng.integers(0, 2, 90), client=np.repeat(["a", "b", "c"], 30)
+    )
+    job, cert, history = finished(tmp_path / "run", data=str(tmp_path / "d.npz"), partition="by-site", rounds=2)
+    told = run.summary(job, cert, history, None)
+    assert told["heterogeneity"] is None
+    assert told["client_names"] == ["a", "b", "c"]
+    assert "0: a; 1: b; 2: c." in (tmp_path / "run" / "statement.md").read_text()
+    with pytest.raises(SordinoError, match="the data hold 3 clients, not 7"):
+        run.prepare(Spec.of({"data": str(tmp_path / "d.npz"), "partition": "by-site", "clients": 7}))
+
+
 def test_a_user_level_certificate_does_not_tell_the_sizes(tmp_path):
     _, cert, _ = finished(tmp_path / "run", unit="user", rounds=2, sizes="lognormal", partition="iid", seed="none")
     assert cert["records"] is None
@@ -184,6 +224,19 @@ def test_verify_catches_what_was_changed(tmp_path):
     assert problems(lambda c: [r.update(times=r["times"] - 1) for g in c["groups"] for r in g["releases"]])
     assert problems(lambda c: [r.update(sensitivity=r["sensitivity"] / 2) for g in c["groups"] for r in g["releases"]])
     assert problems(lambda c: c.update(clip=1.0, queries=[{**c["queries"][0], "clip": 2.0}]))
+    assert problems(lambda c: c.update(trust="untrusted-server"))
+    assert problems(lambda c: c.update(unit="user"))
+    assert problems(lambda c: c.update(adjacency="add-remove"))
+    assert problems(lambda c: c.update(clip=0.1))
+    assert problems(lambda c: c.update(noise=3 * c["noise"]))
+    assert problems(lambda c: c.update(client_noise=3 * c["client_noise"]))
+    assert problems(lambda c: c.update(records=100 * c["records"]))
+    assert problems(lambda c: c.update(rounds=4))
+    assert problems(lambda c: c.update(delta=1e-4))
+    assert problems(lambda c: c.update(mu=0.01))
+    assert problems(lambda c: c.update(assumes=[]))
+    assert problems(lambda c: c.update(method="dp-fedgd"))
+    assert problems(lambda c: c["ledger"].update(rows=0, head=""))
     assert problems(lambda c: c["epsilon_at"].update({"1e-08": 0.1}))
     assert problems(lambda c: c.update(noise_source="seeded"))
     assert problems(lambda c: c.update(clients=99))
@@ -192,6 +245,16 @@ def test_verify_catches_what_was_changed(tmp_path):
     assert problems(lambda c: c["ledger"].update(rows=c["ledger"]["rows"] + 1))
     with pytest.raises(SordinoError, match="missing or malformed"):
         problems(lambda c: c.pop("groups"))
+
+    # Consistent in itself, but not with the spec and the ledger beside it.
+    def as_if_louder(cert):
+        job = run.prepare(Spec.read(tmp_path / "run" / "spec.toml"))
+        quiet = replace(job.plan, privacy=replace(job.plan.privacy, epsilon=1.0))
+        cert.update({**certificate(quiet, job.source, version="0"), **{k: cert[k] for k in ("spec_sha256", "ledger")}})
+
+    found = problems(as_if_louder)
+    assert any("spec.toml says epsilon_asked" in problem for problem in found)
+    assert any("the ledger" in problem for problem in found)
 
 
 def test_predict_gives_back_what_the_run_measured(tmp_path):
@@ -213,7 +276,8 @@ def test_predict_gives_back_what_the_run_measured(tmp_path):
     )
     assert "auc" in history[-1]
     assert history[-1]["auc"] > 0.5
-    labels, scores = predict(tmp_path / "run", str(tmp_path / "data.csv"))
+    labels, classes, scores = predict(tmp_path / "run", str(tmp_path / "data.csv"))
+    assert classes == ["healthy", "ill"]
     assert len(labels) == 300
     assert set(labels) <= {"healthy", "ill"}
     assert np.allclose(np.sum(scores, 1), 1)
@@ -237,8 +301,8 @@ def test_regression_runs_and_reports_mean_squared_error(tmp_path):
         tmp_path / "run", data=str(tmp_path / "data.npz"), partition="iid", clients=2, epsilon=50.0, lr=0.3
     )
     assert history[-1]["mse"] < history[0]["mse"]
-    values, scores = predict(tmp_path / "run", str(tmp_path / "data.npz"))
-    assert scores is None
+    values, classes, scores = predict(tmp_path / "run", str(tmp_path / "data.npz"))
+    assert (classes, scores) == ([], [])
     assert len(values) == 400
 
 

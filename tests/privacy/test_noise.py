@@ -11,7 +11,7 @@ from scipy.stats import kstest
 
 from sordino.core import SordinoError
 from sordino.privacy import noise
-from sordino.privacy.noise import EVERYONE, SERVER, Address, Secure, Seeded, Silent, source
+from sordino.privacy.noise import EVERYONE, Address, Secure, Seeded, Silent, source
 
 KEY = bytes(range(32))
 HERE = Address(client=3, round=5, query=1)
@@ -75,7 +75,9 @@ def test_no_word_gives_a_uniform_of_zero_or_one():
 
 # ---------------------------------------------------------------------------------------------------------- addresses
 
-GRID = [Address(*at) for at in itertools.product([0, 1, 2, 3, 255, 256, 65536, SERVER, EVERYONE], *[range(7)] * 3)]
+GRID = [
+    Address(*at) for at in itertools.product([0, 1, 2, 3, 255, 256, 65536, EVERYONE - 1, EVERYONE], *[range(7)] * 3)
+]
 GRID += [Address(0, r, 0) for r in (256, 65536, 2**32 - 1)] + [Address(0, 0, 256), Address(0, 0, 0, 256)]
 
 

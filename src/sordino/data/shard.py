@@ -38,7 +38,12 @@ class Records:
     ) -> Records:
         """Sort records by client. A client of -1 leaves its record out."""
         x, y = torch.as_tensor(x), torch.as_tensor(y)
-        client = np.asarray(client)
+        try:
+            client = np.asarray(client).astype(np.int64, casting="same_kind")
+        except (ValueError, TypeError):
+            client = np.zeros((0, 0))
+        if client.ndim != 1:
+            raise SordinoError("client: give one client number for every record, as in [0, 0, 1, 2, 1]; see split().")
         if not len(x) == len(y) == len(client):
             raise SordinoError(f"data: {len(x)} rows of x, {len(y)} labels and {len(client)} client numbers differ.")
         counts = np.bincount(client[client >= 0]) if (client >= 0).any() else np.zeros(0, int)

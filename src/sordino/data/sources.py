@@ -67,8 +67,9 @@ def load(
         or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet file.
       label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
       client: the column (or .npz array) that says whose each record is.
-      test_fraction: the part held out, class by class, where the source has no test part of its own.
-      public_stats: an .npz with `mean` and `cov` of *public* features, to centre and whiten by, before `normalize`.
+      test_fraction: the part held out, client by client, where the source has no test part of its own.
+      public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
+        `normalize`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
     """
     _scaler(normalize)  # refuse a bad word before reading anything
@@ -83,7 +84,9 @@ def load(
     if site is not None:
         _same_length(x, "x", site, "client")
     if x_test is None or y_test is None:
-        out = hold_out(y if classes else np.zeros(len(y), np.int64), test_fraction, generator(seed, "hold out"))
+        # By position, never by label: which records are for testing must not depend on what a record says.
+        whose = np.zeros(len(y), np.int64) if site is None else np.unique(site, return_inverse=True)[1]
+        out = hold_out(whose, test_fraction, generator(seed, "hold out"))
         x, x_test, y, y_test, site = x[~out], x[out], y[~out], y[out], None if site is None else site[~out]
     else:
         x_test = _features(x_test, "x_test", raw.features)
@@ -335,7 +338,7 @@ def _features(x: np.ndarray, field: str, names: Sequence[str] | None = None) -> 
     if bad.any():
         row, column = np.argwhere(bad)[0]
         raise SordinoError(
-            f"{field}: {bad.sum()} values are NaN, infinite or beyond float32, the first in row {row} (from 0), "
+            f"{field}: NaN, infinite or too large for float32 in {bad.sum()} places, the first in row {row} (from 0), "
             f"column {names[column] if names else column}; clean them or drop those records."
         )
     return x
@@ -426,8 +429,10 @@ def _public(path: Path, features: int) -> tuple[np.ndarray, np.ndarray]:
     if not path.is_file():
         raise SordinoError(f"public_stats: there is no file '{path}'; check the path.")
     arrays = _arrays(path, "public_stats")
+    if "std" in arrays and "cov" not in arrays and arrays["std"].ndim == 1:
+        arrays["cov"] = np.diag(arrays["std"].astype(float) ** 2)
     if not {"mean", "cov"} <= arrays.keys():
-        raise SordinoError(f"public_stats: '{path}' holds {sorted(arrays)}; it needs mean and cov.")
+        raise SordinoError(f"public_stats: '{path}' holds {sorted(arrays)}; it needs mean, and cov or std.")
     mean, cov = arrays["mean"], arrays["cov"]
     if mean.shape != (features,) or cov.shape != (features, features):
         raise SordinoError(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, Batch, Correlated, Facts, Kind, OverspentError, Query, Shard, Stage, Tree
-from sordino.privacy.noise import Address, Source
+from sordino.core import SAFETY, Batch, Correlated, Facts, Kind, OverspentError, Query, Shard, SordinoError, Stage, Tree
+from sordino.privacy.noise import Address, Source, add
 from sordino.privacy.plan import Plan
 
 SAMPLING = 2**16 - 1  # the query number under which minibatches are drawn
@@ -69,7 +69,7 @@ def clipped(message: Tensor, clip: float) -> Tensor:
     # In float64: a norm of many float32 numbers would fall short by more than the safety margin.
     norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True, dtype=torch.float64)
     bound = clip * (1 - SAFETY)
-    scaled: Tensor = message * (bound / norm.clamp_min(bound)).to(message)
+    scaled: Tensor = (message.double() * (bound / norm.clamp_min(bound))).to(message.dtype)
     return torch.where(torch.isfinite(norm), scaled, torch.zeros_like(message))
 
 
@@ -87,10 +87,13 @@ class Oracle:
         draw: Draw,
         coins: Coins,
         facts: Facts,
+        secret: bool,
+        runs: int = 0,
         inside: bool = False,
     ) -> None:
         self._model, self._shard, self._stage = model, shard, stage
         self._sizes, self._stds, self._draw, self._coins = sizes, stds, draw, coins
+        self._secret, self._axes = secret, sizes.dim() + runs + 1  # of a message: clients, runs, and its own
         self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
         self._spent = [0] * len(stage.queries)
         self._samples = 0
@@ -115,6 +118,8 @@ class Oracle:
         """Clip and noise the finished message, where that is what the stage releases."""
         for number, query in enumerate(self._stage.queries):
             if query.kind is Kind.DELTA:
+                if not isinstance(message, Tensor) or message.dim() != self._axes:
+                    raise SordinoError("message: what is noised as a whole must be one vector a client; flatten it.")
                 message = clipped(message, query.clip) if math.isfinite(query.clip) else message
                 message = self._noised(message, number, 0, 1) if noise else message
         return message
@@ -129,17 +134,17 @@ class Oracle:
         if call >= query.calls:
             raise OverspentError(f"the {kind} query was declared for {query.calls} calls a round and asked once more")
         self._spent[number] += 1
-        shard = self._shard if on is None else self._shard._replace(mask=self._shard.mask * on.mask)
+        shard = self._shard if on is None else self._shard._replace(mask=self._shard.mask * on.mask.clamp(0, 1))
         answer = total(shard, query.clip)
         if query.noise is not None:
             answer = self._noised(answer, number, call, axes)
         return answer / along(self._sizes * (1.0 if on is None else on.rate), axes)
 
     def _noised(self, answer: Tensor, number: int, call: int, axes: int) -> Tensor:
-        std = self._stds[number]
+        std = along(self._stds[number], axes)
         if not std.any():
             return answer
-        return answer + along(std, axes) * self._draw(number, call, tuple(answer.shape[-axes:])).to(answer)
+        return add(answer, std * self._draw(number, call, tuple(answer.shape[-axes:])), std, secret=self._secret)
 
 
 def along(value: Tensor, axes: int) -> Tensor:

@@ -28,7 +28,7 @@ def run(
 ) -> Iterator[Round]:
     """Yield after every round. With a ledger, a message is stored before it leaves, and one already stored is sent
     again as it was, without touching the data: to resume, run again."""
-    theta = (model.init() if theta is None else theta).to(records.x)
+    theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = torch.as_tensor(plan.weights / plan.participation.rate(plan.clients)).to(records.x)
     clients = range(plan.clients)
     state: Tree = ()
@@ -82,10 +82,11 @@ def oracle(model: Model, records: Records, turn: Turn, i: int, source: Source, *
         model,
         shard,
         turn.stage,
-        sizes=shard.x.new_tensor(len(shard.y)),
-        stds=[shard.x.new_tensor(std[i]) for std in turn.stds],
+        sizes=shard.x.new_tensor(turn.facts.sizes[i]),  # as declared: what it really holds is private
+        stds=[torch.tensor(std[i]) for std in turn.stds],
         draw=draw,
         coins=coins,
         facts=turn.facts,
+        secret=source.private,
         inside=inside,
     )

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Down, Kind, Model, Round, Stage, Tree, forget, keep, nothing
+from sordino.core import Down, Kind, Model, Round, SordinoError, Stage, Tree, forget, keep, nothing
 from sordino.data.shard import Records
 from sordino.engines.client import SAMPLING, Oracle, Turn, normals, turns
-from sordino.privacy.noise import EVERYONE, Address, Source
+from sordino.privacy.noise import EVERYONE, Address, Source, add
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
 
@@ -48,7 +48,10 @@ def run(
     memory: Tree = ()
     if checkpoint:
         theta, state, memory = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
-    crowd = Crowd(plan, model, records, list(source) if isinstance(source, Sequence) else [source], theta.dim() - 1)
+    sources = [each.fresh() for each in (source if isinstance(source, Sequence) else [source])]
+    if len(sources) != (len(theta) if theta.dim() > 1 else 1):
+        raise SordinoError(f"source: {len(sources)} for theta of shape {tuple(theta.shape)}; every run needs its own.")
+    crowd = Crowd(plan, model, records, sources, theta.dim() - 1)
     for turn in turns(plan, start):
         local, rule = turn.stage.local, turn.stage.rule
         if turn.t == turn.first:
@@ -101,6 +104,7 @@ class Crowd:
 
     def __init__(self, plan: Plan, model: Model, records: Records, sources: list[Source], lead: int) -> None:
         self.plan, self.model, self.records, self.sources, self.lead = plan, model, records, sources, lead
+        self.secret = all(source.private for source in sources)
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
 
@@ -135,7 +139,7 @@ class Crowd:
         full = len(turn.cohort) == self.plan.clients
         shard = self._matrix if full else self.records.fused(turn.cohort, self._per_record / heaviest)
         total: Tensor = heaviest * self.model.clipped_sum(theta, shard, turn.stage.queries[0].clip)
-        return total + self._noise(turn, 0, self._per_record, tuple(theta.shape[-1:]), shares).to(total)
+        return self._noised(total, turn, 0, self._per_record, shares)
 
     def batched(self, turn: Turn, down: Down, memory: Tree, caches: Tree, shares: bool) -> tuple[Tree, Tree]:
         """The weighted sum of messages, from padded batches of clients."""
@@ -159,21 +163,22 @@ class Crowd:
             )
         aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts)
         if once and delta is not None:
-            aggregate = aggregate + self._noise(turn, delta, self.influence, aggregate.shape[-1:], False).to(aggregate)
+            aggregate = self._noised(aggregate, turn, delta, self.influence, False)
         return aggregate, memory
 
-    def _noise(self, turn: Turn, number: int, moved: np.ndarray, shape: tuple[int, ...], shares: bool) -> Tensor:
-        """The summed noise of a cohort, `moved` times each client's own: one draw, or every client's."""
+    def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
+        """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""
         scale = (moved * turn.stds[number])[turn.cohort]
-        if not scale.any():
-            return torch.zeros(shape)
+        std = torch.tensor(float(np.sqrt((scale**2).sum())))
+        if not std:
+            return total
+        shape = tuple(total.shape[-1:])
         if shares:
-            return (self._draw(turn, number, 0, turn.cohort, shape) * torch.from_numpy(scale).unsqueeze(-1)).sum(
-                self.lead
-            )
-        return self._draw(turn, number, 0, np.array([EVERYONE]), shape).squeeze(self.lead) * float(
-            np.sqrt((scale**2).sum())
-        )
+            each = self._draw(turn, number, 0, turn.cohort, shape)
+            noise = (each * torch.from_numpy(scale).unsqueeze(-1)).sum(self.lead)
+        else:
+            noise = self._draw(turn, number, 0, np.array([EVERYONE]), shape).squeeze(self.lead) * float(std)
+        return add(total, noise, std, secret=self.secret)
 
     def _draw(self, turn: Turn, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         """Runs (if any) x clients x shape."""
@@ -200,9 +205,11 @@ class Crowd:
             shard,
             turn.stage,
             sizes=shard.x.new_tensor(np.asarray(self.plan.sizes)[clients]),
-            stds=[shard.x.new_tensor(std[clients]) for std in turn.stds],
+            stds=[torch.from_numpy(std[clients]) for std in turn.stds],
             draw=draw,
             coins=coins,
             facts=turn.facts,
+            secret=self.secret,
+            runs=self.lead,
             inside=inside,
         )

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sordino.core import SordinoError
 from sordino.data.sources import preprocess, read_features
+from sordino.experiments.spec import Spec
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.certificate import Verdict, verify
+from sordino.privacy.certificate import Verdict, finite, verify
 from sordino.privacy.ledger import Ledger
 
 
-def predict(model: str | Path, file: str) -> tuple[list[Any], list[list[float]] | None]:
-    """(labels or values, probabilities of the classes) for the records of a file."""
+class Predictions(NamedTuple):
+    labels: list[Any]  # or values, where there are no classes
+    classes: list[str]
+    probabilities: list[list[float]]
+
+
+def predict(model: str | Path, file: str) -> Predictions:
+    """For the records of a file."""
     path = Path(model) / "model.safetensors" if Path(model).is_dir() else Path(model)
     linear, theta, about, public = load_model(path)
     x = read_features(file, about["columns"], about["features"])
     x = preprocess(x, public, about["normalize"])
     features = torch.from_numpy(x).to(theta)
     if linear.kind is Loss.SQUARES:
-        return linear.predict(theta, features).tolist(), None
-    return [about["classes"][k] for k in linear.predict(theta, features).tolist()], linear.scores(
-        theta, features
-    ).tolist()
+        return Predictions(linear.predict(theta, features).tolist(), [], [])
+    labels = [about["classes"][k] for k in linear.predict(theta, features).tolist()]
+    return Predictions(labels, list(about["classes"]), linear.scores(theta, features).tolist())
 
 
 def load_model(path: Path) -> tuple[Linear, torch.Tensor, dict[str, Any], Any]:
@@ -47,10 +55,9 @@ def load_model(path: Path) -> tuple[Linear, torch.Tensor, dict[str, Any], Any]:
 
 def verify_run(path: Path) -> Verdict:
     """A certificate by itself, and against the spec and the ledger that lie beside it, if they do."""
-    import hashlib
-
+    path = path / "certificate.json" if path.is_dir() else path
     try:
-        cert = json.loads(path.read_text())
+        cert = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SordinoError(f"certificate: there is no file '{path}'; check the path.") from None
     except ValueError as error:
@@ -59,9 +66,32 @@ def verify_run(path: Path) -> Verdict:
         raise SordinoError(f"certificate: '{path}' does not hold a certificate.")
     verdict = verify(cert)
     spec, ledger = path.with_name("spec.toml"), path.with_name("ledger.db")
-    if spec.is_file() and hashlib.sha256(spec.read_bytes()).hexdigest() != cert["spec_sha256"]:
-        verdict.problems.append("spec.toml is not the one that the certificate names")
-    if ledger.is_file() and cert["ledger"]["rows"]:
-        with Ledger(ledger) as book:
-            verdict.problems.extend(book.audit(cert["ledger"]["head"], cert["ledger"]["rows"]))
+    for beside, compare in ((spec, _against_spec), (ledger, _against_ledger)):
+        if beside.is_file():
+            verdict.problems.extend(compare(cert, beside))
+        else:
+            verdict.gaps.append(beside.name)
     return verdict
+
+
+def _against_spec(cert: dict[str, Any], path: Path) -> Iterator[str]:
+    if hashlib.sha256(path.read_bytes()).hexdigest() != cert["spec_sha256"]:
+        yield "spec.toml is not the one that the certificate names"
+    spec = Spec.read(path)
+    asked = None if spec.noise is not None else finite(spec.epsilon)
+    same = ("delta", "unit", "adjacency", "trust", "method", "rounds")
+    claims = {"epsilon_asked": asked, **{key: getattr(spec, key) for key in same}}
+    for key, value in claims.items():
+        if cert[key] != value:
+            yield f"spec.toml says {key} {value}, the certificate {cert[key]}"
+
+
+def _against_ledger(cert: dict[str, Any], path: Path) -> Iterator[str]:
+    with Ledger(path) as book:
+        yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
+        paid = {(row.who, row.query): (row.sensitivity, row.std, row.times) for row in book.rows()}
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            said = (release["sensitivity"], release["std"], release["times"])
+            if paid.get((f"clients {group['clients']}", release["query"])) != said:
+                yield f"the ledger does not hold what clients {group['clients']} are said to have released"

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 import sordino
-from sordino.core import SordinoError, Tree
+from sordino.core import SordinoError, Tree, Unit
 from sordino.data.partition import describe, split
 from sordino.data.shard import Records
 from sordino.data.sources import Dataset, load
@@ -48,10 +49,20 @@ class Job:
     plan: Plan
     source: Source
 
+    @property
+    def names(self) -> list[str]:
+        """Of the clients, in order, where the partition brings them."""
+        if self.dataset.site is None or not self.spec.partition.startswith("by-"):
+            return []
+        return [str(name) for name in np.unique(self.dataset.site)]
+
     @cached_property
     def identity(self) -> str:
-        """Of spec and client sizes: all that the account depends on."""
-        return hashlib.sha256(f"{self.spec.toml()}{self.plan.sizes}".encode()).hexdigest()
+        """Of spec and data: a run that goes on must go on with the same."""
+        digest = hashlib.sha256(f"{self.spec.toml()}{self.plan.sizes}".encode())
+        for part in (self.records.x, self.records.y):
+            digest.update(part.contiguous().numpy().data)
+        return digest.hexdigest()
 
 
 def read(spec: Spec) -> Dataset:
@@ -72,6 +83,10 @@ def prepare(spec: Spec, dataset: Dataset | None = None) -> Job:
     """Load (unless the data are at hand), partition, choose the model, calibrate."""
     spec = spec.resolved()
     dataset = read(spec) if dataset is None else dataset
+    if spec.partition.startswith("by-") and spec.clients and dataset.site is not None:
+        found = len(np.unique(dataset.site))
+        if found != spec.clients:
+            raise SordinoError(f"clients: the data hold {found} clients, not {spec.clients}; leave the number out.")
     client = split(dataset, spec.partition, spec.clients, sizes=spec.sizes, seed=spec.split_seed)
     dtype = getattr(torch, spec.dtype)
     records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype)
@@ -119,7 +134,7 @@ def start(job: Job, out: Path) -> None:
     if out.exists() and any(out.iterdir()):
         raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "spec.toml").write_text(job.spec.toml())
+    (out / "spec.toml").write_text(job.spec.toml(), encoding="utf-8")
 
 
 def pay(job: Job, out: Path) -> None:
@@ -137,14 +152,21 @@ def pay(job: Job, out: Path) -> None:
 
 def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
     """Train, and yield each round's metrics; with `out`, from wherever the directory stands, and paid for there."""
+    if out:
+        with _alone(out):
+            yield from _rounds(job, out)
+    else:
+        yield from _rounds(job, None)
+
+
+def _rounds(job: Job, out: Path | None) -> Iterator[dict[str, Any]]:
     done, tree, history = _restore(out, job.identity) if out else (0, (), [])
     if out:
         pay(job, out)
+        (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
     yield from history
     x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
     mu = job.plan.spending()
-    if out:
-        (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
     began = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
     for turn in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
         line: dict[str, Any] = {
@@ -153,9 +175,8 @@ def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
             "epsilon": finite(gaussian.epsilon(float(mu[turn.t]), job.plan.privacy.delta)),
             "seconds": round(time.perf_counter() - began, 6),
         }
-        history.append(line)
         if out:
-            _store(out, job.identity, turn.t + 1, (turn.checkpoint, turn.model), history)
+            _store(out, job.identity, (turn.checkpoint, turn.model), line)
             with open(out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
         yield line
@@ -171,18 +192,33 @@ def finish(job: Job, out: Path, history: list[dict[str, Any]]) -> dict[str, Any]
             spec_sha256=job.spec.sha256(),
             ledger_head=ledger.head(),
             ledger_rows=len(ledger),
+            tested=len(job.dataset.y_test) if job.plan.privacy.unit is Unit.RECORD else None,
+            assumes=["The statistics that features were centred and whitened by are public."]
+            * bool(job.spec.public_stats),
+            names=job.names,
         )
-    (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n")
-    (out / "statement.md").write_text(statement(cert))
+    (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
+    (out / "statement.md").write_text(statement(cert), encoding="utf-8")
     _, (_, theta), _ = _restore(out, job.identity, raw=True)
     save_model(out / "model.safetensors", job, theta)
     draw_curve(out / "curve.png", job, history)
     return cert
 
 
-def heterogeneity(job: Job) -> dict[str, float] | None:
-    """How unlike the clients are, on average: KL of their labels from uniform, and classes they lack."""
+def beats_guessing(job: Job, last: dict[str, Any]) -> bool:
+    """Better than always naming the commonest class (or the mean) of the test records?"""
+    y = job.dataset.y_test
     if not job.dataset.classes:
+        return bool(last["mse"] < y.var())
+    return bool(last["accuracy"] > np.bincount(y).max() / len(y))
+
+
+def heterogeneity(job: Job) -> dict[str, float] | None:
+    """How unlike simulated clients are, on average: KL of their labels from uniform, and classes they lack.
+
+    For clients that the data bring along these are private figures: not told.
+    """
+    if not job.dataset.classes or job.spec.partition.startswith("by-"):
         return None
     owner = np.repeat(np.arange(job.plan.clients), job.plan.sizes)
     clients = describe(job.records.y.numpy(), owner, len(job.dataset.classes))
@@ -205,9 +241,11 @@ def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: 
         "client_noise": cert["client_noise"],
         "method": job.spec.method,
         "clients": job.plan.clients,
-        "records": sum(job.plan.sizes),
+        "records": cert["records"],
         "rounds": job.plan.rounds,
+        "beats_guessing": beats_guessing(job, history[-1]),
         "heterogeneity": heterogeneity(job),
+        "client_names": job.names,
         "seconds": history[-1]["seconds"],
         "out": str(out) if out else None,
         "spec": job.spec.values(),
@@ -217,30 +255,52 @@ def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: 
 # --------------------------------------------------------------------------------------------------- the directory
 
 
-def _store(out: Path, identity: str, done: int, tree: Tree, history: list[dict[str, Any]]) -> None:
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two processes in one directory would release a round twice. The lock goes with its process, however that ends."""
+    with open(out / "lock", "w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # not a POSIX system
+            pass
+        except OSError:
+            raise SordinoError(f"resume: another process is at work in '{out}'; wait for it or stop it.") from None
+        yield
+
+
+def _store(out: Path, identity: str, tree: Tree, line: dict[str, Any]) -> None:
     """Replace the checkpoint in one step, so that a kill leaves the old one or the new one."""
     temporary = out / "checkpoint.tmp"
-    with open(temporary, "wb") as file:
-        packed = np.frombuffer(pack(tree), np.uint8)
-        np.savez(file, identity=identity, done=done, history=json.dumps(history), tree=packed)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        np.savez(file, identity=identity, line=json.dumps(line), tree=np.frombuffer(pack(tree), np.uint8))
+        file.flush()
+        os.fsync(file.fileno())  # a power cut must not bring an older round back
     os.replace(temporary, out / "checkpoint.npz")
 
 
 def _restore(out: Path, identity: str, *, raw: bool = False) -> tuple[int, Tree, list[dict[str, Any]]]:
     """(rounds done, checkpoint, metrics so far). A spec or data other than those of the rounds done are refused: the
     certificate would speak of noise that was not added."""
-    path = out / "checkpoint.npz"
+    path, metrics = out / "checkpoint.npz", out / "metrics.jsonl"
     if not path.exists():
+        if metrics.exists() and metrics.stat().st_size:
+            raise SordinoError(f"resume: '{path}' is gone, and rounds were done already; start a new run.")
         return 0, (), []
     try:
         with np.load(path, allow_pickle=False) as store:
-            known, done, packed = str(store["identity"]), int(store["done"]), store["tree"].tobytes()
-            history = json.loads(str(store["history"]))
+            known, last, tree = str(store["identity"]), json.loads(str(store["line"])), unpack(store["tree"].tobytes())
+        done = int(last["round"])
+        # A kill may fall between the checkpoint and its line, or inside the line: the checkpoint's own is whole.
+        whole = metrics.read_text().splitlines()[: done - 1] if metrics.exists() else []
+        history = [*map(json.loads, whole), last]
     except Exception as error:  # a damaged archive fails in a dozen ways
         raise SordinoError(f"resume: '{path}' cannot be read ({error}); start a new run.") from None
     if known != identity:
         raise SordinoError(f"resume: spec.toml or the data changed since round {done} of '{out}'; start a new run.")
-    tree = unpack(packed)
+    if len(history) != done:
+        raise SordinoError(f"resume: '{metrics}' lacks some of the {done} rounds done; start a new run.")
     return done, tree if raw else tree[0], history
 
 

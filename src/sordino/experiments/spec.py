@@ -80,6 +80,8 @@ class Spec:
         """From flat keys, each checked for its type; what is not a key of a run must be an option of the method."""
         fields = {f.name: f for f in dataclasses.fields(Spec) if f.name != "options"}
         method = values.get("method", fields["method"].default)
+        if {"epsilon", "noise"} <= values.keys():
+            raise SordinoError("noise: epsilon is given too; one follows from the other, leave one out.")
         options = entry(str(method)).options
         run: dict[str, Any] = {}
         own: dict[str, Any] = {}
@@ -121,6 +123,8 @@ class Spec:
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "options"},
             **self.options,
         }
+        if self.noise is not None:
+            del flat["epsilon"]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items() if v is not None and v != {}}
 
     def toml(self) -> str:
@@ -226,6 +230,6 @@ def _number(key: str, value: Any) -> float:
         number = float(value)
     except ValueError:
         raise SordinoError(f"{key}: '{value}' should be a number.") from None
-    if math.isnan(number):
-        raise SordinoError(f"{key}: nan is not a number to run with.")
+    if math.isnan(number) or (math.isinf(number) and key != "epsilon"):
+        raise SordinoError(f"{key}: {number} is not a number to run with.")
     return number

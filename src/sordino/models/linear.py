@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,16 +69,16 @@ class Linear:
             else value * self.class_weights.to(value).gather(0, y.long().unsqueeze(0))[0]
         )
 
-    def predict(self, theta: Tensor, x: Tensor) -> Tensor:
+    def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """Class indices, or values for least squares."""
-        z = self.logits(theta, x)
+        z = self.logits(theta, torch.as_tensor(x).to(theta))
         if self.kind is Loss.SQUARES:
             return z[..., 0]
         return (z[..., 0] > 0).long() if self.kind is Loss.LOGISTIC else z.argmax(-1)
 
-    def scores(self, theta: Tensor, x: Tensor) -> Tensor:
+    def scores(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """Probabilities of the classes, or values for least squares."""
-        z = self.logits(theta, x)
+        z = self.logits(theta, torch.as_tensor(x).to(theta))
         if self.kind is Loss.SQUARES:
             return z[..., 0]
         if self.kind is Loss.SOFTMAX:

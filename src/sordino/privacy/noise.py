@@ -9,8 +9,9 @@ both the same noise, and the difference of their releases is then bare; take a f
 stream can be recomputed, or guessed, by anyone who knows or tries the seed: it is for simulation and for tests, and
 says so (`private = False`).
 
-Either way the normal is a real-arithmetic idealisation: samples are float64 and so are the sums they enter, hence
-the low bits of a release are not those of an exact Gaussian (Mironov 2012). The certificate says so.
+Either way the normal is a real-arithmetic idealisation: samples are float64, and the low bits of a sum of floats tell
+of its terms (Mironov 2012). `add` therefore adds in float64 and rounds what leaves to a public grid some 2^38 times
+coarser than those bits. The certificate says so.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.special import ndtri
+from torch import Tensor
 
 from sordino.core import SordinoError
 
@@ -32,7 +35,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Words: TypeAlias = NDArray[np.uint64]
 
 EVERYONE = 2**32 - 1  # in a simulation, where nobody reads the shares: the summed noise of a cohort
-SERVER = 2**32 - 2
+GRID_BITS = 14  # a rounding error of std / 2^15 is lost in the noise
 
 _LAYOUT = struct.Struct("<IIHH")  # 12 bytes, a ChaCha20 nonce to the byte: distinct addresses, distinct nonces
 _BITS = (32, 32, 16, 16)
@@ -76,6 +79,10 @@ class Source(Protocol):
         """Independent uniforms in (0, 1), from a stream of their own."""
         ...
 
+    def fresh(self) -> Source:
+        """For one run. Noise used in two runs would cancel in their difference: a secret stream is used in one."""
+        ...
+
 
 class Secure:
     """The ChaCha20 keystream (RFC 8439) of a secret key, the address as nonce; fresh from the system by default."""
@@ -92,6 +99,9 @@ class Secure:
 
     def __repr__(self) -> str:
         return "Secure(key=<hidden>)"
+
+    def fresh(self) -> Secure:
+        return Secure(_derive(self._normal_key + secrets.token_bytes(32), b"sordino run"))
 
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
         return _draw(self._normal_key, at, shape, _to_normal)
@@ -115,6 +125,9 @@ class Seeded:
     def __repr__(self) -> str:
         return f"Seeded({self.seed})"
 
+    def fresh(self) -> Seeded:
+        return self
+
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
         return np.random.Generator(_bits(self._normal_prefix, at)).standard_normal(shape)
 
@@ -135,12 +148,24 @@ class Silent:
     def __repr__(self) -> str:
         return f"Silent({self._seeded.seed})"
 
+    def fresh(self) -> Silent:
+        return self
+
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
         at.pack()
         return np.zeros(shape)
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
         return self._seeded.uniform(at, shape)
+
+
+def add(value: Tensor, noise: Tensor, std: Tensor, *, secret: bool) -> Tensor:
+    """value + noise, added in float64; where the noise is secret, rounded to a grid of std / 2^14 before it leaves."""
+    total = value.double() + noise.to(value.device)
+    if secret:
+        grid = torch.exp2(torch.floor(torch.log2(std.double())) - GRID_BITS).to(value.device)
+        total = torch.round(total / grid) * grid
+    return total.to(value.dtype)
 
 
 def source(seed: int | None) -> Source:

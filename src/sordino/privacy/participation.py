@@ -26,7 +26,7 @@ class Participation:
         if self.kind not in (EVERYONE, "fixed", "poisson"):
             known = [EVERYONE, "fixed:5", "poisson:0.5"]
             raise SordinoError(f"participation: '{self.kind}' is unknown.{nearest(self.kind, known)}")
-        if self.kind == "fixed" and not (self.amount >= 1 and self.amount == int(self.amount)):
+        if self.kind == "fixed" and not (1 <= self.amount < 2**31 and self.amount == int(self.amount)):
             raise SordinoError(f"participation: {self} needs a whole number of clients, at least 1.")
         if self.kind == "poisson" and not 0 < self.amount <= 1:
             raise SordinoError(f"participation: {self} needs a rate in (0, 1].")

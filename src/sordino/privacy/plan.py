@@ -35,7 +35,9 @@ from sordino.core import (
 )
 from sordino.privacy import gaussian
 from sordino.privacy.ledger import Entry
-from sordino.privacy.participation import Participation
+from sordino.privacy.participation import EVERYONE, Participation
+
+MOST_ROUNDS = 1_000_000
 
 
 class Level(NamedTuple):
@@ -90,8 +92,10 @@ class Plan:
         if str(self.divisor) not in list(Divisor):
             raise SordinoError(f"divisor: '{self.divisor}' is unknown.{nearest(str(self.divisor), Divisor)}")
         object.__setattr__(self, "divisor", Divisor(str(self.divisor)))
-        if self.rounds < 1:
-            raise SordinoError(f"rounds: {self.rounds} must be at least 1.")
+        if not 1 <= self.rounds <= MOST_ROUNDS:
+            raise SordinoError(f"rounds: {self.rounds} must lie between 1 and {MOST_ROUNDS:,}.")
+        if self.schedule_seed < 0:
+            raise SordinoError(f"schedule_seed: {self.schedule_seed} must be 0 or more.")
         if not self.sizes or min(self.sizes) < 1:
             raise SordinoError("clients: every client needs at least one record.")
         if strangers := [i for i in self.privacy.client_epsilon if not 0 <= i < len(self.sizes)]:
@@ -102,10 +106,8 @@ class Plan:
             raise SordinoError(f"unit: {self.method.name} was built for {self.method.unit}, not {self.privacy.unit}.")
         for stage in self.method.stages:
             _check_stage(self.method.name, stage, self.privacy.unit)
-        if self.noise is not None and not 0 < self.noise < math.inf:
-            raise SordinoError(
-                f"noise: {self.noise} must be a finite number above 0; epsilon = inf runs without noise."
-            )
+        if self.noise is not None and not 1e-6 <= self.noise <= 1e12:
+            raise SordinoError(f"noise: {self.noise} must lie between 1e-6 and 1e12; epsilon = inf runs without noise.")
         if self.noise is not None and self.privacy.client_epsilon:
             raise SordinoError("client_epsilon: with a fixed noise no client can ask for more; leave one of them out.")
         if not (self.proved or self.uncertified or self.silent):
@@ -182,6 +184,10 @@ class Plan:
 
     def _counts(self, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Per client: the number of releases, and the factor by which a stream multiplies their sensitivity."""
+        if self.participation.kind == EVERYONE and not isinstance(query.noise, Correlated):
+            before = sum(self.stage_rounds[:stage])
+            rounds = min(max((self.rounds if done is None else done) - before, 0), self.stage_rounds[stage])
+            return np.full(self.clients, rounds * query.calls), np.ones(self.clients)
         taken = self.taken(stage, done)
         if not isinstance(query.noise, Correlated):
             return taken.sum(0) * query.calls, np.ones(self.clients)
@@ -247,8 +253,13 @@ class Plan:
         """(std of a cohort's summed noise, largest std of one client), over the clip of the first noised query."""
         level = self.levels[0]
         cohort = self.participation.rate(self.clients) * self.clients
-        own = level.std / (math.sqrt(cohort) if self.sums_only else 1.0) / level.scale
+        own = self.own_std(level) / level.scale
         return float(math.sqrt(cohort * (own**2).mean())), float(own.max())
+
+    def own_std(self, level: Level) -> np.ndarray:
+        """What each client itself adds, in a cohort of the expected size."""
+        cohort = self.participation.rate(self.clients) * self.clients
+        return np.asarray(level.std / (math.sqrt(cohort) if self.sums_only else 1.0))
 
     def facts(self, stage: int) -> Facts:
         rate = self.participation.rate(self.clients)

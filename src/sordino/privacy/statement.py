@@ -44,12 +44,13 @@ def statement(cert: Mapping[str, Any]) -> str:
 {verdict}
 
 A model was trained with {cert["method"]} over {cert["clients"]} clients\
-{f" and {cert['records']:,} records" if cert["records"] is not None else ""} in {cert["rounds"]} rounds.
+{f" and {cert['records']:,} records" if cert["records"] is not None else ""} in {cert["rounds"]} rounds. \
+{_execution(cert, trust)}
 
 ## Who is protected, and against whom
 
-The guarantee speaks of {WHO[unit, adjacency]}. It holds against {WHOM[trust]}, whatever else they know and however \
-much they compute.
+The guarantee speaks of {WHO[unit, adjacency]}. It holds against {WHOM[trust]}, whatever else they know, \
+unless they can break the cipher that the noise comes from.
 
 ## How well
 
@@ -68,8 +69,18 @@ much they compute.
 {_bullets([*cert["assumes"], *cert["numerics"]])}
 
 Spec sha256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
-({cert["ledger"]["rows"]} rows); sordino {cert["sordino"]}. Re-check: `sordino verify certificate.json`.
+({cert["ledger"]["rows"]} in all); sordino {cert["sordino"]}. Re-check: `sordino verify certificate.json`.
 """
+
+
+def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
+    if not cert["execution"].startswith("simulated"):
+        return f"It ran {cert['execution']}."
+    assumed = " Secure aggregation was assumed, not carried out." if trust is Trust.SECURE_AGGREGATION else ""
+    return (
+        "This was a simulation: all data lay on one machine, and the guarantee is for what a deployment with the same "
+        f"settings would let others see.{assumed}"
+    )
 
 
 def _bullets(lines: Sequence[str]) -> str:
@@ -80,9 +91,9 @@ def _how_well(cert: Mapping[str, Any], unit: Unit) -> str:
     epsilon = cert["epsilon"]
     if epsilon is None:
         return "There is no bound: nothing about the data is hidden."
-    factor = f"{math.exp(epsilon):.3g}" if epsilon < 20 else f"about 10^{epsilon / math.log(10):.0f}"
+    factor = _factor(epsilon)
     right = 100 * float(ndtr(cert["mu"] / 2))  # the best test between two unit Gaussians mu apart
-    groups = cert["groups"]
+    groups, names = cert["groups"], cert["client_names"]
     rows = [f"| {_short(g['clients'])} | {_span(g['records'])} | {g['epsilon']:.4g} |" for g in groups[:MOST_GROUPS]]
     if len(groups) > MOST_GROUPS:
         rows.append(f"| {len(groups) - MOST_GROUPS} more groups: see certificate.json | | |")
@@ -97,42 +108,73 @@ instead of 50 %. We call that {strength} (up to 60 %: strong; up to 75 %: modera
 |---|{"---|" * len(cert["epsilon_at"])}
 | ε | {" | ".join(f"{value:.4g}" for value in cert["epsilon_at"].values())} |
 
-These figures are for the client worst off (client {cert["worst_client"]}). All clients:
+{
+        "All clients have the same account"
+        if len(groups) == 1
+        else "The figures are those of the client worst off, " + _name(cert["worst_client"], names) + ". All clients"
+    }:
 
-| clients | records | ε |
+| clients | records of each | ε |
 |---|---|---|
-{table}"""
+{table}{_legend(names)}"""
 
 
 def _steps(cert: Mapping[str, Any]) -> list[str]:
-    bounds = [
-        f"Each contribution to the {query['query'].split()[-1]} was bounded {query['bound']}"
-        + (f", to length {query['clip']:g}." if query["bound"] == "by clip" else ".")
-        for query in cert["queries"]
-    ]
+    bounds = [_bound(query, Unit(cert["unit"])) for query in cert["queries"]]
     sampler = cert["sampler"]
     return [
         *bounds,
-        f"Gaussian noise was added. Its standard deviation is {cert['client_noise']:.4g} times the clip for one client "
-        f"(at most), {cert['noise']:.4g} times the clip for the sum over a round's participants.",
+        _noise(cert),
         f"Participants: {sampler['clients']}; privacy amplification by sampling: {sampler['amplification']}.",
         f"Noise source: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
     ]
 
 
 def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
+    tested = "The" if cert["test_records"] is None else f"The {cert['test_records']:,}"
     lines = [
         "What is true of the population: a model may reveal that a trait goes with an outcome, for people in the data "
         "and people outside it alike.",
+        f"{tested} records that the model was tested on: they lie outside the guarantee.",
         "The same data in other runs: every run adds to the total.",
     ]
     if unit is Unit.RECORD and cert["mu"] is not None:
-        lines.insert(
-            1,
-            "A person with several records: k records of one client are hidden only as well as one record would be "
-            f"at μ = k · {cert['mu']:.4g} (the figures above are μ = {cert['mu']:.4g}).",
-        )
+        bets = ", ".join(f"{100 * float(ndtr(k * cert['mu'] / 2)):.3g} % with {k}" for k in (2, 5, 10))
+        lines.append(f"A person with several records at one client: the bet above is then won up to {bets} of them.")
     return lines
+
+
+def _noise(cert: Mapping[str, Any]) -> str:
+    if not cert["noise"]:
+        return "No noise was added."
+    return (
+        f"Gaussian noise was added to it: its standard deviation is {cert['client_noise']:.4g} times that length for "
+        f"one client (at most), {cert['noise']:.4g} times for the sum over a round's participants."
+    )
+
+
+def _bound(query: Mapping[str, Any], unit: Unit) -> str:
+    kind = query["query"].split()[-1]
+    whose = "Each client's message" if kind == "delta" else f"Each record's {kind}"
+    if query["bound"] == "by clip":
+        return f"{whose} was shortened to length at most {query['clip']:g} (the clip)."
+    return f"{whose} moves by at most {query['clip']:.4g} when one {unit} does, {query['bound']}."
+
+
+def _factor(epsilon: float) -> str:
+    if epsilon >= 20:
+        return f"about 10^{epsilon / math.log(10):.0f}"
+    return f"{math.exp(epsilon):,.0f}" if epsilon > 5 else f"{math.exp(epsilon):.3g}"
+
+
+def _name(client: int, names: Sequence[str]) -> str:
+    return f"client {client}" + (f" ({names[client]})" if names else "")
+
+
+def _legend(names: Sequence[str]) -> str:
+    if not names or len(names) > MOST_GROUPS:
+        return ""
+    return "\n\n" + "; ".join(f"{i}: {name}" for i, name in enumerate(names)) + "."
 
 
 def _short(clients: str) -> str:
