@@ -12,6 +12,7 @@ drawn once. `shares=True` draws every client's own instead: slower, equal to the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -169,7 +170,7 @@ class Crowd:
     def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""
         scale = (moved * turn.stds[number])[turn.cohort]
-        std = torch.tensor(float(np.sqrt((scale**2).sum())))
+        std = math.sqrt(float(scale @ scale))
         if not std:
             return total
         shape = tuple(total.shape[-1:])
@@ -177,7 +178,9 @@ class Crowd:
             each = self._draw(turn, number, 0, turn.cohort, shape)
             noise = (each * torch.from_numpy(scale).unsqueeze(-1)).sum(self.lead)
         else:
-            noise = self._draw(turn, number, 0, np.array([EVERYONE]), shape).squeeze(self.lead) * float(std)
+            query, at = turn.stage.queries[number], Address(EVERYONE, turn.t, number)
+            draws = [std * normals(source, query, at, turn.first, shape) for source in self.sources]
+            noise = torch.from_numpy(np.stack(draws) if self.lead else draws[0])
         return add(total, noise, std, secret=self.secret)
 
     def _draw(self, turn: Turn, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from sordino.core import SAFETY, Shard
 
 LOG2_E = math.log2(math.e)
+MODERATE = 100.0  # powers of two up to this, and sums of them, are far from the ends of float32
 
 
 class Loss(StrEnum):
@@ -93,12 +94,12 @@ class Linear:
         A record whose gradient is not finite would leave a trace in the sum; then it is found and set to zero.
         """
         length = self._length(shard)
-        residual = self._residual(theta, shard, stable=not self._moderate(theta, length))
+        residual = self._residual(theta, shard, length)
         total = self._sum(residual, shard, length, clip)
         if torch.isfinite(total).all():
             return total
         x = shard.x.nan_to_num(0, 0, 0)
-        residual = self._residual(theta, shard._replace(x=x), stable=True)
+        residual = self._residual(theta, shard._replace(x=x), length)
         squares = residual.square().sum(-1)
         usable = torch.isfinite(shard.x).all(-1) & torch.isfinite(squares) & torch.isfinite(squares.sqrt() * length)
         residual = residual.masked_fill(~usable.unsqueeze(-1), 0)
@@ -119,21 +120,20 @@ class Linear:
         return norm.square().add_(1).sqrt_() if self.bias else norm
 
     def _moderate(self, theta: Tensor, length: Tensor) -> bool:
-        """No logit can leave the range where exp neither overflows nor loses digits (Cauchy-Schwarz): the shift by the
-        maximum, half the cost of a softmax, is then not needed."""
-        if self.kind is not Loss.SOFTMAX:
-            return True
+        """No logit can leave the range where exp neither overflows nor loses digits (Cauchy-Schwarz)."""
         columns = torch.linalg.vector_norm(theta.reshape(*theta.shape[:-1], -1, self.outputs), dim=-2)
-        return bool(length.amax() * columns.amax() < 40)
+        return bool(length.amax() * columns.amax() * LOG2_E < MODERATE)
 
-    def _residual(self, theta: Tensor, shard: Shard, stable: bool) -> Tensor:
+    def _residual(self, theta: Tensor, shard: Shard, length: Tensor) -> Tensor:
         """d loss / d logits for every record, in a fresh tensor that may be written to."""
         if self.kind is Loss.SOFTMAX:
-            if stable:
-                r = self.logits(theta, shard.x).softmax(-1)
-            else:
-                r = self.logits(theta * LOG2_E, shard.x).exp2_()  # exp2 is the cheaper one
-                r.mul_(r.sum(-1, keepdim=True).reciprocal_())
+            r = self.logits(theta * LOG2_E, shard.x)
+            if not self._moderate(theta, length):
+                low, high = r.aminmax()
+                if not (low > -MODERATE and high < MODERATE):  # rare, and dear: also where something is not finite
+                    r.sub_(r.amax(-1, keepdim=True))
+            r.exp2_()  # cheaper than exp
+            r.mul_(r.sum(-1, keepdim=True).reciprocal_())
             labels = shard.y.unsqueeze(-1).expand(*r.shape[:-1], 1)
             r.scatter_add_(-1, labels, r.new_full((), -1.0).expand(labels.shape))
         else:

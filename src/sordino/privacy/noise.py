@@ -159,12 +159,13 @@ class Silent:
         return self._seeded.uniform(at, shape)
 
 
-def add(value: Tensor, noise: Tensor, std: Tensor, *, secret: bool) -> Tensor:
+def add(value: Tensor, noise: Tensor, std: Tensor | float, *, secret: bool) -> Tensor:
     """value + noise, added in float64; where the noise is secret, rounded to a grid of std / 2^14 before it leaves."""
     total = value.double() + noise.to(value.device)
     if secret:
-        grid = torch.exp2(torch.floor(torch.log2(std.double())) - GRID_BITS).to(value.device)
-        total = torch.round(total / grid) * grid
+        bits = math.floor(math.log2(std)) if isinstance(std, float) else torch.log2(std.double()).floor()
+        grid = 2.0 ** (bits - GRID_BITS)
+        total.div_(grid).round_().mul_(grid)
     return total.to(value.dtype)
 
 
