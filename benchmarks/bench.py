@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -112,15 +111,17 @@ def peak_over_data() -> dict:
 
 
 def measure_memory() -> None:
-    def rss() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    def status(name: str) -> int:
+        """VmRSS or VmHWM in bytes. (getrusage's maximum would include that of the process we were started from.)"""
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
 
     source = Secure()  # imports the cipher, on first use
-    before = rss()
+    before = status("VmRSS")
     model, records = cohort()
     for _ in simulate.run(sofim(records, 70), model, records, source):
         pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = status("VmHWM")
     data = records.x.numel() * records.x.element_size()
     print(json.dumps({"peak_over_data": (peak - before) / data, "before": before, "peak": peak, "data": data}))
 

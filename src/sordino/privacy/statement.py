@@ -139,8 +139,8 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
         "The same data in other runs: every run adds to the total.",
     ]
     if unit is Unit.RECORD and cert["mu"] is not None:
-        bets = ", ".join(f"{100 * float(ndtr(k * cert['mu'] / 2)):.3g} % with {k}" for k in (2, 5, 10))
-        lines.append(f"A person with several records at one client: the bet above is then won up to {bets} of them.")
+        bets = ", ".join(f"{_percent(float(ndtr(k * cert['mu'] / 2)))} with {k}" for k in (2, 5, 10))
+        lines.append(f"A person with several records at one client: the bet is then won with probability up to {bets}.")
     return lines
 
 
@@ -175,6 +175,10 @@ def _legend(names: Sequence[str]) -> str:
     if not names or len(names) > MOST_GROUPS:
         return ""
     return "\n\n" + "; ".join(f"{i}: {name}" for i, name in enumerate(names)) + "."
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3g} %" if part < 0.999 else "over 99.9 %"
 
 
 def _short(clients: str) -> str:
