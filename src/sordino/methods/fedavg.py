@@ -1,0 +1,62 @@
+"""DP-FedAvg: K local steps, then the average of the clients' updates.
+
+`per-step` (record level) noises every local gradient; the update is post-processing of K releases. Each client's own
+noise then protects it, and for K = 1 the update is linear in the one release, so that sums hide as much as they do in
+DP-FedGD. `final` takes the local steps without noise, clips the update and noises it once: a client moves it by the
+clip, a record may carry it anywhere in the ball.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit, nearest
+from sordino.rules import average, chain, scale
+
+NOISE = ("per-step", "final")
+CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; that their sum hides more is not proved."
+
+
+def local_steps(
+    unit: Unit, clip: float, steps: int, noise: str
+) -> tuple[tuple[Query, ...], frozenset[tuple[Unit, Trust]]]:
+    """The queries of K local gradients, and what is proved of them."""
+    if steps < 1:
+        raise SordinoError(f"steps: {steps} must be at least 1.")
+    if noise not in NOISE:
+        raise SordinoError(f"noise_at: '{noise}' is unknown.{nearest(noise, NOISE)}")
+    if not 0 < clip < math.inf:
+        raise SordinoError(f"clip: {clip} must be a finite number above 0.")
+    everyone = frozenset((unit, trust) for trust in Trust)
+    if noise == "final" or unit is Unit.USER:
+        return (Query(Kind.GRADIENT, noise=None, calls=steps), Query(Kind.DELTA, clip)), everyone
+    own = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
+    return (Query(Kind.GRADIENT, clip, calls=steps),), everyone if steps == 1 else own
+
+
+def fedavg(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 1.0,
+    local_lr: float = 2.0,
+    steps: int = 1,
+    noise_at: str = "per-step",
+    tail: float = 0.0,
+) -> Method:
+    """y <- y - local_lr g, K times from theta; theta <- theta + lr mean(y - theta).
+
+    steps: K. noise_at: per-step (record level only) or final.
+    """
+
+    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        y = down.theta
+        for _ in range(steps):
+            y = y - local_lr * ask.gradient(y)
+        return y - down.theta
+
+    queries, proves = local_steps(unit, clip, steps, noise_at)
+    rule: Rule = chain(scale(lr), *([average(tail)] if tail else []))
+    return Method("dp-fedavg", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT)

@@ -1,0 +1,52 @@
+"""DP-AdaFedProx: DP-FedAvg with a proximal pull towards the broadcast model, whose strength adapts.
+
+The pull mu (y - theta) holds no data and is added after the noise. mu adapts to noised aggregates alone: successive
+updates that point against each other raise it, agreeing ones lower it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sordino.core import Ask, Down, Facts, Local, Method, Rule, SordinoError, Stage, Tree, Unit
+from sordino.methods.fedavg import CAVEAT, local_steps
+
+RATE, REACH = 0.1, 10.0  # mu changes by a tenth a round, and stays within a factor of ten of where it began
+
+
+def adafedprox(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 1.0,
+    local_lr: float = 2.0,
+    mu: float = 0.1,
+    steps: int = 1,
+    noise_at: str = "per-step",
+) -> Method:
+    """y <- y - local_lr (g + mu (y - theta)), K times; mu grows where successive updates disagree.
+
+    mu: its start. steps, noise_at: as in dp-fedavg.
+    """
+    if not mu > 0:
+        raise SordinoError(f"mu: {mu} must be above 0; dp-fedavg has no pull.")
+
+    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        y, pull = down.theta, down.word
+        for _ in range(steps):
+            y = y - local_lr * (ask.gradient(y) + pull * (y - down.theta))
+        return y - down.theta
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+        return torch.full_like(theta[..., :1], mu), torch.zeros_like(theta)
+
+    def update(u: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        pull, last = state
+        against = (u * last).sum(-1, keepdim=True) < 0
+        pull = (pull * torch.where(against, 1 + RATE, 1 - RATE)).clamp(mu / REACH, mu * REACH)
+        return lr * u, (pull, u)
+
+    queries, proves = local_steps(unit, clip, steps, noise_at)
+    rule = Rule(init, update, say=lambda state: state[0])
+    return Method("dp-adafedprox", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT)
