@@ -49,6 +49,17 @@ def test_one_local_step_is_gradient_descent(records, participation):
     )
 
 
+def test_no_smoothing_is_federated_averaging_at_the_same_price(records):
+    avg, plain, smoothed = (
+        plan_for("dp-fedavg", records, steps=2, local_lr=0.3),
+        plan_for("dp-fedavg-ls", records, steps=2, local_lr=0.3, strength=0.0),
+        plan_for("dp-fedavg-ls", records, steps=2, local_lr=0.3),
+    )
+    assert same(models(avg, records), models(plain, records), 1e-9)
+    assert not same(models(avg, records), models(smoothed, records), 1e-9)
+    assert avg.groups() == smoothed.groups()
+
+
 @pytest.mark.parametrize("mu", [0.01, 5.0])
 def test_one_step_feels_no_pull(records, mu):
     avg = models(plan_for("dp-fedavg", records, local_lr=0.5), records)

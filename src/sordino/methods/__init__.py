@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sordino.core import Method, SordinoError, Unit, nearest
 from sordino.methods.adaptive import fedadam, fedyogi
-from sordino.methods.fedavg import fedavg
+from sordino.methods.fedavg import fedavg, fedavg_ls
 from sordino.methods.fedgd import fedgd
 from sordino.methods.prox import adafedprox
 from sordino.methods.scaffold import scaffold
@@ -38,6 +38,7 @@ REGISTRY: dict[str, Entry] = {
     "dp-fedadam": Entry(fedadam, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
     "dp-fedyogi": Entry(fedyogi, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
     "dp-fedavg": Entry(fedavg, "local steps", "McMahan et al. 2017 (arXiv 1602.05629), under DP"),
+    "dp-fedavg-ls": Entry(fedavg_ls, "local steps, smoothing", "Liang et al. 2020 (arXiv 2005.00218)"),
     "dp-adafedprox": Entry(adafedprox, "local steps", "FedProx, Li et al. 2020 (arXiv 1812.06127), adaptive, under DP"),
     "dp-scaffold": Entry(scaffold, "local steps, control variates", "Noble et al. 2022 (arXiv 2111.09278)"),
 }

@@ -13,7 +13,7 @@ import math
 from torch import Tensor
 
 from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit, nearest
-from sordino.rules import average, chain, scale
+from sordino.rules import average, chain, scale, smooth
 
 NOISE = ("per-step", "final")
 CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; that their sum hides more is not proved."
@@ -36,6 +36,19 @@ def local_steps(
     return (Query(Kind.GRADIENT, clip, calls=steps),), everyone if steps == 1 else own
 
 
+def averaged(name: str, unit: Unit, clip: float, local_lr: float, steps: int, noise_at: str, *rules: Rule) -> Method:
+    """K local steps; `rules` turn the mean update into the server's step."""
+
+    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        y = down.theta
+        for _ in range(steps):
+            y = y - local_lr * ask.gradient(y)
+        return y - down.theta
+
+    queries, proves = local_steps(unit, clip, steps, noise_at)
+    return Method(name, unit, (Stage(Local(work), chain(*rules), queries),), proves, CAVEAT)
+
+
 def fedavg(
     *,
     unit: Unit = Unit.RECORD,
@@ -48,15 +61,24 @@ def fedavg(
 ) -> Method:
     """y <- y - local_lr g, K times from theta; theta <- theta + lr mean(y - theta).
 
-    steps: K. noise_at: per-step (record level only) or final.
+    steps: K. noise_at: per-step (record level only) or final. tail: as in dp-fedgd.
     """
+    last = [average(tail)] if tail else []
+    return averaged("dp-fedavg", unit, clip, local_lr, steps, noise_at, scale(lr), *last)
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        y = down.theta
-        for _ in range(steps):
-            y = y - local_lr * ask.gradient(y)
-        return y - down.theta
 
-    queries, proves = local_steps(unit, clip, steps, noise_at)
-    rule: Rule = chain(scale(lr), *([average(tail)] if tail else []))
-    return Method("dp-fedavg", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT)
+def fedavg_ls(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 1.0,
+    local_lr: float = 2.0,
+    steps: int = 1,
+    noise_at: str = "per-step",
+    strength: float = 1.0,
+) -> Method:
+    """dp-fedavg, the mean update smoothed by (I - strength L)^-1 on the server.
+
+    strength: of the smoothing; 0 is dp-fedavg. Other options as there.
+    """
+    return averaged("dp-fedavg-ls", unit, clip, local_lr, steps, noise_at, smooth(strength), scale(lr))

@@ -3,5 +3,6 @@
 from sordino.rules.adaptive import adam, yogi
 from sordino.rules.basic import average, chain, ema, scale
 from sordino.rules.fisher import fisher
+from sordino.rules.smoothing import smooth
 
-__all__ = ["adam", "average", "chain", "ema", "fisher", "scale", "yogi"]
+__all__ = ["adam", "average", "chain", "ema", "fisher", "scale", "smooth", "yogi"]
