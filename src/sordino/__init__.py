@@ -28,11 +28,12 @@ from sordino.engines import reference, simulate
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import gaussian
-from sordino.privacy.certificate import certificate, verify
+from sordino.privacy.certificate import certificate
 from sordino.privacy.noise import source
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.privacy.statement import statement
+from sordino.privacy.verify import verify
 
 __version__ = "0.1.0"
 

@@ -14,8 +14,9 @@ from sordino.core import SordinoError
 from sordino.data.sources import preprocess, read_features
 from sordino.experiments.spec import Spec
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.certificate import Verdict, finite, verify
+from sordino.privacy.certificate import finite
 from sordino.privacy.ledger import Ledger
+from sordino.privacy.verify import Verdict, verify
 
 
 class Predictions(NamedTuple):
