@@ -1,0 +1,112 @@
+"""Certificates of every kind of plan: complete, in JSON, confirmed by the second accountant, and put into words."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.methods import build
+from sordino.privacy.certificate import certificate, ranges
+from sordino.privacy.noise import Secure, Seeded, Silent
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
+from sordino.privacy.statement import statement
+from sordino.privacy.verify import verify
+from sordino.rules import scale
+
+SIZES = (40, 10, 25, 25)
+EVERY = frozenset((unit, trust) for unit in Unit for trust in Trust)
+
+
+def made(plan, source=None, **more):
+    return json.loads(json.dumps(certificate(plan, source or Secure(), version="0", **more), allow_nan=False))
+
+
+def plan_for(method=None, participation="full", divisor="pooled", rounds=6, **privacy):
+    method = method or build("dp-fedgd", privacy.get("unit", "record"))
+    promise = Privacy(**{"epsilon": 2.0, **privacy})
+    return Plan(method, rounds, SIZES, promise, Participation.parse(participation), Divisor(divisor), schedule_seed=1)
+
+
+@pytest.mark.parametrize("participation", ["full", "fixed:2", "poisson:0.4", "poisson:1e-9"])
+@pytest.mark.parametrize("divisor", list(Divisor))
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("unit", list(Unit))
+def test_no_honest_certificate_is_rejected(unit, trust, divisor, participation):
+    plan = plan_for(None, participation, divisor, unit=unit, trust=trust)
+    for done in (None, 3):
+        cert = made(plan, done=done)
+        assert verify(cert).problems == []
+        assert cert["certified"]
+        assert "Certified: ε = " in statement(cert)
+
+
+def test_stages_streams_and_lemmas_are_told_and_confirmed():
+    def work(ask, down, memory, cache):
+        return ask.gradient(down.theta)
+
+    encoder = np.tril(np.ones((5, 5)))
+    once = Stage(Local(work), scale(1.0), (Query(Kind.GRADIENT, 1.0, share=0.3),), 1)
+    stream = Query(Kind.GRADIENT, 2.0, share=0.7, noise=Correlated(encoder, np.linalg.inv(encoder)))
+    method = Method("two", Unit.RECORD, (once, Stage(Local(work), scale(1.0), (stream,))), EVERY)
+    cert = made(plan_for(method))
+    assert verify(cert).problems == []
+    assert [query["stream"] for query in cert["queries"]] == [False, True]
+    bounded = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=Lemma("a small step", lambda m: 1 / m)))
+    lemma = Method("lemma", Unit.RECORD, (Stage(Local(work), scale(1.0), bounded),), EVERY)
+    for trust in Trust:
+        cert = made(plan_for(lemma, trust=trust))
+        assert verify(cert).problems == []
+        assert cert["queries"][0]["bound"] == "by lemma: a small step"
+        assert "by lemma: a small step" in statement(cert)
+
+
+def test_a_stricter_client_is_told_apart():
+    cert = made(plan_for(client_epsilon={1: 0.5}))
+    assert {group["clients"]: round(group["epsilon"], 6) for group in cert["groups"]} == {"0, 2-3": 2.0, "1": 0.5}
+    assert verify(cert).problems == []
+    assert "the client worst off, client 0" in statement({**cert, "client_names": []})
+
+
+@pytest.mark.parametrize(
+    ("plan", "source", "words"),
+    [
+        (plan_for(), Seeded(1), "seeded: not private"),
+        (plan_for(epsilon=math.inf), Silent(), "not private: no noise was added"),
+        (
+            Plan(build("dp-scaffold"), 3, SIZES, Privacy(trust="secure-aggregation"), uncertified=True),
+            Secure(),
+            "not proved: dp-scaffold at record level under secure-aggregation",
+        ),
+    ],
+)
+def test_what_is_not_certified_says_so_first(plan, source, words):
+    cert = made(plan, source)
+    assert not cert["certified"]
+    first = statement(cert).split("\n\n")[1]
+    assert first.startswith("**Not certified.**")
+    assert words in first
+    assert verify(cert).problems == []
+
+
+def test_the_statement_says_who_against_whom_and_what_not():
+    told = statement(made(plan_for(trust="secure-aggregation"), tested=77, names=["Ulm", "Bonn", "Jena", "Köln"]))
+    for words in (
+        "any single record",
+        "no client's message by itself",
+        "Secure aggregation was assumed, not carried out",
+        "The 77 records that the model was tested on",
+        "0: Ulm; 1: Bonn",
+        "shortened to length at most 1",
+    ):
+        assert words in told, words
+    user = statement(made(plan_for(unit="user", adjacency="add-remove", trust="trusted-server")))
+    assert "any whole client: whether its data were used at all" in user
+    assert "records in" not in user
+
+
+def test_ranges():
+    assert ranges([0, 1, 2, 4, 7, 8]) == "0-2, 4, 7-8"
+    assert ranges([]) == ""
