@@ -315,7 +315,7 @@ class Facts:
     """Every public number of a run; rules and local rules may read it."""
 
     clients: int
-    sizes: np.ndarray
+    sizes: np.ndarray  # of the clients; empty at user level, where they are not public
     rounds: int
     cohort: float  # expected participants of a round
     aggregate_std: float  # noise per coordinate on the aggregate of the stage's first noised query

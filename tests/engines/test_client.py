@@ -82,7 +82,8 @@ def test_one_source_in_two_runs_does_not_cancel(engine):
     source, a, b = Secure(), small(torch.float64, 0), small(torch.float64, 1)
     plan = plan_for(a)
     first, second = (next(engine.run(plan, Linear(3, 2), records, source)).aggregate for records in (a, b))
-    clear = [next(engine.run(plan.silenced(), Linear(3, 2), records, source)).aggregate for records in (a, b)]
+    bare = plan_for(a, epsilon=math.inf)
+    clear = [next(engine.run(bare, Linear(3, 2), records, source)).aggregate for records in (a, b)]
     left = (first - second) - (clear[0] - clear[1])
     assert float(left.norm()) > 0.1 * plan.aggregate_std(0)
     seeded = [next(engine.run(plan, Linear(3, 2), records, Seeded(1))).aggregate for records in (a, b)]
@@ -135,6 +136,20 @@ def test_a_batch_made_by_hand_gains_nothing():
         method = Method("toy", Unit.RECORD, (Stage(Local(rule), scale(-1.0), (Query(Kind.GRADIENT, 1.0),)),), EVERY)
         runs.append([r.model for r in reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0))][-1])
     assert torch.equal(*runs)
+
+
+def test_a_message_that_is_not_finite_tells_nothing():
+    for clip in (1.0, math.inf):
+        for bad in (math.nan, math.inf):
+            message = torch.tensor([[1.0, bad], [0.6, 0.0]])
+            assert clipped(message, clip)[0].tolist() == [0.0, 0.0]
+            assert clipped(message, clip)[1].tolist() == pytest.approx([0.6, 0.0])
+
+
+def test_rules_do_not_learn_the_sizes_of_users():
+    records = small()
+    assert len(plan_for(records).facts(0).sizes) == 4
+    assert len(plan_for(records, build("dp-fedgd", "user"), unit="user").facts(0).sizes) == 0
 
 
 @pytest.mark.parametrize("clip", [1e-6, 1e-4, 1e-3, 1.0])

@@ -33,6 +33,7 @@ class Turn(NamedTuple):
     stage: Stage
     facts: Facts
     cohort: np.ndarray
+    sizes: np.ndarray  # as declared; at user level only the client itself knows its own
     stds: list[np.ndarray]  # per query, every client's own noise in a cohort of this size
 
 
@@ -42,12 +43,12 @@ def turns(plan: Plan, start: int = 0) -> Iterator[Turn]:
     for s, (stage, rounds) in enumerate(zip(plan.method.stages, plan.stage_rounds, strict=True)):
         first, facts = t, plan.facts(s)
         stds = [plan.std(s, k) for k in range(len(stage.queries))]
-        step = 0
+        sizes, step = np.asarray(plan.sizes), 0
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
                 share = plan.share(len(cohort))
-                yield Turn(t, first, step, stage, facts, cohort, [std * share for std in stds])
+                yield Turn(t, first, step, stage, facts, cohort, sizes, [std * share for std in stds])
             step += bool(len(plan.cohorts[t]))
         t = first + rounds
 
@@ -65,12 +66,13 @@ def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[
 
 
 def clipped(message: Tensor, clip: float) -> Tensor:
-    """Rows scaled down to norm `clip`; a row that is not finite becomes zero, so that it tells nothing."""
+    """Rows scaled down to norm `clip` (inf: as they are); a row that is not finite becomes zero, and tells nothing."""
     # In float64: a norm of many float32 numbers would fall short by more than the safety margin.
     norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True, dtype=torch.float64)
-    bound = clip * (1 - SAFETY)
-    scaled: Tensor = (message.double() * (bound / norm.clamp_min(bound))).to(message.dtype)
-    return torch.where(torch.isfinite(norm), scaled, torch.zeros_like(message))
+    if math.isfinite(clip):
+        bound = clip * (1 - SAFETY)
+        message = (message.double() * (bound / norm.clamp_min(bound))).to(message.dtype)
+    return torch.where(torch.isfinite(norm), message, torch.zeros_like(message))
 
 
 class Oracle:
@@ -120,7 +122,7 @@ class Oracle:
             if query.kind is Kind.DELTA:
                 if not isinstance(message, Tensor) or message.dim() != self._axes:
                     raise SordinoError("message: what is noised as a whole must be one vector a client; flatten it.")
-                message = clipped(message, query.clip) if math.isfinite(query.clip) else message
+                message = clipped(message, query.clip)
                 message = self._noised(message, number, 0, 1) if noise else message
         return message
 

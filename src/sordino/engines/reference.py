@@ -82,7 +82,7 @@ def oracle(model: Model, records: Records, turn: Turn, i: int, source: Source, *
         model,
         shard,
         turn.stage,
-        sizes=shard.x.new_tensor(turn.facts.sizes[i]),  # as declared: what it really holds is private
+        sizes=shard.x.new_tensor(turn.sizes[i]),  # as declared: what it really holds is private
         stds=[torch.tensor(std[i]) for std in turn.stds],
         draw=draw,
         coins=coins,

@@ -105,7 +105,7 @@ class Crowd:
 
     def __init__(self, plan: Plan, model: Model, records: Records, sources: list[Source], lead: int) -> None:
         self.plan, self.model, self.records, self.sources, self.lead = plan, model, records, sources, lead
-        self.secret = all(source.private for source in sources)
+        self.secret = any(source.private for source in sources)
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
 

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -152,34 +152,27 @@ def pay(job: Job, out: Path) -> None:
 
 def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
     """Train, and yield each round's metrics; with `out`, from wherever the directory stands, and paid for there."""
-    if out:
-        with _alone(out):
-            yield from _rounds(job, out)
-    else:
-        yield from _rounds(job, None)
-
-
-def _rounds(job: Job, out: Path | None) -> Iterator[dict[str, Any]]:
-    done, tree, history = _restore(out, job.identity) if out else (0, (), [])
-    if out:
-        pay(job, out)
-        (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
-    yield from history
-    x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
-    mu = job.plan.spending()
-    began = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
-    for turn in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
-        line: dict[str, Any] = {
-            "round": turn.t + 1,
-            **evaluate(job.model, turn.model, x, y),
-            "epsilon": finite(gaussian.epsilon(float(mu[turn.t]), job.plan.privacy.delta)),
-            "seconds": round(time.perf_counter() - began, 6),
-        }
+    with _alone(out) if out else nullcontext():
+        done, tree, history = _restore(out, job.identity) if out else (0, (), [])
         if out:
-            _store(out, job.identity, (turn.checkpoint, turn.model), line)
-            with open(out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
-        yield line
+            pay(job, out)
+            (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+        yield from history
+        x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
+        mu = job.plan.spending()
+        began = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
+        for turn in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
+            line: dict[str, Any] = {
+                "round": turn.t + 1,
+                **evaluate(job.model, turn.model, x, y),
+                "epsilon": finite(gaussian.epsilon(float(mu[turn.t]), job.plan.privacy.delta)),
+                "seconds": round(time.perf_counter() - began, 6),
+            }
+            if out:
+                _store(out, job.identity, (turn.checkpoint, turn.model), line)
+                with open(out / "metrics.jsonl", "a") as file:
+                    file.write(json.dumps(line) + "\n")
+            yield line
 
 
 def finish(job: Job, out: Path, history: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -265,7 +265,7 @@ class Plan:
         rate = self.participation.rate(self.clients)
         return Facts(
             clients=self.clients,
-            sizes=np.asarray(self.sizes),
+            sizes=np.asarray(self.sizes if self.privacy.unit is Unit.RECORD else ()),
             rounds=self.stage_rounds[stage],
             cohort=rate * self.clients,
             aggregate_std=self.aggregate_std(stage),
@@ -342,10 +342,6 @@ class Plan:
             sensitivity = std * math.sqrt(self._increment(level, t)[client] / calls) if std else moved
             rows.append(Entry(f"client {client}", t, level.name, sensitivity, std, calls, run_id))
         return rows
-
-    def silenced(self) -> Plan:
-        """The same plan without noise, and so without privacy."""
-        return replace(self, privacy=replace(self.privacy, epsilon=math.inf, client_epsilon={}), noise=None)
 
 
 def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
