@@ -42,7 +42,10 @@ def test_sensitivity_of_a_positive_semidefinite_sum():
 
 
 def test_a_lemma_replaces_the_clip():
-    query = Query(Kind.DELTA, bound=Lemma("shrinks with the records", lambda m: 3 / m))
+    query = Query(
+        Kind.DELTA,
+        bound=Lemma("shrinks with the records", lambda m, adjacency: 3 * (1 + (adjacency == "replace-one")) / m),
+    )
     assert query.sensitivity(ADD, Unit.RECORD, 10) == pytest.approx(0.3)
     assert query.sensitivity(SWAP, Unit.RECORD, 10) == pytest.approx(0.6)
 

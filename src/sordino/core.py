@@ -140,9 +140,19 @@ class Model(Protocol):
         ...
 
     def predict(self, theta: Tensor, x: Tensor) -> Tensor: ...
-    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """Sum over records of the gradient scaled down to norm `clip`; non-finite gradients contribute zero."""
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the parameters that theta strings together."""
         ...
+
+    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
+        """Sum over records of the gradient (times `scale`, entry by entry) cut down to norm `clip`; gradients that are
+        not finite contribute zero. The sums of matrices below are bounded alike, in the Frobenius norm."""
+        ...
+
+    # A model that serves second-order methods also has
+    #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
+    #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
 
 
 # ----------------------------------------------------------------------------------------------- what may be asked
@@ -153,6 +163,7 @@ class Kind(StrEnum):
 
     GRADIENT = "gradient"
     CURVATURE = "curvature"
+    FISHER = "fisher"
     GRAM = "gram"
     COUNT = "count"
     DELTA = "delta"
@@ -180,11 +191,19 @@ class Correlated:
 
 
 @dataclass(frozen=True)
-class Lemma:
-    """A named proof that a message moves by at most `bound(records)` when one unit joins or leaves."""
+class Stream:
+    """Correlated noise whose factors follow from the number of rounds."""
 
     name: str
-    bound: Callable[[int], float]
+    over: Callable[[int], Correlated]
+
+
+@dataclass(frozen=True)
+class Lemma:
+    """A named proof that neighbouring data move a message by at most `bound(records, adjacency)`."""
+
+    name: str
+    bound: Callable[[int, Adjacency], float]
 
 
 SAFETY = 1e-6  # clips are enforced this much below their nominal value, so that rounding cannot exceed it
@@ -205,21 +224,22 @@ class Query:
     share: float | None = None
     psd: bool = False
     bound: Lemma | None = None
-    noise: Independent | Correlated | None = Independent()
+    noise: Independent | Correlated | Stream | None = Independent()
 
     def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
-        """L2 sensitivity of one release: the clip, or a lemma's bound, once or twice.
+        """L2 sensitivity of one release: a lemma's bound, or the clip, once or twice.
 
         - One unit more or less changes a sum of clipped terms by one of them: C.
         - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
           most sqrt(2) C, for their inner product is not negative.
         - A record may carry its client's clipped message from anywhere in the ball to anywhere, joining or not: 2C.
         """
-        base = self.clip if self.bound is None else self.bound.bound(records)
-        anywhere = self.kind is Kind.DELTA and unit is Unit.RECORD and self.bound is None
+        if self.bound is not None:
+            return self.bound.bound(records, adjacency)
+        anywhere = self.kind is Kind.DELTA and unit is Unit.RECORD
         if adjacency is Adjacency.ADD_REMOVE and not anywhere:
-            return base
-        return math.sqrt(2) * base if self.psd else 2 * base
+            return self.clip
+        return math.sqrt(2) * self.clip if self.psd else 2 * self.clip
 
 
 # ------------------------------------------------------------------------------------------ who does what, in turn
@@ -240,9 +260,18 @@ class Ask(Protocol):
     @property
     def facts(self) -> Facts: ...
 
-    def gradient(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
+    def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor: ...
     def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
+    def curvature_times(self, theta: Tensor, v: Tensor) -> Tensor:
+        """The curvature times a vector, never built; a call of the CURVATURE query, which must carry no noise."""
+        ...
+
+    def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
     def gram(self, on: Batch | None = None) -> Tensor: ...
+    def std(self, kind: Kind) -> Tensor:
+        """Of the noise on one number of this client's answer: public."""
+        ...
+
     def sample(self, rate: float) -> Batch:
         """A Poisson minibatch, from its own stream; pass it as `on`. No amplification is claimed for it yet."""
         ...
@@ -319,6 +348,8 @@ class Facts:
     rounds: int
     cohort: float  # expected participants of a round
     aggregate_std: float  # noise per coordinate on the aggregate of the stage's first noised query
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
+    blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
 
 
 class Round(NamedTuple):

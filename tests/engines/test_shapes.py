@@ -168,7 +168,7 @@ def lemma_duals_cache():
     queries = (
         Query(Kind.GRADIENT, 1.0, noise=None),
         Query(Kind.GRAM, 1.0, noise=None),
-        Query(Kind.DELTA, bound=Lemma("toy", lambda m: 1 / m)),
+        Query(Kind.DELTA, bound=Lemma("toy", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m)),
     )
     local = Local(work, lambda y, down, dual: dual + 0.1 * y, lambda theta, before: torch.zeros_like(theta), prepare)
     return Method("fednew", Unit.RECORD, (Stage(local, sgd(), queries),), PC)

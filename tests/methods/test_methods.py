@@ -113,7 +113,7 @@ def test_a_method_reads_like_its_paper():
 def messages(plan, records, thetas, seed=1):
     """What every client says in every round, theta being forced."""
     said = []
-    for turn in turns(plan):
+    for turn in turns(plan, MODEL):
         for i in turn.cohort:
             ask = reference.oracle(MODEL, records, turn, int(i), Seeded(seed))
             said.append(ask.finish(turn.stage.local.work(ask, Down(thetas[turn.t]), (), ())))

@@ -54,7 +54,10 @@ def test_stages_streams_and_lemmas_are_told_and_confirmed():
     cert = made(plan_for(method))
     assert verify(cert).problems == []
     assert [query["stream"] for query in cert["queries"]] == [False, True]
-    bounded = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=Lemma("a small step", lambda m: 1 / m)))
+    bounded = (
+        Query(Kind.GRADIENT, noise=None),
+        Query(Kind.DELTA, bound=Lemma("a small step", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m)),
+    )
     lemma = Method("lemma", Unit.RECORD, (Stage(Local(work), scale(1.0), bounded),), EVERY)
     for trust in Trust:
         cert = made(plan_for(lemma, trust=trust))

@@ -460,7 +460,7 @@ def test_shares_divide_mu_squared(shares, parts):
 
 
 def test_a_lemma_sets_each_client_s_sensitivity():
-    delta = Query(Kind.DELTA, bound=Lemma("1/m", lambda m: 1 / m))
+    delta = Query(Kind.DELTA, bound=Lemma("1/m", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m))
     found = plan(method=method(stage(gradient(noise=None), delta)))
     np.testing.assert_allclose(found.levels[0].sensitivity, 2 / np.array(UNEQUAL))
     np.testing.assert_allclose(epsilons(found), 1.0, rtol=1e-9)
@@ -474,7 +474,7 @@ def test_a_stage_nobody_came_to():
 
 
 def test_noise_and_epsilon_say_the_same_of_a_lemma():
-    delta = Query(Kind.DELTA, bound=Lemma("1/m", lambda m: 1 / m))
+    delta = Query(Kind.DELTA, bound=Lemma("1/m", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m))
     asked = plan(method=method(stage(gradient(noise=None), delta)))
     assert asked.summed_noise()[0] > 0
     assert replace(asked, noise=asked.summed_noise()[0]).epsilon() == pytest.approx(1.0)

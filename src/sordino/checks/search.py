@@ -103,7 +103,7 @@ class Scene(NamedTuple):
 def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
     """Of each round of a noised run."""
     theta, state, memory = model.init().to(records.x), (), ((),) * plan.clients
-    for turn, after in zip(turns(plan), reference.run(plan, model, records, Seeded(seed)), strict=True):
+    for turn, after in zip(turns(plan, model), reference.run(plan, model, records, Seeded(seed)), strict=True):
         if turn.t == turn.first:
             state = turn.stage.rule.init(theta, turn.facts, state)
             memory = tuple(turn.stage.local.init(theta, mine) for mine in memory)

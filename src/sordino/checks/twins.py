@@ -22,7 +22,9 @@ def half_claimed(method: Method, model: Any) -> tuple[Method, Any]:
     """Every query claims half of what it did."""
 
     def half(query: Query) -> Query:
-        return replace(query, bound=Lemma("half", lambda m: (query.bound.bound(m) if query.bound else query.clip) / 2))
+        return replace(
+            query, bound=Lemma("half", lambda m, adjacency: query.sensitivity(adjacency, method.unit, m) / 2)
+        )
 
     return _every(method, lambda stage: stage._replace(queries=tuple(map(half, stage.queries)))), model
 
@@ -126,7 +128,8 @@ def careless(model: Any, total: Callable[[Sums, Shard, float], Tensor]) -> Any:
     """A model whose sums over records are made from right ones by `total`."""
 
     def summed(name: str, method: Callable[..., Tensor], *args: Any) -> Tensor:
-        *rest, shard, clip = args
-        return total(lambda shard, clip: method(*rest, shard, clip), shard, clip)
+        at = next(k for k, part in enumerate(args) if isinstance(part, Shard))
+        before, shard, clip, after = args[:at], args[at], args[at + 1], args[at + 2 :]
+        return total(lambda shard, clip: method(*before, shard, clip, *after), shard, clip)
 
-    return Through(model, ("clipped_sum", "curvature_sum", "gram_sum"), summed)
+    return Through(model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum"), summed)

@@ -21,7 +21,10 @@ def row_norms(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Records:
-    """`x` and `y` sorted by client; client i holds rows `starts[i]` to `starts[i + 1]`."""
+    """`x` and `y` sorted by client; client i holds rows `starts[i]` to `starts[i + 1]`.
+
+    A leading axis of both holds worlds: data sets of the same sizes, one for each of several runs.
+    """
 
     x: Tensor
     y: Tensor
@@ -73,8 +76,8 @@ class Records:
     def shard(self, i: int) -> Shard:
         """One client's records."""
         rows = slice(int(self.starts[i]), int(self.starts[i + 1]))
-        x = self.x[rows]
-        return Shard(x, self.y[rows], x.new_ones(len(x)), self.length[rows])
+        x = self.x[..., rows, :]
+        return Shard(x, self.y[..., rows], x.new_ones(x.shape[-2]), self.length[..., rows])
 
     def fused(self, cohort: np.ndarray, weight: np.ndarray) -> Shard:
         """A cohort as one client, each record weighted by its owner's public `weight`."""
@@ -83,7 +86,7 @@ class Records:
             return Shard(self.x, self.y, scale[self._owner], self.length)
         rows = torch.from_numpy(np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in cohort]))
         rows = rows.to(self.x.device)
-        return Shard(self.x[rows], self.y[rows], scale[self._owner[rows]], self.length[rows])
+        return Shard(self.x[..., rows, :], self.y[..., rows], scale[self._owner[rows]], self.length[..., rows])
 
     def buckets(self, cohort: np.ndarray) -> list[tuple[np.ndarray, Shard]]:
         """A cohort as a few padded batches, clients of like size (within a factor of two) together."""
@@ -97,6 +100,6 @@ class Records:
         inside = column < sizes[:, None]
         rows = torch.from_numpy(np.where(inside, self.starts[clients][:, None] + column, 0)).to(self.x.device)
         real = torch.from_numpy(inside).to(self.x.device)
-        x = self.x[rows].masked_fill(~real.unsqueeze(-1), 0)
-        length = self.length[rows].masked_fill(~real, 0)
-        return clients, Shard(x, self.y[rows], real.to(x.dtype), length)
+        x = self.x[..., rows, :].masked_fill(~real.unsqueeze(-1), 0)
+        length = self.length[..., rows].masked_fill(~real, 0)
+        return clients, Shard(x, self.y[..., rows], real.to(x.dtype), length)

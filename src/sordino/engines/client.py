@@ -8,16 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, Batch, Correlated, Facts, Kind, OverspentError, Query, Shard, SordinoError, Stage, Tree
+from sordino.core import (
+    SAFETY,
+    Batch,
+    Correlated,
+    Facts,
+    Kind,
+    Model,
+    OverspentError,
+    Query,
+    Shard,
+    SordinoError,
+    Stage,
+    Tree,
+)
 from sordino.privacy.noise import Address, Source, add
 from sordino.privacy.plan import Plan
 
+MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
 SAMPLING = 2**16 - 1  # the query number under which minibatches are drawn
 
 Draw = Callable[[int, int, tuple[int, ...]], Tensor]  # (query number, call, shape of one client's draw) -> normals
@@ -33,24 +48,34 @@ class Turn(NamedTuple):
     stage: Stage
     facts: Facts
     cohort: np.ndarray
+    extras: np.ndarray  # clients outside the cohort that send their part of a common noise stream, and nothing else
     sizes: np.ndarray  # as declared; at user level only the client itself knows its own
     stds: list[np.ndarray]  # per query, every client's own noise in a cohort of this size
 
 
-def turns(plan: Plan, start: int = 0) -> Iterator[Turn]:
+def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
     """The rounds of a plan, in order."""
-    t = 0
-    for s, (stage, rounds) in enumerate(zip(plan.method.stages, plan.stage_rounds, strict=True)):
-        first, facts = t, plan.facts(s)
-        stds = [plan.std(s, k) for k in range(len(stage.queries))]
-        sizes, step = np.asarray(plan.sizes), 0
+    t, sizes, everyone = 0, np.asarray(plan.sizes), np.arange(plan.clients)
+    for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
+        first, facts = t, replace(plan.facts(s), shapes=model.shapes, blocks=blocks(model))
+        stds, step = [plan.std(s, k) for k in range(len(stage.queries))], 0
+        common = plan.sums_only and any(isinstance(query.noise, Correlated) for query in stage.queries)
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
-                share = plan.share(len(cohort))
-                yield Turn(t, first, step, stage, facts, cohort, sizes, [std * share for std in stds])
+                extras = np.setdiff1d(everyone, cohort) if common else everyone[:0]
+                share = plan.share(len(cohort) + len(extras))
+                yield Turn(t, first, step, stage, facts, cohort, extras, sizes, [std * share for std in stds])
             step += bool(len(plan.cohorts[t]))
         t = first + rounds
+
+
+def blocks(model: Model) -> Tensor:
+    """Which block of parameters each entry of theta belongs to: what the model says, or one a tensor."""
+    if (said := getattr(model, "blocks", None)) is not None:
+        return torch.as_tensor(said)
+    sizes = torch.tensor([math.prod(shape) for shape in model.shapes])
+    return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
 
 def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -62,7 +87,7 @@ def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[
     else:
         z = source.normal(at, shape)
     # Symmetric answers get symmetric noise: variance 1 on the diagonal and 1/2 off it is white in the Frobenius norm.
-    return (z + z.swapaxes(-1, -2)) / 2 if query.kind in (Kind.CURVATURE, Kind.GRAM) else z
+    return (z + z.swapaxes(-1, -2)) / 2 if query.kind in MATRICES else z
 
 
 def clipped(message: Tensor, clip: float) -> Tensor:
@@ -102,14 +127,31 @@ class Oracle:
         self.facts = facts
         self.records = sizes.unsqueeze(-1) if sizes.dim() else sizes
 
-    def gradient(self, theta: Tensor, on: Batch | None = None) -> Tensor:
-        return self._answer(Kind.GRADIENT, 1, on, lambda shard, clip: self._model.clipped_sum(theta, shard, clip))
+    def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
+        rest = () if scale is None else (scale,)
+        return self._answer(
+            Kind.GRADIENT, 1, on, lambda shard, clip: self._model.clipped_sum(theta, shard, clip, *rest)
+        )
 
     def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor:
         return self._answer(Kind.CURVATURE, 2, on, lambda shard, clip: self._model.curvature_sum(theta, shard, clip))
 
+    def curvature_times(self, theta: Tensor, v: Tensor) -> Tensor:
+        if any(query.kind is Kind.CURVATURE and query.noise is not None for query in self._stage.queries):
+            raise OverspentError("the curvature is released here: ask for the whole of it, which is noised once")
+        return self._answer(
+            Kind.CURVATURE, 1, None, lambda shard, clip: self._model.curvature_times(theta, shard, clip, v)
+        )
+
+    def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor:
+        return self._answer(Kind.FISHER, 2, on, lambda shard, clip: self._model.fisher_sum(theta, shard, clip))
+
     def gram(self, on: Batch | None = None) -> Tensor:
         return self._answer(Kind.GRAM, 2, on, lambda shard, clip: self._model.gram_sum(shard, clip))
+
+    def std(self, kind: Kind) -> Tensor:
+        number = self._number(kind)
+        return along(self._stds[number].to(self._sizes) / self._sizes, 1)
 
     def sample(self, rate: float) -> Batch:
         mask = self._shard.mask
@@ -127,9 +169,7 @@ class Oracle:
         return message
 
     def _answer(self, kind: Kind, axes: int, on: Batch | None, total: Callable[[Shard, float], Tensor]) -> Tensor:
-        number = next((k for k, query in enumerate(self._stage.queries) if query.kind is kind), None)
-        if number is None:
-            raise OverspentError(f"this stage declares no {kind} query; add Query(Kind.{kind.name}, clip) to it")
+        number = self._number(kind)
         query, call = self._stage.queries[number], self._spent[number]
         if self._inside and query.noise is not None:
             raise OverspentError(f"prepare asked the {kind} query, whose answers are released; only work may")
@@ -141,6 +181,12 @@ class Oracle:
         if query.noise is not None:
             answer = self._noised(answer, number, call, axes)
         return answer / along(self._sizes * (1.0 if on is None else on.rate), axes)
+
+    def _number(self, kind: Kind) -> int:
+        for number, query in enumerate(self._stage.queries):
+            if query.kind is kind:
+                return number
+        raise OverspentError(f"this stage declares no {kind} query; add Query(Kind.{kind.name}, clip) to it")
 
     def _noised(self, answer: Tensor, number: int, call: int, axes: int) -> Tensor:
         std = along(self._stds[number], axes)

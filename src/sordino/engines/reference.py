@@ -33,7 +33,7 @@ def run(
     clients = range(plan.clients)
     state: Tree = ()
     memory: list[Tree] = [() for _ in clients]
-    for turn in turns(plan):
+    for turn in turns(plan, model):
         local, rule = turn.stage.local, turn.stage.rule
         if turn.t == turn.first:
             state = rule.init(theta, turn.facts, state)
@@ -54,6 +54,10 @@ def run(
                     ledger.charge(plan.entries(i, turn.t, run_id), pack(message))
             memory[i] = local.remember(message, down, memory[i])
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, message))
+        for i in turn.extras if parts else ():
+            ask = oracle(model, records, turn, int(i), source, empty=True)
+            noise = ask.finish(local.work(ask, down, memory[i], caches[i]))
+            parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, noise))
         aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
         if parts:
             step, state = rule.update(aggregate, state, theta, turn.step)
@@ -67,9 +71,12 @@ def recall(ledger: Ledger | None, run_id: str, i: int, t: int, like: Tensor) -> 
     return None if stored is None else tree_map(lambda leaf: leaf.to(like), unpack(stored))
 
 
-def oracle(model: Model, records: Records, turn: Turn, i: int, source: Source, *, inside: bool = False) -> Oracle:
-    """Client i's own."""
+def oracle(
+    model: Model, records: Records, turn: Turn, i: int, source: Source, *, inside: bool = False, empty: bool = False
+) -> Oracle:
+    """Client i's own; `empty`: as if it held no record."""
     shard = records.shard(i)
+    shard = shard._replace(mask=0 * shard.mask) if empty else shard
 
     def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
         query = turn.stage.queries[number]

@@ -42,7 +42,8 @@ def run(
 ) -> Iterator[Round]:
     """Yield after every round. To resume, pass the next round's number and the last round's checkpoint.
 
-    A leading axis of `theta` holds runs, several trainings over the same data at once; each has its own source.
+    A leading axis of `theta` holds runs, several trainings at once, each with its own source; they share the data, or
+    have their own where the records too have that axis.
     """
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
@@ -53,7 +54,7 @@ def run(
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
         raise SordinoError(f"source: {len(sources)} for theta of shape {tuple(theta.shape)}; every run needs its own.")
     crowd = Crowd(plan, model, records, sources, theta.dim() - 1)
-    for turn in turns(plan, start):
+    for turn in turns(plan, model, start):
         local, rule = turn.stage.local, turn.stage.rule
         if turn.t == turn.first:
             state = rule.init(theta, turn.facts, state)
@@ -81,8 +82,8 @@ def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
         pass
 
     class Probe:
-        def gradient(self, at: Tensor, on: Any = None) -> Tensor:
-            if at is not down.theta or on is not None or asked:
+        def gradient(self, at: Tensor, on: Any = None, scale: Any = None) -> Tensor:
+            if at is not down.theta or on is not None or scale is not None or asked:
                 raise Elsewhere
             asked.append(at)
             return answer
@@ -106,6 +107,7 @@ class Crowd:
     def __init__(self, plan: Plan, model: Model, records: Records, sources: list[Source], lead: int) -> None:
         self.plan, self.model, self.records, self.sources, self.lead = plan, model, records, sources, lead
         self.secret = any(source.private for source in sources)
+        self.worlds = records.x.dim() - 2  # axes of the data before its clients: 1 where every run has its own
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
 
@@ -132,7 +134,8 @@ class Crowd:
             return ()
         parts = [turn.stage.local.prepare(self._oracle(turn, c, s, inside=True)) for c, s in self._whole]
         order = torch.from_numpy(np.argsort(np.concatenate([clients for clients, _ in self._whole])))
-        return tree_map(lambda *leaf: torch.cat(leaf)[order.to(leaf[0].device)], *parts)
+        order, axis = order.to(self.records.x.device), self.worlds
+        return tree_map(lambda *leaf: torch.cat(leaf, axis).index_select(axis, order), *parts)
 
     def fused(self, turn: Turn, theta: Tensor, shares: bool) -> Tensor:
         """The weighted sum of all noised gradients, from one matrix."""
@@ -149,12 +152,16 @@ class Crowd:
         delta = next((k for k, query in enumerate(turn.stage.queries) if query.kind is Kind.DELTA), None)
         once = delta is not None and local.remember is keep and not shares
         whole = len(turn.cohort) == self.plan.clients
+        buckets = self._whole if whole else self.records.buckets(turn.cohort)
+        if len(turn.extras) and not once:
+            empty = [(c, shard._replace(mask=0 * shard.mask)) for c, shard in self.records.buckets(turn.extras)]
+            buckets = [*buckets, *empty]
         parts = []
-        for clients, shard in self._whole if whole else self.records.buckets(turn.cohort):
+        for clients, shard in buckets:
             chosen = torch.from_numpy(clients).to(self.records.x.device)
             ask = self._oracle(turn, clients, shard)
             mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
-            cache = tree_map(lambda leaf, rows=chosen: leaf[rows], caches)
+            cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.worlds, rows), caches)
             message = ask.finish(local.work(ask, Down(*near), mine, cache), noise=not once)
             after = local.remember(message, Down(*near), mine)
             memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
@@ -169,13 +176,14 @@ class Crowd:
 
     def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""
-        scale = (moved * turn.stds[number])[turn.cohort]
+        senders = np.concatenate([turn.cohort, turn.extras])
+        scale = (moved * turn.stds[number])[senders]
         std = math.sqrt(float(scale @ scale))
         if not std:
             return total
         shape = tuple(total.shape[-1:])
         if shares:
-            each = self._draw(turn, number, 0, turn.cohort, shape)
+            each = self._draw(turn, number, 0, senders, shape)
             noise = (each * torch.from_numpy(scale).unsqueeze(-1)).sum(self.lead)
         else:
             query, at = turn.stage.queries[number], Address(EVERYONE, turn.t, number)

@@ -6,20 +6,22 @@ public divisor of its answers), so a record of client i moves the observed quant
 - `untrusted-server`: every message is seen, so each client's own noise must cover its own sensitivity.
 - `secure-aggregation`, `trusted-server`: only the weighted sum is seen. Its noise must cover the client that moves it
   most, and each participant contributes an equal part of that noise *as it arrives in the sum*. Hence no small client
-  pays more than was promised, whatever the weights.
+  pays more than was promised, whatever the weights. Correlated noise is one stream over all rounds, so that there every
+  client sends its part in every round, and those outside the cohort send nothing else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from sordino.core import (
+    Adjacency,
     Correlated,
     Divisor,
     Facts,
@@ -29,8 +31,10 @@ from sordino.core import (
     Query,
     SordinoError,
     Stage,
+    Stream,
     Trust,
     Unit,
+    keep,
     nearest,
 )
 from sordino.privacy import gaussian
@@ -117,8 +121,13 @@ class Plan:
                 f"{self.privacy.trust}. {self.method.caveat} Proved: {pairs}. Choose one of these, or set "
                 "uncertified = true and read the statement, which then begins with 'not certified'."
             )
-        self.stage_rounds  # noqa: B018  (refuses a plan shorter than its stages)
         self.participation.rate(len(self.sizes))
+        drawn = self.participation.kind == "poisson" and not self.uncertified
+        if any(isinstance(q.noise, Correlated) for stage in self.stages for q in stage.queries) and drawn:
+            raise SordinoError(
+                f"participation: the correlated noise of {self.method.name} is certified for full, fixed:K or cyclic:K "
+                f"participation, where each client's rounds are few by design; {self.participation} is not."
+            )
 
     # ------------------------------------------------------------------------------------------------ structure
 
@@ -148,6 +157,11 @@ class Plan:
             raise SordinoError(f"rounds: {self.method.name} needs {fixed} rounds{' and more' * bool(open_ended)}.")
         return tuple(self.rounds - fixed if stage.rounds is None else stage.rounds for stage in self.method.stages)
 
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The method's, with the factors of correlated noise worked out for their rounds."""
+        return tuple(_over(stage, rounds) for stage, rounds in zip(self.method.stages, self.stage_rounds, strict=True))
+
     def stage_of(self, t: int) -> int:
         """The stage that round t belongs to."""
         return int(np.searchsorted(np.cumsum(self.stage_rounds), t, side="right"))
@@ -175,7 +189,7 @@ class Plan:
 
     def queries(self) -> Iterator[tuple[int, int, Query]]:
         """(stage, number, query) of everything that is noised."""
-        for s, stage in enumerate(self.method.stages):
+        for s, stage in enumerate(self.stages):
             for k, query in enumerate(stage.queries):
                 if query.noise is not None:
                     yield s, k, query
@@ -213,13 +227,15 @@ class Plan:
                 share, count = 1.0, 1.0
             unit, adjacency = self.privacy.unit, self.privacy.adjacency
             claims = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position]
-            if not np.isfinite(claims).all():
+            if not np.isfinite(claims).all() and not self.silent:
                 raise SordinoError(f"clip: {self.method.name}'s {query.kind} needs a finite clip; set clip.")
-            scale = query.clip if query.bound is None else max(query.bound.bound(int(m)) for m in sizes)
+            lemma = query.bound
+            scale = query.clip if lemma is None else max(lemma.bound(int(m), Adjacency.ADD_REMOVE) for m in sizes)
             factor = self._counts(s, query)[1].max()
             divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
             weight = self.weights / divisor
-            needed = claims * factor * np.sqrt(count / share) / mu  # each client's own std; 0 where mu = inf
+            # Each client's own std; without a promise there is none, bounded or not.
+            needed = claims * factor * np.sqrt(count / share) / mu if not self.silent else np.zeros(self.clients)
             std = (weight * needed).max() / weight if self.sums_only else needed
             if self.noise is not None:  # the caller fixes the noise of a cohort's sum; its shape over clients stays
                 spread = (weight * claims).max() / weight if self.sums_only else claims
@@ -357,8 +373,17 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
         raise SordinoError(f"{name}: a user moves an answer once a record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
-    if any(isinstance(q.noise, Correlated) and q.calls != 1 for q in stage.queries):
-        raise SordinoError(f"{name}: a correlated query is called once a round.")
+    correlated = [q for q in stage.queries if isinstance(q.noise, Correlated | Stream)]
+    if any(q.calls != 1 for q in correlated) or (correlated and stage.local.remember is not keep):
+        raise SordinoError(f"{name}: a correlated query is called once a round, by clients without memory.")
+
+
+def _over(stage: Stage, rounds: int) -> Stage:
+    queries = tuple(replace(q, noise=q.noise.over(rounds)) if isinstance(q.noise, Stream) else q for q in stage.queries)
+    for query in queries:
+        if isinstance(query.noise, Correlated) and len(query.noise.decoder) < rounds:
+            raise SordinoError(f"rounds: the noise was factorised for {len(query.noise.decoder)} rounds, not {rounds}.")
+    return stage._replace(queries=queries)
 
 
 def _shares(given: list[float | None], releases: np.ndarray) -> np.ndarray:
