@@ -108,6 +108,16 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["verify", "none.json"], "certificate: there is no file"),
         (["check"], "name a method, or use --all"),
         (["check", "dp-fedsofm"], "Did you mean 'dp-fedsofim'?"),
+        (["audit"], "audit: name a method, or use --all"),
+        (["audit", "dp-fedgdd"], "Did you mean 'dp-fedgd'?"),
+        (["audit", "dp-fedgd", "--unit", "patient"], "unit: 'patient' is unknown"),
+        (["audit", "dp-fedgd", "--runs", "3"], "runs: 3 tell nothing; use at least 20"),
+        (["audit", "dp-fedgd", "--noise-factor", "0"], "noise_factor: 0.0 must be a number above 0"),
+        (["audit", "dp-fedgd", "--set", "lrr=2"], "lrr: dp-fedgd has no such option. Did you mean 'lr'?"),
+        (["audit", "dp-scaffold", "--trust", "trusted-server"], "trust: dp-scaffold is not proved private"),
+        (["audit", "dp-fedgd", "--one-run", "--unit", "user"], "unit: an audit in one run"),
+        (["audit", "dp-fedgd", "--seed", "-1"], "seed: -1 must be an integer"),
+        (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["privacy", "--epsilon", "0"], "epsilon: 0.0 must lie in"),
         (["privacy", "--noise", "0"], "noise: 0.0 must lie between 1e-6 and 1e12"),
         (["privacy", "--epsilon", "1", "--clients", "0"], "--clients: 0 must be at least 1"),
@@ -153,7 +163,7 @@ def test_a_useless_model_is_called_one(capsys, tmp_path, monkeypatch):
 
 
 def test_help_reads_well():
-    for words in ([], ["run"], ["predict"], ["privacy"], ["methods"], ["check"], ["verify"]):
+    for words in ([], ["run"], ["predict"], ["privacy"], ["methods"], ["check"], ["audit"], ["verify"]):
         done = subprocess.run([sys.executable, "-m", "sordino.cli", *words, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "examples:" in done.stdout

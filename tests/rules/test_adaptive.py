@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Facts, SordinoError
+from sordino.core import Facts, Privacy, SordinoError
+from sordino.data.shard import Records
+from sordino.engines import simulate
+from sordino.methods import build
+from sordino.models.linear import Linear
+from sordino.privacy.noise import Seeded
+from sordino.privacy.plan import Plan
 from sordino.rules import adam, yogi
 
 FACTS = Facts(3, np.array([4, 5, 6]), 12, 3.0, 0.1)
@@ -86,5 +92,153 @@ def test_yogi_s_second_moment_moves_by_at_most_the_square():
     ],
 )
 def test_bad_options_are_named(rule, kind, bad, message):
+    with pytest.raises(SordinoError, match=message):
+        rule(**bad)
+
+
+# ---------------------------------------------------------------------------------------- what noise adds to v (AdamBC)
+
+PHI, FLOOR = 0.1**2, 1e-3  # the first is that of FACTS
+
+
+def corrected_by_hand(kind, unbiased, *, phi=PHI, floor=FLOOR, tau=TAU, decay=0.0, theta=0.0, weighted=True):
+    m, v, steps = np.zeros(6), np.full(6, tau**2), []
+    for t, g in enumerate(GS, start=1):
+        m = B1 * m + (1 - B1) * g
+        v = B2 * v + (1 - B2) * g**2 if kind == "adam" else v - (1 - B2) * g**2 * np.sign(v - g**2)
+        top, bottom, noise = m, v, phi * (1 - B2**t if weighted else 1)
+        if unbiased:
+            top, bottom, noise = m / (1 - B1**t), v / (1 - B2**t), phi
+        steps.append(top / (np.sqrt(np.maximum(bottom - noise, floor)) + tau) + decay * theta)
+    return np.array(steps)
+
+
+@BOTH
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("tau", [0.0, TAU])
+def test_the_noise_s_variance_is_taken_off(rule, kind, unbiased, tau):
+    on = {"correction": "subtract-floor", "floor": FLOOR, "bias_correction": unbiased, "tau": tau}
+    got = walk(rule(beta1=B1, beta2=B2, **on))
+    np.testing.assert_allclose(got, corrected_by_hand(kind, unbiased, tau=tau), rtol=1e-9)
+    mutants = [
+        corrected_by_hand(kind, unbiased, tau=tau, phi=0.0),
+        corrected_by_hand(kind, unbiased, tau=tau, phi=0.1),  # the deviation
+        corrected_by_hand(kind, unbiased, tau=tau, floor=2 * FLOOR),
+        corrected_by_hand(kind, not unbiased, tau=tau),
+    ]
+    if not unbiased:  # v has not gathered all of Phi yet
+        mutants.append(corrected_by_hand(kind, unbiased, tau=tau, weighted=False))
+    for mutant in mutants:
+        assert not np.allclose(got, mutant, rtol=1e-6)
+
+
+@BOTH
+def test_decay_is_decoupled(rule, kind):
+    """It is added to the step, and no moment sees it."""
+    on = {"beta1": B1, "beta2": B2, "tau": TAU, "correction": "subtract-floor", "floor": FLOOR}
+    theta = torch.full((6,), 2.0, dtype=torch.float64)
+    plain, decaying = rule(**on), rule(decay=0.3, **on)
+    states = [each.init(theta, FACTS, ()) for each in (plain, decaying)]
+    for t, g in enumerate(torch.from_numpy(GS)):
+        (a, states[0]), (b, states[1]) = (
+            each.update(g, s, theta, t) for each, s in zip((plain, decaying), states, strict=True)
+        )
+        torch.testing.assert_close(b, a + 0.3 * theta)
+        assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))
+
+
+def test_what_is_left_is_the_clean_second_moment():
+    """A signal c under noise of variance Phi: v^ - Phi has mean c^2. Its standard error over d independent coordinates:
+    squares have variance 2 Phi^2 + 4 Phi c^2, and v^ weighs them by w_j."""
+    c, d, steps, beta2 = 0.05, 20_000, 50, 0.9
+    rule = adam(beta2=beta2, tau=0, bias_correction=True, correction="subtract-floor", floor=1e-8)
+    rng, theta = np.random.default_rng(1), torch.zeros(d, dtype=torch.float64)
+    state = rule.init(theta, FACTS, ())
+    for t in range(steps):
+        _, state = rule.update(torch.from_numpy(c + 0.1 * rng.normal(size=d)), state, theta, t)
+    _, v, phi = state
+    assert phi.item() == pytest.approx(PHI)
+    gathered = 1 - beta2**steps
+    weight = (1 - beta2) * beta2 ** np.arange(steps) / gathered
+    error = math.sqrt((2 * PHI**2 + 4 * PHI * c**2) * (weight**2).sum() / d)
+    left = float((v / gathered - phi).mean())
+    assert abs(left - c**2) < 4 * error
+    assert abs(float((v / gathered).mean()) - c**2) > 100 * error, "as it is without the correction"
+    assert abs(left) > 20 * error, "the signal is still there"
+
+
+@BOTH
+def test_pure_noise_gives_no_nan(rule, kind):
+    """Over ten thousand steps; what is left of Adam's v is negative half of the time: its root would be no number."""
+    on = rule(tau=0, bias_correction=True, correction="subtract-floor", floor=1e-8)
+    rng, theta = np.random.default_rng(2), torch.zeros(8, dtype=torch.float64)
+    state, negative = on.init(theta, FACTS, ()), 0
+    for t in range(10_000):
+        step, state = on.update(torch.from_numpy(0.1 * rng.normal(size=8)), state, theta, t)
+        assert torch.isfinite(step).all()
+        negative += int((state[1] / (1 - 0.999 ** (t + 1)) < PHI).sum())
+    assert negative > (10_000 if kind == "adam" else 0)
+
+
+def test_yogi_settles_above_the_noise():
+    """Where squares below and above v balance: at the median of a chi-square of three degrees, 2.366 Phi, within four
+    standard errors of the mean over independent coordinates. The correction takes Phi of it, and says so."""
+    g = torch.from_numpy(0.1 * np.random.default_rng(3).normal(size=(20_000, 64)))
+    rule, theta = yogi(tau=0.1, beta2=0.999), torch.zeros(64, dtype=torch.float64)
+    state, total = rule.init(theta, FACTS, ()), 0.0
+    for t, each in enumerate(g):
+        _, state = rule.update(each, state, theta, t)
+        total = total + state[1] / 10_000 if t >= 10_000 else 0.0
+    error = float(total.std()) / math.sqrt(64)
+    assert abs(float(total.mean()) - 2.366 * PHI) < 4 * error
+    assert abs(float(total.mean()) - PHI) > 20 * error
+
+
+@BOTH
+def test_without_noise_it_is_the_optimiser_with_a_floor(rule, kind):
+    silent = Facts(3, np.array([4, 5, 6]), 12, 3.0, 0.0)
+    on = rule(beta1=B1, beta2=B2, tau=0, bias_correction=True, correction="subtract-floor", floor=FLOOR)
+    theta = torch.zeros(6, dtype=torch.float64)
+    state, steps = on.init(theta, silent, ()), []
+    for t, g in enumerate(GS):
+        step, state = on.update(torch.from_numpy(g), state, theta, t)
+        steps.append(step.numpy())
+    np.testing.assert_allclose(steps, corrected_by_hand(kind, True, phi=0.0, tau=0.0), rtol=1e-9)
+    assert not np.allclose(steps, corrected_by_hand(kind, True, phi=0.0, tau=0.0, floor=0.0), rtol=1e-6), (
+        "the floor counts"
+    )
+
+
+def test_the_method_is_its_rule():
+    """dp-adambc: Phi is the variance of the noise on the aggregate, and theta moves against the step."""
+    rng = np.random.default_rng(0)
+    data = Records.of(
+        rng.normal(size=(40, 2)), rng.integers(0, 2, 40), np.repeat([0, 1], [10, 30]), dtype=torch.float64
+    )
+    plan = Plan(build("dp-adambc", lr=0.3, floor=1e-6, decay=0.1), 6, data.sizes, Privacy(4.0))
+    phi, m, v, theta = plan.aggregate_std(0) ** 2, 0.0, 0.0, torch.zeros(6, dtype=torch.float64)
+    assert phi == pytest.approx(
+        sum((w * s / n) ** 2 for w, s, n in zip(plan.weights, plan.std(0, 0), plan.sizes, strict=True))
+    )
+    for t, turn in enumerate(simulate.run(plan, Linear(2, 2), data, Seeded(1)), start=1):
+        g = turn.aggregate
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        root = (v / (1 - 0.999**t) - phi).clamp_min(1e-6).sqrt()
+        theta = theta - 0.3 * (m / (1 - 0.9**t) / root + 0.1 * theta)
+        torch.testing.assert_close(turn.model, theta, rtol=1e-8, atol=1e-10)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"correction": "subtract"}, r"correction: 'subtract' is unknown\. Did you mean 'subtract-floor'\?"),
+        ({"correction": "subtract-floor", "floor": 0.0}, "floor: 0.0 must be above 0"),
+        ({"correction": "subtract-floor", "tau": -1.0}, "tau: -1.0"),
+        ({"tau": 0.0, "correction": "none"}, "tau: 0.0 must be above 0"),
+        ({"decay": -1.0}, "decay: -1.0 must be 0 or more"),
+    ],
+)
+def test_bad_corrections_are_named(rule, kind, bad, message):
     with pytest.raises(SordinoError, match=message):
         rule(**bad)

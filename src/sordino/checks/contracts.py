@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.worlds import Space, Through, same, short_plan
-from sordino.core import Divisor, Down, Method, OverspentError, Stage, Tree
+from sordino.core import Divisor, Down, Method, OverspentError, Stage, Tree, Trust
 from sordino.engines import reference, simulate
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Seeded
@@ -89,8 +89,14 @@ def engines(method: Method, model: core.Model, *, seed: int = 0) -> float:
     """The largest difference between the engines' models, given the same noise, relative to max(1, |theta|)."""
     records = Space.of(model).records(np.random.default_rng(seed))
     worst = 0.0
-    for participation, divisor in (("full", "client-mean"), ("fixed:3", "pooled"), ("poisson:0.6", "client-mean")):
-        plan = short_plan(method, participation=participation, divisor=Divisor(divisor))
+    own, sums = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
+    for participation, divisor, trust in (
+        ("full", Divisor.CLIENT_MEAN, own),
+        ("fixed:3", Divisor.POOLED, own),
+        ("poisson:0.6", Divisor.CLIENT_MEAN, sums),
+        ("cyclic:2", Divisor.POOLED, sums),
+    ):
+        plan = short_plan(method, participation=participation, divisor=divisor, trust=trust)
         slow = reference.run(plan, model, records, Seeded(seed))
         fast = simulate.run(plan, model, records, Seeded(seed), shares=True)
         for a, b in zip(slow, fast, strict=True):

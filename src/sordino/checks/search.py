@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +19,12 @@ from sordino.engines import reference
 from sordino.engines.client import Turn, turns
 from sordino.privacy.noise import Seeded, Silent
 from sordino.privacy.plan import Plan
+from sordino.tree import leaves, tree_map
 
 REACH = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
 SLACK = 1e-9
 TRIALS, STEPS = 40, 10  # of the search for one query: restarts, and hill climbing after each
+LEMMA = 6  # times as many steps: a lemma's worst case is more than one long record
 ODD = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
 
 Call = tuple[int, int]  # (number of the query, which of its calls)
@@ -36,6 +37,10 @@ class Found(NamedTuple):
     claimed: float
     worst: float
     where: str
+
+    @property
+    def reached(self) -> float:
+        return self.worst / self.claimed
 
     @property
     def beyond(self) -> bool:
@@ -70,10 +75,11 @@ def sensitivity(
         scenes += _scenes(short_plan(method, adjacency, epsilon=epsilon), model, search.space.records(search.rng), seed)
     results = []
     for s, stage in enumerate(method.stages):
-        pasts = [scene for scene in scenes if scene.turn.stage is stage]
+        pasts = [scene for scene in scenes if scene.stage == s]
         for number, query in enumerate(stage.queries):
             if query.noise is None:
                 continue
+            patience = steps if query.bound is None else LEMMA * steps
             worst = Found(f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, SIZES[0]), 0.0, "")
             for trial in range(trials):
                 client = trial % len(SIZES)
@@ -83,8 +89,8 @@ def sensitivity(
                 if size is not None:
                     theta = size * torch.from_numpy(search.rng.normal(size=model.size))
                     scene = scene._replace(down=scene.down._replace(theta=theta))
-                moved, where = search.climb(scene, client, number, steps)
-                if moved / claimed > worst.worst / worst.claimed:
+                moved, where = search.climb(scene, client, number, patience, query.bound is not None)
+                if moved / claimed > worst.reached:
                     worst = Found(worst.query, claimed, moved, where)
                 if worst.beyond:  # conclusive
                     break
@@ -95,6 +101,7 @@ def sensitivity(
 class Scene(NamedTuple):
     """What both worlds share at the start of a round."""
 
+    stage: int
     turn: Turn
     down: Down
     memory: tuple[Tree, ...]
@@ -107,7 +114,7 @@ def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Itera
         if turn.t == turn.first:
             state = turn.stage.rule.init(theta, turn.facts, state)
             memory = tuple(turn.stage.local.init(theta, mine) for mine in memory)
-        yield Scene(turn, Down(theta, turn.stage.rule.say(state)), memory)
+        yield Scene(plan.stage_of(turn.t), turn, Down(theta, turn.stage.rule.say(state)), memory)
         theta, state, memory = after.checkpoint
 
 
@@ -134,32 +141,57 @@ class Search(NamedTuple):
     space: Space
     rng: np.random.Generator
 
-    def climb(self, scene: Scene, client: int, number: int, steps: int) -> tuple[float, str]:
+    def climb(self, scene: Scene, client: int, number: int, steps: int, lemma: bool = False) -> tuple[float, str]:
         """How far a release moves, from random neighbours uphill; and a word on where."""
         rows = SIZES[client]
         row = int(self.rng.integers(rows))
         pair = [*self.space.draw(self.rng, rows), *self.space.draw(self.rng, rows)]
+        if lemma and self.rng.random() < 0.5:
+            pair[0][torch.arange(rows) != row] = 0
         if self.rng.random() < 0.2:
             pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(ODD)
         past: dict[Call, Tensor] = {}
-        release = partial(_release, self.model, scene, client, past)
-        release(self.worlds(pair, row)[0], Seeded(int(self.rng.integers(2**32))))  # puts its noised answers on record
+        first = self.worlds(pair, row)[0]  # puts its noised answers on record
+        _release(self.model, scene, client, past, first, Seeded(int(self.rng.integers(2**32))))
 
-        def moved(pair: list[Tensor]) -> float:
+        def moved(pair: list[Tensor], scene: Scene) -> tuple[float, Tensor | None]:
+            """How far, and where to."""
             here, there = self.worlds(pair, row)
-            sums, message = release(here)
-            others, other = ({}, message) if there is None else release(there)
+            sums, message = _release(self.model, scene, client, past, here)
+            others, other = ({}, message) if there is None else _release(self.model, scene, client, past, there)
             if past and not same(message, other):  # made of the same noised answers, yet not the same
-                return math.inf
-            gaps = [float((total - others.get(call, 0.0)).norm()) for call, total in sums.items() if call[0] == number]
-            return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
+                return math.inf, None
+            gaps = [total - others.get(call, 0.0) for call, total in sums.items() if call[0] == number]
+            sizes = [float(gap.norm()) for gap in gaps]
+            return max(
+                ((s if math.isfinite(s) else math.inf, g) for s, g in zip(sizes, gaps, strict=True)),
+                key=lambda pair: pair[0],
+            )
 
-        best = moved(pair)
+        best, gap = moved(pair, scene)
         for _ in range(steps):
-            near = self.nudged(pair, row)
-            if (gap := moved(near)) >= best:
-                best, pair = gap, near
+            near, past_scene = pair, scene
+            if gap is not None and leaves(scene.memory[client]) and self.rng.random() < 0.4:
+                past_scene = self.leaning(scene, client, gap)
+            else:
+                near = self.nudged(pair, row)
+            size, where = moved(near, past_scene)
+            if size >= best:
+                best, gap, pair, scene = size, where, near, past_scene
         return best, f"a client of {rows}, x = {pair[0][row].tolist()}, y = {pair[1][row].item()}"
+
+    def leaning(self, scene: Scene, client: int, gap: Tensor) -> Scene:
+        """The client's memory laid along the direction in which its release moved, or longer or shorter than it was:
+        any memory is possible."""
+        aim, length = self.rng.random() < 0.5, self.rng.choice([-1, 1]) * 10 ** self.rng.uniform(-1, 1)
+        factor = 10 ** (0.2 * self.rng.normal())
+
+        def lean(leaf: Tensor) -> Tensor:
+            along = aim and leaf.shape == gap.shape
+            return length * gap / gap.norm().clamp_min(1e-30) if along else factor * leaf
+
+        mine = tree_map(lean, scene.memory[client])
+        return scene._replace(memory=(*scene.memory[:client], mine, *scene.memory[client + 1 :]))
 
     def worlds(self, pair: list[Tensor], row: int) -> tuple[World, World | None]:
         x, y, other_x, other_y = (part.clone() for part in pair)
@@ -174,11 +206,12 @@ class Search(NamedTuple):
         return here, World(x, y, ends)
 
     def nudged(self, pair: list[Tensor], row: int) -> list[Tensor]:
-        """A record longer or shorter, turned, relabelled, mirrored in the other world, or copied all over its own."""
+        """A record longer or shorter, turned, relabelled, mirrored in the other world (perhaps as a shorter one with a
+        larger label), copied all over its own, or alone among zeros."""
         pair, rng = [part.clone() for part in pair], self.rng
         x, y = pair[:2] if rng.random() < 0.5 else pair[2:]
         row = row if rng.random() < 0.7 else int(rng.integers(len(y)))
-        match rng.integers(5):
+        match rng.integers(6):
             case 0:
                 x[row] *= 10 ** rng.normal()
             case 1:
@@ -186,9 +219,15 @@ class Search(NamedTuple):
             case 2:
                 y[row] = self.space.labels(rng, 1)[0]
             case 3:
-                pair[2][row], pair[3][row] = -pair[0][row], pair[1][row]
-            case _:
+                those = slice(None) if self.unit is Unit.USER else row
+                length = 1.0 if self.space.classes or rng.random() < 0.5 else 10 ** rng.uniform(-4, 0)
+                pair[2][those], pair[3][those] = -length * pair[0][those], pair[1][those] / length
+            case 4:
                 x[:], y[:] = x[row].clone(), y[row].clone()
+            case _:
+                kept = x[row].clone()
+                x[:], y[:] = 0, 0
+                x[row] = kept
         return pair
 
 

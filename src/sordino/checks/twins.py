@@ -116,8 +116,9 @@ WRONG_TWINS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] 
 
 
 def breaks(twin: Callable[..., Any], method: Method) -> bool:
-    """A careless model harms no method whose finished messages are bounded, by the engine or a lemma."""
-    return twin is half_claimed or not any(q.kind is Kind.DELTA for stage in method.stages for q in stage.queries)
+    """A careless model harms no method whose finished messages are clipped."""
+    queries = [query for stage in method.stages for query in stage.queries]
+    return twin is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:

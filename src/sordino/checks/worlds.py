@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.core import Adjacency, Divisor, Method, Tree
+from sordino.core import Adjacency, Divisor, Method, Tree, Trust
 from sordino.data.shard import Records
-from sordino.models.linear import Loss
+from sordino.models.linear import NUMBERS
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
@@ -30,7 +31,7 @@ class Space(NamedTuple):
     @staticmethod
     def of(model: Any) -> Space:
         try:
-            numbers = getattr(model, "kind", None) is Loss.SQUARES
+            numbers = getattr(model, "kind", None) in NUMBERS
             return Space(model.features, 0 if numbers else max(2, model.outputs))
         except AttributeError as missing:
             raise core.SordinoError(f"model: the checks must know what records it takes; {missing}.") from None
@@ -62,6 +63,13 @@ class Through:
         return partial(self._call, name, found) if name in self._names else found
 
 
+def claims(method: Method) -> bool:
+    """Every noised query bounds what it releases; a method without privacy does not."""
+    noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
+    sensitivities = [query.sensitivity(Adjacency.ADD_REMOVE, method.unit) for query in noised]
+    return bool(noised) and all(map(math.isfinite, sensitivities))
+
+
 def short_plan(
     method: Method,
     adjacency: Adjacency = Adjacency.REPLACE_ONE,
@@ -69,12 +77,13 @@ def short_plan(
     epsilon: float = 8.0,
     participation: str = "full",
     divisor: Divisor = Divisor.POOLED,
+    trust: Trust = Trust.UNTRUSTED_SERVER,
 ) -> Plan:
     """A short one; a correlated stream is no longer than its factors."""
     noises = [query.noise for stage in method.stages for query in stage.queries]
     free = min([3, *(len(noise.decoder) for noise in noises if isinstance(noise, core.Correlated))])
     rounds = sum(free if stage.rounds is None else stage.rounds for stage in method.stages)
-    privacy = core.Privacy(epsilon, unit=method.unit, adjacency=adjacency)
+    privacy = core.Privacy(epsilon if claims(method) else math.inf, unit=method.unit, adjacency=adjacency, trust=trust)
     return Plan(method, rounds, SIZES, privacy, Participation.parse(participation), divisor, uncertified=True)
 
 

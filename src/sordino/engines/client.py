@@ -115,12 +115,13 @@ class Oracle:
         coins: Coins,
         facts: Facts,
         secret: bool,
-        runs: int = 0,
+        runs: tuple[int, ...] = (),
         inside: bool = False,
     ) -> None:
         self._model, self._shard, self._stage = model, shard, stage
         self._sizes, self._stds, self._draw, self._coins = sizes, stds, draw, coins
-        self._secret, self._axes = secret, sizes.dim() + runs + 1  # of a message: clients, runs, and its own
+        self._secret, self.runs = secret, runs
+        self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
         self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
         self._spent = [0] * len(stage.queries)
         self._samples = 0
@@ -147,7 +148,7 @@ class Oracle:
         return self._answer(Kind.FISHER, 2, on, lambda shard, clip: self._model.fisher_sum(theta, shard, clip))
 
     def gram(self, on: Batch | None = None) -> Tensor:
-        return self._answer(Kind.GRAM, 2, on, lambda shard, clip: self._model.gram_sum(shard, clip))
+        return self._answer(Kind.GRAM, 2, on, lambda shard, clip: self._of_each_run(self._model.gram_sum(shard, clip)))
 
     def std(self, kind: Kind) -> Tensor:
         number = self._number(kind)
@@ -181,6 +182,11 @@ class Oracle:
         if query.noise is not None:
             answer = self._noised(answer, number, call, axes)
         return answer / along(self._sizes * (1.0 if on is None else on.rate), axes)
+
+    def _of_each_run(self, answer: Tensor) -> Tensor:
+        """An answer that knows no theta, and so no runs, said once for each; a cache is the same for all."""
+        worlds = self._shard.x.dim() - 2 > self._sizes.dim()
+        return answer if worlds or self._inside else answer.expand(*self.runs, *answer.shape)
 
     def _number(self, kind: Kind) -> int:
         for number, query in enumerate(self._stage.queries):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Down, Kind, Model, Round, SordinoError, Stage, Tree, forget, keep, nothing
+from sordino.core import Correlated, Down, Kind, Model, Round, SordinoError, Stage, Tree, forget, keep, nothing
 from sordino.data.shard import Records
 from sordino.engines.client import SAMPLING, Oracle, Turn, normals, turns
 from sordino.privacy.noise import EVERYONE, Address, Source, add
@@ -182,11 +182,14 @@ class Crowd:
         if not std:
             return total
         shape = tuple(total.shape[-1:])
-        if shares:
+        query = turn.stage.queries[number]
+        # Streams of single clients that come and go do not add up to one stream.
+        apart = isinstance(query.noise, Correlated) and len(senders) < self.plan.clients
+        if shares or apart:
             each = self._draw(turn, number, 0, senders, shape)
             noise = (each * torch.from_numpy(scale).unsqueeze(-1)).sum(self.lead)
         else:
-            query, at = turn.stage.queries[number], Address(EVERYONE, turn.t, number)
+            at = Address(EVERYONE, turn.t, number)
             draws = [std * normals(source, query, at, turn.first, shape) for source in self.sources]
             noise = torch.from_numpy(np.stack(draws) if self.lead else draws[0])
         return add(total, noise, std, secret=self.secret)
@@ -221,6 +224,6 @@ class Crowd:
             coins=coins,
             facts=turn.facts,
             secret=self.secret,
-            runs=self.lead,
+            runs=(len(self.sources),) * self.lead,
             inside=inside,
         )

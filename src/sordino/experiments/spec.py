@@ -46,7 +46,7 @@ class Spec:
     model: str = "auto"
     class_weights: tuple[float, ...] | None = None
     method: str = "dp-fedsofim"
-    rounds: int = 70
+    rounds: int | None = None  # the method's own number
     dtype: str = "float32"
     # privacy
     epsilon: float = 8.0
@@ -111,6 +111,7 @@ class Spec:
             public_stats=self.public_stats and _in_full(self.public_stats),
             partition=law + colon + (_in_full(argument) if law == "counts" else argument),
             clients=10 if self.clients is None and not brings_clients else self.clients,
+            rounds=entry(self.method).rounds if self.rounds is None else self.rounds,
             schedule_seed=self.schedule_seed if self.schedule_seed is not None else seed,
             options={**entry(self.method).options, **self.options},
         )
@@ -151,7 +152,7 @@ class Spec:
         privacy = self.privacy()
         return Plan(
             build(self.method, Unit(privacy.unit), **self.options),
-            self.rounds,
+            entry(self.method).rounds if self.rounds is None else self.rounds,
             sizes,
             privacy,
             Participation.parse(self.participation),

@@ -7,10 +7,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sordino.core import Method, SordinoError, Unit, nearest
-from sordino.methods.adaptive import fedadam, fedyogi
+from sordino.methods.adadps import adadps
+from sordino.methods.adamw import fedadamw, localadamw
+from sordino.methods.adaptive import adambc, fedadam, fedyogi
+from sordino.methods.covariance import dp_fednew_fc, fedfc
 from sordino.methods.fedavg import fedavg, fedavg_ls
 from sordino.methods.fedgd import fedgd
+from sordino.methods.fednew import dp_fednew, fednew
+from sordino.methods.head import newton_head
+from sordino.methods.newton import fedavg_gdp, fedhybrid, fednewton, fedsgd
 from sordino.methods.prox import adafedprox
+from sordino.methods.sam import fedsam
 from sordino.methods.scaffold import scaffold
 from sordino.methods.sofim import sofim
 
@@ -20,6 +27,7 @@ class Entry(NamedTuple):
     family: str
     paper: str
     units: tuple[Unit, ...] = (Unit.RECORD, Unit.USER)
+    rounds: int = 70  # of a run that does not say
 
     @property
     def options(self) -> dict[str, Any]:
@@ -32,15 +40,31 @@ class Entry(NamedTuple):
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
 
+LIMITS = "Statistical limits of DP federated M-estimation (arXiv 2605.18656)"
+
 REGISTRY: dict[str, Entry] = {
     "dp-fedgd": Entry(fedgd, "first order", "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)"),
     "dp-fedsofim": Entry(sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)"),
     "dp-fedadam": Entry(fedadam, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
     "dp-fedyogi": Entry(fedyogi, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
+    "dp-adambc": Entry(adambc, "adaptive server", "Tang et al. 2024 (arXiv 2312.14334)"),
     "dp-fedavg": Entry(fedavg, "local steps", "McMahan et al. 2017 (arXiv 1602.05629), under DP"),
     "dp-fedavg-ls": Entry(fedavg_ls, "local steps, smoothing", "Liang et al. 2020 (arXiv 2005.00218)"),
     "dp-adafedprox": Entry(adafedprox, "local steps", "FedProx, Li et al. 2020 (arXiv 1812.06127), adaptive, under DP"),
     "dp-scaffold": Entry(scaffold, "local steps, control variates", "Noble et al. 2022 (arXiv 2111.09278)"),
+    "dp-localadamw": Entry(localadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945), algorithm 2", (Unit.RECORD,)),
+    "dp-fedadamw": Entry(fedadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945)", (Unit.RECORD,)),
+    "dp-fedsam": Entry(fedsam, "local steps, sharpness-aware", "Shi et al. 2023 (arXiv 2303.11242)"),
+    "dp-adadps": Entry(adadps, "local steps, public side information", "Li et al. 2022 (arXiv 2202.05963)"),
+    "dp-fedfc": Entry(fedfc, "second order, server side", "DP-FedNew (PoPETs 2025), algorithms 5 and 6"),
+    "fednew": Entry(fednew, "second order, client side", "DP-FedNew (PoPETs 2025), section 3; without privacy"),
+    "dp-fednew": Entry(dp_fednew, "second order, client side", "DP-FedNew (PoPETs 2025), algorithms 1 and 2"),
+    "dp-fednew-fc": Entry(dp_fednew_fc, "second order, client side", "DP-FedNew (PoPETs 2025), section 5"),
+    "fedsgd": Entry(fedsgd, "M-estimation", LIMITS, (Unit.RECORD,)),
+    "fedavg-gdp": Entry(fedavg_gdp, "M-estimation", LIMITS, (Unit.RECORD,), 2),
+    "fedhybrid": Entry(fedhybrid, "M-estimation", LIMITS, (Unit.RECORD,), 51),
+    "fednewton": Entry(fednewton, "M-estimation", LIMITS, (Unit.RECORD,), 2),
+    "fednewton-head": Entry(newton_head, "M-estimation", LIMITS + ", algorithm 5", (Unit.RECORD,), 2),
 }
 
 

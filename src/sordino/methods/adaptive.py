@@ -1,4 +1,4 @@
-"""DP-FedAdam and DP-FedYogi: DP-FedGD's release under an adaptive server optimiser."""
+"""DP-FedAdam, DP-FedYogi and DP-AdamBC: DP-FedGD's release under an adaptive server optimiser."""
 
 from __future__ import annotations
 
@@ -41,3 +41,25 @@ def fedyogi(
     """theta <- theta - lr m / (sqrt(v) + tau), Yogi's moments of G. Options as in dp-fedadam."""
     rule = yogi(beta1=beta1, beta2=beta2, tau=tau, bias_correction=bias_correction)
     return served("dp-fedyogi", unit, clip, lr, (rule,), tail)
+
+
+def adambc(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 0.1,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    floor: float = 1e-3,
+    decay: float = 0.0,
+    tail: float = 0.0,
+) -> Method:
+    """theta <- theta - lr (m^ / sqrt(max(v^ - Phi, floor)) + decay theta), Phi the variance of the noise on G.
+
+    m^, v^: Adam's moments, bias-corrected. floor: of what is left of v^, which noise alone takes below zero half of the
+    time. decay: decoupled. Others as in dp-fedadam.
+    """
+    rule = adam(
+        beta1=beta1, beta2=beta2, tau=0, bias_correction=True, correction="subtract-floor", floor=floor, decay=decay
+    )
+    return served("dp-adambc", unit, clip, lr, (rule,), tail)

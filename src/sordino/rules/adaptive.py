@@ -4,6 +4,10 @@ m = beta1 m + (1 - beta1) G
 v = beta2 v + (1 - beta2) G^2                      (Adam)
 v = v - (1 - beta2) G^2 sign(v - G^2)              (Yogi: v moves by at most G^2, however large v is)
 step = m / (sqrt(v) + tau),  from m = 0, v = tau^2
+
+Noise of variance Phi adds Phi to every G^2, and so its weighted sum of them to Adam's v. `subtract-floor` takes that
+off again and keeps the rest above a floor (DP-AdamBC: Tang, Shpilevskiy, Lecuyer 2024). Yogi's v is no mean of squares:
+in pure noise it settles near 2.4 Phi, of which the correction takes Phi.
 """
 
 from __future__ import annotations
@@ -13,27 +17,52 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sordino.core import Facts, Rule, SordinoError, Tree
+from sordino.core import Facts, Rule, SordinoError, Tree, nearest
 from sordino.rules.basic import check_decay, debias, moving
 
 Moment = Callable[[Tensor, Tensor, "float | Tensor"], Tensor]
+CORRECTION = ("none", "subtract-floor")
 
 
-def _moments(second: Moment, beta1: float, beta2: float, tau: float, bias_correction: bool) -> Rule:
+def denoised(v: Tensor, phi: Tensor, floor: float | Tensor) -> Tensor:
+    """A second moment less what noise alone adds to it; without the floor more than half would be negative."""
+    return torch.clamp(v - phi, min=floor)
+
+
+def _moments(
+    second: Moment,
+    beta1: float,
+    beta2: float,
+    tau: float,
+    bias_correction: bool,
+    correction: str,
+    floor: float,
+    decay: float,
+) -> Rule:
     check_decay("beta1", beta1)
     check_decay("beta2", beta2)
-    if not isinstance(tau, Tensor) and not tau > 0:
+    if correction not in CORRECTION:
+        raise SordinoError(f"correction: '{correction}' is unknown.{nearest(correction, CORRECTION)}")
+    subtract = correction != "none"
+    if subtract and not floor > 0:
+        raise SordinoError(f"floor: {floor} must be above 0; what is left of v may be negative.")
+    if not isinstance(tau, Tensor) and not (tau > 0 or (subtract and tau == 0)):
         raise SordinoError(f"tau: {tau} must be above 0; it bounds the step where v is small.")
+    if not decay >= 0:
+        raise SordinoError(f"decay: {decay} must be 0 or more.")
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        return torch.zeros_like(theta), torch.zeros_like(theta) + tau**2
+        m, v = torch.zeros_like(theta), torch.zeros_like(theta) + tau**2
+        return (m, v, theta.new_tensor(facts.aggregate_std**2)) if subtract else (m, v)
 
     def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        m, v = state
+        m, v, *phi = state
         m, v = moving(m, g, beta1), second(v, g.square(), beta2)
-        if bias_correction:
-            return debias(m, beta1, t) / (debias(v, beta2, t).sqrt() + tau), (m, v)
-        return m / (v.sqrt() + tau), (m, v)
+        top, bottom = (debias(m, beta1, t), debias(v, beta2, t)) if bias_correction else (m, v)
+        for noise in phi:
+            bottom = denoised(bottom, noise if bias_correction else noise * (1 - beta2 ** (t + 1)), floor)
+        step = top / (bottom.sqrt() + tau)
+        return step + decay * theta if decay else step, (m, v, *phi)
 
     return Rule(init, update)
 
@@ -42,11 +71,32 @@ def _yogi(v: Tensor, g2: Tensor, beta: float | Tensor) -> Tensor:
     return v - (1 - beta) * g2 * torch.sign(v - g2)
 
 
-def adam(*, beta1: float = 0.9, beta2: float = 0.999, tau: float = 1e-3, bias_correction: bool = False) -> Rule:
-    """Adam; no bias correction by default, as in the federated form."""
-    return _moments(moving, beta1, beta2, tau, bias_correction)
+def adam(
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    tau: float = 1e-3,
+    bias_correction: bool = False,
+    correction: str = "none",
+    floor: float = 1e-8,
+    decay: float = 0.0,
+) -> Rule:
+    """Adam; no bias correction by default, as in the federated form.
+
+    correction: `subtract-floor` makes the root that of max(v - Phi, floor). decay: decoupled, added to the step.
+    """
+    return _moments(moving, beta1, beta2, tau, bias_correction, correction, floor, decay)
 
 
-def yogi(*, beta1: float = 0.9, beta2: float = 0.999, tau: float = 1e-3, bias_correction: bool = False) -> Rule:
-    """Yogi."""
-    return _moments(_yogi, beta1, beta2, tau, bias_correction)
+def yogi(
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    tau: float = 1e-3,
+    bias_correction: bool = False,
+    correction: str = "none",
+    floor: float = 1e-8,
+    decay: float = 0.0,
+) -> Rule:
+    """Yogi. Options as of Adam."""
+    return _moments(_yogi, beta1, beta2, tau, bias_correction, correction, floor, decay)

@@ -1,0 +1,57 @@
+"""The command line. Results go to stdout, progress to stderr; a user's mistake gets one line, not a traceback.
+
+One module a command: `add` declares its arguments, `act` does it and returns the exit status. What is heavy is
+imported where it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+
+from sordino.cli import advise, audit, check, estimate, methods, predict, privacy, run, verify
+from sordino.core import OverspentError, SordinoError
+
+COMMANDS = (run, predict, privacy, methods, check, audit, verify, estimate, advise)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without ε shows ? in its place
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.act(arguments))
+    except (SordinoError, OverspentError) as error:
+        print(f"sordino: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"sordino: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        print(f"sordino: stopped. {stop}".strip(), file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    import sordino
+
+    parser = argparse.ArgumentParser(
+        prog="sordino",
+        description="Differentially private federated learning, exactly accounted.",
+        epilog="examples:\n"
+        "  sordino run                                  train on the embedded digits, over ten clients\n"
+        "  sordino privacy --epsilon 1 --rounds 70 --clients 20\n"
+        "  sordino check --all                          try to break every method's guarantee\n"
+        "  sordino audit dp-fedgd                       attack it: a lower bound on epsilon\n"
+        "  sordino verify runs/mine/certificate.json    recompute a certificate with a second accountant\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"sordino {sordino.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        module.add(commands)
+    return parser

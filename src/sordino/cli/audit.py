@@ -1,0 +1,157 @@
+"""`sordino audit`: lower bounds on epsilon by attack, held against the certified one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.core import Adjacency, Method, Privacy, SordinoError, Trust, Unit
+
+ABOUT = """
+Two worlds that differ in one record (or user) are run many times, and an adversary who knows all but the noise tells
+them apart as well as anybody can. How often it errs refutes every epsilon below a bound, with 95 % confidence.
+'by GDP' tests what the certificate claims, that all releases together are mu-Gaussian DP; 'by thresholds' assumes
+nothing, and is loose at small delta. A bound above the certified epsilon is looked for again twice, with fresh noise;
+if it stays there, the guarantee is broken and the exit status is 1. 'reach' is the canary's mu over the certified one.
+"""
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "audit",
+        act,
+        "attack a method: a lower bound on epsilon",
+        "sordino audit dp-fedgd\n"
+        "sordino audit dp-fedgd --noise-factor 0.5            half the noise: the attack must win\n"
+        "sordino audit dp-fedavg --set steps=3 --epsilon 4 --adjacency add-remove\n"
+        "sordino audit dp-fedgd --one-run                     one run, thousands of canaries\n"
+        "sordino audit --all --json results/audit.json",
+    )
+    parser.description = f"{parser.description}\n{ABOUT}"
+    parser.add_argument("method", nargs="*", metavar="METHOD")
+    parser.add_argument("--all", action="store_true", help="every method there is")
+    parser.add_argument("--epsilon", type=float, default=1.0, metavar="E", help="to certify and attack (default: 1)")
+    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="(default: 1e-5)")
+    parser.add_argument("--unit", metavar="X", help=f"{', '.join(Unit)} (default: each that the method has)")
+    parser.add_argument("--adjacency", metavar="X", help=f"{', '.join(Adjacency)} (default: both)")
+    parser.add_argument("--trust", metavar="X", help=f"{', '.join(Trust)} (default: the first that is proved)")
+    parser.add_argument(
+        "--runs", type=int, metavar="N", help="of each world (default: 10000); with --one-run: canaries"
+    )
+    parser.add_argument("--rounds", type=int, metavar="T", help="of the stage whose length is open (default: up to 5)")
+    parser.add_argument("--one-run", action="store_true", help="many canaries in one run (record level; default: 2000)")
+    parser.add_argument(
+        "--noise-factor", type=float, default=1.0, metavar="F", help="multiply the noise, not the certificate: a drill"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the method")
+    parser.add_argument("--seed", type=int, help="reproducible noise (default: the secret noise that ships)")
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from rich.console import Console
+    from rich.progress import track
+
+    jobs = list(_jobs(arguments))
+    bar = track(jobs, "auditing", console=Console(stderr=True))
+    found: list[Any] = [job() for job in bar]
+    if not emit(arguments, [{**each._asdict(), "broken": each.broken} for each in found]):
+        (_one_run_table if arguments.one_run else _table)(found)
+        _tell(found)
+    return 1 if any(each.broken for each in found) else 0
+
+
+def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
+    """Everything that is asked for, checked before the first of it runs."""
+    from sordino.experiments import audit
+    from sordino.methods import REGISTRY
+
+    names = list(REGISTRY) if arguments.all else arguments.method
+    if not names:
+        raise SordinoError("audit: name a method, or use --all.")
+    call, counted = (audit.one_run, "canaries") if arguments.one_run else (audit.audit, "runs")
+    count = audit.RUNS if arguments.runs is None else arguments.runs
+    audit.check_arguments(counted, count, arguments.noise_factor, arguments.seed)
+    given = {counted: arguments.runs, "rounds": arguments.rounds, "seed": arguments.seed}
+    rest = {key: value for key, value in given.items() if value is not None} | {"noise_factor": arguments.noise_factor}
+    for name in names:
+        for privacy, method in _targets(arguments, name):
+            audit.plan_for(name, privacy, rounds=arguments.rounds, method=method)
+            yield partial(call, name, privacy, method=method, **rest)
+
+
+def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy, Method]]:
+    """Units and adjacencies, against the strongest adversary that is proved against. --all leaves out the unproved."""
+    from sordino.experiments.spec import parse_setting
+    from sordino.methods import build, entry
+
+    chosen = {key: getattr(arguments, key) for key in ("unit", "adjacency", "trust") if getattr(arguments, key)}
+    asked = Privacy(arguments.epsilon, arguments.delta, **chosen)
+    if arguments.one_run and asked.unit is Unit.USER:
+        raise SordinoError("unit: an audit in one run hides many records in a client; leave --unit user away.")
+    units = [asked.unit] if arguments.unit or arguments.one_run else list(entry(name).units)
+    for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).units]:
+        method = build(name, unit, **dict(map(parse_setting, arguments.set)))
+        proved = [trust for trust in Trust if (unit, trust) in method.proves]
+        trust = asked.trust if arguments.trust else (proved or list(Trust))[0]
+        if arguments.all and trust not in proved:
+            continue
+        for adjacency in [asked.adjacency] if arguments.adjacency else Adjacency:
+            yield replace(asked, unit=unit, adjacency=adjacency, trust=trust), method
+
+
+def _table(found: list[Any]) -> None:
+    columns = ("method", "unit", "adjacency", "trust", "certified ε", "by thresholds", "by GDP", "reach", "")
+    table(
+        columns,
+        [
+            (
+                *(r.method, r.unit, r.adjacency, r.trust, f"{r.certified:.4g}"),
+                *(f"{r.lower_thresholds:.3f}", f"{r.lower_gaussian:.3f}", f"{r.reach:.1%}"),
+                _verdict(r),
+            )
+            for r in found
+        ],
+    )
+
+
+def _one_run_table(found: list[Any]) -> None:
+    columns = ("method", "unit", "adjacency", "trust", "certified ε", "lower bound", "right guesses", "canaries", "")
+    table(
+        columns,
+        [
+            (
+                *(r.method, r.unit, r.adjacency, r.trust, f"{r.certified:.4g}"),
+                *(f"{r.lower:.3f}", f"{r.right} of {r.guesses}", str(r.canaries)),
+                _verdict(r),
+            )
+            for r in found
+        ],
+    )
+
+
+def _verdict(row: Any) -> str:
+    return "[bold red]broken[/]" if row.broken else "[green]holds[/]"
+
+
+def _tell(found: list[Any]) -> None:
+    first = found[0]
+    runs = f"{first.canaries:,} canaries in one run" if hasattr(first, "canaries") else f"{first.runs:,} runs a world"
+    console().print(f"lower bounds at {first.confidence:.0%} confidence, δ = {first.delta:g}, {runs}")
+    if first.noise_factor != 1:
+        console().print(
+            f"the noise was multiplied by {first.noise_factor:g} on purpose, and the certificate was not told"
+        )
+    for row in found:
+        if row.broken:
+            bound = row.lower if hasattr(row, "lower") else max(row.lower_gaussian, row.lower_thresholds)
+            console().print(
+                f"[bold red]the guarantee is broken[/]: {row.method}, {row.unit} level, {row.adjacency}, {row.trust}: "
+                f"certified ε = {row.certified:.4g}, and ε is above {bound:.4g}"
+            )

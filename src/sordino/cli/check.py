@@ -1,0 +1,59 @@
+"""`sordino check`: the contracts of a method, tried."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.core import SordinoError
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "check",
+        act,
+        "try to break a method's guarantee",
+        "sordino check dp-fedsofim\nsordino check --all --json checks.json",
+    )
+    parser.add_argument("method", nargs="*", metavar="METHOD")
+    parser.add_argument("--all", action="store_true", help="every method there is")
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from rich.console import Console
+    from rich.progress import track
+
+    from sordino.checks import check
+    from sordino.methods import REGISTRY, entry
+
+    names = list(REGISTRY) if arguments.all else arguments.method
+    if not names:
+        raise SordinoError("check: name a method, or use --all.")
+    for name in names:
+        entry(name)
+    reports = [r for name in track(names, "checking", console=Console(stderr=True)) for r in check(name)]
+    if not emit(arguments, [report._asdict() for report in reports]):
+        table(
+            ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),
+            [
+                (
+                    r.name,
+                    r.unit,
+                    r.adjacency,
+                    r.query.split()[-1] if r.query else "",
+                    f"{r.claimed:.4g}",
+                    f"{r.worst_found / r.claimed:.2%}" if r.claimed else "",
+                    f"{r.engines_max_diff:.0e}",
+                    "[green]passed[/]" if r.passed else "[red]failed[/]",
+                )
+                for r in reports
+            ],
+        )
+        for report in reports:
+            for problem in report.problems:
+                console().print(f"{report.name} ({report.unit}, {report.adjacency}): {problem}")
+    return 0 if all(report.passed for report in reports) else 1

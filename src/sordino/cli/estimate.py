@@ -1,0 +1,184 @@
+"""`sordino estimate`: the error of four private estimators, simulated and predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit, plain, table
+from sordino.core import SordinoError, nearest
+
+ABOUT = """
+Squared error of FedSGD, FedHybrid, FedAvg and FedNewton over simulated federations, beside closed forms and the pooled
+estimate without privacy. The promise is mu-GDP for one record of a client, against a server that sees every message.
+equal, uniform, lognormal: 20 to 60 clients with some 400 records each. fixed-total: 20,000 records over 10 to 200
+clients. iterations: 40 clients, 2 to 400 gradients. mnist-*: test accuracy over 80 clients; needs --data.
+"""
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "estimate",
+        act,
+        "simulate private estimates, beside what is predicted",
+        "sordino estimate\n"
+        "sordino estimate --design fixed-total --mu 3 --repetitions 100\n"
+        "sordino estimate --design lognormal --model poisson --mu 1 --out runs/poisson\n"
+        "sordino estimate --design mnist-binary --data ../mnist --mu 0.5,1,3",
+    )
+    parser.description = f"{parser.description}\n{ABOUT}"
+    parser.add_argument("--design", default="equal", metavar="X", help="one of the above (default: equal)")
+    parser.add_argument("--model", default="logistic", help="logistic or poisson (default: logistic)")
+    parser.add_argument("--sizes", default="equal", help="of clients in fixed-total and iterations (default: equal)")
+    parser.add_argument("--mu", default="1", metavar="MU", help="a budget, or several: 0.5,1,3 (default: 1)")
+    parser.add_argument("--repetitions", type=int, metavar="N", help="(default: 10; mnist: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of data and noise (default: 0)")
+    parser.add_argument("--data", metavar="DIR", help="folder of MNIST's four gzipped idx files")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--out", metavar="DIR", help="write estimation.json, .md and .png there")
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    import torch
+
+    from sordino.experiments import estimation
+
+    if arguments.design not in estimation.DESIGNS:
+        raise SordinoError(f"--design: '{arguments.design}' is unknown.{nearest(arguments.design, estimation.DESIGNS)}")
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        raise SordinoError(f"--device: '{arguments.device}' is not available here; use cpu.")
+    mus, seed = _mus(arguments.mu), arguments.seed
+    if seed < 0:
+        raise SordinoError(f"--seed: {seed} must be 0 or more.")
+    mnist = arguments.design.startswith("mnist")
+    repetitions = (3 if mnist else 10) if arguments.repetitions is None else arguments.repetitions
+    if not 2 <= repetitions <= 100_000:
+        raise SordinoError(f"--repetitions: {repetitions} must lie between 2 and 100,000.")
+    document = (_mnist if mnist else _simulate)(arguments, mus, repetitions)
+    if arguments.out:
+        _write(Path(arguments.out), document)
+    if not emit(arguments, document):
+        _tell(document)
+        if arguments.out:
+            console().print(f"written to {arguments.out}: estimation.json, estimation.md, estimation.png", markup=False)
+    return 0
+
+
+def _mus(text: str) -> list[float]:
+    try:
+        mus = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SordinoError(f"--mu: '{text}' should be a number, or several as in 0.5,1,3.") from None
+    if not all(0.01 <= mu <= 100 for mu in mus):
+        raise SordinoError(f"--mu: {text} must lie between 0.01 and 100.")
+    return mus
+
+
+def _simulate(arguments: argparse.Namespace, mus: list[float], repetitions: int) -> dict[str, Any]:
+    from sordino.experiments import estimation
+
+    points = estimation.cells(arguments.design, [arguments.model], mus, arguments.sizes)
+    estimation.setup(arguments.model), points[0].sizes  # a wrong word is told before any work
+    total = sum(estimation.pieces(cell, repetitions) for cell in points)
+    with _bar(total) as progress:
+        options = {"seed": arguments.seed, "device": arguments.device, "progress": progress}
+        found = list(estimation.measure(points, repetitions, **options))
+    return {**_about(arguments, repetitions), "points": found}
+
+
+def _mnist(arguments: argparse.Namespace, mus: list[float], repetitions: int) -> dict[str, Any]:
+    from sordino.experiments import estimation
+
+    if arguments.data is None:
+        raise SordinoError(
+            "--data: name the folder that holds MNIST's four files (mnist-train-images-idx3-ubyte.gz …)."
+        )
+    binary = arguments.design == "mnist-binary"
+    data = estimation.mnist(arguments.data, binary=binary)
+    options: dict[str, Any] = {"binary": binary, "repetitions": repetitions, "seed": arguments.seed}
+    found = []
+    with _bar(len(mus) * len(estimation.LABELS)) as progress:
+        for mu in mus:
+            accuracies = estimation.mnist_accuracies(data, mu, device=arguments.device, progress=progress, **options)
+            found.append(estimation.mnist_point(mu, accuracies))
+    pooled = estimation.mnist_pooled(data, binary=binary, steps=500)
+    return {**_about(arguments, repetitions), "pooled": pooled, "points": found}
+
+
+def _about(arguments: argparse.Namespace, repetitions: int) -> dict[str, Any]:
+    import sordino
+
+    command = shlex.join(["sordino", *sys.argv[1:]])
+    return {"command": command, "version": sordino.__version__, "design": arguments.design, "samples": repetitions}
+
+
+class _bar:  # noqa: N801
+    """A bar on stderr, moved on by calling it."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self.progress = Progress(*columns, console=Console(stderr=True))
+        self.task = self.progress.add_task("", total=total)
+
+    def __enter__(self) -> _bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, done: str) -> None:
+        self.progress.update(self.task, advance=1, description=done)
+
+
+def _write(out: Path, document: dict[str, Any]) -> None:
+    from sordino.experiments import estimation_report as report
+
+    report.pyplot()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "estimation.json").write_text(json.dumps(plain(document), indent=1) + "\n", encoding="utf-8")
+    points = document["points"]
+    if "pooled" in document:
+        body = report.mnist_table(points, document["pooled"])
+        report.draw_mnist({document["design"]: (points, document["pooled"])}, out / "estimation.png")
+    else:
+        tables = report.errors_table(points), "## Gap: error over the rate", report.gap_table(points)
+        body = "\n\n".join((report.NOTES, *tables))
+        report.draw(points, out / "estimation.png")
+    title = f"# {document['design']}\n\n`{document['command']}`, {document['samples']} repetitions."
+    (out / "estimation.md").write_text(f"{title}\n\n{body}\n", encoding="utf-8")
+
+
+def _tell(document: dict[str, Any]) -> None:
+    from sordino.experiments import estimation_report as report
+    from sordino.experiments.estimation import LABELS, POOLED
+
+    points = document["points"]
+    if "pooled" in document:
+        rows = [
+            (
+                f"{p['mu']:g}",
+                *(f"{100 * p['methods'][m]['accuracy']:.1f} ± {100 * p['methods'][m]['se']:.1f}" for m in LABELS),
+            )
+            for p in points
+        ]
+        table(("mu", *LABELS.values()), rows)
+        console().print(f"test accuracy in %; without privacy, from all records: {100 * document['pooled']:.1f}")
+        return
+    x = report.varying(points)
+    rows = []
+    for p in points:
+        said = (report.said(p, name, markdown=False) for name in (*LABELS, POOLED))
+        rows.append((f"{p['mu']:g}", str(p[x]), *said, report.short(p["rate"])))
+    table(("mu", x, *LABELS.values(), POOLED, "rate"), rows)
+    console().print("squared error ± standard error (predicted); the rate has constant 1 and is no certificate")

@@ -1,0 +1,40 @@
+"""`sordino predict`: a trained model on new records."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, emit
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "predict",
+        act,
+        "apply a trained model to a file",
+        "sordino predict runs/mine/model.safetensors new.csv",
+    )
+    parser.add_argument("model", metavar="MODEL", help="model.safetensors of a run, or the run's directory")
+    parser.add_argument("file", metavar="FILE", help=".csv or .parquet with the training columns, or .npz with x")
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from sordino.experiments.outcome import predict
+
+    found = predict(arguments.model, arguments.file)
+    document = {"predictions": found.labels}
+    if found.classes:
+        document |= {"classes": found.classes, "probabilities": found.probabilities}
+    if not emit(arguments, document):
+        out = csv.writer(sys.stdout, lineterminator="\n")
+        out.writerow(["row", "prediction", *(f"p({name})" for name in found.classes)])
+        for row, label in enumerate(found.labels):
+            chances = [f"{p:.4f}" for p in found.probabilities[row]] if found.classes else []
+            out.writerow([row, label, *chances])
+    return 0

@@ -1,0 +1,98 @@
+"""`sordino privacy`: epsilon from noise, or noise from epsilon."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.core import Adjacency, SordinoError, Trust, Unit
+
+SEEN = {
+    Trust.UNTRUSTED_SERVER: "every message",
+    Trust.SECURE_AGGREGATION: "only sums of messages",
+    Trust.TRUSTED_SERVER: "only the models sent out",
+}
+WHO = {Unit.RECORD: "one record", Unit.USER: "one whole client"}
+CHANGE = {Adjacency.ADD_REMOVE: "joins or leaves", Adjacency.REPLACE_ONE: "is replaced"}
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "privacy",
+        act,
+        "epsilon from noise, or noise from epsilon",
+        "sordino privacy --epsilon 1 --rounds 70 --clients 20 --records 2500 --clip 10\n"
+        "sordino privacy --noise 62.4 --rounds 70 --clients 20 --trust secure-aggregation",
+    )
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--epsilon", type=float, metavar="E", help="find the noise for this epsilon")
+    either.add_argument(
+        "--noise", type=float, metavar="S", help="find epsilon for this noise: std of the summed client noise / clip"
+    )
+    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="(default: 1e-5)")
+    parser.add_argument("--rounds", type=int, default=1, metavar="T", help="releases of each client (default: 1)")
+    parser.add_argument("--clients", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument("--records", type=int, help="of each client; gives the noise on the aggregate")
+    parser.add_argument("--clip", type=float, default=1.0, metavar="C", help="(default: 1)")
+    parser.add_argument("--unit", default=str(Unit.RECORD), help=", ".join(Unit))
+    parser.add_argument("--adjacency", default=str(Adjacency.REPLACE_ONE), help=", ".join(Adjacency))
+    parser.add_argument("--trust", default=str(Trust.UNTRUSTED_SERVER), help=", ".join(Trust))
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from sordino.core import Privacy
+    from sordino.methods import build
+    from sordino.privacy.plan import Plan
+
+    for name in ("clients", "rounds", "records"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise SordinoError(f"--{name}: {value} must be at least 1.")
+    privacy = Privacy(
+        arguments.epsilon if arguments.noise is None else 1.0,
+        arguments.delta,
+        arguments.unit,
+        arguments.adjacency,
+        arguments.trust,
+    )
+    sizes = (arguments.records or 1,) * arguments.clients
+    method = build("dp-fedgd", privacy.unit, clip=arguments.clip)
+    plan = Plan(method, arguments.rounds, sizes, privacy, noise=arguments.noise)
+    noise, own = plan.summed_noise()
+    counted = privacy.unit is Unit.USER or arguments.records is not None
+    document = {
+        "mu": plan.mu(),
+        "noise": noise,
+        "client_noise": own,
+        "aggregate_std": plan.aggregate_std(0) if counted else None,
+        "epsilon": plan.epsilon(),
+        "delta": privacy.delta,
+        "unit": str(privacy.unit),
+        "adjacency": str(privacy.adjacency),
+        "trust": str(privacy.trust),
+    }
+    if not emit(arguments, document):
+        _tell(plan, document)
+    return 0
+
+
+def _tell(plan: Any, found: dict[str, Any]) -> None:
+    from scipy.special import ndtr
+
+    page, privacy = console(), plan.privacy
+    page.print(f"ε = {found['epsilon']:.6g} at δ = {privacy.delta:g}   (μ = {found['mu']:.6g})")
+    page.print(f"noise          {found['noise']:.6g} × clip on the sum of {plan.clients} clients")
+    page.print(f"client noise   {found['client_noise']:.6g} × clip on each client's own message")
+    if found["aggregate_std"] is not None:
+        page.print(f"aggregate std  {found['aggregate_std']:.6g} per coordinate of the averaged gradient")
+    right = 100 * float(ndtr(found["mu"] / 2))
+    page.print(
+        f"In words: whether {WHO[privacy.unit]} {CHANGE[privacy.adjacency]} makes no outcome of the {plan.rounds} "
+        f"rounds more than e^ε = {math.exp(min(found['epsilon'], 700)):.3g} times as likely, but for a slack of δ. An "
+        f"adversary who sees {SEEN[privacy.trust]} and must guess between two equally likely cases is right at most "
+        f"{right:.3g} % of the time."
+    )

@@ -1,0 +1,151 @@
+"""`sordino run`: train, with a bar on stderr, and tell the outcome."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.core import SordinoError
+
+RUN_FLAGS = (
+    # flag, key of the spec, what it says in --help
+    ("--data", "data", "digits, synthetic(1,1), or an .npz, .csv or .parquet file (default: digits)"),
+    ("--label", "label", "label column of a table"),
+    ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
+    ("--partition", "partition", "iid, dirichlet[:A], classes:K, by-column:NAME, counts:FILE (default: dirichlet)"),
+    ("--method", "method", "see 'sordino methods' (default: dp-fedsofim)"),
+    ("--epsilon", "epsilon", "the promise (default: 8); inf runs without noise"),
+    ("--delta", "delta", "its slack (default: 1e-5)"),
+    ("--unit", "unit", "record or user (default: record)"),
+    ("--adjacency", "adjacency", "add-remove or replace-one (default: replace-one)"),
+    ("--trust", "trust", "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server)"),
+    ("--clip", "clip", "bound on one record's gradient, or on a user's message (default: 1)"),
+    ("--rounds", "rounds", "(default: 70)"),
+    ("--participation", "participation", "full, fixed:K or poisson:Q (default: full)"),
+    ("--public-stats", "public_stats", "an .npz with mean, and cov or std, of public features, to centre and scale by"),
+    ("--seed", "seed", "reproducible noise: for experiments, not private"),
+)
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "run",
+        act,
+        "train one model over many clients",
+        "sordino run\n"
+        "sordino run --method dp-fedadam --epsilon 2 --set lr=0.1 --out runs/adam\n"
+        "sordino run --data patients.csv --label outcome --partition by-column:hospital --trust secure-aggregation\n"
+        "sordino run spec.toml --json result.json\n"
+        "sordino run --resume runs/adam",
+    )
+    parser.add_argument("spec", nargs="?", metavar="SPEC.toml", help="keys of the run; flags and --set override them")
+    for flag, key, text in RUN_FLAGS:
+        parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=text)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any key: lr=0.5, rho=1, divisor=pooled …"
+    )
+    parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
+    parser.add_argument("--resume", metavar="DIR", help="go on with a run that was interrupted")
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from sordino.experiments import run
+    from sordino.experiments.spec import Spec, parse_setting, read_values
+
+    values: dict[str, Any] = {}
+    if arguments.spec:
+        values |= read_values(arguments.spec)
+    for _, key, _ in RUN_FLAGS:
+        if (given := getattr(arguments, f"key_{key}")) is not None:
+            values |= dict([parse_setting(f"{key}={given}")])
+    values |= dict(map(parse_setting, arguments.set))
+    if arguments.resume:
+        if values:
+            raise SordinoError(f"--resume: the run keeps its own spec; leave out {', '.join(sorted(values))}.")
+        if arguments.out:
+            raise SordinoError("--out: a resumed run stays in its directory; leave --out away.")
+        out = Path(arguments.resume)
+        if not (out / "spec.toml").is_file():
+            raise SordinoError(f"--resume: '{out}' holds no run (no spec.toml); check the path.")
+        job = run.prepare(Spec.read(out / "spec.toml"))
+    else:
+        job = run.prepare(Spec.of(values))
+        out = Path(arguments.out or f"runs/{job.spec.method}-{time.strftime('%Y%m%d-%H%M%S')}")
+        run.start(job, out)
+    try:
+        history = _train(job, out)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"go on with: sordino run --resume {out}") from None
+    cert = run.finish(job, out, history)
+    if not emit(arguments, run.summary(job, cert, history, out)):
+        _tell(job, cert, history, out)
+    return 0
+
+
+def _train(job: Any, out: Path) -> list[dict[str, Any]]:
+    """The rounds, with a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sordino.experiments import run
+
+    history = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(job.spec.method, total=job.plan.rounds, shown="")
+        for line in run.rounds(job, out):
+            history.append(line)
+            spent = "no noise" if line["epsilon"] is None else f"ε {line['epsilon']:.3g}"
+            progress.update(task, completed=line["round"], shown=f"{_score(line)}  {spent}")
+    return history
+
+
+def _score(line: dict[str, Any]) -> str:
+    return f"mse {line['mse']:.4g}" if "mse" in line else f"accuracy {line['accuracy']:.1%}"
+
+
+def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
+    from sordino.experiments import run
+
+    page = console()
+    sizes = sorted(job.plan.sizes)
+    shown = f", {sum(sizes):,} records ({sizes[0]:,} to {sizes[-1]:,} each)" if cert["records"] is not None else ""
+    page.print(
+        f"{job.spec.method} on {job.dataset.name}: {job.plan.clients} clients{shown}, "
+        f"{job.plan.rounds} rounds, {history[-1]['seconds']:.1f} s",
+        markup=False,
+    )
+    if unlike := run.heterogeneity(job):
+        page.print(
+            f"partition {job.spec.partition}: a client's labels have KL {unlike['kl_from_uniform']:.2f} from uniform "
+            f"and lack {unlike['absent_classes']:.1f} classes, on average",
+            markup=False,
+        )
+    page.print(f"final {_score(history[-1])} on {len(job.dataset.y_test):,} test records")
+    if not run.beats_guessing(job, history[-1]):
+        page.print(
+            "[bold yellow]warning[/]: that is no better than a constant guess. More noise than signal, or features of "
+            "very different scale: see --public-stats and --set normalize=l2 in 'sordino run --help'"
+        )
+    if 0 < len(job.names) <= 20:
+        page.print("clients: " + "; ".join(f"{i} {name}" for i, name in enumerate(job.names)), markup=False)
+    epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"
+    promise = f"ε = {epsilon} at δ = {cert['delta']:g}, {cert['unit']} level, {cert['adjacency']}, {cert['trust']}"
+    if cert["certified"]:
+        page.print(f"[bold green]certified[/]: {promise}")
+    else:
+        page.print(f"[bold red]not certified[/]: {'; '.join(cert['reasons'])} ({promise})")
+    files = ("statement.md", "certificate.json", "model.safetensors", "curve.png", "metrics.jsonl", "spec.toml")
+    page.print(f"written to {out}: {', '.join(files)}", markup=False)

@@ -1,0 +1,84 @@
+"""What the commands share: declaring one, and showing what it found. Results go to stdout, in words or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sordino.core import SordinoError
+
+
+def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> argparse.ArgumentParser:
+    indented = "\n".join(f"  {line}" for line in examples.splitlines())
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"examples:\n{indented}\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(act=act)
+    return parser
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="one JSON document on stdout (or -), or into FILE (.json)"
+    )
+
+
+def check_json(arguments: argparse.Namespace) -> None:
+    """Before any work: `--json spec.toml` would overwrite the spec."""
+    if arguments.json in (None, "-"):
+        return
+    if not arguments.json.endswith(".json"):
+        raise SordinoError(f"--json: '{arguments.json}' should end in .json (or be -, for stdout).")
+    if not Path(arguments.json).absolute().parent.is_dir():
+        raise SordinoError(f"--json: there is no directory for '{arguments.json}'; make it first.")
+
+
+def emit(arguments: argparse.Namespace, document: Any) -> bool:
+    """Write the JSON document where it was asked for. True if stdout holds it: then nothing else may go there."""
+    target = arguments.json
+    if target is None:
+        return False
+    text = json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return True
+    Path(target).write_text(text, encoding="utf-8")
+    return False
+
+
+def plain(value: Any) -> Any:
+    """JSON has no infinity: null."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True, emoji=False)  # a pipe gets whole lines, whatever its width
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Whole words, whatever the width."""
+    from rich.table import Column, Table
+
+    page = console()
+    lines = Table(
+        *(Column(name, no_wrap=True) for name in columns), box=None, padding=(0, 2, 0, 0), header_style="bold"
+    )
+    for row in rows:
+        lines.add_row(*row)
+    page.width = max(page.width, page.measure(lines, options=page.options.update(width=1000)).maximum)
+    page.print(lines)

@@ -1,0 +1,49 @@
+"""`sordino verify`: a certificate, recomputed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "verify",
+        act,
+        "recompute a certificate with an independent accountant",
+        "sordino verify runs/mine/certificate.json",
+    )
+    parser.add_argument("certificate", metavar="FILE", help="certificate.json of a run, or the run's directory")
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from sordino.experiments.outcome import verify_run
+
+    verdict = verify_run(Path(arguments.certificate))
+    document = {
+        "ok": not verdict.problems,
+        "problems": verdict.problems,
+        "epsilon_claimed": verdict.claimed,
+        "epsilon_recomputed": verdict.recomputed,
+        "certified": verdict.certified,
+        "not_compared": verdict.gaps,
+    }
+    if not emit(arguments, document):
+        page = console()
+        page.print(
+            f"claimed ε {verdict.claimed:.6g}, recomputed from the raw numbers {verdict.recomputed:.6g} (dp-accounting)"
+        )
+        for problem in verdict.problems:
+            page.print("mismatch: " + problem, style="red", markup=False)
+        for missing in verdict.gaps:
+            page.print(f"not compared: there is no {missing} beside it")
+        if not verdict.problems:
+            says = "certified" if verdict.certified else "it says of itself: not certified"
+            page.print(f"[green]holds[/] ({says}). The numbers agree; nothing is signed, so not who wrote them")
+    return 0 if not verdict.problems else 1

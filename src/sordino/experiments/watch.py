@@ -1,0 +1,271 @@
+"""Runs of a method under observation: what was released, and what either of two worlds would have released.
+
+A method is watched by putting an observer in front of its local rules; the engine that runs it is the one that ships,
+and so are its clips and its noise. Nothing here knows a method by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino import core
+from sordino.checks.worlds import Through
+from sordino.core import Batch, Correlated, Down, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
+from sordino.data.shard import Records
+from sordino.engines import simulate
+from sordino.engines.client import Oracle
+from sordino.privacy.noise import Address, Source
+from sordino.privacy.plan import Plan
+
+VICTIM = 0  # the client in whose data the worlds differ
+
+
+@dataclass(frozen=True)
+class World(Records):
+    """A federation in which some of the victim's records may be absent; the sizes stay as declared."""
+
+    present: Tensor | None = None  # 1 or 0 for each of the victim's records
+
+    def buckets(self, cohort: np.ndarray) -> list[tuple[np.ndarray, Shard]]:
+        found = super().buckets(cohort)
+        if self.present is not None:
+            for clients, shard in found:
+                for row in np.flatnonzero(clients == VICTIM):
+                    shard.mask[row, : len(self.present)] *= self.present
+        return found
+
+
+class Attack(NamedTuple):
+    """A plan, and two worlds to tell apart."""
+
+    name: str
+    plan: Plan
+    model: core.Model
+    worlds: tuple[World, World]
+    leaves: bool = False  # in world 0 the whole victim is gone: it sends noise alone
+
+
+class Seen(NamedTuple):
+    """One release: what came, less the mean of the worlds; how far they are apart; and the noise's variance."""
+
+    residual: Tensor
+    gap: Tensor
+    variance: float
+
+
+def watched(
+    attack: Attack,
+    world: int,
+    source: Source,
+    runs: int,
+    noise_factor: float = 1.0,
+    *,
+    records: World | None = None,
+) -> Watch:
+    """Play `runs` runs of one world under observation, or of `records` that lie between the two."""
+    watch, common = Watch(attack, world), Common(source.fresh(), runs, noise_factor)
+    records = attack.worlds[world] if records is None else records
+    theta = attack.model.init().to(records.x).expand(runs, -1).clone()
+    plan = replace(attack.plan, method=watch.method())
+    for _ in simulate.run(plan, attack.model, records, [Row(common, r) for r in range(runs)], theta=theta, shares=True):
+        pass
+    return watch
+
+
+class Watch:
+    """Sees what is released in one world, and works out what either world would have released, before noise."""
+
+    def __init__(self, attack: Attack, world: int) -> None:
+        self.attack, self.plan, self.world = attack, attack.plan, world
+        self.streams: dict[tuple[int, int], list[Seen]] = {}
+        self._caches: dict[tuple[int, int, bytes], Tree] = {}
+        self._counts: dict[tuple[int, int, bytes], int] = {}
+        alone = np.arange(self.plan.clients) == VICTIM
+        self.weights = self.plan.weights if self.plan.sums_only else alone.astype(float)
+
+    def method(self) -> Method:
+        """The method, with this in front of its local rules."""
+        method = self.plan.method
+        return method._replace(stages=tuple(self._stage(s, stage) for s, stage in enumerate(method.stages)))
+
+    def score(self) -> Tensor:
+        """The log likelihood ratio of each run."""
+        return torch.stack([terms.flatten(1).sum(-1) for terms, _ in self.terms()]).sum(0)
+
+    def information(self) -> Tensor:
+        """The square of mu of each run, as it went."""
+        return torch.stack([squares.flatten(1).sum(-1) for _, squares in self.terms()]).sum(0)
+
+    def terms(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of every stream of releases, entry by entry and summed over its rounds: residual x gap, and gap x gap, over
+        the variance. Correlated noise is whitened first, by a triangular matrix: a round never needs a later one."""
+        for (s, number), stream in self.streams.items():
+            residual, gap = torch.stack([seen.residual for seen in stream]), torch.stack([seen.gap for seen in stream])
+            noise = self.plan.stages[s].queries[number].noise
+            if isinstance(noise, Correlated):
+                decoder = torch.from_numpy(noise.decoder[: len(stream)])
+                factor = torch.linalg.inv(torch.linalg.cholesky(decoder @ decoder.T))
+                residual, gap = (torch.tensordot(factor, part, 1) for part in (residual, gap))
+            weighed = gap / gap.new_tensor([seen.variance for seen in stream]).view(-1, *[1] * (gap.dim() - 1))
+            yield (residual * weighed).sum(0), (gap * weighed).sum(0)
+
+    # ------------------------------------------------------------------------------------------------------- inside
+
+    def _stage(self, s: int, stage: Stage) -> Stage:
+        """Clients remember their number besides, so that the observer knows whom it sees."""
+        local = stage.local
+
+        def init(theta: Tensor, before: Tree) -> Tree:
+            number = torch.arange(self.plan.clients).to(theta).view(1, -1, 1).expand(*theta.shape[:-1], 1)
+            return local.init(theta, before[0] if before else ()), number
+
+        def remember(message: Tree, down: Down, memory: Tree) -> Tree:
+            return local.remember(message, down, memory[0]), memory[1]
+
+        def work(ask: Any, down: Down, memory: Tree, cache: Tree) -> Tree:
+            clients = memory[1][0, :, 0].long().cpu().numpy()
+            return self._work(s, local, clients, ask, down, memory[0], cache)
+
+        kept = keep if local.remember is keep else remember
+        return stage._replace(local=Local(work, kept, init, local.prepare))
+
+    def _work(self, s: int, local: Local, clients: np.ndarray, ask: Any, down: Down, memory: Tree, cache: Tree) -> Tree:
+        released = {
+            str(query.kind): k for k, query in enumerate(self.plan.stages[s].queries) if query.noise is not None
+        }
+        if not self.weights[clients].any():
+            return local.work(ask, down, memory, cache)
+        if Kind.DELTA in released:
+            return self._message(s, released[Kind.DELTA], local, clients, ask, down, memory, cache)
+        silent = [self._silent(s, clients, ask, world) for world in (0, 1)]
+
+        def heard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            answer = method(*args, **kwargs)
+            either = [getattr(ask, name)(*args, **kwargs) for ask in silent]
+            rate = next((part.rate for part in (*args, *kwargs.values()) if isinstance(part, Batch)), 1.0)
+            divisor = np.asarray(self.plan.sizes)[clients] * rate
+            self._note(s, released[name], clients, answer, either, divisor)
+            return answer
+
+        return local.work(Through(ask, released, heard), down, memory, cache)
+
+    def _message(
+        self, s: int, number: int, local: Local, clients: np.ndarray, ask: Any, down: Down, memory: Tree, cache: Tree
+    ) -> Tree:
+        """A message that is noised as a whole, by the oracle once the rule has made it: overheard there."""
+        drawn: list[Batch] = []
+
+        def sample(name: str, method: Callable[..., Batch], rate: float) -> Batch:
+            drawn.append(method(rate))
+            return drawn[-1]
+
+        message = local.work(Through(ask, ("sample",), sample), down, memory, cache)
+        either = []
+        for world in (0, 1):
+            silent, again = self._silent(s, clients, ask, world), iter(drawn)
+            public = {"sample": lambda rate, again=again: next(again), "std": ask.std}
+            hushed = Through(silent, public, lambda name, _, *args, public=public: public[name](*args))
+            said = local.work(hushed, down, memory, self._cache(s, local, clients, ask, world))
+            either.append(self._there(silent.finish(said, noise=False), clients, world))
+        noised = ask._noised
+
+        def overheard(message: Tensor, *where: int) -> Tensor:
+            said: Tensor = noised(self._there(message, clients, self.world), *where)
+            self._note(s, number, clients, said, either, np.ones(len(clients)))
+            return said
+
+        ask._noised = overheard
+        return message
+
+    def _there(self, message: Tensor, clients: np.ndarray, world: int) -> Tensor:
+        """A victim that has left sends nothing."""
+        gone = torch.from_numpy(clients == VICTIM) & (self.attack.leaves and world == 0)
+        return message.masked_fill(gone.to(message.device).unsqueeze(-1), 0)
+
+    def _silent(self, s: int, clients: np.ndarray, ask: Any, world: int, *, inside: bool = False) -> Oracle:
+        """The same clients' oracle in one of the worlds, without noise."""
+        ((_, shard),) = self.attack.worlds[world].buckets(clients)
+        stage = self.plan.stages[s]
+
+        def never(*_: Any) -> Tensor:
+            raise SordinoError("audit: a rule draws in a way that the observer cannot repeat.")
+
+        return Oracle(
+            self.attack.model,
+            shard,
+            stage,
+            sizes=shard.x.new_tensor(np.asarray(self.plan.sizes)[clients]),
+            stds=[torch.zeros(len(clients), dtype=torch.float64) for _ in stage.queries],
+            draw=never,
+            coins=never,
+            facts=ask.facts,
+            secret=False,
+            runs=ask.runs,
+            inside=inside,
+        )
+
+    def _cache(self, s: int, local: Local, clients: np.ndarray, ask: Any, world: int) -> Tree:
+        key = (s, world, clients.tobytes())
+        if key not in self._caches:
+            self._caches[key] = local.prepare(self._silent(s, clients, ask, world, inside=True))
+        return self._caches[key]
+
+    def _note(
+        self, s: int, number: int, clients: np.ndarray, said: Tensor, either: list[Tensor], divisor: np.ndarray
+    ) -> None:
+        """What the adversary sees of one release: the victim's, or the weighted sum of all."""
+        weight = self.weights[clients]
+        std = (self.plan.std(s, number) * self.plan.share(self.plan.clients))[clients] / divisor
+        shaped = torch.from_numpy(weight).to(said).view(-1, *[1] * (said.dim() - 2))
+        zero, one = (part.expand_as(said) for part in either)
+        residual, gap = (shaped * (said - (zero + one) / 2)).sum(1), (shaped * (one - zero)).sum(1)
+        seen = Seen(residual, gap, float(((weight * std) ** 2).sum()))
+        key, stream = (s, number, clients.tobytes()), self.streams.setdefault((s, number), [])
+        turn = self._counts[key] = self._counts.get(key, -1) + 1
+        if turn < len(stream):  # another batch of clients in the same round
+            past = stream[turn]
+            stream[turn] = Seen(past.residual + residual, past.gap + gap, past.variance + seen.variance)
+        else:
+            stream.append(seen)
+
+
+class Common:
+    """One draw of a source for all runs, cut into rows: as independent as draws of their own, and much faster."""
+
+    def __init__(self, source: Source, runs: int, factor: float) -> None:
+        self._source, self._runs, self._factor = source, runs, factor
+        self._drawn: dict[Any, np.ndarray] = {}
+        self.private = source.private
+
+    def rows(self, name: str, at: Address, shape: tuple[int, ...]) -> np.ndarray:
+        key = (name, at, shape)
+        if key not in self._drawn:
+            whole = getattr(self._source, name)(at, (self._runs, *shape))
+            self._drawn[key] = self._factor * whole if name == "normal" else whole
+        return self._drawn[key]
+
+
+class Row(NamedTuple):
+    """One run's part of a common source."""
+
+    common: Common
+    run: int
+
+    @property
+    def private(self) -> bool:
+        return self.common.private
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(self.common.rows("normal", at, shape)[self.run])
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
+        return np.asarray(self.common.rows("uniform", at, shape)[self.run])
+
+    def fresh(self) -> Row:
+        return self

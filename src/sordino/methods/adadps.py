@@ -1,0 +1,110 @@
+"""DP-AdaDPS: DP-FedAvg with gradients divided by a public scale A before the clip, and not multiplied back after it.
+
+A comes from side information that its owner declares public: `Public.statistics` of features, which stand for squared
+gradients once and for all, or `Public.records`, whose gradients the server takes in every round. Nothing but a `Public`
+(on the command line: a file of statistics) is accepted, so that no private data slip in unsaid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino.core import Ask, Down, Facts, Local, Method, Rule, Shard, SordinoError, Stage, Tree, Unit
+from sordino.methods.fedavg import CAVEAT, local_steps
+from sordino.rules.basic import check_decay, moving
+
+
+@dataclass(frozen=True)
+class Public:
+    """Side information that somebody declared public: second moments of features, or records and their model."""
+
+    moments: Tensor
+    model: Any = None
+    shard: Any = None
+
+    @staticmethod
+    def statistics(of: str | Path | Mapping[str, Any]) -> Public:
+        """`second_moment`, or `mean` and `std` or `cov`, of public features: an .npz, or arrays by name."""
+        try:
+            found = dict(np.load(of, allow_pickle=False) if isinstance(of, str | Path) else of)
+            part = {name: torch.as_tensor(array).double() for name, array in found.items()}
+            if "second_moment" not in part:
+                variance = part["std"].square() if "std" in part else part["cov"].diag()
+                part["second_moment"] = part["mean"].square() + variance
+        except Exception as error:  # a damaged archive fails in a dozen ways
+            needs = "give an .npz or a dict of arrays second_moment, or mean and std or cov, that anybody may see"
+            raise SordinoError(f"public: no statistics ({type(error).__name__}: {error}); {needs}.") from None
+        if (moments := part["second_moment"]).dim() != 1 or not (torch.isfinite(moments) & (moments >= 0)).all():
+            raise SordinoError("public: second moments must be a vector of finite numbers, 0 or more, one a feature.")
+        return Public(moments)
+
+    @staticmethod
+    def records(model: Any, x: np.ndarray | Tensor, y: np.ndarray | Tensor) -> Public:
+        if not (isinstance(x, np.ndarray | Tensor) and isinstance(y, np.ndarray | Tensor)):
+            raise SordinoError("public: clients' records are private; give arrays x and y that anybody may see.")
+        x, y = torch.as_tensor(x), torch.as_tensor(y)
+        return Public(torch.ones(0), model, Shard(x, y, torch.ones(len(x))))
+
+    def squares(self, theta: Tensor, shapes: tuple[tuple[int, ...], ...] = ()) -> Tensor:
+        """Of the mean gradient at theta; or what stands for them: its feature's second moment, 1 for a bias."""
+        if self.model is not None:
+            x, y, ones, _ = self.shard
+            sums: Tensor = self.model.clipped_sum(theta, Shard(x.to(theta), y, ones.to(theta)), math.inf)
+            return (sums / len(x)).square()
+        rows, outputs = shapes[0] if len(shapes) == 1 and len(shapes[0]) == 2 else (-1, 0)
+        if not 0 <= rows - len(self.moments) <= 1:
+            raise SordinoError(f"public: {len(self.moments)} features do not fit this model; use Public.records.")
+        moments = torch.cat([self.moments, torch.ones(rows - len(self.moments))])
+        return moments.repeat_interleave(outputs).to(theta).expand_as(theta)
+
+
+def adadps(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 1.0,
+    local_lr: float = 2.0,
+    steps: int = 1,
+    noise_at: str = "per-step",
+    public: str | Public = "",
+    beta: float = 0.9,
+    eps: float = 0.1,
+) -> Method:
+    """y <- y - local_lr clip(g / A), K times from theta; A = sqrt(v) + eps of public data. Without any, dp-fedavg.
+
+    public: an .npz of public features' second_moment, or mean and std or cov; or a `Public`. beta: memory of v, the
+    squared gradients of public records. Other options as in dp-fedavg.
+    """
+    check_decay("beta", beta)
+    if not 0 < eps < math.inf:
+        raise SordinoError(f"eps: {eps} must be a finite number above 0; it bounds 1 / A where public data are silent.")
+    if not isinstance(public, str | Public):
+        how = "Public.statistics(file or arrays) or Public.records(model, x, y)"
+        raise SordinoError(
+            f"public: a {type(public).__name__} is not declared public; if anybody may see it, use {how}."
+        )
+    side = public if isinstance(public, Public) else Public.statistics(public) if public else None
+
+    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        y, scale = down.theta, None if side is None else 1 / down.word
+        for _ in range(steps):
+            y = y - local_lr * ask.gradient(y, scale=scale)
+        return y - down.theta
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+        return () if side is None else side.squares(theta, facts.shapes)
+
+    def update(u: Tree, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        return lr * u, moving(v, side.squares(theta + lr * u), beta) if side and side.model else v
+
+    queries, proves = local_steps(unit, clip, steps, noise_at)
+    rule = Rule(init, update, say=lambda v: () if side is None else v.sqrt() + eps)
+    return Method("dp-adadps", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT)

@@ -1,0 +1,84 @@
+"""One pass of ADMM a round on the Newton system: what FedNew and its private forms share (DP-FedNew, PoPETs 2025).
+
+    v_i = g_i - lambda_i + rho y,   y_i = (H_i + (alpha + rho) I)^-1 v_i,   y = mean y_i,   theta <- theta - lr y
+    lambda_i <- lambda_i + rho (y_i - y), with y_i as it was sent
+
+User level: y_i is clipped and noised. Record level: `shift` bounds how far one record moves y_i. The duals are hidden
+client state, so sums of messages depend on more than what was seen: proved against an untrusted server only, and under
+every trust model without duals. A client that was away updates its dual by the y it hears when it is back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sordino.core import Adjacency, Ask, Down, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit, nothing
+from sordino.rules.basic import zeros
+from sordino.rules.limits import LIMITS
+
+CAVEAT = "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false does without."
+UNSOUND = "Rescaling by xi moves with the data without bound near |g| = limit; limit_by = projection is sound."
+ROUNDING = 1e-6  # of the longest message: what float32 may add to a difference
+
+
+def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error: float = 0.0) -> Lemma:
+    """How far one of m records moves (H + gamma I)^-1 v, with |v| <= limit and mean Hessian H >= 0.
+
+    A record moves v by clip / m (a projection is 1-Lipschitz), twice that if replaced; the inverse divides by gamma. It
+    moves H by P >= 0, |P| <= h = curvature_clip / m: then 0 <= A^-1 - (A + P)^-1 <= h / (gamma (gamma + h)) I for A >=
+    gamma I. Two matrices of that interval differ by no more than its width: once, even if replaced. A solver that is
+    off by `error` adds it once for either neighbour.
+    """
+
+    def bound(m: int, adjacency: Adjacency) -> float:
+        h, times = curvature_clip / m, 1 if adjacency is Adjacency.ADD_REMOVE else 2
+        slack = 2 * error + ROUNDING * limit / gamma
+        return times * clip / (gamma * m) + limit * h / (gamma * (gamma + h)) + slack
+
+    return Lemma("one record moves a damped Newton direction", bound)
+
+
+Solve = Callable[[Ask, Tensor, Tensor, Tree], Tensor]  # (ask, theta, v, cache) -> (H + gamma I)^-1 v
+
+
+def admm(
+    name: str,
+    unit: Unit,
+    queries: tuple[Query, ...],
+    solve: Solve,
+    *,
+    lr: float,
+    rho: float,
+    limit: float = math.inf,
+    limit_by: str = "projection",
+    duals: bool = True,
+    prepare: Callable[[Ask], Tree] = nothing,
+) -> Method:
+    """The pass itself; memory is (lambda_i, y_i as last sent), and the server's word is y."""
+
+    def dual(down: Down, memory: Tree) -> Tensor:
+        if not duals:
+            return torch.zeros_like(down.theta)
+        lam, sent = memory
+        said: Tensor = lam + rho * (sent - down.word)
+        return said
+
+    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        v = LIMITS[limit_by](ask.gradient(down.theta), rho * down.word - dual(down, memory), limit)
+        return solve(ask, down.theta, v, cache)
+
+    def remember(sent: Tree, down: Down, memory: Tree) -> Tree:
+        return dual(down, memory), sent
+
+    def start(theta: Tensor, before: Tree) -> Tree:
+        return torch.zeros_like(theta), torch.zeros_like(theta)
+
+    rule = Rule(zeros, lambda y, state, theta, t: (-lr * y, y), say=lambda y: y)
+    trusts = [t for t in Trust if not duals or t is Trust.UNTRUSTED_SERVER] if limit_by == "projection" else []
+    local = Local(work, remember, start, prepare) if duals else Local(work, prepare=prepare)
+    caveat = CAVEAT if limit_by == "projection" else UNSOUND
+    return Method(name, unit, (Stage(local, rule, queries),), frozenset((unit, t) for t in trusts), caveat)

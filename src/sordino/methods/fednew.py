@@ -1,0 +1,100 @@
+"""FedNew, DP-FedNew and DP-FedNew-FC (PoPETs 2025): Newton directions solved locally, agreed on by ADMM.
+
+What a record may do to a direction is a lemma (`admm.shift`); a user's direction is clipped. The Hessian never leaves
+the client and is streamed; `solver = cg` never builds it. FedNew-FC puts the feature covariance in its place, which
+stays the same all run and is factorised once: see `covariance`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sordino.core import Ask, Kind, Method, Query, SordinoError, Tree, Unit, nearest
+from sordino.methods.admm import Solve, admm, shift
+from sordino.rules.limits import LIMITS
+from sordino.rules.matrix import conjugate_gradients, damped, steps_for
+
+SOLVERS = ("direct", "cg")
+ACCURACY = 1e-9  # of cg, as a part of the longest direction
+
+
+def answers(
+    unit: Unit, kind: Kind, clip: float, limit: float, curvature_clip: float, gamma: float, cg: int = 0
+) -> tuple[Query, ...]:
+    """The queries: g and curvature inside the client, the direction noised. cg: steps, if that solves."""
+    calls, error = (cg, ACCURACY * limit / gamma) if cg else (1, 0.0)
+    if unit is Unit.USER:
+        return Query(Kind.GRADIENT, noise=None), Query(kind, calls=calls, noise=None), Query(Kind.DELTA, clip)
+    lemma = shift(clip, limit, curvature_clip, gamma, error)
+    inside = Query(Kind.GRADIENT, clip, noise=None), Query(kind, curvature_clip, calls, noise=None)
+    return *inside, Query(Kind.DELTA, bound=lemma)
+
+
+def checked(limit_by: str, solver: str = "direct", **above_zero: float) -> None:
+    for name, value in above_zero.items():
+        if not 0 < value < math.inf:
+            raise SordinoError(f"{name}: {value} must be a finite number above 0.")
+    for name, word, known in (("limit_by", limit_by, LIMITS), ("solver", solver, SOLVERS)):
+        if word not in known:
+            raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, known)}")
+
+
+def fednew(*, unit: Unit = Unit.RECORD, lr: float = 1.0, alpha: float = 0.1, rho: float = 1.0) -> Method:
+    """theta <- theta - lr y, y one ADMM pass at (mean H_i + alpha I)^-1 mean g_i. No noise: run it with epsilon = inf.
+
+    alpha: damping. rho: pull of the clients' directions together.
+    """
+    checked("projection", alpha=alpha, rho=rho, lr=lr)
+    inside = Query(Kind.GRADIENT, noise=None), Query(Kind.CURVATURE, noise=None)
+    method = admm("fednew", unit, (*inside, Query(Kind.DELTA)), direct(alpha + rho), lr=lr, rho=rho)
+    return method._replace(proves=frozenset(), caveat="FedNew adds no noise: set epsilon = inf, or use dp-fednew.")
+
+
+def dp_fednew(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    curvature_clip: float = 1.0,
+    limit: float = 2.0,
+    lr: float = 1.0,
+    alpha: float = 0.1,
+    rho: float = 1.0,
+    duals: bool = True,
+    limit_by: str = "projection",
+    solver: str = "direct",
+) -> Method:
+    """theta <- theta - lr y, y the noised mean of (H_i + (alpha + rho) I)^-1 (g_i - lambda_i + rho y).
+
+    clip: of a record's gradient, or of a user's direction. curvature_clip: of a record's Hessian. limit: longest right
+    side. alpha, rho: as in fednew. duals: off, sums are certified too. limit_by: projection, or paper-xi (not private).
+    solver: direct, or cg, which builds no Hessian.
+    """
+    checked(limit_by, solver, clip=clip, curvature_clip=curvature_clip, limit=limit, lr=lr, alpha=alpha, rho=rho)
+    gamma = alpha + rho
+    most = limit if unit is Unit.RECORD else math.inf
+    # The condition number is at most 1 + curvature_clip / gamma, whatever the data: so is the error of cg bounded.
+    steps = steps_for(1 + curvature_clip / gamma, ACCURACY) if solver == "cg" else 0
+    queries = answers(unit, Kind.CURVATURE, clip, limit, curvature_clip, gamma, steps)
+    solve = conjugate(gamma, steps) if steps else direct(gamma)
+    return admm("dp-fednew", unit, queries, solve, lr=lr, rho=rho, limit=most, limit_by=limit_by, duals=duals)
+
+
+def direct(gamma: float) -> Solve:
+    """Build H_i and factorise it."""
+
+    def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
+        return torch.cholesky_solve(v.unsqueeze(-1), damped(ask.curvature(theta), gamma)).squeeze(-1)
+
+    return solve
+
+
+def conjugate(gamma: float, steps: int) -> Solve:
+    """Products with H_i only."""
+
+    def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
+        return conjugate_gradients(lambda p: ask.curvature_times(theta, p) + gamma * p, v, steps)
+
+    return solve

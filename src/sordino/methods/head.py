@@ -1,0 +1,53 @@
+"""FedNewton for the last layer of a network (arXiv 2605.18656, algorithm 5): blocks of local steps on all parameters,
+each followed by a damped Newton step on the head.
+
+The curvature is the mean of g g^T over clipped per-record gradients of the head, which stand last in theta: its clip is
+that of the gradient, squared. Every block is paid for. Proved against an untrusted server, as FedNewton is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sordino.core import Ask, Down, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.methods.newton import NONLINEAR, local_round
+from sordino.rules import chain, scale
+from sordino.rules.matrix import floored_solve, identity_like
+
+
+def newton_head(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    local_lr: float = 2.0,
+    local_steps: int = 10,
+    local_share: float = 0.5,
+    curvature_share: float = 0.25,
+    ridge: float = 0.1,
+    damping: float = 0.1,
+    blocks: int = 1,
+) -> Method:
+    """K local steps, then theta_i = theta - damping (F_i + ridge I)^-1 g_i on the last layer; that, `blocks` times.
+
+    ridge: added to the Fisher matrix F, whose negative eigenvalues count as 0. Rounds beyond 2 blocks are Newton steps.
+    Others as in fednewton.
+    """
+    rest = 1 - local_share - curvature_share
+    if not (curvature_share > 0 and rest > 0):
+        raise SordinoError(f"curvature_share: {curvature_share} and local_share leave {rest:g} of mu squared for g.")
+    if not (ridge > 0 and damping > 0 and blocks >= 1):
+        raise SordinoError("ridge, damping: must be above 0, and blocks at least 1.")
+
+    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        g, F = ask.gradient(down.theta), ask.fisher(down.theta)
+        body, head = g[..., : -F.shape[-1]], g[..., -F.shape[-1] :]
+        step = floored_solve(F + ridge * identity_like(F), head, ridge)
+        return torch.cat([0 * body, -damping * step], -1)
+
+    start = local_round(clip, local_lr, local_steps, local_share / blocks)
+    fisher = Query(Kind.FISHER, clip**2, share=curvature_share / blocks, psd=True)
+    refine = Stage(Local(work), chain(scale(1.0)), (Query(Kind.GRADIENT, clip, share=rest / blocks), fisher))
+    early = (start, refine._replace(rounds=1)) * (blocks - 1)
+    proves = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
+    return Method("fednewton-head", unit, (*early, start, refine), proves, NONLINEAR)

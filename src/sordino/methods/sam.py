@@ -1,0 +1,53 @@
+"""DP-FedSAM: local steps along the gradient at the worst point nearby (sharpness-aware minimisation).
+
+Record level: both gradients of a step are noised and both are paid for, 2 K releases a round: the noise grows by the
+root of two. Without ascent (rho = 0) the first is not asked for. User level, the published form: local steps without
+noise, then the update is clipped as one vector (each of L tensors on its own would let a user reach clip sqrt(L)) and
+released once, so that there the second gradient is free.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sordino.core import Ask, Down, Local, Method, SordinoError, Stage, Tree, Unit
+from sordino.methods.fedavg import CAVEAT, local_steps
+from sordino.rules import scale
+
+SMALLEST = 1e-12  # norm that the ascent is divided by
+
+
+def fedsam(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    lr: float = 1.0,
+    local_lr: float = 2.0,
+    rho: float = 0.05,
+    decay: float = 0.0,
+    steps: int = 1,
+    noise_at: str = "per-step",
+) -> Method:
+    """y <- y - local_lr (g(y + rho g / |g|) + decay y), K times from theta; theta <- theta + lr mean(y - theta).
+
+    rho: length of the ascent; 0 is dp-fedavg. decay: of the weights. steps: K. noise_at: as in dp-fedavg.
+    """
+    for name, value in (("rho", rho), ("decay", decay)):
+        if not 0 <= value < math.inf:
+            raise SordinoError(f"{name}: {value} must be a finite number, 0 or more.")
+
+    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        y = down.theta
+        for _ in range(steps):
+            worst = y
+            if rho:
+                g = ask.gradient(y)
+                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(SMALLEST)
+            y = y - local_lr * (ask.gradient(worst) + decay * y)
+        return y - down.theta
+
+    queries, proves = local_steps(unit, clip, steps * (2 if rho else 1), noise_at)
+    return Method("dp-fedsam", unit, (Stage(Local(work), scale(lr), queries),), proves, CAVEAT)

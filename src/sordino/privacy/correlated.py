@@ -1,0 +1,173 @@
+"""Noise that is correlated over the rounds of a stage, for servers that add releases up.
+
+Let P be the running sum of the decoder's rows. Every builder has P @ encoder = A, the lower triangle of ones. So the
+server's running sums carry the noise P @ z, and they are a function of `encoder @ x + z`: one Gaussian release.
+Release t uses only rows of the encoder that involve rounds up to t. Hence it can be handed out in round t, and clients
+may react to it at no further cost (Denisov et al. 2022, Theorem 2.1).
+
+The noise cancels only where one z serves all rounds: the server's, or that of clients who take part in all of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from scipy.linalg import block_diag, solve_triangular, toeplitz
+from scipy.optimize import minimize
+from scipy.signal import lfilter
+
+from sordino.core import Correlated, SordinoError
+
+MOST_ROUNDS = 4096  # the matrices are dense
+
+
+def independent(rounds: int) -> Correlated:
+    """Fresh noise of equal size in every round."""
+    _check(rounds)
+    return Correlated(np.eye(rounds), np.eye(rounds))
+
+
+def schedule(rounds: int) -> Correlated:
+    """Fresh noise of variance s_t^2 proportional to 1 / sqrt(T - t): the best there is under full participation.
+
+    Round t's noise stays in T - t running sums. The sum of (T - t) s_t^2 is least here at a fixed sum of 1 / s_t^2.
+    No encoder C does better. Let D^2 = diag(T - t), the diagonal of A^T A. R = D^-1 A^T A D^-1 has the entries
+    sqrt((T - s) / (T - t)), s >= t, and so has E[sign_s sign_t] for a Markov chain of signs. Hence some signs have
+    |C signs|^2 >= tr(C R C^T) = |A D^-1 C^T|^2. Times |P|^2 this is at least (Cauchy-Schwarz) the square of
+    tr(C D^-1 A^T P) = tr(D^-1 A^T A) = tr D, and (tr D)^2 is what the schedule has.
+    """
+    _check(rounds)
+    weight = np.sqrt(np.arange(rounds, 0.0, -1.0))  # 1 / s_t^2
+    std = np.sqrt(weight.mean() / weight)
+    return Correlated(np.diag(1 / std), np.diag(std))
+
+
+def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = False) -> Correlated:
+    """Binary tree: every node noises the sum of its rounds, and few nodes make up a running sum.
+
+    A unit's single round moves one node a level. Its further rounds move the same nodes again: under full
+    participation a node of m rounds moves by m, and adds m^2 to the squared sensitivity.
+
+    `honaker` estimates a node from all nodes below it as well: the best to be had in its round, for no other finished
+    node shares a round with it (`least_squares` does better still). `restart` begins a new tree every so many rounds.
+    `complete` pads a tree that another follows with empty rounds, up to a power of two: its total then comes from
+    its root alone. Padded nodes see data too, and are paid for.
+    """
+    _check(rounds)
+    if restart < 0:
+        raise SordinoError(f"restart: {restart} must be a number of rounds, or 0 for a single tree.")
+    size = restart or rounds
+    followed, last = divmod(rounds - 1, size)
+    blocks = [_tree(size, honaker, complete)] * followed + [_tree(last + 1, honaker, False)]
+    return Correlated(block_diag(*(b.encoder for b in blocks)), block_diag(*(b.decoder for b in blocks)))
+
+
+def levels(rounds: int, complete: bool = False) -> list[np.ndarray]:
+    """The nodes of a tree from the leaves up, as rows [first round, round after the last]. `complete` as in `tree`."""
+    found, size = [], 1
+    while size < 2 * rounds if complete else size <= rounds:
+        starts = np.arange(0, rounds if complete else rounds - size + 1, size)
+        found.append(np.stack([starts, np.minimum(starts + size, rounds)], axis=1))
+        size *= 2
+    return found
+
+
+def banded(rounds: int, band: int) -> Correlated:
+    """Lower-triangular encoder with `band` diagonals, each constant but for a scale that gives columns norm 1.
+
+    Columns at least `band` apart share no row. So the squared sensitivity of a unit whose rounds are at least `band`
+    apart is their number, as with independent noise. Units that come more often pay more.
+
+    The coefficients are those of the square root of A, binom(2k, k) / 4^k, or better ones found from there.
+    """
+    _check(rounds)
+    if band < 1:
+        raise SordinoError(f"band: {band} must be at least 1, which is independent noise.")
+    k = np.arange(1, min(band, rounds))
+    root = np.cumprod(np.concatenate([[1.0], (2 * k - 1) / (2 * k)]))
+    options = [_toeplitz(rounds, root), _toeplitz(rounds, np.array(_improved(rounds, tuple(root))))]
+    return min(options, key=lambda noise: prefix_error(noise, np.arange(1)))
+
+
+def least_squares(noise: Correlated) -> Correlated:
+    """The same sensitivity, and the least noise of all unbiased decoders (Honaker's fully efficient estimator).
+
+    Least squares on all of C @ x + z leaves the covariance A (C^T C)^-1 A^T, but looks at rows of later rounds. The
+    lower-triangular factor of the same C^T C leaves the same covariance and does not. Nor does |C x| change for any x.
+    A tree's factor has no negative entry (C^T C is ultrametric, so its inverse is an M-matrix): `sensitivity` is exact.
+    """
+    gram = noise.encoder.T @ noise.encoder
+    encoder = np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1].T
+    return Correlated(encoder, solve_triangular(encoder, np.eye(len(encoder)), lower=True))
+
+
+def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
+    """Mean variance of the running sums' noise, where a unit that moves these rounds by 1 each is to have mu = 1."""
+    prefix = np.cumsum(noise.decoder, axis=0)
+    return float(noise.sensitivity(participation_rounds) ** 2 * (prefix**2).sum(1).mean())
+
+
+def _check(rounds: int) -> None:
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise SordinoError(f"rounds: {rounds} must lie between 1 and {MOST_ROUNDS} where noise is correlated.")
+
+
+def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:
+    """One tree. A running sum is the largest node that ends it, plus the running sum before that node."""
+    nodes = levels(rounds, complete)
+    spans = np.concatenate(nodes)
+    t = np.arange(rounds)
+    encoder = ((spans[:, :1] <= t) & (t < spans[:, 1:])).astype(float)
+
+    count = len(spans)
+    own = np.split(np.eye(count), np.cumsum([len(level) for level in nodes])[:-1])
+    estimates = own[:1]  # by level: rows of weights on the nodes' noisy values
+    for row in own[1:]:
+        pair = np.zeros((2 * len(row), count))
+        children = estimates[-1][: len(pair)]
+        pair[: len(children)] = children  # a node of a completed tree may lack its second child, which is empty
+        below = pair.reshape(len(row), 2, count).sum(1)
+        variance = (below**2).sum(1, keepdims=True)
+        # A node's own value has variance 1: weights are in inverse proportion to variances.
+        estimates.append((variance * row + below) / (variance + 1) if honaker else row)
+
+    prefix = np.zeros((rounds + 1, count))
+    for stop in range(1, rounds + 1):
+        height = (stop & -stop).bit_length() - 1
+        if complete and stop == rounds:
+            height = len(nodes) - 1
+        number = (stop - 1) >> height
+        prefix[stop] = prefix[nodes[height][number, 0]] + estimates[height][number]
+    return Correlated(encoder, np.diff(prefix, axis=0))
+
+
+def _toeplitz(rounds: int, coefficients: np.ndarray) -> Correlated:
+    """Encoder with these diagonals and columns of norm 1, and its inverse."""
+    impulse = np.eye(1, rounds)[0]
+    encoder = toeplitz(lfilter(coefficients, [1.0], impulse), 0 * impulse)
+    inverse = toeplitz(lfilter([1.0], coefficients, impulse), 0 * impulse)
+    norms = np.linalg.norm(encoder, axis=0)
+    return Correlated(encoder / norms, norms[:, None] * inverse)
+
+
+@lru_cache
+def _improved(rounds: int, coefficients: tuple[float, ...]) -> tuple[float, ...]:
+    """Coefficients c of less |c|^2 times the sum of (T - t) g_t^2, where g = (1, 1, ...) / c as power series.
+
+    This is the error, but for the last columns' norms. Further digits do not matter, and differ between computers.
+    """
+    remaining = np.arange(rounds, 0.0, -1.0)
+
+    def error(tail: np.ndarray) -> tuple[float, np.ndarray]:
+        c = np.concatenate([[1.0], tail])
+        g = lfilter([1.0], c, np.ones(rounds))
+        slope = lfilter([1.0], c, g)  # minus the derivative of g by c_k, up to a shift by k
+        total = float(remaining @ g**2)
+        shifted = np.array([(remaining * g)[k:] @ slope[: rounds - k] for k in range(1, len(c))])
+        return c @ c * total, 2 * tail * total - 2 * (c @ c) * shifted
+
+    if len(coefficients) == 1:
+        return coefficients
+    best = minimize(error, np.array(coefficients[1:]), jac=True, method="L-BFGS-B", options={"ftol": 1e-14})
+    return (1.0, *np.round(best.x, 4).tolist())

@@ -1,0 +1,83 @@
+"""Blocks of theta: parameters that share one number, such as the mean of their second moments.
+
+A transformer's blocks (DP-FedAdamW's partition): for every layer one per head of Q, of K and of V, one for the output
+projection of the attention, one for the whole MLP; and one each for the embedding and the output. Biases go with their
+rows; norms, tables of relative positions and patch merging ride with the nearest block.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from sordino.core import SordinoError
+
+LAYER = re.compile(r"(.*?)\.(?:self_)?att\w*\.")  # a layer is what owns an attention
+SPLIT = re.compile(r"\b(query|key|value|[qkv]_proj|[qkv]_lin)\b")
+FUSED = re.compile(r"\b(qkv|in_proj)")
+ATTENTION = re.compile(r"(?:self_)?att|\w*(?:before|norm_?1|ln_?1)\b")  # its norm comes first, or stands inside
+
+
+def count(blocks: Tensor | None) -> int:
+    """How many there are; None stands for one block."""
+    return 1 if blocks is None else int(blocks.max()) + 1
+
+
+def block_means(v: Tensor, blocks: Tensor | None) -> Tensor:
+    """The mean of v over every block, on the last axis; summed in float64, for blocks hold millions of entries."""
+    if blocks is None:
+        return v.mean(-1, keepdim=True)
+    blocks = blocks.to(v.device)
+    sums = v.new_zeros((*v.shape[:-1], count(blocks)), dtype=torch.float64).index_add_(-1, blocks, v.double())
+    return (sums / torch.bincount(blocks)).to(v)
+
+
+def expand(means: Tensor, blocks: Tensor | None) -> Tensor:
+    """Every entry of theta gets its block's number; one block needs no copies of it."""
+    return means if blocks is None else means.index_select(-1, blocks.to(means.device))
+
+
+def transformer_blocks(parameters: Sequence[tuple[str, Sequence[int]]], heads: int | Sequence[int]) -> Tensor:
+    """The block of every entry of theta, which strings `parameters` (name, shape) together in this order.
+
+    heads: of each layer, or one number for all. Heads are rows of the weights of Q, K and V, which may be fused into
+    one matrix of three times the rows. Of low-rank factors B has the rows of its matrix, all A of a layer are a block.
+    """
+    heady = [name for name, _ in parameters if SPLIT.search(name) or FUSED.search(name)]
+    names = list(dict.fromkeys(owner[1] for name in heady if (owner := LAYER.match(name))))
+    if not names:
+        raise SordinoError("parameters: no attention was found by name; a model without one has one block a tensor.")
+    of_layer = [heads] * len(names) if isinstance(heads, int) else list(heads)
+    if len(of_layer) != len(names):
+        raise SordinoError(f"heads: {len(of_layer)} numbers for {len(names)} layers; give one, or one for each.")
+    at = [next((n for n, owner in enumerate(names) if name.startswith(f"{owner}.")), -1) for name, _ in parameters]
+    first, last = at.index(0), len(at) - 1 - at[::-1].index(max(at))
+    numbers: dict[Hashable, int] = {}
+    parts, layer = [], 0
+    for k, (name, shape) in enumerate(parameters):
+        layer = max(layer, at[k])
+        if at[k] < 0:
+            keys: list[Hashable] = ["embedding" if k < first else "output" if k > last else (layer, "mlp")]
+        else:
+            rest = name.removeprefix(f"{names[at[k]]}.")
+            keys = _keys(at[k], rest, shape[0] if shape else 1, of_layer[at[k]])
+        rows = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+        parts.append(rows.repeat_interleave(math.prod(shape) // len(keys)))
+    return torch.cat(parts)
+
+
+def _keys(layer: int, rest: str, rows: int, heads: int) -> list[Hashable]:
+    """Names of the blocks that a layer's tensor falls into, of as many equal parts of its rows."""
+    split, fused = SPLIT.search(rest), FUSED.search(rest)
+    if "lora_A" in rest:
+        return [(layer, "A")]
+    if not (split or fused):
+        return [(layer, "attention" if ATTENTION.match(rest) else "mlp")]
+    kinds = split[1][0] if split else "qkv"
+    if heads < 1 or rows % (heads * len(kinds)):
+        raise SordinoError(f"heads: {heads} do not divide the {rows} rows of {rest} in layer {layer}; give its own.")
+    return [(layer, kind, head) for kind in kinds for head in range(heads)]

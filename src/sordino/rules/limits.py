@@ -1,0 +1,28 @@
+"""Two ways to keep g + b within a ball, of which one is private."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sordino.core import SAFETY
+
+
+def projected(g: Tensor, b: Tensor, limit: float) -> Tensor:
+    """g + b, projected on the ball of radius `limit`."""
+    v, most = g + b, limit * (1 - SAFETY)
+    return v * (most / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(most)) if math.isfinite(limit) else v
+
+
+def rescaled(g: Tensor, b: Tensor, limit: float) -> Tensor:
+    """g + xi b of norm `limit` where g + b is longer: as printed in the paper, and not private."""
+    size = torch.linalg.vector_norm(b, dim=-1, keepdim=True).clamp_min(1e-30)
+    along = (g * b).sum(-1, keepdim=True) / size
+    root = (along.square() + limit**2 - g.square().sum(-1, keepdim=True)).clamp_min(0).sqrt()
+    longer = torch.linalg.vector_norm(g + b, dim=-1, keepdim=True) > limit
+    return g + torch.where(longer, (root - along) / size, 1.0) * b
+
+
+LIMITS = {"projection": projected, "paper-xi": rescaled}

@@ -1,0 +1,51 @@
+"""Small linear algebra on noised matrices, batched over leading axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sordino.rules.fisher import dot
+
+TINY = 1e-30
+
+
+def identity_like(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def floored_inverse(matrix: Tensor, floor: float) -> Tensor:
+    """Of the symmetrised matrix, eigenvalues below `floor` raised to it: noise may have made them negative."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
+    inverse: Tensor = (vectors / values.clamp_min(floor).unsqueeze(-2)) @ vectors.transpose(-1, -2)
+    return inverse
+
+
+def floored_solve(matrix: Tensor, v: Tensor, floor: float) -> Tensor:
+    return (floored_inverse(matrix, floor) @ v.unsqueeze(-1)).squeeze(-1)
+
+
+def damped(matrix: Tensor, gamma: float) -> Tensor:
+    """The Cholesky factor of H + gamma I; not a number where H is so large that rounding left it indefinite."""
+    factor, info = torch.linalg.cholesky_ex(matrix + gamma * identity_like(matrix))
+    return torch.where((info == 0).unsqueeze(-1).unsqueeze(-1), factor, math.nan)
+
+
+def conjugate_gradients(product: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> Tensor:
+    """Solve `product(y) = v` from zero, in a number of steps that does not depend on the data."""
+    y, r, p = torch.zeros_like(v), v, v
+    for _ in range(steps):
+        Ap, size = product(p), dot(r, r)
+        a = size / dot(p, Ap).clamp_min(TINY)
+        y, r = y + a * p, r - a * Ap
+        p = r + dot(r, r) / size.clamp_min(TINY) * p
+    return y
+
+
+def steps_for(condition: float, accuracy: float) -> int:
+    """So many that the error 2 ((sqrt(condition) - 1) / (sqrt(condition) + 1))^k is within `accuracy`."""
+    root = math.sqrt(condition)
+    return max(1, math.ceil(math.log(accuracy / 2) / math.log((root - 1) / (root + 1))))
