@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Kind, Local, Privacy, SordinoError, Stage, Unit
+from sordino.core import SAFETY, Down, Kind, Local, Privacy, SordinoError, Stage, Unit
 from sordino.data.shard import Records
 from sordino.engines import reference, simulate
 from sordino.engines.client import clipped
@@ -98,13 +98,28 @@ def test_one_step_by_hand(mistake):
 
 
 def test_no_gradient_no_ascent():
-    """|g| = 0 is divided by a number above 0."""
-    data = Records.of(np.zeros((6, 3)), np.zeros(6), np.repeat([0, 1], 3), dtype=torch.float64)
-    model = Linear(3, 1, Loss.SQUARES, bias=False)
-    end = path(build("dp-fedsam", steps=2), data, model, epsilon=math.inf)
-    assert torch.equal(end, torch.zeros(5, 3, dtype=torch.float64))
-    zero = torch.zeros(3)
-    assert torch.isnan(zero / zero.norm()).all(), "as it would be"
+    """|g| = 0 is divided by a number above 0: the second question, too, is put at the model itself."""
+    asked = []
+
+    class Flat:
+        def gradient(self, at):
+            asked.append(at)
+            return torch.zeros_like(at)
+
+    theta = torch.arange(6.0).view(2, 3)
+    (stage,) = build("dp-fedsam", steps=2).stages
+    assert torch.equal(stage.local.work(Flat(), Down(theta), (), ()), torch.zeros(2, 3))
+    assert len(asked) == 4
+    assert all(torch.equal(at, theta) for at in asked)
+    assert torch.isnan(0 * theta / (0 * theta).norm()).all(), "as it would be"
+
+
+def test_every_client_climbs_by_its_own_gradient(records):
+    """Clients of one size are a batch; a norm over all of it would be seen, for the reference has them one by one."""
+    alike = Records(records.x, records.y, np.arange(0, 81, 20))
+    method = build("dp-fedsam", steps=2, rho=0.5)
+    slow = [turn.model for turn in reference.run(plan_for(method, alike), MODEL, alike, Seeded(3))]
+    torch.testing.assert_close(path(method, alike), torch.stack(slow), rtol=1e-9, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------- its price

@@ -61,9 +61,10 @@ def _sizes(records: str, clients: int | None) -> tuple[int, ...]:
     if min(sizes) < 1:
         raise SordinoError("--records: every client needs at least one record.")
     if len(sizes) == 1:
-        if not 1 <= (clients or 1) <= 1_000_000:
+        clients = 1 if clients is None else clients
+        if not 1 <= clients <= 1_000_000:
             raise SordinoError(f"--clients: {clients} must lie between 1 and 1,000,000.")
-        return sizes * (clients or 1)
+        return sizes * clients
     if clients not in (None, len(sizes)):
         raise SordinoError(f"--clients: {clients}, but --records names {len(sizes)}; leave --clients away.")
     return sizes

@@ -70,6 +70,15 @@ def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
         t = first + rounds
 
 
+def check_stream(plan: Plan, t: int, source: Source) -> None:
+    """Correlated noise cancels against draws that a new key does not give again; without them the data would show."""
+    if source.private and plan.goes_on(t):
+        raise SordinoError(
+            f"resume: the correlated noise of {plan.method.name} began with a key that is gone, so that round {t} "
+            "cannot be noised to match; start a new run."
+        )
+
+
 def blocks(model: Model) -> Tensor:
     """Which block of parameters each entry of theta belongs to: what the model says, or one a tensor."""
     if (said := getattr(model, "blocks", None)) is not None:

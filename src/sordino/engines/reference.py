@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sordino.core import Down, Model, Round, Tree
 from sordino.data.shard import Records
-from sordino.engines.client import SAMPLING, Oracle, Turn, normals, turns
+from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, turns
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Address, Source
 from sordino.privacy.plan import Plan
@@ -33,6 +33,7 @@ def run(
     clients = range(plan.clients)
     state: Tree = ()
     memory: list[Tree] = [() for _ in clients]
+    said_before = False
     for turn in turns(plan, model):
         local, rule = turn.stage.local, turn.stage.rule
         if turn.t == turn.first:
@@ -42,12 +43,15 @@ def run(
         down = Down(theta, rule.say(state))
         cohort = [int(i) for i in turn.cohort]
         said = {i: recall(ledger, run_id, i, turn.t, records.x) for i in cohort}
+        said_before |= any(message is not None for message in said.values())
         if ledger is not None:
             ledger.afford([entry for i in cohort if said[i] is None for entry in plan.entries(i, turn.t, run_id)])
         parts = []
         for i in cohort:
             message = said[i]
             if message is None:
+                if said_before:
+                    check_stream(plan, turn.t, source)
                 ask = oracle(model, records, turn, i, source)
                 message = ask.finish(local.work(ask, down, memory[i], caches[i]))
                 if ledger is not None:

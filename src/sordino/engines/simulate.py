@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sordino.core import Correlated, Down, Kind, Model, Round, SordinoError, Stage, Tree, forget, keep, nothing
 from sordino.data.shard import Records
-from sordino.engines.client import SAMPLING, Oracle, Turn, normals, turns
+from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, turns
 from sordino.privacy.noise import EVERYONE, Address, Source, add
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
@@ -53,6 +53,9 @@ def run(
     sources = [each.fresh() for each in (source if isinstance(source, Sequence) else [source])]
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
         raise SordinoError(f"source: {len(sources)} for theta of shape {tuple(theta.shape)}; every run needs its own.")
+    if 0 < start < plan.rounds:
+        for each in sources:
+            check_stream(plan, start, each)
     crowd = Crowd(plan, model, records, sources, theta.dim() - 1)
     for turn in turns(plan, model, start):
         local, rule = turn.stage.local, turn.stage.rule
@@ -153,18 +156,20 @@ class Crowd:
         once = delta is not None and local.remember is keep and not shares
         whole = len(turn.cohort) == self.plan.clients
         buckets = self._whole if whole else self.records.buckets(turn.cohort)
+        present = len(buckets)
         if len(turn.extras) and not once:
             empty = [(c, shard._replace(mask=0 * shard.mask)) for c, shard in self.records.buckets(turn.extras)]
             buckets = [*buckets, *empty]
         parts = []
-        for clients, shard in buckets:
+        for number, (clients, shard) in enumerate(buckets):
             chosen = torch.from_numpy(clients).to(self.records.x.device)
             ask = self._oracle(turn, clients, shard)
             mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
             cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.worlds, rows), caches)
             message = ask.finish(local.work(ask, Down(*near), mine, cache), noise=not once)
-            after = local.remember(message, Down(*near), mine)
-            memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
+            if number < present:
+                after = local.remember(message, Down(*near), mine)
+                memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
             weight = torch.as_tensor(self.influence[clients]).to(self.records.x)
             parts.append(
                 tree_map(lambda leaf, w=weight: (w.view(-1, *[1] * (leaf.dim() - lead - 1)) * leaf).sum(lead), message)

@@ -31,7 +31,7 @@ class Option(NamedTuple):
 
     @property
     def error(self) -> float:
-        return self.terms.total
+        return self.terms.cautious
 
 
 def best(case: theory.Case, method: str) -> Option:
@@ -104,16 +104,16 @@ def _choose(options: Sequence[Option]) -> Option:
 
 def _why(case: theory.Case, options: dict[str, Option], chosen: Option, safe: bool, statistical: float) -> list[str]:
     name, parts = LABELS[chosen.method], chosen.terms
-    most = max(parts._asdict().items(), key=lambda item: item[1])[0]
     of = {
         "statistical": "sampling, which no method can avoid",
         "privacy": "privacy noise",
         "bias": "bias: clients' own estimates are curved away from the truth, more so the fewer records they have",
         "optimisation": "steps not taken, each of which would cost budget",
-    }[most]
+    }
+    most = of[max(of, key=lambda part: getattr(parts, part))]
     rounds = "one round" if chosen.rounds == 1 else f"{chosen.rounds} rounds"
     lines = [
-        f"{name} is predicted to reach {chosen.error:.3g} in {rounds}; most of it is {of}.",
+        f"{name} is predicted to reach {chosen.error:.3g} in {rounds}; most of it is {most}.",
         f"Without privacy, all records in one place would reach {statistical:.3g}.",
     ]
     needed, smallest = theory.needed_records(case), min(case.sizes)
@@ -128,6 +128,6 @@ def _why(case: theory.Case, options: dict[str, Option], chosen: Option, safe: bo
     if len(case.sizes) > case.records ** (2 / 3):
         lines.append("More clients than N^(2/3): local Newton steps are biased as local averages are.")
     bias = options["fedavg-gdp"].terms.bias
-    if bias > options["fedavg-gdp"].terms.total / 2:
+    if bias > options["fedavg-gdp"].error / 2:
         lines.append(f"FedAvg's error would be mostly bias ({bias:.3g}), which more clients do not average away.")
     return lines

@@ -19,11 +19,13 @@ COLORS = {
 }
 NOTES = """\
 *Error* is the mean over repetitions of |theta - theta_0|², ± its standard error; what is *predicted* (in brackets) is
-the closed form: sampling, privacy noise, bias and missing steps, to second order around theta_0. FedNewton's prediction
-holds where the noise on every client's Hessian is small against its smallest eigenvalue; elsewhere it is ~~struck~~.
-*Pooled* is maximum likelihood from all records in one place, without privacy. *Rate* is d / Σ min(n_i, n_i² μ²/d) with
-its constant set to 1: **a rate, not a certificate**. *Bound* is the information bound of the design (local minimax; the
-derivation is in `theory.information_bound`)."""
+the closed form: sampling, privacy noise, bias and missing steps, to second order around theta_0. FedNewton's
+prediction holds where the noise on every client's Hessian is small against its smallest eigenvalue; elsewhere it is
+~~struck~~. FedAvg's bias is a second-order expansion in each client's own noise, and far too high where that noise is
+larger than theta_0 itself (Poisson at small μ or n). *Pooled* is maximum likelihood from all records in one place,
+without privacy. *Rate* is d / Σ min(n_i, n_i² μ²/d) with its constant set to 1: **a rate, not a certificate** (for μ
+< 1 the form with μ² log(1/μ) is in the JSON; where n_i is the smaller of the two they are equal). *Bound* is the
+information bound of the design (local minimax; the derivation is in `theory.information_bound`)."""
 
 
 def short(value: float | None) -> str:
@@ -120,7 +122,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     laws = list(dict.fromkeys(p["sizes"] for p in points))
     mus = sorted({p["mu"] for p in points})
     size = (max(7.5, 1.2 + 3.6 * len(mus)), 1.4 + 3.0 * len(laws))
-    figure = pyplot()(figsize=size, dpi=110, layout="constrained")
+    figure = pyplot()(figsize=size, dpi=95, layout="constrained")
     panels = figure.subplots(len(laws), len(mus), sharey="row", squeeze=False)
     for i, law in enumerate(laws):
         for j, mu in enumerate(mus):
@@ -129,9 +131,11 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
             panel.set_title(f"sizes {law}, μ = {mu:g}", fontsize=9)
         panels[i][0].set_ylabel("mean |theta − theta_0|²")
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    title = f"{points[0]['model']}, {points[0]['samples']} repetitions: measured (dots, ± 2 SE) and predicted (dashes)"
-    figure.suptitle(title, fontsize=10)
+    order = sorted(range(len(labels)), key=lambda k: (labels[k] not in LABELS.values(), labels[k]))
+    some = [handles[k] for k in order], [labels[k] for k in order]
+    figure.legend(*some, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    model, count = points[0]["model"].capitalize(), points[0]["samples"]
+    figure.suptitle(f"{model}, {count} repetitions: measured (dots, ± 2 SE) and predicted (dashes)", fontsize=10)
     figure.savefig(path)
 
 
@@ -142,7 +146,10 @@ def _panel(panel: Any, points: Sequence[dict[str, Any]]) -> None:
         found = [p["methods"][name] for p in points]
         bars = [2 * f["se"] for f in found]
         label, color = LABELS.get(name, "pooled MLE, no privacy"), COLORS[name]
-        panel.errorbar(at, [f["error"] for f in found], bars, fmt="o-", ms=3.5, lw=1, color=color, label=label)
+        look: dict[str, Any] = {"fmt": "o-", "ms": 3.5, "lw": 1, "color": color, "label": label}
+        if name == "fedhybrid":  # often on top of FedSGD: an open square around its dot
+            look |= {"fmt": "s-", "ms": 6, "mfc": "none", "zorder": 1}
+        panel.errorbar(at, [f["error"] for f in found], bars, **look)
         known = [p["predicted"].get(name, {}).get("total", math.nan) for p in points]
         if name == "fednewton":
             known = [k if p["fednewton_safe"] else math.nan for p, k in zip(points, known, strict=True)]
@@ -150,6 +157,8 @@ def _panel(panel: Any, points: Sequence[dict[str, Any]]) -> None:
     panel.plot(
         at, [p["rate"] for p in points], ":", color="black", lw=1.2, label="d/Σ(n ∧ n²μ²/d): a rate, not a certificate"
     )
+    if any(p["rate_with_log"] not in (None, p["rate"]) for p in points):
+        panel.plot(at, [p["rate_with_log"] for p in points], ":", color="grey", lw=1.2, label="… with μ² log(1/μ)")
     panel.plot(at, [p["information_bound"] for p in points], "-.", color="black", lw=1, label="information bound")
     panel.set_yscale("log")
     if x == "iterations" or max(at) / min(at) > 5:

@@ -26,8 +26,8 @@ from sordino.core import SordinoError
 from sordino.models.linear import Linear, Loss
 
 Array: TypeAlias = NDArray[np.float64]
-NODES = 2001  # of each of the two integrals
-LINE = 121  # places at which the mean score is tabled: 0, theta_0 and their middle among them
+NODES = 1001  # of each of the two integrals
+LINE = 61  # places at which the mean score is tabled: 0, theta_0 and their middle among them
 NUDGE = 1e-3  # relative step of a numerical derivative
 
 # ------------------------------------------------------------------------------------------------------- populations
@@ -80,14 +80,16 @@ def population(model: Linear, length: float) -> Population:
     def average(values: Array, power: int) -> Array:
         """Of values(t) times the record's weight to a power, times t^2 or the square of one coordinate across."""
         along, across = inside[power]
-        return np.array([weight @ (values * t**2 * along), weight @ (values * across)])
+        first, second = weight @ (values * t**2 * along), weight @ (values * across)
+        return np.array([first, second if times[1] else first])  # in one dimension nothing lies across
 
-    _, square, slope, curve = _residuals(model, t, length, length)
+    labels = list(_labels(model.kind, length * t))
+    _, square, slope, curve = _residuals(model, length * t, labels)
     step = NUDGE * max(length, 1.0)
-    up, down = (average(_residuals(model, t, length + s, length)[2], 1) for s in (step, -step))
-    rate = _residuals(Linear(1, 1, model.kind, bias=False, cap=math.inf), t, length, length)[3]
+    up, down = (average(_residuals(model, (length + s) * t, labels)[2], 1) for s in (step, -step))
+    rate = _residuals(Linear(1, 1, model.kind, bias=False, cap=math.inf), length * t, labels)[3]
     line = length * np.linspace(-2.0, 4.0, LINE)
-    score = np.array([weight @ (_residuals(model, t, at, length)[0] * t * inside[1][0]) for at in line])
+    score = np.array([weight @ (_residuals(model, at * t, labels)[0] * t * inside[1][0]) for at in line])
     return Population(
         times,
         average(slope, 1),
@@ -114,17 +116,16 @@ def _nodes(dim: int, radius: float) -> tuple[Array, Array, dict[int, tuple[Array
     return grid, weight, inside
 
 
-def _residuals(model: Linear, t: Array, at: float, truth: float) -> tuple[Array, Array, Array, Array]:
-    """Mean, mean square and slope of the bounded residual at logit at * t, and the model's own second derivative."""
-    z = at * t
+def _residuals(model: Linear, z: Array, labels: list[tuple[int, Array]]) -> tuple[Array, Array, Array, Array]:
+    """Mean, mean square and slope of the bounded residual at logits z, and the model's own second derivative."""
     if model.kind is Loss.LOGISTIC:
         value = expit(z)
         curve = inner = value * (1 - value)
     else:
         value = np.exp(np.minimum(z, model.cap))
         curve, inner = value, np.where(z < model.cap, value, 0.0)
-    mean, square, slope = np.zeros_like(t), np.zeros_like(t), np.zeros_like(t)
-    for y, chance in _labels(model.kind, truth * t):
+    mean, square, slope = np.zeros_like(z), np.zeros_like(z), np.zeros_like(z)
+    for y, chance in labels:
         raw = value - y
         r = np.clip(raw, -model.residual, model.residual)
         mean += chance * r
@@ -152,10 +153,16 @@ class Terms(NamedTuple):
     privacy: float
     bias: float
     optimisation: float
+    cross: float = 0.0  # of bias and steps not taken: negative where they point apart
 
     @property
     def total(self) -> float:
         return sum(self)
+
+    @property
+    def cautious(self) -> float:
+        """Without the luck of two errors that cancel."""
+        return self.total - min(self.cross, 0.0)
 
 
 @dataclass(frozen=True)
@@ -316,9 +323,8 @@ def safe(case: Case) -> bool:
 
 def _terms(case: Case, state: State) -> Terms:
     times = case.world.times
-    # The way still to go points to 0 and the bias may point back: what both make of the mean, less the bias alone.
-    missing = (state.bias + state.way) ** 2 - state.bias**2 + state.rest
-    return Terms(float(times @ state.sampling), float(times @ state.noise), state.bias**2, missing)
+    sampling, noise = float(times @ state.sampling), float(times @ state.noise)
+    return Terms(sampling, noise, state.bias**2, state.way**2 + state.rest, 2 * state.bias * state.way)
 
 
 # --------------------------------------------------------------------------------------------------- lower bounds

@@ -14,6 +14,7 @@ from sordino.methods.covariance import dp_fednew_fc, fedfc
 from sordino.methods.fedavg import fedavg, fedavg_ls
 from sordino.methods.fedgd import fedgd
 from sordino.methods.fednew import dp_fednew, fednew
+from sordino.methods.ftrl import ftrl
 from sordino.methods.head import newton_head
 from sordino.methods.newton import fedavg_gdp, fedhybrid, fednewton, fedsgd
 from sordino.methods.prox import adafedprox
@@ -56,6 +57,7 @@ REGISTRY: dict[str, Entry] = {
     "dp-fedadamw": Entry(fedadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945)", (Unit.RECORD,)),
     "dp-fedsam": Entry(fedsam, "local steps, sharpness-aware", "Shi et al. 2023 (arXiv 2303.11242)"),
     "dp-adadps": Entry(adadps, "local steps, public side information", "Li et al. 2022 (arXiv 2202.05963)"),
+    "dp-ftrl": Entry(ftrl, "correlated noise", "Kairouz et al. 2021 (arXiv 2103.00039); banded: arXiv 2306.08153"),
     "dp-fedfc": Entry(fedfc, "second order, server side", "DP-FedNew (PoPETs 2025), algorithms 5 and 6"),
     "fednew": Entry(fednew, "second order, client side", "DP-FedNew (PoPETs 2025), section 3; without privacy"),
     "dp-fednew": Entry(dp_fednew, "second order, client side", "DP-FedNew (PoPETs 2025), algorithms 1 and 2"),

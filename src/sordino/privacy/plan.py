@@ -34,7 +34,6 @@ from sordino.core import (
     Stream,
     Trust,
     Unit,
-    keep,
     nearest,
 )
 from sordino.privacy import gaussian
@@ -161,6 +160,12 @@ class Plan:
     def stages(self) -> tuple[Stage, ...]:
         """The method's, with the factors of correlated noise worked out for their rounds."""
         return tuple(_over(stage, rounds) for stage, rounds in zip(self.method.stages, self.stage_rounds, strict=True))
+
+    def goes_on(self, t: int) -> bool:
+        """Round t adds to a stream of noise that began before it, and so needs the draws it began with."""
+        stage = self.stage_of(t)
+        streams = any(isinstance(query.noise, Correlated) for query in self.stages[stage].queries)
+        return streams and t > sum(self.stage_rounds[:stage]) and not self.silent
 
     def stage_of(self, t: int) -> int:
         """The stage that round t belongs to."""
@@ -373,9 +378,8 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
         raise SordinoError(f"{name}: a user moves an answer once a record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
-    correlated = [q for q in stage.queries if isinstance(q.noise, Correlated | Stream)]
-    if any(q.calls != 1 for q in correlated) or (correlated and stage.local.remember is not keep):
-        raise SordinoError(f"{name}: a correlated query is called once a round, by clients without memory.")
+    if any(isinstance(q.noise, Correlated | Stream) and q.calls != 1 for q in stage.queries):
+        raise SordinoError(f"{name}: a correlated query is called once a round.")
 
 
 def _over(stage: Stage, rounds: int) -> Stage:

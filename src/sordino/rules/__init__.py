@@ -1,8 +1,8 @@
 """Server rules: pure post-processing of the privatised aggregate, chainable."""
 
 from sordino.rules.adaptive import adam, yogi
-from sordino.rules.basic import average, chain, ema, scale
+from sordino.rules.basic import average, chain, ema, heavy_ball, scale
 from sordino.rules.fisher import fisher
 from sordino.rules.smoothing import smooth
 
-__all__ = ["adam", "average", "chain", "ema", "fisher", "scale", "smooth", "yogi"]
+__all__ = ["adam", "average", "chain", "ema", "fisher", "heavy_ball", "scale", "smooth", "yogi"]

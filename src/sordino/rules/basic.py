@@ -71,6 +71,18 @@ def ema(beta: float | Tensor, *, bias_correction: bool = False) -> Rule:
     return Rule(zeros, update)
 
 
+def heavy_ball(beta: float | Tensor, restart: int = 0) -> Rule:
+    """M = beta M + G, from M = 0, and again every `restart` rounds (0: never)."""
+
+    check_decay("momentum", beta)
+
+    def update(g: Tree, m: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        m = g if restart and t % restart == 0 else beta * m + g
+        return m, m
+
+    return Rule(zeros, update)
+
+
 def average(last: float) -> Rule:
     """Hand out the mean of the iterates of the last part of the rounds; the walk itself is unchanged.
 
