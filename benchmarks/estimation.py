@@ -198,8 +198,8 @@ def page(document: dict[str, Any]) -> str:
         "## Who had the least error (100 gradients)",
         wins(points),
         "## The best number of gradients (40 clients, 400 records each)",
-        "A hundred gradients are far too many where each costs budget: FedNewton's lead over FedSGD is then mostly that "
-        "it asks for one. Stopped in time, the four are close wherever FedNewton is safe. (The best number is read off "
+        "A hundred gradients are far too many where each costs budget: FedNewton's lead over FedSGD is then mostly "
+        "that it asks for one. Stopped in time, the four are close wherever FedNewton is safe. (The best number is read off "
         "the errors, which nobody can do with private data; the closed forms find it beforehand.)",
         best_steps(points),
         "## Where FedNewton fails",

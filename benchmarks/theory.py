@@ -167,9 +167,9 @@ the Young parameters τ are the best there are.
 ## DP-FedSOFIM, Theorem 4.21: E F(θ_T) − F*
 
 Without any theorem, strong convexity says F(θ) − F* ≤ G_max² / 2μ wherever |∇F| ≤ G_max, which the theorem assumes of
-every iterate. One of its terms, the coupling G_max² M² / ρ² with M² ≥ C², is in the limit by itself C²/ρ times that or more:
-**where C² ≥ ρ the theorem says less than its own assumptions.** The experiments it accompanies have C = 10 and ρ from
-0.5 to 10. Its smoothness term has C² where the gradient's own square would do, and is enough to empty the bound at
+every iterate. One of its terms, the coupling G_max² M² / ρ² with M² ≥ C², comes in the limit to C²/ρ times that, or
+more: **where C² ≥ ρ the theorem says less than its own assumptions.** The experiments it accompanies have C = 10 and ρ
+from 0.5 to 10. Its smoothness term has C² where the gradient's own square would do, and is enough to empty the bound at
 lr/ρ = 0.3 for any ρ. Where ρ exceeds C² by far, H_t is I/ρ and the method is DP-FedGD.
 
 {convex}

@@ -281,7 +281,8 @@ class Linear:
         """|scale * (u (x) r)|: sum over f, o of u_f^2 r_o^2 scale_fo^2."""
         weight, bias = self._split(scale.double().square())
         of_output = x.double().square() @ weight + (0 if bias is None else bias.unsqueeze(-2))
-        return (of_output * residual.double().square()).sum(-1).sqrt()
+        squares = of_output * residual.double().square()
+        return squares.masked_fill(residual == 0, 0).sum(-1).sqrt()  # a record may be too long and say nothing
 
 
 def bounded(norm: Tensor, clip: float) -> Tensor:

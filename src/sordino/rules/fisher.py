@@ -1,25 +1,24 @@
-"""DP-FedSOFIM's rule: a rank-one Fisher estimate from the privatised aggregate, inverted in O(d).
+"""DP-FedSOFIM's rule: a Fisher estimate from the privatised aggregate, rank-one in the paper, inverted in O(d).
 
     M = beta M + (1 - beta) G,  M^ = M / (1 - beta^(t+1)) with bias correction
     H = (rho I + M^ M^T)^-1,    H v = v / rho - M^ (M^ . v) / (rho^2 + rho |M^|^2)       (Sherman-Morrison)
 
 `gradient` applies H to G (the paper's formula), `momentum` to M^ (which behaves as its experiments do): H M^ =
-M^ / (rho + |M^|^2). The estimate is rebuilt every round from M alone; nothing accumulates.
+M^ / (rho + |M^|^2). The estimate is rebuilt every round from M alone; nothing accumulates. Other structures than rank
+one are in `structures`.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from sordino.core import Rule, SordinoError, Tree, nearest
-from sordino.rules.basic import check_decay, debias, moving, zeros
+from sordino.core import Facts, Rule, SordinoError, Tree, nearest
+from sordino.rules.basic import check_decay, debias, moving
+from sordino.rules.structures import STRUCTURES, block, by_parameter, kronecker, matrices, rank_k, rank_one
 
 APPLY_TO = ("gradient", "momentum")
 EMA_SCALE = ("rho", "unit")
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, keepdim=True)
 
 
 def fisher(
@@ -31,14 +30,21 @@ def fisher(
     warm_start: int = 0,
     ema_rounds: int = 0,
     ema_scale: str = "rho",
+    structure: str = "rank-one",
+    rank: int = 4,
 ) -> Rule:
-    """Precondition by the inverse of rho I + M^ M^T.
+    """Precondition by the inverse of rho I + M^ M^T, or of another `structure` (`rank`: k of rank-k).
 
     - `warm_start` W > 0: the rank-one part is faded in by lambda_t = min(1, t / W); lambda = 0 is plain G / rho.
     - `ema_rounds` R: the first R rounds step along M^ alone, scaled by 1 / rho (`ema_scale="rho"`, continuous with H)
       or by 1 (`"unit"`).
     """
-    for name, value, known in (("apply_to", apply_to, APPLY_TO), ("ema_scale", ema_scale, EMA_SCALE)):
+    words = (
+        ("apply_to", apply_to, APPLY_TO),
+        ("ema_scale", ema_scale, EMA_SCALE),
+        ("structure", structure, STRUCTURES),
+    )
+    for name, value, known in words:
         if value not in known:
             raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, known)}")
     if not isinstance(rho, Tensor) and not rho > 0:
@@ -48,13 +54,29 @@ def fisher(
         if rounds < 0:
             raise SordinoError(f"{name}: {rounds} rounds; it must be 0 or more.")
 
-    def update(g: Tree, m: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    if rank < 1:
+        raise SordinoError(f"rank: {rank} must be at least 1.")
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+        past = theta.new_zeros(*theta.shape[:-1], rank if structure == "rank-k" else 0, theta.shape[-1])
+        return torch.zeros_like(theta), past, matrices(facts.shapes, theta.shape[-1])
+
+    def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        m, past, shapes = state
         m = moving(m, g, beta)
         mhat = debias(m, beta, t) if bias_correction else m
+        if structure == "rank-k":
+            past = torch.cat([past[..., 1:, :], mhat.unsqueeze(-2)], -2)
         if t < ema_rounds:
-            return (mhat / rho if ema_scale == "rho" else mhat), m
+            return (mhat / rho if ema_scale == "rho" else mhat), (m, past, shapes)
         v = g if apply_to == "gradient" else mhat
         fade = min(1.0, t / warm_start) if warm_start else 1.0
-        return v / rho - fade * mhat * dot(mhat, v) / (rho**2 + rho * dot(mhat, mhat)), m
+        if structure == "rank-k":
+            less = rank_k(past, v, rho)
+        elif structure == "rank-one":
+            less = rank_one(mhat, v, rho)
+        else:
+            less = by_parameter(block if structure == "block" else kronecker, shapes)(mhat, v, rho)
+        return v / rho - fade * less, (m, past, shapes)
 
-    return Rule(zeros, update)
+    return Rule(init, update)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sordino.rules.fisher import dot
+from sordino.rules.structures import dot
 
 TINY = 1e-30
 
