@@ -190,7 +190,9 @@ def page(document: dict[str, Any]) -> str:
     points = document["points"]
     lines = [
         "# Private federated estimation: measured and predicted",
-        f"`{document['provenance']['command']}`; raw figures in [`estimation.json`](estimation.json).",
+        f"`{document['provenance']['command']}`; raw figures in [`estimation.json`](estimation.json). "
+        f"Points come from the cache of finished ones, measured with {document['provenance']['measured_with']}; "
+        "predictions and this page were made anew at the commit given there.",
         report.NOTES,
         "FedSGD takes 100 noisy gradients, FedHybrid 50 locally and 50 together, FedAvg two rounds of 50, FedNewton 50 "
         "locally and one Newton step; under *number of gradients* the 100 varies. Every client is mu-GDP towards the "
@@ -199,8 +201,8 @@ def page(document: dict[str, Any]) -> str:
         wins(points),
         "## The best number of gradients (40 clients, 400 records each)",
         "A hundred gradients are far too many where each costs budget: FedNewton's lead over FedSGD is then mostly "
-        "that it asks for one. Stopped in time, the four are close wherever FedNewton is safe. (The best number is read off "
-        "the errors, which nobody can do with private data; the closed forms find it beforehand.)",
+        "that it asks for one. Stopped in time, the four are close wherever FedNewton is safe. (The best number is "
+        "read off the errors, which nobody can do with private data; the closed forms find it beforehand.)",
         best_steps(points),
         "## Where FedNewton fails",
         "A client's Hessian carries noise of size s_H = 2 √2 C_H / (μ n_i). Where that is not small against its "
@@ -247,9 +249,10 @@ def mnist(points: list[dict[str, Any]]) -> dict[str, tuple[list[dict[str, Any]],
 
 
 def write(points: list[dict[str, Any]], command: str) -> None:
+    used = sorted({f"torch {p['torch']} on {p['device']}" for p in points})
     document = {
-        "provenance": provenance(command),
-        "points": [{k: v for k, v in p.items() if k != "cell"} for p in points],
+        "provenance": {**provenance(command), "measured_with": " and ".join(used)},
+        "points": [{key: value for key, value in p.items() if key != "cell"} for p in points],
     }
     rows = ",\n".join("  " + json.dumps(p) for p in document["points"])
     head = json.dumps({"provenance": document["provenance"]}, indent=1)[:-2]

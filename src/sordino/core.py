@@ -337,6 +337,7 @@ class Method(NamedTuple):
     stages: tuple[Stage, ...]
     proves: frozenset[tuple[Unit, Trust]]
     caveat: str = ""  # why the other pairs are not proved
+    assumes: tuple[str, ...] = ()  # what the promise rests on beside the noise, for the certificate
 
 
 @dataclass(frozen=True)

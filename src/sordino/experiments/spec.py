@@ -104,6 +104,7 @@ class Spec:
         """Nothing left to decide: every option written out, the schedule's seed drawn, files named in full."""
         seed = self.seed if self.seed is not None else secrets.randbits(31)
         law, colon, argument = self.partition.partition(":")
+        options = {**entry(self.method).options, **self.options}
         brings_clients = law in ("by-column", "by-site", "counts")
         return dataclasses.replace(
             self,
@@ -113,7 +114,7 @@ class Spec:
             clients=10 if self.clients is None and not brings_clients else self.clients,
             rounds=entry(self.method).rounds if self.rounds is None else self.rounds,
             schedule_seed=self.schedule_seed if self.schedule_seed is not None else seed,
-            options={**entry(self.method).options, **self.options},
+            options={k: _in_full(v) if k == "public" and v else v for k, v in options.items()},
         )
 
     # ------------------------------------------------------------------------------------------------------ writing

@@ -87,10 +87,8 @@ def adadps(
     if not 0 < eps < math.inf:
         raise SordinoError(f"eps: {eps} must be a finite number above 0; it bounds 1 / A where public data are silent.")
     if not isinstance(public, str | Public):
-        how = "Public.statistics(file or arrays) or Public.records(model, x, y)"
-        raise SordinoError(
-            f"public: a {type(public).__name__} is not declared public; if anybody may see it, use {how}."
-        )
+        how = "if anybody may see it, use Public.statistics(file or arrays) or Public.records(model, x, y)"
+        raise SordinoError(f"public: a {type(public).__name__} is not declared public; {how}.")
     side = public if isinstance(public, Public) else Public.statistics(public) if public else None
 
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
@@ -107,4 +105,5 @@ def adadps(
 
     queries, proves = local_steps(unit, clip, steps, noise_at)
     rule = Rule(init, update, say=lambda v: () if side is None else v.sqrt() + eps)
-    return Method("dp-adadps", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT)
+    assumes = () if side is None else ("The side information that gradients are divided by is public.",)
+    return Method("dp-adadps", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT, assumes)

@@ -70,6 +70,8 @@ class Linear:
             return x @ weight
         if theta.dim() == 1 and x.dim() == 2:
             return torch.addmm(bias, x, weight)
+        if theta.dim() == 2 and x.dim() == 3 and len(theta) == len(x):
+            return torch.baddbmm(bias.unsqueeze(-2), x, weight)
         return x @ weight + bias.unsqueeze(-2)
 
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:

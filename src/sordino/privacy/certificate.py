@@ -108,7 +108,7 @@ def certificate(
             }
             for group in groups
         ],
-        "assumes": [*_assumes(plan, tuning), *assumes],
+        "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
         "numerics": list(NUMERICS),
         "spec_sha256": spec_sha256,
         "ledger": {"head": ledger_head, "rows": ledger_rows},
@@ -158,6 +158,8 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
             "Messages are added up by a secure aggregation protocol, which this library does not yet carry out."
         )
         facts.append("Every participant adds its share of the noise, and none tells its share to the observer.")
+    if plan.sums_only and plan.participation.kind != EVERYONE and any(plan.goes_on(t) for t in range(plan.rounds)):
+        facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
     if plan.privacy.trust is Trust.TRUSTED_SERVER:
         facts.append("The server, and the links to it, see every message and are trusted with them.")
     if plan.participation.kind != EVERYONE:

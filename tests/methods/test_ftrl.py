@@ -1,0 +1,589 @@
+"""DP-FTRL: what its noise is made of, what it is worth, and what everybody pays, all from the engines' own noise.
+
+A run over records without gradients is noise alone, and coordinates do not mix in it. `Units` puts each draw into a
+coordinate of its own, so that one run tells the matrix by which draws become messages. The transcript is Gaussian, and
+its mu is known exactly: mu^2 = shift^T (matrix matrix^T)^+ shift, for the shift that tells most.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.core import Kind, Privacy, SordinoError, Stream, Trust, Unit
+from sordino.data.shard import Records
+from sordino.engines import reference, simulate
+from sordino.engines.client import turns
+from sordino.methods import build
+from sordino.models.linear import Linear, Loss
+from sordino.privacy import correlated, gaussian
+from sordino.privacy.ledger import Ledger
+from sordino.privacy.noise import Address, Secure, Seeded
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
+
+PC, SA, TRUSTED = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER
+MODEL = Linear(3, 3)
+MECHANISMS = {
+    "independent": {"mechanism": "independent"},
+    "schedule": {"mechanism": "schedule"},
+    "banded": {"mechanism": "banded", "band": 3},
+    "tree": {},
+    "restarted": {"restart": 3},
+    "below": {"honaker": "below"},
+    "plain": {"honaker": "none"},
+}
+EVERY_MECHANISM = pytest.mark.parametrize("options", MECHANISMS.values(), ids=MECHANISMS.keys())
+
+
+def plan_for(
+    sizes=(3, 4, 5), rounds=6, participation="full", trust=PC, unit=Unit.RECORD, name="dp-ftrl", uncertified=False, **o
+):
+    privacy = Privacy(o.pop("epsilon", 2.0), unit=unit, trust=trust)
+    divisor = o.pop("divisor", "pooled")
+    chosen = Participation.parse(participation)
+    method = build(name, unit, **o)
+    return Plan(method, rounds, tuple(sizes), privacy, chosen, divisor, schedule_seed=2, uncertified=uncertified)
+
+
+def noise_of(plan):
+    """The factors for the plan's rounds."""
+    return next(query.noise for query in plan.stages[0].queries if query.noise is not None)
+
+
+# ------------------------------------------------------------------------------------------ draws in their own places
+
+
+class Units:
+    """A source whose k-th address holds a one in the k-th place."""
+
+    private = False
+
+    def __init__(self):
+        self.places = {}
+
+    def fresh(self):
+        return self
+
+    def normal(self, at, shape):
+        at.pack()
+        draw = np.zeros(shape)
+        draw[self.places.setdefault(at, len(self.places))] = 1.0
+        return draw
+
+
+def still(plan, features):
+    """Records without gradient, and their model."""
+    owner = np.repeat(np.arange(plan.clients), plan.sizes)
+    records = Records.of(np.zeros((len(owner), features)), np.zeros(len(owner)), owner, dtype=torch.float64)
+    return Linear(features, 1, Loss.SQUARES, bias=False), records
+
+
+def remembering(plan):
+    """The same plan, whose clients' memory is what they said last."""
+    (stage,) = plan.method.stages
+    local = stage.local._replace(remember=lambda said, down, memory: said, init=lambda theta, _: 0 * theta)
+    return replace(plan, method=plan.method._replace(stages=(stage._replace(local=local),)))
+
+
+def transcript(plan, run=reference.run, places=200, **options):
+    """What a run without gradients shows, as rows over draws: {(t, i): message of client i}, [aggregate of t]."""
+    messages, aggregates, source = {}, [], Units()
+    for turn in run(remembering(plan), *still(plan, places), source, **options):
+        aggregates.append(turn.aggregate.numpy() if len(turn.cohort) else np.zeros(places))
+        memory = turn.checkpoint[2]
+        messages |= {(turn.t, int(i)): memory[int(i)].numpy() for i in turn.cohort}
+    return messages, np.stack(aggregates)
+
+
+def mu_of(rows, shifts):
+    """The largest mu of any of the shifts (one a line) of a Gaussian vector, made of unit draws by `rows`."""
+    values, vectors = np.linalg.eigh(rows @ rows.T)
+    seen, told = values > 1e-11 * values.max(), shifts @ vectors
+    if (np.abs(told[:, ~seen]) > 1e-9 * np.abs(shifts).max()).any():
+        return math.inf
+    return math.sqrt((told[:, seen] ** 2 / values[seen]).sum(1).max())
+
+
+def true_mu(plan, client, found=None):
+    """Of one unit of a client, which moves each of its rounds as far as it can, in all combinations of signs."""
+    messages, aggregates = transcript(plan) if found is None else found
+    (level,) = plan.levels
+    far = level.sensitivity[client] * (1.0 if level.query.kind is Kind.DELTA else 1 / plan.sizes[client])
+    mine = [t for t, cohort in enumerate(plan.cohorts) if client in cohort]
+    signs = np.array(list(itertools.product([1.0, -1.0], repeat=len(mine))))
+    if not plan.sums_only:
+        keys = list(messages)
+        shifts = np.zeros((len(signs), len(keys)))
+        shifts[:, [keys.index((t, client)) for t in mine]] = far * signs
+        return mu_of(np.stack([messages[key] for key in keys]), shifts)
+    shifts = np.zeros((len(signs), plan.rounds))
+    shifts[:, mine] = plan.weights[client] / plan.participation.rate(plan.clients) * far * signs
+    return mu_of(aggregates, shifts)
+
+
+def claimed_mu(plan, client):
+    return next(group.mu for group in plan.groups() if client in group.clients)
+
+
+# --------------------------------------------------------------------------------------------------- the mechanisms
+
+
+@pytest.mark.parametrize("rounds", [1, 6, 11])
+def test_every_mechanism_has_its_factors(rounds):
+    trees = {name: correlated.tree(rounds, honaker=name == "below") for name in ("below", "plain")}
+    restarted = correlated.tree(rounds, honaker=False, restart=3)
+    factors = {
+        "independent": correlated.independent(rounds),
+        "schedule": correlated.schedule(rounds),
+        "banded": correlated.banded(rounds, 3),
+        "tree": correlated.least_squares(trees["plain"]),
+        "restarted": correlated.least_squares(restarted),
+        **trees,
+    }
+    assert factors.keys() == MECHANISMS.keys()
+    for name, options in MECHANISMS.items():
+        for unit, kind in ((Unit.RECORD, Kind.GRADIENT), (Unit.USER, Kind.DELTA)):
+            plan = plan_for(rounds=rounds, unit=unit, **options)
+            (noised,) = [query for query in plan.method.stages[0].queries if query.noise is not None]
+            assert (noised.kind, type(noised.noise)) == (kind, Stream)
+            np.testing.assert_allclose(noise_of(plan).encoder, factors[name].encoder, atol=1e-12)
+            np.testing.assert_allclose(noise_of(plan).decoder, factors[name].decoder, atol=1e-12)
+
+
+@EVERY_MECHANISM
+@pytest.mark.parametrize("unit", list(Unit))
+def test_a_client_s_noise_is_the_decoder_times_its_own_draws(options, unit):
+    plan = plan_for(unit=unit, **options)
+    messages, aggregates = transcript(plan)
+    decoder, std = noise_of(plan).decoder, plan.std(0, 0 if unit is Unit.RECORD else 1)
+    divisor = np.array(plan.sizes) if unit is Unit.RECORD else np.ones(3)
+    for i in range(3):
+        rows = np.stack([messages[t, i] for t in range(6)])
+        np.testing.assert_allclose(rows @ rows.T, (std[i] / divisor[i]) ** 2 * decoder @ decoder.T, rtol=1e-9)
+        for j in range(i):
+            assert not (rows @ np.stack([messages[t, j] for t in range(6)]).T).any(), "streams of their own"
+    total = sum(plan.weights[i] * np.stack([messages[t, i] for t in range(6)]) for i in range(3))
+    np.testing.assert_allclose(aggregates, total, atol=1e-12)
+
+
+class Relabelled:
+    """A stream's j-th draw is the draw of the j-th round."""
+
+    private = False
+
+    def __init__(self, seed):
+        self.inner = Seeded(seed)
+
+    def fresh(self):
+        return self
+
+    def normal(self, at, shape):
+        return self.inner.normal(Address(at.client, at.round + at.index, at.query), shape)
+
+
+@pytest.fixture(scope="module")
+def records():
+    rng = np.random.default_rng(0)
+    owner = np.repeat(np.arange(4), [3, 5, 8, 9])
+    return Records.of(rng.normal(size=(25, 3)), rng.integers(0, 3, 25), owner, dtype=torch.float64)
+
+
+def path(plan, records, source, run=reference.run, **options):
+    return torch.stack([turn.model for turn in run(plan, MODEL, records, source, **options)])
+
+
+@pytest.mark.parametrize("participation", ["full", "fixed:2", "cyclic:2"])
+@pytest.mark.parametrize("trust", [PC, SA])
+@pytest.mark.parametrize("unit", list(Unit))
+def test_independent_noise_is_gradient_descent_draw_for_draw(unit, trust, participation, records):
+    """C = I: the same noise and the same price. Under sums, where clients outside the cohort send noise as well, the
+    sum's noise has another address but the same size."""
+    chosen = {"participation": participation, "trust": trust, "unit": unit, "lr": 0.7}
+    gd = plan_for(records.sizes, name="dp-fedgd", **chosen)
+    stream = plan_for(records.sizes, mechanism="independent", **chosen)
+    for i in range(4):
+        assert claimed_mu(stream, i) == pytest.approx(claimed_mu(gd, i), rel=1e-12)
+    np.testing.assert_allclose(stream.levels[0].std, gd.levels[0].std, rtol=1e-12)
+    if trust is PC or participation == "full":
+        same = [path(plan, records, Relabelled(3)) for plan in (stream, gd)]
+        torch.testing.assert_close(*same, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(path(stream, records, Seeded(3)), same[1]), "other addresses, other draws"
+    else:
+        shown = [transcript(plan)[1] for plan in (stream, gd)]
+        np.testing.assert_allclose(*(rows @ rows.T for rows in shown), rtol=1e-9, atol=1e-20)
+    other = plan_for(records.sizes, mechanism="schedule", **chosen)
+    assert not torch.allclose(path(other, records, Relabelled(3)), path(gd, records, Relabelled(3)))
+
+
+# -------------------------------------------------------------------------------------------------------- the server
+
+
+@EVERY_MECHANISM
+def test_the_model_is_the_start_less_a_running_sum(options, records):
+    plan = plan_for(records.sizes, lr=0.3, **options)
+    start = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    total = torch.zeros(12, dtype=torch.float64)
+    for turn in simulate.run(plan, MODEL, records, Seeded(1), theta=start):
+        total = total + turn.aggregate
+        torch.testing.assert_close(turn.model, start - 0.3 * total, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(turn.model, start - 0.3 * turn.aggregate) or turn.t == 0
+
+
+def test_running_sums_carry_the_noise_that_was_factorised():
+    """One client: theta's noise is lr times the running sum of the decoder's rows; and so a tree cancels."""
+    plan = plan_for((4,), 8, lr=0.5, honaker="none")
+    rows = [turn.model.numpy() for turn in reference.run(plan, *still(plan, 30), Units())]
+    prefix = np.cumsum(noise_of(plan).decoder, 0) * 0.5 * plan.std(0, 0)[0] / 4
+    np.testing.assert_allclose(np.stack(rows) @ np.stack(rows).T, prefix @ prefix.T, rtol=1e-9)
+    nodes = [np.count_nonzero(np.round(row, 12)) for row in rows]
+    assert nodes == [1, 1, 2, 1, 2, 2, 3, 1], "binary digits, as Kairouz et al. have it"
+
+
+@pytest.mark.parametrize("restart", [0, 2, 4])
+def test_momentum_against_a_plain_loop(restart, records):
+    """theta = theta_0 - lr m, m <- beta m + S (Kairouz et al.), which is heavy ball on the increments of S; a restart
+    forgets the increments, and keeps the model."""
+    plan = plan_for(records.sizes, lr=0.3, momentum=0.6, restart=restart)
+    velocity, theta, published = 0.0, torch.zeros(12, dtype=torch.float64), []
+    m, total = torch.zeros_like(theta), torch.zeros_like(theta)
+    for turn in reference.run(plan, MODEL, records, Seeded(5)):
+        velocity = (0.0 if restart and turn.t % restart == 0 else 0.6) * velocity + turn.aggregate
+        theta = theta - 0.3 * velocity
+        torch.testing.assert_close(turn.model, theta, rtol=1e-12, atol=1e-12)
+        total = total + turn.aggregate
+        m = 0.6 * m + total
+        published.append(torch.allclose(turn.model, -0.3 * m, rtol=1e-9))
+    assert all(published) == (restart == 0)
+    assert all(published[: restart or 6])
+    assert plan.groups() == plan_for(records.sizes, restart=restart).groups(), "momentum is post-processing"
+
+
+def test_a_new_tree_owes_nothing_to_the_one_before():
+    for restart, alone in ((3, True), (0, False)):
+        plan = plan_for((4,), restart=restart)
+        messages, _ = transcript(plan)
+        early, late = (np.stack([messages[t, 0] for t in span]) for span in (range(3), range(3, 6)))
+        assert (not np.abs(early @ late.T).max() > 1e-12) == alone
+
+
+# --------------------------------------------------------------------------------------------------------- the price
+
+
+@EVERY_MECHANISM
+@pytest.mark.parametrize("participation", ["full", "fixed:2", "cyclic:3"])
+@pytest.mark.parametrize("trust", [PC, SA])
+@pytest.mark.parametrize("unit", list(Unit))
+def test_nobody_pays_less_than_the_transcript_tells(unit, trust, participation, options):
+    """Exactly as much where all that the encoder makes is shown: by sums in every round, or by a client that comes to
+    every round, if the encoder can be read off what is shown. Else less is told than is paid for."""
+    plan = plan_for(rounds=7, participation=participation, trust=trust, unit=unit, divisor="client-mean", **options)
+    found = transcript(plan)
+    square = noise_of(plan).encoder.shape == (7, 7)
+    ratios = []
+    for i in range(3):
+        ratios.append(true_mu(plan, i, found) / claimed_mu(plan, i))
+        assert ratios[-1] <= 1 + 1e-9
+        if square and (participation == "full" or trust is SA):
+            assert ratios[-1] == pytest.approx(1, rel=1e-9)
+    assert plan.epsilon() <= 2.0 * (1 + 1e-9)
+    assert max(ratios) > 0.3, "no price is far from what is told"
+    if options.get("mechanism") in ("independent", "schedule"):
+        np.testing.assert_allclose(ratios, 1, rtol=1e-9)
+
+
+@pytest.mark.parametrize("trust", [PC, SA])
+def test_a_price_for_one_round_would_be_found_too_low(trust):
+    """Wrong twins: the stream paid for as if a unit came once, and as if its rounds did not add up."""
+    plan = plan_for(rounds=7, trust=trust)
+    noise, (level,) = noise_of(plan), plan.levels
+    told = true_mu(plan, 2)
+    once = level.sensitivity[2] / level.std[2] * max(noise.sensitivity(np.array([t])) for t in range(7))
+    apart = level.sensitivity[2] / level.std[2] * math.sqrt((noise.encoder**2).sum())
+    assert told == pytest.approx(plan.mu(), rel=1e-9)
+    assert told > 2 * once
+    assert told > 1.4 * apart
+
+
+def test_seventy_rounds_of_a_tree():
+    """90.34 clips for a unit that always comes, 2.646 for one that comes once."""
+    full, once = plan_for((5,), 70, epsilon=1.0), plan_for((5,) * 70, 70, "cyclic:70", epsilon=1.0)
+    assert noise_of(full).sensitivity(np.arange(70)) == pytest.approx(90.34, abs=5e-3)
+    assert max(noise_of(once).sensitivity(np.array([t])) for t in range(70)) == pytest.approx(math.sqrt(7))
+    assert full.std(0, 0)[0] / once.std(0, 0)[0] == pytest.approx(90.34 / math.sqrt(7), rel=1e-4)
+    for plan in (full, once):
+        assert plan.mu() == pytest.approx(gaussian.mu(1.0, 1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("trust", [PC, SA])
+def test_units_that_come_band_rounds_apart_pay_for_their_rounds_alone(trust):
+    plan = plan_for((4,) * 6, 12, "cyclic:3", trust, mechanism="banded", band=3)
+    gd = plan_for((4,) * 6, 12, "cyclic:3", trust, name="dp-fedgd")
+    np.testing.assert_allclose(plan.levels[0].std, gd.levels[0].std, rtol=1e-9)
+    often = plan_for((4,) * 6, 12, "cyclic:2", trust, mechanism="banded", band=3)
+    gd = plan_for((4,) * 6, 12, "cyclic:2", trust, name="dp-fedgd")
+    assert (often.levels[0].std > 1.2 * gd.levels[0].std).all()
+
+
+def test_the_ledger_s_rows_add_up_to_the_stream():
+    for trust, participation in itertools.product((PC, SA), ("full", "fixed:2", "cyclic:2")):
+        plan = plan_for(rounds=7, participation=participation, trust=trust)
+        for i in range(3):
+            rows = [e for t in range(7) if i in plan.cohorts[t] for e in plan.entries(i, t, "run")]
+            total = gaussian.mu_of((e.sensitivity, e.std, e.times) for e in rows)
+            assert total == pytest.approx(claimed_mu(plan, i))
+        np.testing.assert_allclose(plan.spending(), [plan.mu(done) for done in range(1, 8)], rtol=1e-9)
+
+
+def test_coins_are_refused_unless_nothing_is_claimed():
+    """A client that a coin calls may come twice within a band: its price is right for the schedule that was drawn, but
+    nothing is few by design."""
+    with pytest.raises(SordinoError, match=r"participation: the correlated noise of dp-ftrl is certified for full,"):
+        plan_for(participation="poisson:0.5")
+    plan = plan_for(participation="poisson:0.5", uncertified=True)
+    assert plan.epsilon() == pytest.approx(2.0, rel=1e-9)
+    for i in range(3):
+        assert true_mu(plan, i) <= claimed_mu(plan, i) * (1 + 1e-9)
+    assert plan_for(participation="poisson:0.5", name="dp-fedgd").proved
+
+
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("unit", list(Unit))
+def test_every_trust_model_is_proved(unit, trust):
+    assert plan_for(unit=unit, trust=trust).proved
+
+
+# ------------------------------------------------------------------------------------------------ what it is worth
+
+
+def error(plan, coordinates=1500):
+    """(mean, standard error) over coordinates of the model's noise: theta^2 of a run without gradients, its mean over
+    rounds. Coordinates are independent copies of one another."""
+    rounds = simulate.run(plan, *still(plan, coordinates), Seeded(7))
+    squares = torch.stack([turn.model.square() for turn in rounds]).mean(0).numpy()
+    return squares.mean(), squares.std(ddof=1) / math.sqrt(coordinates)
+
+
+def predicted(plan):
+    """The same by the formula: one stream for all where only sums are seen, else each client's own."""
+    noise, (level,) = noise_of(plan), plan.levels
+    rate, taken = plan.participation.rate(plan.clients), plan.taken(0)
+    covariance = noise.decoder @ noise.decoder.T
+    if plan.sums_only:
+        parts = [((level.weight * level.std).max() / rate, np.ones(plan.rounds))]
+    else:
+        parts = [(level.weight[i] * level.std[i] / rate, taken[:, i]) for i in range(plan.clients)]
+    total = sum(scale**2 * np.outer(here, here) * covariance for scale, here in parts)
+    return np.cumsum(np.cumsum(total, 0), 1).diagonal().mean()
+
+
+def measured_ratio(plan, base):
+    """Of the two errors and its standard error; both are what the formula says."""
+    (a, a_se), (b, b_se) = error(plan), error(base)
+    for other, got, se in ((plan, a, a_se), (base, b, b_se)):
+        assert abs(got - predicted(other)) < 4.5 * se
+        assert not abs(1.2 * got - predicted(other)) < 4.5 * se
+    return a / b, a / b * math.hypot(a_se / a, b_se / b)
+
+
+def test_banded_noise_cancels_where_it_is_common():
+    """Cohorts in turn under secure aggregation: 0.26 of the error of independent noise, at the same epsilon."""
+    common = {"participation": "cyclic:6", "trust": SA, "lr": 1.0}
+    banded, base = (
+        plan_for((5,) * 12, 30, mechanism=mechanism, band=6, **common) for mechanism in ("banded", "independent")
+    )
+    ratio, se = measured_ratio(banded, base)
+    print(ratio, se, predicted(banded) / predicted(base))
+    formula = predicted(banded) / predicted(base)
+    assert abs(ratio - formula) < 4.5 * se
+    assert 0.2 < formula < 0.35
+    assert formula == pytest.approx(0.26, abs=0.01)
+    assert banded.epsilon() == pytest.approx(base.epsilon(), rel=1e-9)
+
+
+def test_nothing_cancels_in_streams_of_their_own():
+    """The same plan against an untrusted server: rows of one stream that lie a band apart add to one another, and the
+    error is 3.3 times that of independent noise."""
+    own = {"participation": "cyclic:6", "trust": PC, "lr": 1.0}
+    banded, base = (
+        plan_for((5,) * 12, 30, mechanism=mechanism, band=6, **own) for mechanism in ("banded", "independent")
+    )
+    ratio, se = measured_ratio(banded, base)
+    print(ratio, se, predicted(banded) / predicted(base))
+    formula = predicted(banded) / predicted(base)
+    assert abs(ratio - formula) < 4.5 * se
+    assert formula >= 1
+    assert formula == pytest.approx(3.3, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "worth"),
+    [({"mechanism": "schedule"}, 0.894), ({}, 3.098), ({"honaker": "below"}, 6.18), ({"honaker": "none"}, 9.76)],
+)
+def test_full_participation(options, worth):
+    """Seventy rounds: no tree is worth its price, and the best there is gains a tenth."""
+    plan, base = (plan_for((5, 5), 70, lr=1.0, **chosen) for chosen in (options, {"mechanism": "independent"}))
+    assert predicted(plan) / predicted(base) == pytest.approx(worth, rel=2e-3)
+    ratio, se = measured_ratio(plan, base)
+    assert abs(ratio - worth) < 4.5 * se
+
+
+# --------------------------------------------------------------------------------------------------------- engines
+
+
+PARTICIPATIONS = ["full", "fixed:2", "cyclic:2", "cyclic:4"]
+
+
+@pytest.mark.parametrize("participation", PARTICIPATIONS)
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("unit", list(Unit))
+def test_engines_agree_draw_for_draw(unit, trust, participation, records):
+    for options in ({"momentum": 0.5, "restart": 2}, {"mechanism": "banded", "band": 2, "tail": 0.5}):
+        plan = plan_for(records.sizes, participation=participation, trust=trust, unit=unit, **options)
+        slow = path(plan, records, Seeded(1))
+        fast = path(plan, records, Seeded(1), simulate.run, shares=True)
+        torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(path(plan, records, Seeded(2), simulate.run, shares=True), slow)
+
+
+@pytest.mark.parametrize("participation", PARTICIPATIONS)
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("unit", list(Unit))
+def test_noise_drawn_once_has_the_law_of_the_shares(unit, trust, participation):
+    """Covariances over rounds, exactly."""
+    for options in ({}, {"mechanism": "banded", "band": 3}):
+        plan = plan_for((3, 4, 5, 6), 7, participation, trust, unit, **options)
+        shown = [
+            transcript_of_sums(plan, reference.run),
+            transcript_of_sums(plan, simulate.run, shares=True),
+            transcript_of_sums(plan, simulate.run, shares=False),
+        ]
+        for other in shown[1:]:
+            np.testing.assert_allclose(other, shown[0], rtol=1e-9, atol=1e-12 * shown[0].max())
+        if participation != "full" and trust is PC:
+            together = noise_of(plan).decoder @ noise_of(plan).decoder.T
+            correlation = [m / np.sqrt(np.outer(m.diagonal(), m.diagonal())) for m in (shown[0], together)]
+            assert np.abs(correlation[0] - correlation[1]).max() > 0.05, "they do not add up to one stream"
+
+
+def transcript_of_sums(plan, run, **options):
+    """The aggregates' covariance over rounds."""
+    rows = [
+        turn.aggregate.numpy() if len(turn.cohort) else np.zeros(200)
+        for turn in run(plan, *still(plan, 200), Units(), **options)
+    ]
+    return np.stack(rows) @ np.stack(rows).T
+
+
+@pytest.mark.parametrize("trust", [PC, SA])
+@pytest.mark.parametrize("unit", list(Unit))
+def test_law_and_shares_where_coins_call_now_some_now_all(unit, trust):
+    plan = plan_for(rounds=8, participation="poisson:0.7", trust=trust, unit=unit, uncertified=True)
+    assert {len(cohort) for cohort in plan.cohorts} >= {2, 3}
+    slow, fast = (transcript_of_sums(plan, simulate.run, shares=shares) for shares in (True, False))
+    np.testing.assert_allclose(fast, slow, rtol=1e-9, atol=1e-12 * slow.max())
+
+
+def test_clients_outside_the_cohort_send_their_part_of_a_common_stream_and_nothing_else(records):
+    plan = plan_for(records.sizes, 4, "cyclic:2", SA)
+    for turn in turns(plan, MODEL):
+        assert sorted([*turn.cohort, *turn.extras]) == [0, 1, 2, 3]
+        np.testing.assert_allclose(turn.stds[0], plan.std(0, 0) / 2)
+    assert all(not len(turn.extras) for turn in turns(plan_for(records.sizes, 4, "cyclic:2", PC), MODEL))
+    gd = plan_for(records.sizes, 4, "cyclic:2", SA, name="dp-fedgd")
+    assert all(not len(turn.extras) for turn in turns(gd, MODEL)), "independent noise needs no such help"
+    quiet = replace(plan, privacy=Privacy(math.inf, trust=SA))
+    cohort_only = path(quiet, records, Seeded(0))
+    absent = Records(records.x.clone(), records.y, records.starts)
+    for i in (1, 3):  # who comes in the odd rounds
+        absent.x[records.starts[i] : records.starts[i + 1]] = torch.nan
+    torch.testing.assert_close(path(quiet, absent, Seeded(0))[0], cohort_only[0], rtol=0, atol=0)
+    assert not torch.equal(path(quiet, absent, Seeded(0))[1], cohort_only[1])
+
+
+# ---------------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize(("participation", "trust"), [("full", PC), ("fixed:2", PC), ("cyclic:2", SA)])
+@pytest.mark.parametrize("unit", list(Unit))
+def test_a_seeded_run_goes_on_bit_for_bit(unit, participation, trust, records):
+    plan = plan_for(records.sizes, participation=participation, trust=trust, unit=unit, momentum=0.5, tail=0.5)
+    whole = list(simulate.run(plan, MODEL, records, Seeded(4)))
+    for t in range(5):
+        rest = simulate.run(plan, MODEL, records, Seeded(4), start=t + 1, checkpoint=whole[t].checkpoint)
+        assert all(torch.equal(a.model, b.model) for a, b in zip(rest, whole[t + 1 :], strict=True))
+    other = list(simulate.run(plan, MODEL, records, Seeded(5), start=3, checkpoint=whole[2].checkpoint))
+    assert not torch.equal(other[-1].model, whole[-1].model)
+
+
+def test_a_secret_run_does_not_go_on(records):
+    plan = plan_for(records.sizes)
+    whole = list(simulate.run(plan, MODEL, records, Secure()))
+    for t in range(5):
+        with pytest.raises(SordinoError, match=f"began with a key that is gone, so that round {t + 1}"):
+            list(simulate.run(plan, MODEL, records, Secure(), start=t + 1, checkpoint=whole[t].checkpoint))
+    assert len(list(simulate.run(plan, MODEL, records, Secure()))) == 6, "a new one may begin"
+    fresh = plan_for(records.sizes, name="dp-fedgd")
+    *_, last = simulate.run(fresh, MODEL, records, Secure(), start=3, checkpoint=(whole[2].model, ((),), ()))
+    assert last.t == 5, "noise that is fresh in every round has no key to lose"
+
+
+@pytest.mark.parametrize("participation", ["full", "fixed:2"])
+def test_a_secret_run_with_a_ledger_does_not_go_on(participation, records, tmp_path):
+    plan = plan_for(records.sizes, participation=participation)
+
+    def run(source, name, rounds):
+        with Ledger(tmp_path / name) as ledger:
+            turns = reference.run(plan, MODEL, records, source, ledger=ledger, run_id="r")
+            return [turn.model for turn in itertools.islice(turns, rounds)], len(ledger)
+
+    said, rows = run(Secure(), "secret.db", 3)
+    with pytest.raises(SordinoError, match="began with a key that is gone, so that round 3"):
+        run(Secure(), "secret.db", 6)
+    again, still_rows = run(Secure(), "secret.db", 3)
+    assert still_rows == rows, "nothing was made anew"
+    assert all(torch.equal(a, b) for a, b in zip(said, again, strict=True))
+    run(Seeded(4), "seeded.db", 3)
+    resumed, _ = run(Seeded(4), "seeded.db", 6)
+    whole, _ = run(Seeded(4), "whole.db", 6)
+    assert all(torch.equal(a, b) for a, b in zip(resumed, whole, strict=True))
+
+
+@pytest.mark.parametrize("participation", ["full", "cyclic:2"])
+def test_a_sum_on_record_is_said_again_as_it_was(participation, records, tmp_path):
+    """Under secure aggregation the sum is what is seen. Another noise for the same data would tell more of them."""
+    plan = plan_for(records.sizes, 4, participation, SA)
+    with Ledger(tmp_path / "ledger.db") as ledger:
+        first, again = (
+            [turn.aggregate for turn in reference.run(plan, MODEL, records, Secure(), ledger=ledger, run_id="r")]
+            for _ in range(2)
+        )
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mechanism": "trees"}, r"mechanism: 'trees' is unknown\. Did you mean 'tree'\?"),
+        ({"honaker": "belw"}, r"honaker: 'belw' is unknown\. Did you mean 'below'\?"),
+        ({"restart": -1}, "restart, band: -1 and 10"),
+        ({"band": 0}, "restart, band: 0 and 0"),
+        ({"momentum": 1.0}, "momentum: 1.0 must lie in"),
+        ({"clip": 0.0}, "clip: 0.0"),
+        ({"lr": 0.0}, "lr: 0.0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(SordinoError, match=message):
+        build("dp-ftrl", **options)
+
+
+def test_too_many_rounds_for_a_dense_matrix():
+    with pytest.raises(SordinoError, match="rounds: 5000 must lie between 1 and 4096"):
+        plan_for(rounds=5000)
