@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.func import grad, vmap
 
 from sordino.core import SAFETY, Shard
-from sordino.models.linear import LOG2_E, MODERATE, Linear, Loss
+from sordino.models.linear import LOG2_E, MODERATE, NUMBERS, Linear, Loss
 
 KINDS = st.sampled_from(list(Loss))
 CLIPS = st.one_of(st.floats(-3, 3).map(lambda e: 10**e), st.just(math.inf))
@@ -118,7 +118,7 @@ def test_other_ways_to_clip_are_told_apart(kind, bias):
     assert agree(got, want)
     assert not agree(model.clipped_sum(theta, shard, 2 * clip), want), "doubled clip"
     assert not agree(-got, want), "wrong sign"
-    assert not agree(replace(model, class_weights=None).clipped_sum(theta, shard, clip), want) or kind is Loss.SQUARES
+    assert agree(replace(model, class_weights=None).clipped_sum(theta, shard, clip), want) is (kind in NUMBERS)
     rows = shard.mask.unsqueeze(-1) * gradients(model, theta, shard)
     bound = clip * (1 - SAFETY)
     mean = rows.mean(0)
@@ -129,8 +129,9 @@ def test_other_ways_to_clip_are_told_apart(kind, bias):
         assert not agree(each.sum(0).flatten(), want), "every class clipped on its own"
 
 
-def test_class_weights_do_not_touch_least_squares():
-    model, theta, shard = problem(Loss.SQUARES, True, True)
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_class_weights_do_not_touch_numbers(kind):
+    model, theta, shard = problem(kind, True, True)
     assert agree(
         model.clipped_sum(theta, shard, 0.5), replace(model, class_weights=None).clipped_sum(theta, shard, 0.5)
     )
@@ -139,6 +140,7 @@ def test_class_weights_do_not_touch_least_squares():
 def test_loss_against_torch():
     for kind in Loss:
         model, theta, shard = problem(kind, True, True)
+        theta = -theta  # one logit then lies far beyond the cap of a Poisson rate
         z = model.logits(theta, shard.x)
         got = torch.stack([model.loss(theta, x, y) for x, y in zip(shard.x, shard.y, strict=True)])
         weight = model.class_weights.double()
@@ -147,6 +149,11 @@ def test_loss_against_torch():
         elif kind is Loss.LOGISTIC:
             plain = torch.nn.functional.binary_cross_entropy_with_logits(z[:, 0], shard.y.double(), reduction="none")
             want = plain * weight[shard.y]
+        elif kind is Loss.POISSON:  # beyond the cap, a line that goes on from it with its slope
+            low = z[:, 0].clamp(max=model.cap)
+            assert (low < z[:, 0]).any()
+            plain = torch.nn.functional.poisson_nll_loss(low, shard.y.double(), reduction="none")
+            want = plain + (z[:, 0] - low) * (low.exp() - shard.y)
         else:
             want = (z[:, 0] - shard.y) ** 2 / 2
         torch.testing.assert_close(got, want)
@@ -197,7 +204,7 @@ def test_predictions_and_scores(kind, bias):
     for x, parameters, lead in ((one, theta, (7,)), (shard.x, theta, (3, 7)), (one, runs, (2, 7))):
         predicted, scored = model.predict(parameters, x), model.scores(parameters, x)
         assert predicted.shape == lead
-        if kind is Loss.SQUARES:
+        if kind in NUMBERS:
             assert torch.equal(predicted, scored)
             continue
         assert scored.shape == (*lead, max(model.outputs, 2))

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from sordino.cli import main
 from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.methods import build
 from sordino.privacy.certificate import certificate, ranges
@@ -64,6 +65,81 @@ def test_stages_streams_and_lemmas_are_told_and_confirmed():
         assert verify(cert).problems == []
         assert cert["queries"][0]["bound"] == "by lemma: a small step"
         assert "by lemma: a small step" in statement(cert)
+
+
+STREAMS = [
+    {},
+    {"honaker": "none"},
+    {"mechanism": "banded", "band": 2},
+    {"mechanism": "schedule", "momentum": 0.5},
+    {"restart": 2},
+]
+
+
+def streamed(unit, trust, participation, **options):
+    return plan_for(build("dp-ftrl", unit, **options), participation, unit=unit, trust=trust)
+
+
+@pytest.mark.parametrize("participation", ["full", "fixed:2", "cyclic:2"])
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("unit", list(Unit))
+def test_a_certificate_of_correlated_noise_holds(unit, trust, participation, tmp_path, capsys):
+    for options in STREAMS:
+        plan = streamed(unit, trust, participation, **options)
+        for done in (None, 3):
+            cert = made(plan, done=done)
+            verdict = verify(cert)
+            assert verdict.problems == []
+            assert cert["certified"]
+            assert verdict.recomputed == pytest.approx(plan.epsilon(done), rel=5e-3)
+            assert [query["stream"] for query in cert["queries"]] == [True]
+            assert {release["times"] for group in cert["groups"] for release in group["releases"]} == {1}
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(cert))
+    assert main(["verify", str(path)]) == 0
+    assert "holds (certified)" in capsys.readouterr().out
+    outside = any("outside a round's cohort" in line for line in cert["assumes"])
+    assert outside == (trust is not Trust.UNTRUSTED_SERVER and participation != "full")
+
+
+def as_if_once(cert, plan):
+    """The stream's sensitivity as that of a unit that comes once."""
+    level, noise = plan.levels[0], plan.stages[0].queries[0].noise
+    far = max(noise.sensitivity(np.array([t])) for t in range(plan.rounds))
+    cert["groups"][0]["releases"][0]["sensitivity"] = level.sensitivity[0] * far
+
+
+def half_the_noise(cert, plan):
+    cert["groups"][0]["releases"][0]["std"] /= 2
+
+
+def another_mu(cert, plan):
+    cert["groups"][0]["mu"] /= 2
+
+
+def another_epsilon(cert, plan):
+    cert["epsilon"] /= 2
+
+
+def often(cert, plan):
+    cert["groups"][0]["releases"][0]["times"] = 7
+
+
+@pytest.mark.parametrize("tamper", [as_if_once, half_the_noise, another_mu, another_epsilon, often])
+@pytest.mark.parametrize(
+    ("unit", "trust", "participation"),
+    [("record", "untrusted-server", "full"), ("user", "secure-aggregation", "cyclic:2")],
+)
+def test_a_stream_that_was_tampered_with_is_caught(unit, trust, participation, tamper, tmp_path, capsys):
+    plan = streamed(Unit(unit), Trust(trust), participation)
+    cert = made(plan)
+    assert verify(cert).problems == []
+    tamper(cert, plan)
+    assert verify(cert).problems
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(cert))
+    assert main(["verify", str(path)]) == 1
+    assert "mismatch" in capsys.readouterr().out
 
 
 def test_a_stricter_client_is_told_apart():

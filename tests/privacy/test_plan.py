@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sordino.core import (
     SAFETY,
     Adjacency,
+    Correlated,
     Divisor,
     Kind,
     Lemma,
@@ -23,14 +24,15 @@ from sordino.core import (
     Rule,
     SordinoError,
     Stage,
+    Stream,
     Trust,
     Unit,
 )
 from sordino.data.shard import Records
-from sordino.engines import simulate
+from sordino.engines import reference, simulate
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import gaussian
+from sordino.privacy import correlated, gaussian
 from sordino.privacy.noise import Seeded, Silent
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -489,6 +491,77 @@ def test_stages_take_their_rounds():
     assert found.facts(1).rounds == 4
 
 
+# ------------------------------------------------------------------------------------------------ correlated noise
+
+
+def streams(asked=None):
+    """Two rounds of independent noise, then a tree; `asked` collects the rounds for which factors were asked."""
+
+    def over(rounds):
+        if asked is not None:
+            asked.append(rounds)
+        return correlated.tree(rounds)
+
+    return method(stage(gradient(), rounds=2), stage(gradient(noise=Stream("tree", over))))
+
+
+@pytest.mark.parametrize("rounds", [3, 6, 9])
+def test_a_stream_is_factorised_for_the_rounds_of_its_stage(rounds):
+    asked = []
+    found = plan(rounds=rounds, method=streams(asked))
+    noise = found.stages[1].queries[0].noise
+    assert isinstance(noise, Correlated)
+    np.testing.assert_array_equal(noise.decoder, correlated.tree(rounds - 2).decoder)
+    assert found.epsilon() == pytest.approx(1.0, rel=1e-9)
+    assert asked == [rounds - 2], "once, and not for all rounds of the plan"
+    assert isinstance(found.method.stages[1].queries[0].noise, Stream), "the method serves other plans too"
+    first, second = found.levels
+    (group,) = found.groups()
+    assert [release.times for release in group.releases] == [2, 1]
+    whole = second.sensitivity[0] * noise.sensitivity(np.arange(rounds - 2))
+    assert group.releases[1].sensitivity == pytest.approx(whole)
+    assert group.releases[0].sensitivity == first.sensitivity[0]
+
+
+def test_a_stream_goes_on_after_its_first_round():
+    """A run that is taken up there needs the draws that the stream began with."""
+    found = plan(rounds=6, method=streams())
+    assert [found.goes_on(t) for t in range(6)] == [False, False, False, True, True, True]
+    assert not any(plan(rounds=6).goes_on(t) for t in range(6)), "fresh noise owes nothing to the past"
+    silent = plan(rounds=6, method=streams(), epsilon=math.inf)
+    assert not any(silent.goes_on(t) for t in range(6)), "and no noise owes nothing at all"
+    fixed = plan(rounds=6, method=streams(), epsilon=math.inf, noise=3.0)
+    assert fixed.goes_on(4)
+    backwards = method(streams().stages[1], stage(gradient(), rounds=2))
+    assert [plan(rounds=6, method=backwards).goes_on(t) for t in range(6)] == [False, True, True, True, False, False]
+
+
+def test_factors_for_fewer_rounds_are_refused():
+    short = method(stage(gradient(noise=correlated.banded(5, 2))))
+    with pytest.raises(SordinoError, match="rounds: the noise was factorised for 5 rounds, not 6"):
+        plan(rounds=6, method=short)
+    whole, part = (plan(rounds=rounds, method=short) for rounds in (5, 4))
+    for found in (whole, part):
+        assert found.epsilon() == pytest.approx(1.0, rel=1e-9)
+    assert part.std(0, 0)[0] < whole.std(0, 0)[0], "a part of the rounds costs less"
+    with pytest.raises(SordinoError, match="a correlated query is called once a round"):
+        plan(method=method(stage(gradient(noise=correlated.banded(6, 2), calls=2))))
+
+
+def test_who_comes_less_often_pays_less_of_a_stream():
+    found = plan((30,) * 5, 12, method=method(stage(gradient(noise=correlated.tree(12)))), participation="fixed:3")
+    noise, taken = found.stages[0].queries[0].noise, found.taken(0)
+    level = found.levels[0]
+    for group in found.groups():
+        for i in group.clients:
+            mine = noise.sensitivity(np.flatnonzero(taken[:, i]))
+            assert group.mu == pytest.approx(mine * level.sensitivity[i] / level.std[i])
+    assert len({group.mu for group in found.groups()}) > 1
+    assert found.mu() == pytest.approx(gaussian.mu(1.0, 1e-5))
+    for done in (1, 5, 12):
+        assert found.mu(done) == pytest.approx(found.spending()[done - 1])
+
+
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -538,8 +611,21 @@ def test_a_noise_that_cannot_be(noise):
 
 def test_a_noised_query_needs_a_clip():
     unbounded = Method("toy", Unit.RECORD, (stage(Query(Kind.GRADIENT)),), frozenset({(Unit.RECORD, PC)}))
-    with pytest.raises(SordinoError, match="clip: toy's gradient needs a finite clip"):
-        plan(method=unbounded).levels  # noqa: B018
+    for noise in ({}, {"noise": 3.0}, {"epsilon": math.inf, "noise": 3.0}):
+        with pytest.raises(SordinoError, match="clip: toy's gradient needs a finite clip"):
+            plan(method=unbounded, **noise).levels  # noqa: B018
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+def test_without_noise_nothing_need_be_clipped(engine):
+    unbounded = plan((4, 4), 2, math.inf, method=method(stage(Query(Kind.GRADIENT))))
+    assert unbounded.std(0, 0).tolist() == [0, 0]
+    assert unbounded.aggregate_std(0) == 0
+    assert unbounded.epsilon() == math.inf
+    model = Linear(2, 1, Loss.SQUARES, bias=False)
+    x, y = torch.eye(2).double().repeat(4, 1), torch.full((8,), -1e6).double()
+    first = next(engine.run(unbounded, model, Records(x, y, np.array([0, 4, 8])), Silent()))
+    torch.testing.assert_close(first.aggregate, torch.full((2,), 5e5).double())
 
 
 def test_a_rule_may_keep_the_state_it_inherits():

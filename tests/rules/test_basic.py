@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sordino.core import Facts, Rule, SordinoError
-from sordino.rules import adam, average, chain, ema, fisher, scale, yogi
+from sordino.rules import adam, average, chain, ema, fisher, heavy_ball, scale, yogi
 from sordino.rules.basic import stateless
 from sordino.tree import tree_map
 
@@ -16,11 +16,16 @@ RULES = {
     "scale": lambda: scale(-0.3),
     "ema": lambda: ema(0.8),
     "ema, corrected": lambda: ema(0.8, bias_correction=True),
+    "heavy ball": lambda: heavy_ball(0.8),
+    "heavy ball, restarted": lambda: heavy_ball(0.8, restart=4),
     "average": lambda: average(0.5),
     "fisher": lambda: fisher(rho=0.5, beta=0.8),
     "fisher, all options": lambda: fisher(
         rho=0.5, beta=0.8, apply_to="momentum", bias_correction=True, warm_start=5, ema_rounds=2
     ),
+    "fisher, rank k": lambda: fisher(rho=0.5, beta=0.8, structure="rank-k", rank=3),
+    "fisher, block": lambda: fisher(rho=0.5, beta=0.8, structure="block"),
+    "fisher, kronecker": lambda: fisher(rho=0.5, beta=0.8, structure="kronecker"),
     "adam": lambda: adam(tau=0.01),
     "yogi": lambda: yogi(tau=0.01, bias_correction=True),
     "chain": lambda: chain(ema(0.5), fisher(), scale(-1.0), average(0.4)),
@@ -105,7 +110,9 @@ def test_parameters_may_differ_from_run_to_run():
         lambda v: scale(-v),
         lambda v: ema(v),
         lambda v: ema(v, bias_correction=True),
+        lambda v: heavy_ball(v),
         lambda v: fisher(rho=v, beta=0.5),
+        lambda v: fisher(rho=v, beta=v, structure="rank-k", rank=2),
         lambda v: fisher(rho=2.0, beta=v, bias_correction=True),
         lambda v: fisher(rho=v, beta=v, apply_to="momentum", ema_rounds=3),
         lambda v: adam(beta1=v, beta2=v, tau=v),
@@ -139,6 +146,26 @@ def test_bias_correction_leaves_a_constant_alone():
     gs = aggregates()[:1].expand(T, D)
     torch.testing.assert_close(walk(ema(0.9, bias_correction=True), gs)[0], gs)
     assert not torch.allclose(walk(ema(0.9), gs)[0], gs)
+
+
+@pytest.mark.parametrize("restart", [0, 1, 4])
+def test_heavy_ball_by_hand(restart):
+    gs = aggregates()
+    m, by_hand = torch.zeros(D, dtype=torch.float64), []
+    for t, g in enumerate(gs):
+        m = 0.8 * (0 * m if restart and t % restart == 0 else m) + g
+        by_hand.append(m)
+    got = walk(heavy_ball(0.8, restart), gs)[0]
+    torch.testing.assert_close(got, torch.stack(by_hand))
+    if restart == 1:
+        assert torch.equal(got, gs), "forgotten every round"
+    else:
+        assert not torch.allclose(got, walk(heavy_ball(0.8, 5), gs)[0]), "another restart would show"
+
+
+def test_a_heavy_ball_is_an_average_times_a_constant():
+    gs = aggregates()
+    torch.testing.assert_close(walk(heavy_ball(0.8), gs)[0], walk(ema(0.8), gs)[0] / (1 - 0.8))
 
 
 def test_chain_applies_in_order():
@@ -182,3 +209,5 @@ def test_an_average_of_nothing_is_refused(last):
 def test_an_ema_that_forgets_nothing_is_refused():
     with pytest.raises(SordinoError, match="beta"):
         ema(1.0)
+    with pytest.raises(SordinoError, match=r"momentum: 1.0 must lie in \[0, 1\)"):
+        heavy_ball(1.0)

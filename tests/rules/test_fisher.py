@@ -40,7 +40,9 @@ class Case:
     rho: float
 
     def h(self, v):
-        step, after = fisher(rho=self.rho, beta=0.5).update(v, 2 * self.m - v, torch.zeros_like(v), 3)
+        rule, theta = fisher(rho=self.rho, beta=0.5), torch.zeros_like(v)
+        _, *rest = rule.init(theta, FACTS, ())
+        step, (after, *_) = rule.update(v, (2 * self.m - v, *rest), theta, 3)
         torch.testing.assert_close(after, self.m)
         return step
 
@@ -213,10 +215,11 @@ def test_bias_correction_pays_for_an_early_start(beta, after):
 
 def test_the_fisher_rule_keeps_the_same_average():
     gs = normal(9, 5)
-    rule, m = fisher(beta=0.7), torch.zeros(5, dtype=torch.float64)
+    rule, theta = fisher(beta=0.7), torch.zeros(5, dtype=torch.float64)
+    state = rule.init(theta, FACTS, ())
     for t, g in enumerate(gs):
-        _, m = rule.update(g, m, torch.zeros(5), t)
-    torch.testing.assert_close(m, walk(ema(0.7), gs)[-1])
+        _, state = rule.update(g, state, theta, t)
+    torch.testing.assert_close(state[0], walk(ema(0.7), gs)[-1])
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes

@@ -83,10 +83,10 @@ def dp_fednew_fc(
     *,
     unit: Unit = Unit.RECORD,
     clip: float = 1.0,
-    covariance_clip: float = 1.0,
+    covariance_clip: float = 0.1,
     limit: float = 2.0,
-    lr: float = 1.0,
-    alpha: float = 0.1,
+    lr: float = 3.0,
+    alpha: float = 1.0,
     rho: float = 1.0,
     duals: bool = True,
 ) -> Method:

@@ -72,7 +72,7 @@ def fednewton(
     local_steps: int = 10,
     local_share: float = 0.5,
     curvature_share: float = 0.25,
-    floor: float = 0.05,
+    floor: float = 0.2,
     step_cap: float = 0.0,
 ) -> Method:
     """One round of K local steps, then theta_i = theta - H_i^-1 g_i at each client, averaged by w_i.

@@ -48,4 +48,6 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], v: Tensor, steps: i
 def steps_for(condition: float, accuracy: float) -> int:
     """So many that the error 2 ((sqrt(condition) - 1) / (sqrt(condition) + 1))^k is within `accuracy`."""
     root = math.sqrt(condition)
+    if root == 1:  # a multiple of the identity
+        return 1
     return max(1, math.ceil(math.log(accuracy / 2) / math.log((root - 1) / (root + 1))))
