@@ -40,6 +40,9 @@ def figures() -> dict[str, str]:
         "normals": f"{statistics.median(bench['secure_normals_per_second']['samples']) / 1e6:.0f}",
         "run": f"{statistics.median(bench['run_seconds']['samples']):.1f}",
         "import": f"{statistics.median(bench['import_torch_seconds']['samples']):.1f}",
+        "local": f"{statistics.median(bench['five_local_steps_over_round']['samples']):.1f}",
+        "fc": f"{statistics.median(bench['fednew_fc_over_round']['samples']):.1f}",
+        "fednew": f"{statistics.median(bench['fednew_over_product']['samples']):.1f}",
         "bet": f"{100 * ndtr(load('demo_certificate.json')['mu'] / 2):.0f}",
     }
     for row in digits["rows"]:

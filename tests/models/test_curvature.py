@@ -231,7 +231,7 @@ def test_no_record_exceeds_the_clip(kind, bias, clip, dtype):
 
 
 def test_the_guard_against_rounding_is_needed(monkeypatch):
-    """Without it a sure record in float32 says more than its clip: of p - p^2 only rounding is left, and |u|^2 of it."""
+    """Without it a sure record in float32 says more than its clip: of p - p^2 only rounding is left, times |u|^2."""
     model, theta, shard = alone(Loss.SOFTMAX, True, 3, 8, torch.float32)
     assert norms(model.curvature_sum(theta, shard, 1.0)).max() <= 1 + 1e-4
     exact = torch.finfo
@@ -280,9 +280,7 @@ def test_records_that_are_not_finite_say_nothing(kind, bias, clip, dtype):
         bad = Shard(x, y, torch.ones(8, dtype=dtype), length)
         few = Shard(x[:3], y[:3], torch.ones(3, dtype=dtype), None if length is None else length[:3])
         for name in NAMES:
-            assert agree(
-                summed(name, model, theta, bad, clip), summed(name, model, theta, good, clip), tolerance
-            ), name
+            assert agree(summed(name, model, theta, bad, clip), summed(name, model, theta, good, clip), tolerance), name
             assert not summed(name, model, theta, few, clip).any(), "exactly zero"
         products = (model.curvature_times(theta, each, clip, v) for each in (bad, good))
         assert agree(*products, tolerance)

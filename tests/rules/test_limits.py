@@ -26,7 +26,9 @@ def test_what_is_too_long_is_shortened():
     assert 0 < inside.double().mean() < 1
     torch.testing.assert_close(got[inside], v[inside], rtol=0, atol=0)
     assert got.norm(dim=-1).max() <= limit
-    torch.testing.assert_close(got[~inside], limit * v[~inside] / v[~inside].norm(dim=-1, keepdim=True), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        got[~inside], limit * v[~inside] / v[~inside].norm(dim=-1, keepdim=True), rtol=2e-6, atol=0
+    )
     assert torch.equal(projected(g, b, math.inf), v)
 
 
@@ -90,4 +92,6 @@ def test_one_row_a_client():
     g, _, b = pairs(count=6)
     for limiter in LIMITS.values():
         whole = limiter(g.view(2, 3, 3), b.view(2, 3, 3), 1.0)
-        torch.testing.assert_close(whole.view(6, 3), torch.stack([limiter(*row, 1.0) for row in zip(g, b, strict=True)]))
+        torch.testing.assert_close(
+            whole.view(6, 3), torch.stack([limiter(*row, 1.0) for row in zip(g, b, strict=True)])
+        )

@@ -13,7 +13,7 @@ from sordino.tree import tree_map
 
 RHO = 0.4
 SHAPES = ((3, 2), (4,), (2, 2, 3))
-SIZE = 3 * 2 + 4 + 2 * 2 * 3
+SIZE = sum(math.prod(shape) for shape in SHAPES)
 STRUCTURES = ("rank-one", "rank-k", "block", "kronecker")
 
 
@@ -67,7 +67,7 @@ def test_rank_k(k):
     """More vectors than dimensions, too."""
     past, v = normal(k, 7), normal(7, seed=1)
     F = dense("rank-k", past, ())
-    torch.testing.assert_close(rank_k(past, v, RHO), less(F, v))
+    torch.testing.assert_close(rank_k(past, v, RHO), less(F, v), rtol=1e-11, atol=1e-12)  # rho is not float32
     assert not torch.allclose(rank_k(past, v, RHO), less(k * F, v)) or k == 1, "the sum, not the mean"
     assert not torch.allclose(rank_k(past, v, 2 * RHO), less(F, v))
     if k == 1:
@@ -89,7 +89,8 @@ def test_matrices(structure, rows, columns):
     torch.testing.assert_close(shrink(M, V, RHO).flatten(), want)
     other = less(dense("kronecker" if structure == "block" else "block", M.flatten(), [(rows, columns)]), V.flatten())
     assert not torch.allclose(want, other)
-    assert not torch.allclose(want, less(torch.outer(M.flatten(), M.flatten()), V.flatten()))
+    one = torch.allclose(want, less(torch.outer(M.flatten(), M.flatten()), V.flatten()))
+    assert one is (structure == "kronecker" and min(rows, columns) == 1)
 
 
 @pytest.mark.parametrize("shrink", [block, kronecker])
@@ -110,7 +111,7 @@ def test_a_matrix_without_full_rank(shrink):
     assert not shrink(0 * M, V, RHO).any()
 
 
-def test_a_kronecker_estimate_of_a_vector_of_one_rank_is_its_outer_product():
+def test_a_kronecker_estimate_of_rank_one_is_the_outer_product():
     """M = a b^T: F = (a a^T |b|^2) (x) (b b^T |a|^2) / (|a| |b|)^2 = vec M vec M^T, the very rank-one estimate."""
     M, V = torch.outer(normal(4), normal(3, seed=2)), normal(4, 3, seed=1)
     torch.testing.assert_close(kronecker(M, V, RHO).flatten(), rank_one(M.flatten(), V.flatten(), RHO))
@@ -230,7 +231,3 @@ def test_every_inverse_shrinks(structure):
 def test_bad_options_are_named(bad, message):
     with pytest.raises(SordinoError, match=message):
         fisher(**bad)
-
-
-def test_lengths_add_up():
-    assert sum(math.prod(shape) for shape in SHAPES) == SIZE

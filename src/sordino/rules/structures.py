@@ -33,7 +33,7 @@ def rank_one(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
 
 def rank_k(past: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
     """`past` holds k vectors before the last axis; zeros among them are harmless."""
-    k, r = past.shape[-2], torch.as_tensor(rho).to(v).unsqueeze(-1)
+    k, r = past.shape[-2], torch.as_tensor(rho, dtype=v.dtype, device=v.device).unsqueeze(-1)
     u = past / math.sqrt(k)
     small = r * torch.eye(k).to(v) + u @ u.transpose(-1, -2)
     inner: Tensor = torch.linalg.solve(small, u @ v.unsqueeze(-1))
