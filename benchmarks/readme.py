@@ -1,9 +1,9 @@
-"""Bring README.md up to date with results/.
+"""Bring README.md and docs/methods.md up to date with results/.
 
     python benchmarks/readme.py          # rewrite every quoted figure
     python benchmarks/readme.py --demo   # run the demo anew first
 
-A figure in the README is followed by an invisible `<!--name-->`; `figures` computes it from the raw samples. The test
+A figure in either is followed by an invisible `<!--name-->`; `figures` computes it from the raw samples. The test
 `tests/test_readme.py` fails where README and results differ.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 from scipy.special import ndtr
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/methods.md")
 FIGURE = re.compile(r"([\d.,]+)<!--([^-]+)-->")
 DEMO = re.compile(r"(<!--demo-->\n```\n).*?(\n```)", re.DOTALL)
 
@@ -78,4 +79,5 @@ def demo() -> None:
 if __name__ == "__main__":
     if "--demo" in sys.argv:
         demo()
-    (ROOT / "README.md").write_text(rewritten((ROOT / "README.md").read_text()))
+    for page in PAGES:
+        (ROOT / page).write_text(rewritten((ROOT / page).read_text()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sordino.core import Ask, Down, Local, Method, Tree, Unit
+from sordino.core import Ask, Down, Local, Method, SordinoError, Tree, Unit
 from sordino.methods.fedavg import CAVEAT, local_steps
 from sordino.methods.fedgd import served
 from sordino.rules import fisher
@@ -39,6 +39,8 @@ def sofim(
     which the rank-one part is faded in. ema_rounds, ema_scale: step along M alone at first. structure: rank-one, rank-k
     (of `rank`), block or kronecker. steps, local_lr: local steps before each release. tail: as in dp-fedgd.
     """
+    if not local_lr > 0:
+        raise SordinoError(f"local_lr: {local_lr} must be above 0.")
     rule = fisher(
         rho=rho,
         beta=beta,
