@@ -28,8 +28,8 @@ def act(arguments: argparse.Namespace) -> int:
                 "summary": entry.summary,
                 "units": list(built),
                 "certified": {unit: sorted(str(trust) for _, trust in m.proves) for unit, m in built.items()},
-                "releases_per_round": {
-                    unit: [sum(q.calls for q in stage.queries if q.noise is not None) for stage in m.stages][-1]
+                "releases_per_round": {  # of each stage in turn
+                    unit: [sum(q.calls for q in stage.queries if q.noise is not None) for stage in m.stages]
                     for unit, m in built.items()
                 },
                 "options": entry.options,
@@ -38,16 +38,10 @@ def act(arguments: argparse.Namespace) -> int:
     if not emit(arguments, rows):
         every = {str(trust) for trust in Trust}
         for row in rows:
-            certified = {
-                "every trust model" if set(trusts) == every else ", ".join(trusts) or "nothing"
-                for trusts in row["certified"].values()
-            }
-            releases = {str(count) for count in row["releases_per_round"].values()}
-            console().print(
-                f"[bold]{row['name']}[/]  {row['summary']}\n"
-                f"    {row['family']}; {' and '.join(row['units'])} level; certified under "
-                f"{'; '.join(sorted(certified))}; {', '.join(sorted(releases))} release a round\n"
-                f"    {row['paper']}"
-            )
-        console().print("Options of each: sordino methods --json")
+            console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    {row['family']}; {row['paper']}")
+            for unit, trusts in row["certified"].items():
+                certified = "every trust model" if set(trusts) == every else ", ".join(trusts) or "no trust model"
+                count = ", then ".join(map(str, row["releases_per_round"][unit]))
+                console().print(f"    {unit} level: certified under {certified}; releases a round: {count}")
+        console().print("With default options; all of them: sordino methods --json, docs/methods.md")
     return 0

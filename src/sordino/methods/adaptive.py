@@ -56,8 +56,8 @@ def adambc(
 ) -> Method:
     """theta <- theta - lr (m^ / sqrt(max(v^ - Phi, floor)) + decay theta), Phi the variance of the noise on G.
 
-    m^, v^: Adam's moments, bias-corrected. floor: of what is left of v^, which noise alone takes below zero half of the
-    time. decay: decoupled. Others as in dp-fedadam.
+    m^, v^: Adam's moments, bias-corrected. floor: of what is left of v^, which noise alone takes below zero more often
+    than not. decay: decoupled. Others as in dp-fedadam.
     """
     rule = adam(
         beta1=beta1, beta2=beta2, tau=0, bias_correction=True, correction="subtract-floor", floor=floor, decay=decay

@@ -90,7 +90,10 @@ def dp_fednew_fc(
     rho: float = 1.0,
     duals: bool = True,
 ) -> Method:
-    """dp-fednew with the client's own mean of u u^T, cut record by record to covariance_clip, for its Hessian."""
+    """dp-fednew with the client's own mean of u u^T for its Hessian.
+
+    covariance_clip: of a record's u u^T, at record level. Others as in dp-fednew.
+    """
     checked("projection", clip=clip, covariance_clip=covariance_clip, limit=limit, lr=lr, alpha=alpha, rho=rho)
 
     def factorise(ask: Ask) -> Tree:

@@ -61,7 +61,8 @@ def fedavg(
 ) -> Method:
     """y <- y - local_lr g, K times from theta; theta <- theta + lr mean(y - theta).
 
-    steps: K. noise_at: per-step (record level only) or final. tail: as in dp-fedgd.
+    steps: K. noise_at: per-step (record level only), or final, whose noise does not shrink with a client's records.
+    tail: as in dp-fedgd.
     """
     last = [average(tail)] if tail else []
     return averaged("dp-fedavg", unit, clip, local_lr, steps, noise_at, scale(lr), *last)

@@ -68,14 +68,14 @@ def dp_fednew(
 ) -> Method:
     """theta <- theta - lr y, y the noised mean of (H_i + (alpha + rho) I)^-1 (g_i - lambda_i + rho y).
 
-    clip: of a record's gradient, or of a user's direction. curvature_clip: of a record's Hessian. limit: longest right
-    side. alpha, rho: as in fednew. duals: off, sums are certified too. limit_by: projection, or paper-xi (not private).
-    solver: direct, or cg, which builds no Hessian.
+    clip: of a record's gradient, or of a user's direction. alpha, rho: as in fednew. duals: off, sums are certified too.
+    solver: direct, or cg, which builds no Hessian. Record level only: curvature_clip of a record's Hessian, limit, the
+    longest right side, and limit_by, projection or paper-xi (not private).
     """
     checked(limit_by, solver, clip=clip, curvature_clip=curvature_clip, limit=limit, lr=lr, alpha=alpha, rho=rho)
     gamma = alpha + rho
     most = limit if unit is Unit.RECORD else math.inf
-    # The condition number is at most 1 + curvature_clip / gamma, whatever the data: so is the error of cg bounded.
+    # At record level the condition number is at most 1 + curvature_clip / gamma, whatever the data: so is cg's error.
     steps = steps_for(1 + curvature_clip / gamma, ACCURACY) if solver == "cg" else 0
     queries = answers(unit, Kind.CURVATURE, clip, limit, curvature_clip, gamma, steps)
     solve = conjugate(gamma, steps) if steps else direct(gamma)

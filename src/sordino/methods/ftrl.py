@@ -45,7 +45,7 @@ def ftrl(
     momentum: float = 0.0,
     tail: float = 0.0,
 ) -> Method:
-    """theta_t = theta_0 - lr sum_{s <= t} G_s, the noise of the sums from a tree or a banded matrix.
+    """theta_t = theta_0 - lr sum_{s <= t} G_s, the noise of the sums from a tree, a banded matrix or a schedule.
 
     mechanism: tree, banded (for cyclic:b with b >= band), schedule (the best for full participation) or independent.
     honaker: how a tree's nodes are combined, full, below or none. restart: rounds of a tree; 0: one tree. band: of the

@@ -20,7 +20,7 @@ NONLINEAR = "Local steps and local Newton steps are not linear in their noise; w
 
 
 def fedsgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail: float = 0.0) -> Method:
-    """theta <- theta - lr sum_i w_i g_i, w_i = n_i / N.
+    """theta <- theta - lr sum_i w_i g_i, w_i = n_i / N: dp-fedgd with the pooled divisor.
 
     lr: below 2 over the largest curvature. tail: as in dp-fedgd.
     """

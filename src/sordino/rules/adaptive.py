@@ -2,7 +2,7 @@
 
 m = beta1 m + (1 - beta1) G
 v = beta2 v + (1 - beta2) G^2                      (Adam)
-v = v - (1 - beta2) G^2 sign(v - G^2)              (Yogi: v moves by at most G^2, however large v is)
+v = v - (1 - beta2) G^2 sign(v - G^2)              (Yogi: v comes down by no more than that, however large it is)
 step = m / (sqrt(v) + tau),  from m = 0, v = tau^2
 
 Noise of variance Phi adds Phi to every G^2, and so its weighted sum of them to Adam's v. `subtract-floor` takes that
