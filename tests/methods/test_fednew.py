@@ -21,7 +21,7 @@ from sordino.privacy.plan import Plan
 
 ADD, SWAP = Adjacency
 SQUARES, LOGISTIC, SOFTMAX = Linear(3, 1, Loss.SQUARES, bias=False), Linear(3, 1, Loss.LOGISTIC), Linear(3, 3)
-LOOSE = {"clip": 1e9, "limit": 1e9, "curvature_clip": 1e9}  # nothing is cut
+LOOSE = {"clip": 1e9, "limit": 1e9, "curvature_clip": 1e3}  # nothing is cut
 TIGHT = {"clip": 1.0, "limit": 2.0, "curvature_clip": 0.5, "alpha": 0.1, "rho": 1.0, "lr": 1.0}
 SIZES = (6, 9, 12, 20)
 
@@ -484,6 +484,7 @@ def test_fednew_is_not_private_and_says_so(unit):
         ({"rho": -1.0}, "rho: -1.0 must be"),
         ({"curvature_clip": math.inf}, "curvature_clip: inf must be"),
         ({"limit": 0.0}, "limit: 0.0 must be"),
+        ({"curvature_clip": 3e4, "alpha": 0.5, "rho": 1.0}, "curvature_clip: 30000 is over 10000 times alpha"),
         ({"limit_by": "xi"}, "limit_by: 'xi' is unknown"),
         ({"solver": "direkt"}, "solver: 'direkt' is unknown. Did you mean 'direct'?"),
     ],

@@ -42,7 +42,7 @@ def act(arguments: argparse.Namespace) -> int:
         for problem in verdict.problems:
             page.print("mismatch: " + problem, style="red", markup=False)
         for missing in verdict.gaps:
-            page.print(f"not compared: there is no {missing} beside it")
+            page.print(f"not compared: {missing}", markup=False)
         if not verdict.problems:
             says = "certified" if verdict.certified else "it says of itself: not certified"
             page.print(f"[green]holds[/] ({says}). The numbers agree; nothing is signed, so not who wrote them")

@@ -43,7 +43,10 @@ def run(
         down = Down(theta, rule.say(state))
         cohort = [int(i) for i in turn.cohort]
         said = {i: recall(ledger, run_id, i, turn.t, records.x) for i in cohort}
-        said_before |= any(message is not None for message in said.values())
+        known = any(message is not None for message in said.values())
+        said_before |= known
+        if known and len(turn.extras):  # what they said is not on record, and new noise would be averaged with the old
+            check_stream(plan, plan.rounds - 1, source)
         if ledger is not None:
             ledger.afford([entry for i in cohort if said[i] is None for entry in plan.entries(i, turn.t, run_id)])
         parts = []

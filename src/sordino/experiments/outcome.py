@@ -71,7 +71,7 @@ def verify_run(path: Path) -> Verdict:
         if beside.is_file():
             verdict.problems.extend(compare(cert, beside))
         else:
-            verdict.gaps.append(beside.name)
+            verdict.gaps.append(f"{beside.name}, which is not beside it")
     return verdict
 
 

@@ -18,6 +18,7 @@ from sordino.rules.limits import LIMITS
 from sordino.rules.matrix import conjugate_gradients, damped, steps_for
 
 SOLVERS = ("direct", "cg")
+MOST_CONDITION = 1e4  # of a damped Hessian, for float32
 ACCURACY = 1e-9  # of cg, as a part of the longest direction
 
 
@@ -28,9 +29,14 @@ def answers(
     calls, error = (cg, ACCURACY * limit / gamma) if cg else (1, 0.0)
     if unit is Unit.USER:
         return Query(Kind.GRADIENT, noise=None), Query(kind, calls=calls, noise=None), Query(Kind.DELTA, clip)
+    if curvature_clip > MOST_CONDITION * gamma:
+        raise SordinoError(
+            f"curvature_clip: {curvature_clip:g} is over {MOST_CONDITION:g} times alpha + rho = {gamma:g}, where "
+            "rounding would break the bound; lower it, or raise alpha."
+        )
     lemma = shift(clip, limit, curvature_clip, gamma, error)
     inside = Query(Kind.GRADIENT, clip, noise=None), Query(kind, curvature_clip, calls, noise=None)
-    return *inside, Query(Kind.DELTA, bound=lemma)
+    return *inside, Query(Kind.DELTA, limit / gamma, bound=lemma)  # no direction is longer: the clip only makes sure
 
 
 def checked(limit_by: str, solver: str = "direct", **above_zero: float) -> None:
@@ -68,7 +74,7 @@ def dp_fednew(
 ) -> Method:
     """theta <- theta - lr y, y the noised mean of (H_i + (alpha + rho) I)^-1 (g_i - lambda_i + rho y).
 
-    clip: of a record's gradient, or of a user's direction. alpha, rho: as in fednew. duals: off, sums are certified too.
+    clip: of a record's gradient, or of a user's direction. alpha, rho: as in fednew. duals: off, sums are proved too.
     solver: direct, or cg, which builds no Hessian. Record level only: curvature_clip of a record's Hessian, limit, the
     longest right side, and limit_by, projection or paper-xi (not private).
     """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, Shard
+from sordino.core import SAFETY, Shard, SordinoError
 
 LOG2_E = math.log2(math.e)
 MODERATE = 100.0  # powers of two up to this, and sums of them, are far from the ends of float32
@@ -51,6 +51,13 @@ class Linear:
     radius: float = math.inf
     residual: float = math.inf
     cap: float = 10.0
+
+    def __post_init__(self) -> None:
+        weights = self.class_weights
+        if weights is not None and not (torch.isfinite(weights) & (weights >= 0)).all():
+            raise SordinoError("class_weights: must be finite numbers, 0 or more.")
+        if not (self.radius > 0 and self.residual > 0 and math.isfinite(self.cap)):
+            raise SordinoError("radius, residual, cap: radius and residual must be above 0, and cap finite.")
 
     @property
     def size(self) -> int:
@@ -201,7 +208,9 @@ class Linear:
     def _long(self, shard: Shard, factor: Tensor) -> Tensor:
         """sqrt(factor) u, for every record."""
         u = torch.cat([shard.x, torch.ones_like(shard.x[..., :1])], -1) if self.bias else shard.x
-        return u * (factor.sqrt().to(u) * shard.mask).unsqueeze(-1)
+        root = factor.sqrt()
+        root = root.masked_fill(root < torch.finfo(u.dtype).tiny, 0)  # too few digits to keep the bound
+        return u * (root.to(u) * shard.mask).unsqueeze(-1)
 
     def _curved(self, theta: Tensor, shard: Shard, clip: float) -> tuple[Tensor, Tensor]:
         """Softmax probabilities (else what is not needed), and per record the cut times everything but u u^T (x) S."""
@@ -223,7 +232,8 @@ class Linear:
         length = self._length(shard)
         weight = weight.double() * self._mallows(length).double()
         norm = weight * size * length.double().square()
-        return z, (weight * bounded(norm, clip) * shard.mask).nan_to_num(0, 0, 0).to(shard.x)
+        factor = (weight * bounded(norm, clip) * shard.mask).nan_to_num(0, 0, 0)
+        return z, factor.masked_fill(factor < torch.finfo(shard.x.dtype).tiny, 0).to(shard.x)
 
     def _mallows(self, length: Tensor) -> Tensor:
         return (self.radius / length.clamp_min(self.radius)).square() if math.isfinite(self.radius) else length * 0 + 1
@@ -275,6 +285,8 @@ class Linear:
             factor = torch.div(clip * (1 - SAFETY), norm).clamp_max_(1)
             # A factor below the normal range has too few digits to keep the bound: such a record counts as zero.
             factor = torch.threshold_(factor, tiny, 0.0).mul_(shard.mask)
+            if (length > clip / tiny).any():  # so does one whose bounded residual is
+                factor = factor.masked_fill(length > clip / tiny, 0)
         residual.mul_(factor.unsqueeze(-1))
         total = self._pull(shard.x, residual)
         return total if scale is None else total * scale

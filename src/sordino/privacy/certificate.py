@@ -136,7 +136,11 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append("not private: the noise is too small for any bound")
     if not source.private:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
-    if not plan.proved:
+    if plan.by_chance:
+        reasons.append(
+            f"not proved: correlated noise under {plan.participation}, where any client may come every round"
+        )
+    elif not plan.proved:
         where = f"{plan.privacy.unit} level under {plan.privacy.trust}"
         reasons.append(f"not proved: {plan.method.name} at {where}. {plan.method.caveat}".strip())
     return reasons

@@ -35,6 +35,7 @@ from sordino.core import (
     Trust,
     Unit,
     nearest,
+    nothing,
 )
 from sordino.privacy import gaussian
 from sordino.privacy.ledger import Entry
@@ -113,7 +114,8 @@ class Plan:
             raise SordinoError(f"noise: {self.noise} must lie between 1e-6 and 1e12; epsilon = inf runs without noise.")
         if self.noise is not None and self.privacy.client_epsilon:
             raise SordinoError("client_epsilon: with a fixed noise no client can ask for more; leave one of them out.")
-        if not (self.proved or self.uncertified or self.silent):
+        pair = (self.privacy.unit, self.privacy.trust)
+        if not (pair in self.method.proves or self.uncertified or self.silent):
             pairs = ", ".join(sorted(f"{unit} level under {trust}" for unit, trust in self.method.proves)) or "none"
             raise SordinoError(
                 f"trust: {self.method.name} is not proved private at {self.privacy.unit} level under "
@@ -121,8 +123,7 @@ class Plan:
                 "uncertified = true and read the statement, which then begins with 'not certified'."
             )
         self.participation.rate(len(self.sizes))
-        drawn = self.participation.kind == "poisson" and not self.uncertified
-        if any(isinstance(q.noise, Correlated) for stage in self.stages for q in stage.queries) and drawn:
+        if self.by_chance and not (self.uncertified or self.silent):
             raise SordinoError(
                 f"participation: the correlated noise of {self.method.name} is certified for full, fixed:K or cyclic:K "
                 f"participation, where each client's rounds are few by design; {self.participation} is not."
@@ -136,7 +137,13 @@ class Plan:
 
     @property
     def proved(self) -> bool:
-        return (self.privacy.unit, self.privacy.trust) in self.method.proves
+        return (self.privacy.unit, self.privacy.trust) in self.method.proves and not self.by_chance
+
+    @property
+    def by_chance(self) -> bool:
+        """A stream of noise whose clients come by coin: any of them may come in every round."""
+        streams = any(isinstance(q.noise, Correlated) for stage in self.stages for q in stage.queries)
+        return streams and self.participation.kind == "poisson"
 
     @property
     def silent(self) -> bool:
@@ -273,14 +280,17 @@ class Plan:
     def summed_noise(self) -> tuple[float, float]:
         """(std of a cohort's summed noise, largest std of one client), over the clip of the first noised query."""
         level = self.levels[0]
-        cohort = self.participation.rate(self.clients) * self.clients
         own = self.own_std(level) / level.scale
-        return float(math.sqrt(cohort * (own**2).mean())), float(own.max())
+        return float(math.sqrt(self.senders(level.query) * (own**2).mean())), float(own.max())
+
+    def senders(self, query: Query) -> float:
+        """Expected number of clients whose noise a round adds up: the cohort, or everyone for a common stream."""
+        common = self.sums_only and isinstance(query.noise, Correlated)
+        return self.clients * (1.0 if common else self.participation.rate(self.clients))
 
     def own_std(self, level: Level) -> np.ndarray:
-        """What each client itself adds, in a cohort of the expected size."""
-        cohort = self.participation.rate(self.clients) * self.clients
-        return np.asarray(level.std / (math.sqrt(cohort) if self.sums_only else 1.0))
+        """What each client itself adds, in a cohort of the expected size; of a stream, to one number of it."""
+        return np.asarray(level.std / (math.sqrt(self.senders(level.query)) if self.sums_only else 1.0))
 
     def facts(self, stage: int) -> Facts:
         rate = self.participation.rate(self.clients)
@@ -378,16 +388,29 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
         raise SordinoError(f"{name}: a user moves an answer once a record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
-    if any(isinstance(q.noise, Correlated | Stream) and q.calls != 1 for q in stage.queries):
-        raise SordinoError(f"{name}: a correlated query is called once a round.")
+    streams = [q for q in stage.queries if isinstance(q.noise, Correlated | Stream)]
+    if any(q.calls != 1 for q in streams) or (streams and stage.local.prepare is not nothing):
+        raise SordinoError(f"{name}: a correlated query is called once a round, by clients without a cache of data.")
 
 
 def _over(stage: Stage, rounds: int) -> Stage:
     queries = tuple(replace(q, noise=q.noise.over(rounds)) if isinstance(q.noise, Stream) else q for q in stage.queries)
     for query in queries:
-        if isinstance(query.noise, Correlated) and len(query.noise.decoder) < rounds:
-            raise SordinoError(f"rounds: the noise was factorised for {len(query.noise.decoder)} rounds, not {rounds}.")
+        if isinstance(query.noise, Correlated):
+            _check_factors(query.noise, rounds)
     return stage._replace(queries=queries)
+
+
+def _check_factors(noise: Correlated, rounds: int) -> None:
+    """The stream is a function of `encoder @ x + z`, and each release of what is known by then: else it is not paid."""
+    if min(noise.encoder.shape[1], len(noise.decoder)) < rounds:
+        raise SordinoError(f"rounds: the noise was factorised for {len(noise.decoder)} rounds, not {rounds}.")
+    encoder, decoder = noise.encoder[:, :rounds], noise.decoder[:rounds]
+    if not np.allclose(decoder @ encoder, np.eye(rounds), atol=1e-8):
+        raise SordinoError("noise: decoder @ encoder must be the identity, or the stream costs more than is counted.")
+    uses, holds = ((np.abs(factor) > 1e-9).astype(float) for factor in (decoder, encoder))
+    if np.triu(uses @ holds, 1).any():
+        raise SordinoError("noise: a release uses noise of rounds that come after it; make the factors causal.")
 
 
 def _shares(given: list[float | None], releases: np.ndarray) -> np.ndarray:

@@ -120,7 +120,7 @@ instead of 50 %. We call that {strength} (up to 60 %: strong; up to 75 %: modera
 
 
 def _steps(cert: Mapping[str, Any]) -> list[str]:
-    bounds = [_bound(query, Unit(cert["unit"])) for query in cert["queries"]]
+    bounds = [_bound(query, cert) for query in cert["queries"]]
     sampler = cert["sampler"]
     return [
         *bounds,
@@ -153,12 +153,17 @@ def _noise(cert: Mapping[str, Any]) -> str:
     )
 
 
-def _bound(query: Mapping[str, Any], unit: Unit) -> str:
+def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
     kind = query["query"].split()[-1]
     whose = "Each client's message" if kind == "delta" else f"Each record's {kind}"
     if query["bound"] == "by clip":
         return f"{whose} was shortened to length at most {query['clip']:g} (the clip)."
-    return f"{whose} moves by at most {query['clip']:.4g} when one {unit} does, {query['bound']}."
+    moved = max(r["sensitivity"] for g in cert["groups"] for r in g["releases"] if r["query"] == query["query"])
+    change = "joins or leaves" if cert["adjacency"] == Adjacency.ADD_REMOVE else "is replaced"
+    return (
+        f"{whose} moves what is seen by at most {moved:.4g} when one {cert['unit']} {change}, {query['bound']}; the "
+        f"noise below is told in lengths of {query['clip']:.4g}."
+    )
 
 
 def _factor(epsilon: float) -> str:

@@ -48,7 +48,7 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
         if isinstance(error, SordinoError):
             raise
         raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
-    return Verdict(problems, claimed, recomputed, bool(cert["certified"]), [])
+    return Verdict(problems, claimed, recomputed, bool(cert["certified"]), _taken_as_given(cert))
 
 
 def _compare(what: str, claimed: float, found: float, problems: list[str]) -> None:
@@ -86,8 +86,8 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """What was seen follows from unit, adjacency, trust, clip and each client's own noise."""
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     sums_only = trust is not Trust.UNTRUSTED_SERVER
-    gather = math.sqrt(float(cert["cohort"])) if sums_only else 1.0
     for query in cert["queries"]:
+        gather = math.sqrt(_senders(cert, query)) if sums_only else 1.0
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
         if unit is Unit.USER and kind is not Kind.DELTA:
@@ -144,7 +144,7 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"client noise {cert['client_noise']:.6g} is claimed, the groups have {most:.6g}")
     low, high = (
         math.sqrt(
-            float(cert["cohort"])
+            _senders(cert, first)
             * sum(int(g["count"]) * s[k] ** 2 for g, s in zip(groups, spans, strict=True))
             / int(cert["clients"])
         )
@@ -153,6 +153,20 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
     )
     if not low * (1 - 1e-6) <= float(cert["noise"]) <= high * (1 + 1e-6):
         problems.append(f"noise {cert['noise']:.6g} is claimed, the groups have {high:.6g}")
+
+
+def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
+    """Clients whose noise a round adds up: a common stream has all of them."""
+    common = query["stream"] and cert["trust"] != Trust.UNTRUSTED_SERVER
+    return float(cert["clients"] if common else cert["cohort"])
+
+
+def _taken_as_given(cert: Mapping[str, Any]) -> list[str]:
+    """Sensitivities that do not follow from a clip."""
+    why = {q["query"]: "a schedule" if q["stream"] else q["bound"].removeprefix("by ") for q in cert["queries"]}
+    return [
+        f"the sensitivity of {name}, which follows from {source}" for name, source in why.items() if source != "clip"
+    ]
 
 
 def _span(value: Any) -> tuple[float, float]:

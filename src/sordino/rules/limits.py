@@ -13,7 +13,11 @@ from sordino.core import SAFETY
 def projected(g: Tensor, b: Tensor, limit: float) -> Tensor:
     """g + b, projected on the ball of radius `limit`."""
     v, most = g + b, limit * (1 - SAFETY)
-    return v * (most / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(most)) if math.isfinite(limit) else v
+    if not math.isfinite(limit):
+        return v
+    norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64)  # float32 falls short over long v
+    short: Tensor = v.double() * (most / norm.clamp_min(most))
+    return short.to(v.dtype)
 
 
 def rescaled(g: Tensor, b: Tensor, limit: float) -> Tensor:

@@ -1,0 +1,100 @@
+"""What a stream of correlated noise must be before it is paid for as one release."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.core import Correlated, Privacy, SordinoError
+from sordino.data.shard import Records
+from sordino.engines import reference
+from sordino.engines.client import turns
+from sordino.methods import build
+from sordino.models.linear import Linear, Loss
+from sordino.privacy.certificate import certificate
+from sordino.privacy.ledger import Ledger
+from sordino.privacy.noise import Secure, Seeded
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
+from sordino.privacy.statement import statement
+from sordino.privacy.verify import verify
+
+MODEL = Linear(2, 1, Loss.SQUARES, bias=False)
+
+
+@pytest.fixture
+def records():
+    rng = np.random.default_rng(0)
+    return Records.of(rng.normal(size=(12, 2)), rng.normal(size=12), np.repeat(np.arange(6), 2), dtype=torch.float64)
+
+
+def plan_for(records, trust="secure-aggregation", participation="cyclic:3", **more):
+    method = build("dp-ftrl", mechanism="banded", band=3)
+    return Plan(method, 6, records.sizes, Privacy(2.0, trust=trust), Participation.parse(participation), **more)
+
+
+def test_noise_of_those_who_stay_away_is_not_drawn_twice(records, tmp_path):
+    """What they send is not on record: said again with a new key, it would be averaged out."""
+    plan = plan_for(records)
+    with Ledger(tmp_path / "ledger.db") as ledger:
+        list(reference.run(plan, MODEL, records, Secure(), ledger=ledger, run_id="r"))
+        with pytest.raises(SordinoError, match="resume"):
+            next(reference.run(plan, MODEL, records, Secure(), ledger=ledger, run_id="r"))
+    with Ledger(tmp_path / "seeded.db") as ledger:
+        runs = [list(reference.run(plan, MODEL, records, Seeded(1), ledger=ledger, run_id="r")) for _ in range(2)]
+    for once, again in zip(*runs, strict=True):
+        assert torch.equal(once.aggregate, again.aggregate)
+
+
+def test_factors_that_promise_more_than_they_hold_are_refused(records):
+    eye = np.eye(6)
+    late = np.linalg.inv(np.eye(6) + np.diag(np.ones(5), 1))
+    for factors, word in (
+        (Correlated(0.01 * eye, eye), "identity"),
+        (Correlated(np.linalg.inv(late), late), "causal"),
+        (Correlated(eye[:4, :4], eye[:4, :4]), "rounds"),
+    ):
+        method = build("dp-fedgd")
+        (stage,) = method.stages
+        stage = stage._replace(queries=(replace(stage.queries[0], noise=factors),))
+        with pytest.raises(SordinoError, match=word):
+            Plan(method._replace(stages=(stage,)), 6, records.sizes, Privacy(2.0))
+
+
+def test_clients_that_come_by_coin_are_not_certified(records):
+    with pytest.raises(SordinoError, match="participation"):
+        plan_for(records, participation="poisson:0.5")
+    plan = plan_for(records, participation="poisson:0.5", uncertified=True)
+    cert = certificate(plan, Secure(), version="0")
+    assert not cert["certified"]
+    assert "poisson" in cert["reasons"][0]
+
+
+def test_the_certificate_tells_the_noise_that_clients_add(records):
+    plan = plan_for(records)
+    cert = certificate(plan, Secure(), version="0")
+    (turn, *_) = turns(plan, MODEL)
+    level = plan.levels[0]
+    assert plan.own_std(level) == pytest.approx(turn.stds[0])
+    assert len(turn.extras) == 4
+    verdict = verify(cert)
+    assert not verdict.problems
+    assert verdict.gaps == ["the sensitivity of 0.0 gradient, which follows from a schedule"]
+    assert any("outside a round's cohort" in line for line in cert["assumes"])
+
+
+def test_a_statement_tells_the_bound_of_its_adjacency(records):
+    for adjacency in ("add-remove", "replace-one"):
+        plan = Plan(build("dp-fednew"), 3, records.sizes, Privacy(2.0, adjacency=adjacency))
+        moved = plan.levels[0].sensitivity.max()
+        assert f"at most {moved:.4g} when" in statement(certificate(plan, Secure(), version="0"))
+
+
+def test_a_bound_that_rounding_would_break_is_refused():
+    with pytest.raises(SordinoError, match="curvature_clip"):
+        build("dp-fednew", curvature_clip=1e4, alpha=5e-4, rho=5e-4)
+    with pytest.raises(SordinoError, match="curvature_clip"):
+        build("dp-fednew-fc", covariance_clip=1e4, alpha=5e-4, rho=5e-4)
+    with pytest.raises(SordinoError, match="class_weights"):
+        Linear(2, 3, class_weights=torch.tensor([1.0, -1.0, 1.0]))
