@@ -44,7 +44,12 @@ def test_no_figure_goes_without_a_source():
 def test_results_say_where_they_come_from():
     for path in (ROOT / "results").glob("*.json"):
         document = json.loads(path.read_text())
-        if path.name in ("demo_certificate.json", "checks.json", "audit.json", "audit_halved.json"):  # what commands wrote
+        if path.name in (
+            "demo_certificate.json",
+            "checks.json",
+            "audit.json",
+            "audit_halved.json",
+        ):  # what commands wrote
             continue
         assert {"command", "commit", "versions"} <= document["provenance"].keys(), path.name
         assert "samples" in path.read_text() or "runs" in path.read_text(), path.name

@@ -34,7 +34,7 @@ def newton_head(
     Others as in fednewton.
     """
     rest = 1 - local_share - curvature_share
-    if not (curvature_share > 0 and rest > 0):
+    if not (curvature_share > 0 and rest > 1e-6):
         raise SordinoError(f"curvature_share: {curvature_share} and local_share leave {rest:g} of mu squared for g.")
     if not (ridge > 0 and damping > 0 and blocks >= 1):
         raise SordinoError("ridge, damping: must be above 0, and blocks at least 1.")

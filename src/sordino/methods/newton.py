@@ -81,7 +81,7 @@ def fednewton(
     gets the rest. floor: smallest eigenvalue of H_i. step_cap: longest local Newton step; 0: any.
     """
     rest = 1 - local_share - curvature_share
-    if not (curvature_share > 0 and rest > 0):
+    if not (curvature_share > 0 and rest > 1e-6):
         raise SordinoError(f"curvature_share: {curvature_share} and local_share leave {rest:g} of mu squared for g.")
     if not floor > 0 or not curvature_clip > 0 or step_cap < 0:
         raise SordinoError("floor, curvature_clip: must be above 0, and step_cap 0 or more.")

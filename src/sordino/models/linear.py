@@ -148,10 +148,12 @@ class Linear:
             if self.kind is not Loss.SOFTMAX:
                 return outer(u)
             up = (u.unsqueeze(-1) * p.unsqueeze(-2)).flatten(-2)  # sqrt(factor) u (x) p
+            rest = p @ (1 - torch.eye(self.outputs).to(p))  # 1 - p, without a difference of near numbers
+            spread = (u.unsqueeze(-1) * (p * rest).unsqueeze(-2)).flatten(-2)
             sums = -outer(up)
             lead, pairs = sums.shape[:-2], (u.shape[-1], self.outputs)
-            diagonal = (up.transpose(-1, -2) @ u).view(*lead, *pairs, u.shape[-1])
-            sums.view(*lead, *pairs, *pairs).diagonal(dim1=-3, dim2=-1).add_(diagonal.transpose(-1, -2))
+            diagonal = (spread.transpose(-1, -2) @ u).view(*lead, *pairs, u.shape[-1])
+            sums.view(*lead, *pairs, *pairs).diagonal(dim1=-3, dim2=-1).copy_(diagonal.transpose(-1, -2))
             return sums
 
         return sum_over(self._usable(shard), total)
