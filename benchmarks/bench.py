@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,16 @@ def round_over_two_matmuls() -> dict:
     return {"value": statistics.median(ratio), "samples": ratio, "matmul_seconds": bare, "round_seconds": whole}
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Where another process takes a core, threads wait for each other, and ratios tell of that alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@one_thread()
 def round_over_round(name: str, rounds: int, **options) -> dict:
     """Rounds of a method against rounds of DP-FedGD over the same 20 clients, interleaved."""
     model, records = cohort()
@@ -86,6 +98,7 @@ def fednew_fc_over_round() -> dict:
     return round_over_round("dp-fednew-fc", 51, clip=10.0)
 
 
+@one_thread()
 def fednew_over_product() -> dict:
     """A DP-FedNew round, d = 650, against one float32 product (2,500 x 650) with its transpose a client."""
     model, records = cohort()
