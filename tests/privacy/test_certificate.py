@@ -122,7 +122,11 @@ def half_of_epsilon(cert, release, plan):
     cert["epsilon"] /= 2
 
 
-@pytest.mark.parametrize("tamper", [as_if_once, half_the_noise, more_often, half_of_epsilon])
+def half_of_mu(cert, release, plan):
+    cert["groups"][0]["mu"] /= 2
+
+
+@pytest.mark.parametrize("tamper", [as_if_once, half_the_noise, more_often, half_of_epsilon, half_of_mu])
 @pytest.mark.parametrize("stream", [0, 2])
 def test_a_stream_that_was_tampered_with_is_caught(stream, tamper, tmp_path, capsys):
     plan = streamed(*STREAMS[stream][:4])
@@ -154,7 +158,7 @@ def test_a_forgery_that_is_consistent_is_caught_or_not_vouched_for():
     assert verify(made(clip)).gaps == []
     verdict = verify(forged(stream, 0.1))
     assert verdict.problems == []
-    assert verdict.gaps == ["the sensitivity of 0.0 gradient, which follows from a schedule"]
+    assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule"]
 
 
 def test_a_stricter_client_is_told_apart():

@@ -351,7 +351,7 @@ def test_participation_reads_what_it_writes():
         ("poisson:0", "participation: poisson:0 needs a rate"),
         ("poisson:1.5", "participation: poisson:1.5 needs a rate"),
         ("poisson:nan", "participation: poisson:nan needs a rate"),
-        ("fixed:6", "participation: fixed:6 asks for more than the 5 clients"),
+        ("fixed:6", "participation: fixed:6 asks for 6 clients; there are 5"),
     ],
 )
 def test_participation_that_cannot_be(text, message):
@@ -612,7 +612,7 @@ def test_a_noise_that_cannot_be(noise):
 def test_a_noised_query_needs_a_clip():
     unbounded = Method("toy", Unit.RECORD, (stage(Query(Kind.GRADIENT)),), frozenset({(Unit.RECORD, PC)}))
     for noise in ({}, {"noise": 3.0}, {"epsilon": math.inf, "noise": 3.0}):
-        with pytest.raises(SordinoError, match="clip: toy's gradient needs a finite clip"):
+        with pytest.raises(SordinoError, match="epsilon: toy bounds nothing"):
             plan(method=unbounded, **noise).levels  # noqa: B018
 
 

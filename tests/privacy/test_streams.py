@@ -80,7 +80,7 @@ def test_the_certificate_tells_the_noise_that_clients_add(records):
     assert len(turn.extras) == 4
     verdict = verify(cert)
     assert not verdict.problems
-    assert verdict.gaps == ["the sensitivity of 0.0 gradient, which follows from a schedule"]
+    assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule"]
     assert any("outside a round's cohort" in line for line in cert["assumes"])
 
 

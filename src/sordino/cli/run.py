@@ -24,7 +24,11 @@ RUN_FLAGS = (
     ("--trust", "trust", "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server)"),
     ("--clip", "clip", "bound on one record's gradient, or on a user's message (default: 1)"),
     ("--rounds", "rounds", "(default: the method's own, mostly 70)"),
-    ("--participation", "participation", "full, fixed:K, poisson:Q or cyclic:B (default: full)"),
+    (
+        "--participation",
+        "participation",
+        "full, fixed:K clients, poisson:Q, or cyclic:B cohorts in turn (default: full)",
+    ),
     ("--public-stats", "public_stats", "an .npz with mean, and cov or std, of public features, to centre and scale by"),
     ("--seed", "seed", "reproducible noise: for experiments, not private"),
 )

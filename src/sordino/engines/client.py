@@ -71,7 +71,7 @@ def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
 
 
 def check_stream(plan: Plan, t: int, source: Source) -> None:
-    """Correlated noise cancels against draws that a new key does not give again; without them the data would show."""
+    """Correlated noise is paid for as one stream, whose draws a new key does not give again."""
     if source.private and plan.goes_on(t):
         raise SordinoError(
             f"resume: the correlated noise of {plan.method.name} began with a key that is gone, so that round {t} "

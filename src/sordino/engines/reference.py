@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sordino.core import Down, Model, Round, Tree
+from sordino.core import Down, Model, Round, SordinoError, Tree
 from sordino.data.shard import Records
 from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, turns
 from sordino.privacy.ledger import Ledger
@@ -45,8 +45,8 @@ def run(
         said = {i: recall(ledger, run_id, i, turn.t, records.x) for i in cohort}
         known = any(message is not None for message in said.values())
         said_before |= known
-        if known and len(turn.extras):  # what they said is not on record, and new noise would be averaged with the old
-            check_stream(plan, plan.rounds - 1, source)
+        if known and len(turn.extras) and source.private:  # what they said is not on record; two draws would average
+            raise SordinoError(f"resume: the noise of absent clients in round {turn.t} is not on record; begin anew.")
         if ledger is not None:
             ledger.afford([entry for i in cohort if said[i] is None for entry in plan.entries(i, turn.t, run_id)])
         parts = []

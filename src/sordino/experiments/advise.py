@@ -61,6 +61,8 @@ def advise(
         raise SordinoError(f"dim: {dim} must lie between 1 and 100,000.")
     if (mu is None) == (epsilon is None):
         raise SordinoError("epsilon: give either epsilon (with delta) or mu.")
+    if (epsilon is not None and not epsilon > 0) or (mu is not None and not mu > 0):
+        raise SordinoError("--epsilon, --mu: the budget must be above 0.")
     budget = gaussian.mu(epsilon, delta) if mu is None and epsilon is not None else float(mu or 0)
     at = setup(model, dim)
     world = theory.population(at.model, at.length)

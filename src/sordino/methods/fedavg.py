@@ -16,7 +16,7 @@ from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoErr
 from sordino.rules import average, chain, scale, smooth
 
 NOISE = ("per-step", "final")
-CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; that their sum hides more is not proved."
+CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; counting them on sums promises too much."
 
 
 def local_steps(

@@ -56,8 +56,8 @@ class Linear:
         weights = self.class_weights
         if weights is not None and not (torch.isfinite(weights) & (weights >= 0)).all():
             raise SordinoError("class_weights: must be finite numbers, 0 or more.")
-        if not (self.radius > 0 and self.residual > 0 and math.isfinite(self.cap)):
-            raise SordinoError("radius, residual, cap: radius and residual must be above 0, and cap finite.")
+        if not (self.radius > 0 and self.residual > 0 and not math.isnan(self.cap)):
+            raise SordinoError("radius, residual, cap: radius and residual must be above 0, and cap a number.")
 
     @property
     def size(self) -> int:

@@ -53,7 +53,8 @@ class Participation:
     def rate(self, clients: int) -> float:
         """The expected fraction of clients in a round: a public constant, unlike the realised one."""
         if self.kind in ("fixed", "cyclic") and self.amount > clients:
-            raise SordinoError(f"participation: {self} asks for more than the {clients} clients there are.")
+            what = "clients" if self.kind == "fixed" else "cohorts"
+            raise SordinoError(f"participation: {self} asks for {self.amount:g} {what}; there are {clients} clients.")
         parts = {EVERYONE: 1.0, "fixed": self.amount / clients, "poisson": self.amount, "cyclic": 1 / self.amount}
         return parts[self.kind]
 

@@ -114,13 +114,21 @@ class Plan:
             raise SordinoError(f"noise: {self.noise} must lie between 1e-6 and 1e12; epsilon = inf runs without noise.")
         if self.noise is not None and self.privacy.client_epsilon:
             raise SordinoError("client_epsilon: with a fixed noise no client can ask for more; leave one of them out.")
+        noised = [q for stage in self.method.stages for q in stage.queries if q.noise is not None]
+        if not self.silent and any(
+            math.isinf(q.sensitivity(self.privacy.adjacency, self.privacy.unit)) for q in noised
+        ):
+            raise SordinoError(
+                f"epsilon: {self.method.name} bounds nothing. {self.method.caveat or 'Set clip, or epsilon = inf.'}"
+            )
         pair = (self.privacy.unit, self.privacy.trust)
         if not (pair in self.method.proves or self.uncertified or self.silent):
-            pairs = ", ".join(sorted(f"{unit} level under {trust}" for unit, trust in self.method.proves)) or "none"
+            pairs = ", ".join(sorted(f"{unit} level under {trust}" for unit, trust in self.method.proves))
             raise SordinoError(
                 f"trust: {self.method.name} is not proved private at {self.privacy.unit} level under "
-                f"{self.privacy.trust}. {self.method.caveat} Proved: {pairs}. Choose one of these, or set "
-                "uncertified = true and read the statement, which then begins with 'not certified'."
+                f"{self.privacy.trust}. {self.method.caveat} "
+                + (f"Proved: {pairs}. Choose one of these, or set" if pairs else "With these options nothing is. Set")
+                + " uncertified = true and read the statement, which then begins with 'not certified'."
             )
         self.participation.rate(len(self.sizes))
         if self.by_chance and not (self.uncertified or self.silent):

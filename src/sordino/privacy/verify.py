@@ -165,7 +165,9 @@ def _taken_as_given(cert: Mapping[str, Any]) -> list[str]:
     """Sensitivities that do not follow from a clip."""
     why = {q["query"]: "a schedule" if q["stream"] else q["bound"].removeprefix("by ") for q in cert["queries"]}
     return [
-        f"the sensitivity of {name}, which follows from {source}" for name, source in why.items() if source != "clip"
+        f"the sensitivity of query {name}, which follows from {source}"
+        for name, source in why.items()
+        if source != "clip"
     ]
 
 
