@@ -48,8 +48,8 @@ def ftrl(
     """theta_t = theta_0 - lr sum_{s <= t} G_s, the noise of the sums from a tree, a banded matrix or a schedule.
 
     mechanism: tree, banded (for cyclic:b, b >= band, where sums alone are seen), schedule (the best for full
-    participation) or independent. honaker: how a tree's nodes are combined, full, below or none. restart: rounds of a tree; 0: one tree. band: of the
-    matrix. momentum: heavy ball, forgotten at a restart. tail: as in dp-fedgd.
+    participation) or independent. honaker: how a tree's nodes are combined, full, below or none. restart: rounds of a
+    tree; 0: one tree. band: of the matrix. momentum: heavy ball, forgotten at a restart. tail: as in dp-fedgd.
     """
     for name, word, known in (("mechanism", mechanism, MECHANISMS), ("honaker", honaker, ESTIMATES)):
         if word not in known:
