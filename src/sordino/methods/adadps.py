@@ -84,8 +84,8 @@ def adadps(
     squared gradients of public records. Other options as in dp-fedavg.
     """
     check_decay("beta", beta)
-    if not 1e-9 <= eps < math.inf:
-        raise SordinoError(f"eps: {eps} must lie in [1e-9, inf): it bounds 1 / A where public data are silent.")
+    if not 1e-12 <= eps < math.inf:
+        raise SordinoError(f"eps: {eps} must lie in [1e-12, inf): it bounds 1 / A where public data are silent.")
     if not isinstance(public, str | Public):
         how = "if anybody may see it, use Public.statistics(file or arrays) or Public.records(model, x, y)"
         raise SordinoError(f"public: a {type(public).__name__} is not declared public; {how}.")
