@@ -57,7 +57,7 @@ def test_a_wrong_key_or_value_is_named(values, message):
         ({"unit": "person"}, "unit: 'person' is unknown"),
         ({"adjacency": "addremove"}, "adjacency: .*Did you mean 'add-remove'"),
         ({"divisor": "mean"}, "divisor: .*client-mean"),
-        ({"participation": "fixed:11"}, "participation: fixed:11 asks for more"),
+        ({"participation": "fixed:11"}, "participation: fixed:11 asks for 11 clients"),
         ({"participation": "poisson"}, "participation: .*lacks a number"),
         ({"clip": -1.0}, "clip: -1.0 must be"),
         ({"rho": 0.0}, "rho: 0.0 must be above 0"),
