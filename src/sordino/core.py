@@ -348,7 +348,8 @@ class Facts:
     sizes: np.ndarray  # of the clients; empty at user level, where they are not public
     rounds: int
     cohort: float  # expected participants of a round
-    aggregate_std: float  # noise per coordinate on the aggregate of the stage's first noised query
+    aggregate_std: float | Tensor  # noise per coordinate on the aggregate, from the stage's first noised query; of runs
+    # that differ in it, one each (runs x 1)
     shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
     blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
 

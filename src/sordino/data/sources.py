@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sordino.core import SAFETY, SordinoError, nearest
+from sordino.data import catalog
 
 BUILT_IN = ("digits", "synthetic")
 SUFFIXES = (".npz", ".csv", ".parquet")
@@ -59,11 +60,13 @@ def load(
     seed: int = 0,
     public_stats: str | Path | None = None,
     normalize: str = "none",
+    data_dir: str | Path | None = None,
 ) -> Dataset:
     """Read a source, hold out a test part where it brings none, and preprocess.
 
     Args:
       source: `digits`; `synthetic`, `synthetic(alpha,beta,clients=..,features=..,classes=..,records=..,spread=..)`;
+        a published set (`mnist`, `cifar10`, `a9a`, … : `sordino.data.catalog.NAMES`);
         or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet file.
       label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
       client: the column (or .npz array) that says whose each record is.
@@ -71,11 +74,13 @@ def load(
       public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
         `normalize`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
+      data_dir: a folder with files of published sets; then $SORDINO_DATA and the cache are searched, and what is
+        nowhere is downloaded.
     """
     _scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
         raise SordinoError(f"test_fraction: {test_fraction} must lie between 0 and 1; 0.2 is usual.")
-    raw = _read(str(source), label, client, test_fraction, seed)
+    raw = _read(str(source), label, client, test_fraction, seed, data_dir)
 
     x, x_test = _features(raw.x, "x", raw.features), raw.x_test
     _same_length(x, "x", raw.y, "y")
@@ -140,14 +145,25 @@ def _name(source: str) -> str:
     return Path(source).stem if Path(source).suffix.lower() in SUFFIXES else source
 
 
-def _read(source: str, label: str | None, client: str | None, test_fraction: float, seed: int) -> _Raw:
+def _read(
+    source: str,
+    label: str | None,
+    client: str | None,
+    test_fraction: float,
+    seed: int,
+    data_dir: str | Path | None,
+) -> _Raw:
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
     word = re.split(r"[(:]", source, maxsplit=1)[0].strip()
-    if word in BUILT_IN and suffix not in SUFFIXES:
+    if (word in BUILT_IN or source in catalog.NAMES) and suffix not in SUFFIXES:
         for field, value in (("label", label), ("client", client)):
             if value is not None:
                 raise SordinoError(f"{field}: '{word}' has no columns to name; leave it out (by-site uses its sites).")
+        if source in catalog.NAMES:
+            found = catalog.read(source, data_dir)
+            x, x_test = catalog.flat(found.x_train), catalog.flat(found.x_test)
+            return _Raw(x, found.y_train, None, x_test, found.y_test, found.classes)
         if word == "synthetic":
             return _synthetic(source, test_fraction, seed)
         if source == "digits":
@@ -157,7 +173,7 @@ def _read(source: str, label: str | None, client: str | None, test_fraction: flo
         if suffix or path.exists():
             raise SordinoError(f"data: '{source}' is not a file of a known kind; use {', '.join(SUFFIXES)}.")
         files = f"A file ends in {', '.join(SUFFIXES)}."
-        raise SordinoError(f"data: '{source}' is unknown.{nearest(source, BUILT_IN)} {files}")
+        raise SordinoError(f"data: '{source}' is unknown.{nearest(source, (*BUILT_IN, *catalog.NAMES))} {files}")
     if not path.is_file():
         raise SordinoError(f"data: there is no file '{source}'; check the path.")
     return _npz(path, label, client) if suffix == ".npz" else _table(path, label, client)

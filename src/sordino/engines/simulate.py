@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,16 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Correlated, Down, Kind, Model, Round, SordinoError, Stage, Tree, forget, keep, nothing
+from sordino.core import Correlated, Down, Kind, Model, Query, Round, SordinoError, Stage, Tree, forget, keep, nothing
 from sordino.data.shard import Records
-from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, turns
-from sordino.privacy.noise import EVERYONE, Address, Source, add
+from sordino.engines.client import MATRICES, SAMPLING, Oracle, Turn, check_stream, normals, turns
+from sordino.privacy.noise import EVERYONE, Address, Counted, Source, add, counted
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
 
+AHEAD = 16  # rounds whose noise is drawn at once, where a source can
+
 
 def run(
-    plan: Plan,
+    plan: Plan | Sequence[Plan],
     model: Model,
     records: Records,
     source: Source | Sequence[Source],
@@ -43,8 +46,10 @@ def run(
     """Yield after every round. To resume, pass the next round's number and the last round's checkpoint.
 
     A leading axis of `theta` holds runs, several trainings at once, each with its own source; they share the data, or
-    have their own where the records too have that axis.
+    have their own where the records too have that axis. They also share the plan, or have one each, alike in all but
+    noise; what differs in their methods is in the first plan's method, as tensors with that axis (see `many`).
     """
+    plans, plan = (list(plan), plan[0]) if isinstance(plan, Sequence) else ([plan], plan)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
     memory: Tree = ()
@@ -57,7 +62,7 @@ def run(
         for each in sources:
             check_stream(plan, start, each)
     crowd = Crowd(plan, model, records, sources, theta.dim() - 1)
-    for turn in turns(plan, model, start):
+    for turn in turns(plan, model, start) if len(plans) == 1 else together(plans, model, start):
         local, rule = turn.stage.local, turn.stage.rule
         if turn.t == turn.first:
             state = rule.init(theta, turn.facts, state)
@@ -75,6 +80,15 @@ def run(
             step, state = rule.update(aggregate, state, theta, turn.step)
             theta = theta + step
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, memory))
+
+
+def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[Turn]:
+    """The first plan's rounds, with the noise of each: stds and the aggregate's get a leading axis of runs."""
+    for each in zip(*(turns(plan, model, start) for plan in plans), strict=True):
+        first = each[0]
+        std = torch.tensor([[turn.facts.aggregate_std] for turn in each], dtype=torch.float64)
+        stds = [np.stack(column) for column in zip(*(turn.stds for turn in each), strict=True)]
+        yield first._replace(facts=replace(first.facts, aggregate_std=std), stds=stds)
 
 
 def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
@@ -113,6 +127,8 @@ class Crowd:
         self.worlds = records.x.dim() - 2  # axes of the data before its clients: 1 where every run has its own
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
+        self._known: dict[bytes, Tensor] = {}
+        self._ahead: tuple[tuple[int, int], Tensor] = ((-1, -1), torch.zeros(0))
 
     @cached_property
     def _whole(self) -> list[tuple[np.ndarray, Any]]:
@@ -170,7 +186,7 @@ class Crowd:
             if number < present:
                 after = local.remember(message, Down(*near), mine)
                 memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
-            weight = torch.as_tensor(self.influence[clients]).to(self.records.x)
+            weight = self._laid(self.influence[clients]).to(self.records.x)
             parts.append(
                 tree_map(lambda leaf, w=weight: (w.view(-1, *[1] * (leaf.dim() - lead - 1)) * leaf).sum(lead), message)
             )
@@ -182,9 +198,9 @@ class Crowd:
     def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""
         senders = np.concatenate([turn.cohort, turn.extras])
-        scale = (moved * turn.stds[number])[senders]
-        std = math.sqrt(float(scale @ scale))
-        if not std:
+        scale = (moved * turn.stds[number])[..., senders]
+        std = np.sqrt((scale**2).sum(-1))
+        if not std.any():
             return total
         shape = tuple(total.shape[-1:])
         query = turn.stage.queries[number]
@@ -192,19 +208,53 @@ class Crowd:
         apart = isinstance(query.noise, Correlated) and not self.plan.sums_only and turn.facts.cohort < len(turn.sizes)
         if shares or apart:
             each = self._draw(turn, number, 0, senders, shape)
-            noise = (each * torch.from_numpy(scale).unsqueeze(-1)).sum(self.lead)
-        else:
-            at = Address(EVERYONE, turn.t, number)
-            draws = [std * normals(source, query, at, turn.first, shape) for source in self.sources]
-            noise = torch.from_numpy(np.stack(draws) if self.lead else draws[0])
-        return add(total, noise, std, secret=self.secret)
+            noise = (each * self._laid(scale).unsqueeze(-1)).sum(self.lead)
+            return add(total, noise, self._width(std), secret=self.secret)
+        width = self._width(std)
+        return add(total, width * self._standard(turn, number, shape), width, secret=self.secret)
+
+    def _laid(self, numbers: np.ndarray) -> Tensor:
+        """On the device, once: to ask for the same again does not stop its queue."""
+        key = numbers.tobytes()
+        if key not in self._known:
+            self._known[key] = torch.from_numpy(np.ascontiguousarray(numbers)).to(self.records.x.device)
+        return self._known[key].view(numbers.shape)
+
+    def _width(self, std: np.ndarray) -> float | Tensor:
+        """One for all runs, or one for each."""
+        return self._laid(std).unsqueeze(-1) if std.ndim else float(std)
+
+    def _standard(self, turn: Turn, number: int, shape: tuple[int, ...]) -> Tensor:
+        """Standard noise for a cohort's sum, runs (if any) x shape."""
+        query = turn.stage.queries[number]
+        if not self._at_once(query):
+            return self._draw(turn, number, 0, np.array([EVERYONE]), shape).squeeze(self.lead)
+        block = turn.t // AHEAD
+        if self._ahead[0] != (block, number):
+            at = [Address(EVERYONE, t, number) for t in range(block * AHEAD, (block + 1) * AHEAD)]
+            self._ahead = (block, number), self._counted(at, shape)
+        noise = self._ahead[1][turn.t % AHEAD]
+        return noise if self.lead else noise[0]
+
+    def _at_once(self, query: Query) -> bool:
+        plain = not isinstance(query.noise, Correlated) and query.kind not in MATRICES
+        return plain and all(isinstance(source, Counted) for source in self.sources)
+
+    def _counted(self, at: list[Address], shape: tuple[int, ...]) -> Tensor:
+        """Addresses x runs x shape."""
+        sources = [source for source in self.sources if isinstance(source, Counted)]
+        drawn = counted(sources, at, math.prod(shape), str(self.records.x.device))
+        return drawn.view(len(at), len(sources), *shape)
 
     def _draw(self, turn: Turn, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         """Runs (if any) x clients x shape."""
         query = turn.stage.queries[number]
         at = [Address(int(i), turn.t, number, call) for i in clients]
+        if self._at_once(query):
+            drawn = self._counted(at, shape).transpose(0, 1)
+            return drawn if self.lead else drawn[0]
         draws = [np.stack([normals(source, query, a, turn.first, shape) for a in at]) for source in self.sources]
-        return torch.from_numpy(np.stack(draws) if self.lead else draws[0])
+        return torch.from_numpy(np.stack(draws) if self.lead else draws[0]).to(self.records.x.device)
 
     def _oracle(self, turn: Turn, clients: np.ndarray, shard: Any, *, inside: bool = False) -> Oracle:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
@@ -223,8 +273,8 @@ class Crowd:
             self.model,
             shard,
             turn.stage,
-            sizes=shard.x.new_tensor(np.asarray(self.plan.sizes)[clients]),
-            stds=[torch.from_numpy(std[clients]) for std in turn.stds],
+            sizes=self._laid(np.asarray(self.plan.sizes, float)[clients]).to(shard.x),
+            stds=[self._laid(std[..., clients]) for std in turn.stds],
             draw=draw,
             coins=coins,
             facts=turn.facts,

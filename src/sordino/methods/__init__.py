@@ -29,6 +29,7 @@ class Entry(NamedTuple):
     paper: str
     units: tuple[Unit, ...] = (Unit.RECORD, Unit.USER)
     rounds: int = 70  # of a run that does not say
+    batch: tuple[str, ...] = ("lr",)  # options in which runs trained side by side may differ
 
     @property
     def options(self) -> dict[str, Any]:
@@ -41,32 +42,50 @@ class Entry(NamedTuple):
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
 
+STEPS, MOMENTS = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau")
 LIMITS = "Statistical limits of DP federated M-estimation (arXiv 2605.18656)"
 
 REGISTRY: dict[str, Entry] = {
     "dp-fedgd": Entry(fedgd, "first order", "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)"),
-    "dp-fedsofim": Entry(sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)"),
-    "dp-fedadam": Entry(fedadam, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
-    "dp-fedyogi": Entry(fedyogi, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP"),
-    "dp-adambc": Entry(adambc, "adaptive server", "Tang et al. 2024 (arXiv 2312.14334)"),
-    "dp-fedavg": Entry(fedavg, "local steps", "McMahan et al. 2017 (arXiv 1602.05629), under DP"),
-    "dp-fedavg-ls": Entry(fedavg_ls, "local steps, smoothing", "Liang et al. 2020 (arXiv 2005.00218)"),
-    "dp-adafedprox": Entry(adafedprox, "local steps", "FedProx, Li et al. 2020 (arXiv 1812.06127), adaptive, under DP"),
-    "dp-scaffold": Entry(scaffold, "local steps, control variates", "Noble et al. 2022 (arXiv 2111.09278)"),
-    "dp-localadamw": Entry(localadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945), algorithm 2", (Unit.RECORD,)),
-    "dp-fedadamw": Entry(fedadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945)", (Unit.RECORD,)),
-    "dp-fedsam": Entry(fedsam, "local steps, sharpness-aware", "Shi et al. 2023 (arXiv 2303.11242)"),
-    "dp-adadps": Entry(adadps, "local steps, public side information", "Li et al. 2022 (arXiv 2202.05963)"),
+    "dp-fedsofim": Entry(
+        sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)", batch=("lr", "rho", "beta", "local_lr")
+    ),
+    "dp-fedadam": Entry(fedadam, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP", batch=MOMENTS),
+    "dp-fedyogi": Entry(fedyogi, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP", batch=MOMENTS),
+    "dp-adambc": Entry(
+        adambc, "adaptive server", "Tang et al. 2024 (arXiv 2312.14334)", batch=("lr", "beta1", "beta2")
+    ),
+    "dp-fedavg": Entry(fedavg, "local steps", "McMahan et al. 2017 (arXiv 1602.05629), under DP", batch=STEPS),
+    "dp-fedavg-ls": Entry(fedavg_ls, "local steps, smoothing", "Liang et al. 2020 (arXiv 2005.00218)", batch=STEPS),
+    "dp-adafedprox": Entry(
+        adafedprox,
+        "local steps",
+        "FedProx, Li et al. 2020 (arXiv 1812.06127), adaptive, under DP",
+        batch=(*STEPS, "mu"),
+    ),
+    "dp-scaffold": Entry(
+        scaffold, "local steps, control variates", "Noble et al. 2022 (arXiv 2111.09278)", batch=STEPS
+    ),
+    "dp-localadamw": Entry(
+        localadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945), algorithm 2", (Unit.RECORD,), batch=()
+    ),
+    "dp-fedadamw": Entry(fedadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945)", (Unit.RECORD,), batch=()),
+    "dp-fedsam": Entry(fedsam, "local steps, sharpness-aware", "Shi et al. 2023 (arXiv 2303.11242)", batch=STEPS),
+    "dp-adadps": Entry(
+        adadps, "local steps, public side information", "Li et al. 2022 (arXiv 2202.05963)", batch=STEPS
+    ),
     "dp-ftrl": Entry(ftrl, "correlated noise", "Kairouz et al. 2021 (arXiv 2103.00039); banded: arXiv 2306.08153"),
     "dp-fedfc": Entry(fedfc, "second order, server side", "DP-FedNew (PoPETs 2025), algorithms 5 and 6"),
     "fednew": Entry(fednew, "second order, client side", "DP-FedNew (PoPETs 2025), section 3; without privacy"),
     "dp-fednew": Entry(dp_fednew, "second order, client side", "DP-FedNew (PoPETs 2025), algorithms 1 and 2"),
     "dp-fednew-fc": Entry(dp_fednew_fc, "second order, client side", "DP-FedNew (PoPETs 2025), section 5"),
     "fedsgd": Entry(fedsgd, "M-estimation", LIMITS, (Unit.RECORD,)),
-    "fedavg-gdp": Entry(fedavg_gdp, "M-estimation", LIMITS, (Unit.RECORD,), 2),
-    "fedhybrid": Entry(fedhybrid, "M-estimation", LIMITS, (Unit.RECORD,), 51),
-    "fednewton": Entry(fednewton, "M-estimation", LIMITS, (Unit.RECORD,), 2),
-    "fednewton-head": Entry(newton_head, "M-estimation", LIMITS + ", algorithm 5", (Unit.RECORD,), 2),
+    "fedavg-gdp": Entry(fedavg_gdp, "M-estimation", LIMITS, (Unit.RECORD,), 2, batch=("local_lr",)),
+    "fedhybrid": Entry(fedhybrid, "M-estimation", LIMITS, (Unit.RECORD,), 51, batch=STEPS),
+    "fednewton": Entry(fednewton, "M-estimation", LIMITS, (Unit.RECORD,), 2, batch=("local_lr",)),
+    "fednewton-head": Entry(
+        newton_head, "M-estimation", LIMITS + ", algorithm 5", (Unit.RECORD,), 2, batch=("local_lr",)
+    ),
 }
 
 

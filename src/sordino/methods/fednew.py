@@ -39,9 +39,9 @@ def answers(
     return *inside, Query(Kind.DELTA, limit / gamma, bound=lemma)  # no direction is longer: the clip only makes sure
 
 
-def checked(limit_by: str, solver: str = "direct", **above_zero: float) -> None:
+def checked(limit_by: str, solver: str = "direct", **above_zero: float | Tensor) -> None:
     for name, value in above_zero.items():
-        if not 0 < value < math.inf:
+        if not isinstance(value, Tensor) and not 0 < value < math.inf:
             raise SordinoError(f"{name}: {value} must be a finite number above 0.")
     for name, word, known in (("limit_by", limit_by, LIMITS), ("solver", solver, SOLVERS)):
         if word not in known:

@@ -29,7 +29,7 @@ def adafedprox(
 
     mu: its start. steps, noise_at: as in dp-fedavg.
     """
-    if not mu > 0:
+    if not isinstance(mu, Tensor) and not mu > 0:
         raise SordinoError(f"mu: {mu} must be above 0; dp-fedavg has no pull.")
 
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
@@ -39,7 +39,7 @@ def adafedprox(
         return y - down.theta
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        return torch.full_like(theta[..., :1], mu), torch.zeros_like(theta)
+        return torch.zeros_like(theta[..., :1]) + mu, torch.zeros_like(theta)
 
     def update(u: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         pull, last = state

@@ -39,7 +39,7 @@ def sofim(
     which the rank-one part is faded in. ema_rounds, ema_scale: step along M alone at first. structure: rank-one, rank-k
     (of `rank`), block or kronecker. steps, local_lr: local steps before each release. tail: as in dp-fedgd.
     """
-    if not local_lr > 0:
+    if not isinstance(local_lr, Tensor) and not local_lr > 0:
         raise SordinoError(f"local_lr: {local_lr} must be above 0.")
     rule = fisher(
         rho=rho,

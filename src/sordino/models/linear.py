@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import SAFETY, Shard, SordinoError
+from sordino.models.runs import clipped_sums
 
 LOG2_E = math.log2(math.e)
 MODERATE = 100.0  # powers of two up to this, and sums of them, are far from the ends of float32
@@ -75,6 +76,9 @@ class Linear:
         weight, bias = self._split(theta)
         if bias is None:
             return x @ weight
+        if theta.dim() == 2 and x.dim() == 2:  # runs over the same records: one wide product
+            z = x @ weight.movedim(0, 1).flatten(1) + bias.flatten()
+            return z.reshape(len(x), *bias.shape).movedim(1, 0)
         if theta.dim() == 1 and x.dim() == 2:
             return torch.addmm(bias, x, weight)
         if theta.dim() == 2 and x.dim() == 3 and len(theta) == len(x):
@@ -123,6 +127,12 @@ class Linear:
         A record whose gradient is not finite would leave a trace in the sum; then it is found and set to zero.
         """
         length = self._length(shard)
+        if scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self._plain:
+            shift = theta.is_cuda or not self._moderate(theta, length)
+            sums = clipped_sums(theta, shard, length, clip, self.outputs, shift)
+            if theta.is_cuda or torch.isfinite(sums).all():
+                return sums
+            return torch.stack([self.clipped_sum(each, shard, clip) for each in theta])
         residual = self._residual(theta, shard, length)
         total = self._sum(residual, shard, length, clip, scale)
         if torch.isfinite(total).all():
@@ -181,6 +191,12 @@ class Linear:
         return sum_over(shard, total)
 
     # ------------------------------------------------------------------------------------------------------ inside
+
+    @property
+    def _plain(self) -> bool:
+        """Softmax without anything that weighs or bounds residuals."""
+        bare = self.class_weights is None and math.isinf(self.radius) and math.isinf(self.residual)
+        return self.kind is Loss.SOFTMAX and self.bias and bare
 
     def _split(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
         n = self.features * self.outputs

@@ -20,7 +20,7 @@ import hashlib
 import math
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -137,6 +137,38 @@ class Seeded:
         return out
 
 
+class Counted:
+    """Reproducible from a seed, and not private: number i of a stream is a hash of its place, the same on every device
+    to rounding, so that `counted` draws for many runs and rounds at once."""
+
+    private = False
+
+    def __init__(self, seed: int) -> None:
+        self.seed = Seeded(seed).seed
+        self.keys = [_word(struct.pack("<QI", self.seed, purpose)) for purpose in (0, 1)]
+
+    def __repr__(self) -> str:
+        return f"Counted({self.seed})"
+
+    def fresh(self) -> Counted:
+        return self
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return np.asarray(counted([self], [at], math.prod(shape))[0, 0].numpy()).reshape(shape)
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        start = torch.tensor([self.keys[1] ^ _word(at.pack())])
+        return np.asarray(_fractions(_mix(start), math.prod(shape))[0].numpy()).reshape(shape)
+
+
+def counted(sources: Sequence[Counted], at: Sequence[Address], size: int, device: str = "cpu") -> Tensor:
+    """Standard normals, addresses x sources x size: each source's own draw at each address."""
+    keys = torch.tensor([source.keys[0] for source in sources], device=device)
+    places = torch.tensor([_word(a.pack()) for a in at], device=device)
+    u = _fractions(_mix(places.unsqueeze(-1) ^ keys), 2 * size)
+    return (-2 * u[..., 0::2].log()).sqrt() * (2 * math.pi * u[..., 1::2]).cos()  # Box and Muller
+
+
 class Silent:
     """No noise at all; minibatches and participants are still drawn, from a seed."""
 
@@ -180,6 +212,31 @@ def source(seed: int | None) -> Source:
 def _bits(prefix: bytes, at: Address) -> np.random.SFC64:
     entropy = np.frombuffer(prefix + at.pack(), dtype="<u4").astype(np.uint32, copy=False)
     return np.random.SFC64(np.random.SeedSequence(entropy))
+
+
+# --------------------------------------------------------------------------------------------------- counted streams
+
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as signed words
+
+
+def _word(data: bytes) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(data, digest_size=8, person=b"sordino counted").digest(), "little", signed=True
+    )
+
+
+def _mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014), in signed words; shifts must not carry the sign along."""
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
+    return z ^ ((z >> 31) & (2**33 - 1))
+
+
+def _fractions(start: Tensor, size: int) -> Tensor:
+    """Uniforms in (0, 1): SplitMix64 from `start`, one stream a row."""
+    index = torch.arange(1, size + 1, device=start.device)
+    words = _mix(start.unsqueeze(-1) + index * _GOLDEN)
+    return (((words >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 
 # ---------------------------------------------------------------------------------------------------- secure streams

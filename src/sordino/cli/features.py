@@ -1,0 +1,151 @@
+"""`sordino features`: images to features, by a frozen network."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.core import SordinoError
+
+ABOUT = """
+The network must have learnt from public data, and stays as it is: then every record is mapped by itself, and that costs
+no privacy. --mean and --std are constants of the network (default: ImageNet's), not statistics of your data.
+"""
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "features",
+        act,
+        "turn images into features by a frozen network",
+        "sordino features --data cifar10 --network resnet20 --weights resnet20.safetensors --out cifar10.npz\n"
+        "sordino features --data pathmnist --network resnet50 --weights resnet50.pt --size 224 --out path.npz\n"
+        "sordino features --data cifar100 --module net.pt --out public.npz --stats public_stats.npz\n"
+        "sordino run --data cifar10.npz --public-stats public_stats.npz",
+    )
+    parser.description = f"{parser.description}\n{ABOUT}"
+    parser.add_argument("--data", required=True, metavar="NAME", help="a published set of images: cifar10, mnist …")
+    parser.add_argument("--network", metavar="NAME", help="resnet20, resnet44, resnet50 or vgg16")
+    parser.add_argument("--weights", metavar="FILE", help="its state dict: .pt or .safetensors")
+    parser.add_argument("--module", metavar="FILE", help="in place of both: a module saved by torch.jit.save")
+    parser.add_argument("--out", required=True, metavar="FILE", help=".npz with x_train, y_train, x_test, y_test")
+    parser.add_argument(
+        "--stats",
+        metavar="FILE",
+        help="also the mean, cov and n of the training features, for --public-stats of a run: meant for PUBLIC data; "
+        "of private data these are a release that nothing here pays for",
+    )
+    parser.add_argument("--mean", metavar="R,G,B", help="of each channel, pixels in [0, 1] (default: ImageNet's)")
+    parser.add_argument("--std", metavar="R,G,B", help="(default: ImageNet's)")
+    parser.add_argument("--size", type=int, metavar="N", help="resize to N by N (default: pad to 32 by 32 at least)")
+    parser.add_argument("--batch", type=int, default=256, metavar="N", help="images at a time (default: 256)")
+    parser.add_argument("--device", default="cpu", metavar="X", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--data-dir", metavar="DIR", help="where the set's files lie (or $SORDINO_DATA, or the cache)")
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    _check(arguments)
+    import numpy as np
+
+    from sordino.core import nearest
+    from sordino.data import catalog, features
+
+    if arguments.data not in catalog.IMAGES:
+        raise SordinoError(f"--data: '{arguments.data}' is no set of images.{nearest(arguments.data, catalog.IMAGES)}")
+    normal = {"mean": _channels(arguments.mean, "--mean"), "std": _channels(arguments.std, "--std", positive=True)}
+    normal = {key: value for key, value in normal.items() if value is not None}
+    if arguments.module:
+        module = features.script(arguments.module)
+    else:
+        module = features.network(arguments.network, arguments.weights)
+    found = catalog.read(arguments.data, arguments.data_dir)
+    start = time.perf_counter()
+    x_train, x_test = _extract(arguments, module, (found.x_train, found.x_test), normal)
+    np.savez_compressed(arguments.out, x_train=x_train, y_train=found.y_train, x_test=x_test, y_test=found.y_test)
+    if arguments.stats:
+        features.save_statistics(arguments.stats, x_train)
+    summary = {
+        "data": arguments.data,
+        "network": arguments.network or arguments.module,
+        "features": x_train.shape[1],
+        "train": len(x_train),
+        "test": len(x_test),
+        "out": arguments.out,
+        "stats": arguments.stats,
+        "seconds": time.perf_counter() - start,
+    }
+    if not emit(arguments, summary):
+        page = console()
+        page.print(
+            f"{len(x_train):,} training and {len(x_test):,} test images of {arguments.data}: {x_train.shape[1]:,} "
+            f"features each by {summary['network']}, {summary['seconds']:.1f} s\nwritten to {arguments.out}",
+            markup=False,
+        )
+        if arguments.stats:
+            page.print(f"statistics in {arguments.stats}: of private data they would be a release", markup=False)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Before any work."""
+    if bool(arguments.module) == bool(arguments.network) or bool(arguments.network) != bool(arguments.weights):
+        raise SordinoError("--network: give --network and --weights, or --module alone.")
+    for flag, path in (("--out", arguments.out), ("--stats", arguments.stats)):
+        if path is None:
+            continue
+        if not path.endswith(".npz"):
+            raise SordinoError(f"{flag}: '{path}' should end in .npz.")
+        if not Path(path).absolute().parent.is_dir():
+            raise SordinoError(f"{flag}: there is no directory for '{path}'; make it first.")
+    for flag, number in (("--batch", arguments.batch), ("--size", arguments.size)):
+        if number is not None and number < 1:
+            raise SordinoError(f"{flag}: {number} must be at least 1.")
+    import torch
+
+    if arguments.device not in ("cpu", "cuda"):
+        raise SordinoError(f"--device: '{arguments.device}' is unknown; use cpu or cuda.")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SordinoError("--device: there is no CUDA device here; use cpu.")
+
+
+def _channels(text: str | None, flag: str, positive: bool = False) -> tuple[float, ...] | None:
+    """One number, or one a channel."""
+    if text is None:
+        return None
+    try:
+        values = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) not in (1, 3) or (positive and min(values) <= 0):
+        raise SordinoError(f"{flag}: '{text}' must be {'positive ' if positive else ''}numbers: R,G,B or one for all.")
+    return values
+
+
+def _extract(arguments: argparse.Namespace, module: Any, parts: Any, normal: dict[str, Any]) -> list[Any]:
+    """Both parts, with a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from sordino.data.features import extract
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(arguments.data, total=sum(map(len, parts)))
+        return [
+            extract(
+                module,
+                part,
+                arguments.batch,
+                arguments.device,
+                lambda count: progress.advance(task, count),
+                size=arguments.size,
+                **normal,
+            )
+            for part in parts
+        ]

@@ -1,0 +1,251 @@
+"""Published files: found on disk, or downloaded once into the cache.
+
+A download is checked against the checksum that its publisher gives, where there is one, and against its length. Its
+SHA-256 is kept beside it, and every later load is held to that. Files that you bring yourself are taken as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import tarfile
+import tempfile
+import time
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from sordino.core import SordinoError
+from sordino.data.formats import PACKED, reading, unpack
+
+PATIENCE = 30.0  # seconds that a server may keep silent
+LONGEST = 3600.0  # seconds that one file may take
+CHUNK = 1 << 20
+ARCHIVES = (".zip", ".tar.gz")
+
+
+class Remote(NamedTuple):
+    """A file to download, from the first of `urls` that has it."""
+
+    file: str
+    urls: tuple[str, ...]
+    checksum: str | None = None  # "md5:…" or "sha256:…", as published
+
+
+class Published(NamedTuple):
+    """A set of files: how they are called, where they may lie, and where they come from."""
+
+    name: str
+    title: str
+    remotes: tuple[Remote, ...]
+    folders: tuple[str, ...]  # under a data folder; the first is also its place in the cache
+    top: str = ""  # the folder inside the archive
+
+
+def cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sordino"
+
+
+# ------------------------------------------------------------------------------------------------------------ on disk
+
+
+class Folder:
+    """Members as files, compressed or not, maybe with a prefix to their official names."""
+
+    def __init__(self, where: Path, prefix: str = "") -> None:
+        self.where, self.prefix = where, prefix
+
+    def find(self, member: str) -> Path | None:
+        paths = (self.where / f"{self.prefix}{member}{suffix}" for suffix in ("", *PACKED))
+        return next((path for path in paths if path.is_file()), None)
+
+    def has(self, member: str) -> bool:
+        return self.find(member) is not None
+
+    def read(self, member: str) -> bytes:
+        path = self.find(member)
+        if path is None:
+            raise SordinoError(f"data: '{self.where}' lacks {member}; put a whole copy there.")
+        verify(path)
+        return unpack(path.read_bytes(), str(path))
+
+    def below(self, folder: str) -> list[str]:
+        """Members under a folder, sorted."""
+        found = (path for path in (self.where / folder).rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.where).as_posix() for path in found)
+
+
+class Archive:
+    """Members of a .zip or .tar.gz, under its `top` folder; never extracted to disk."""
+
+    def __init__(self, where: Path, top: str) -> None:
+        self.where, self.top = where, f"{top}/" if top else ""
+
+    @cached_property
+    def _zip(self) -> zipfile.ZipFile | None:
+        if self.where.suffix != ".zip":
+            return None
+        verify(self.where)
+        with reading(str(self.where), "a .zip archive"):
+            return zipfile.ZipFile(self.where)
+
+    @cached_property
+    def _tar(self) -> dict[str, bytes]:
+        """All of it, in one pass: going back in a compressed tar means to begin anew."""
+        verify(self.where)
+        found = {}
+        with reading(str(self.where), "a whole .tar.gz archive"), tarfile.open(self.where, "r:gz") as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                if file is not None:
+                    found[member.name.removeprefix("./")] = file.read()
+        return found
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        names = self._tar if self._zip is None else self._zip.namelist()
+        return frozenset(name.removeprefix(self.top) for name in names if name.startswith(self.top))
+
+    def find(self, member: str) -> str | None:
+        return next((member + suffix for suffix in ("", *PACKED) if member + suffix in self._names), None)
+
+    def has(self, member: str) -> bool:
+        return self.find(member) is not None
+
+    def read(self, member: str) -> bytes:
+        found = self.find(member)
+        if found is None:
+            raise SordinoError(f"data: '{self.where}' lacks {self.top}{member}; put a whole copy in its place.")
+        where = f"{self.where}: {self.top}{found}"
+        if self._zip is None:
+            return unpack(self._tar[self.top + found], where)
+        with reading(where, "a whole member"):
+            return unpack(self._zip.read(self.top + found), where)
+
+    def below(self, folder: str) -> list[str]:
+        return sorted(name for name in self._names if name.startswith(f"{folder}/") and not name.endswith("/"))
+
+
+Store = Folder | Archive
+
+
+def locate(published: Published, members: Sequence[str], data_dir: str | Path | None = None) -> Store:
+    """Where all `members` lie: in `data_dir`, $SORDINO_DATA or the cache, else in the cache after a download.
+
+    In each of these are tried: names with the set's own before them (`mnist-train-…`), the set's folders, its archive,
+    and the official names as they are.
+    """
+    for root in _roots(data_dir):
+        for store in _stores(published, root):
+            if all(store.has(member) for member in members):
+                return store
+    home = cache() / published.folders[0]
+    for remote in published.remotes:
+        if not (home / remote.file).is_file():
+            download(published, remote, home)
+    for store in _stores(published, cache()):
+        if all(store.has(member) for member in members):
+            return store
+    raise SordinoError(
+        f"data: '{home}' does not hold all of {', '.join(members)} of {published.title}; delete it to fetch it anew."
+    )
+
+
+def _roots(data_dir: str | Path | None) -> list[Path]:
+    found = []
+    for field, given in (("data_dir", data_dir), ("SORDINO_DATA", os.environ.get("SORDINO_DATA"))):
+        if given:
+            folder = Path(given).expanduser()
+            if not folder.is_dir():
+                raise SordinoError(f"{field}: there is no folder '{given}'; check the path.")
+            found.append(folder)
+    return [*found, cache()]
+
+
+def _stores(published: Published, root: Path) -> Iterator[Store]:
+    yield Folder(root, f"{published.name}-")
+    yield from (Folder(root / folder) for folder in published.folders)
+    for remote in published.remotes:
+        if remote.file.endswith(ARCHIVES):
+            paths = (root / folder / remote.file for folder in (*published.folders, ""))
+            yield from (Archive(path, published.top) for path in paths if path.is_file())
+    yield Folder(root)
+
+
+# ----------------------------------------------------------------------------------------------------------- checked
+
+
+def verify(path: Path) -> None:
+    """Held to the SHA-256 beside it, if a download left one there."""
+    side = _side(path)
+    if not side.is_file():
+        return
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != side.read_text().strip():
+        raise SordinoError(f"data: '{path}' has changed since it was downloaded; delete it to fetch it anew.")
+
+
+def _side(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+# --------------------------------------------------------------------------------------------------------- downloads
+
+
+def download(published: Published, remote: Remote, folder: Path) -> Path:
+    """One file into the folder: whole, checked and under its name, or not at all."""
+    reasons = []
+    for url in remote.urls:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return _download(url, remote, folder)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reasons.append(f"{url} ({getattr(error, 'reason', None) or error})")
+    files = ", ".join(each.file for each in published.remotes)
+    raise SordinoError(
+        f"data: {published.title} is not at hand, and {remote.file} could not be fetched: {'; '.join(reasons)}. "
+        f"Put {files} into '{folder}', or into a folder that data_dir or $SORDINO_DATA names."
+    )
+
+
+def _download(url: str, remote: Remote, folder: Path) -> Path:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    algorithm, _, published = (remote.checksum or "sha256:").partition(":")
+    checksum, digest, done = hashlib.new(algorithm, usedforsecurity=False), hashlib.sha256(), 0
+    start, path = time.monotonic(), folder / remote.file
+    request = urllib.request.Request(url, headers={"User-Agent": "sordino"})
+    handle, name = tempfile.mkstemp(dir=folder, prefix=remote.file, suffix=".part")
+    part = Path(name)
+    try:
+        with (
+            os.fdopen(handle, "wb") as out,
+            urllib.request.urlopen(request, timeout=PATIENCE) as answer,
+            Progress(*columns, console=Console(stderr=True)) as progress,
+        ):
+            length = int(answer.headers.get("Content-Length") or 0)
+            task = progress.add_task(remote.file, total=length or None)
+            while chunk := answer.read(CHUNK):
+                out.write(chunk)
+                checksum.update(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                progress.update(task, completed=done)
+                if time.monotonic() - start > LONGEST:
+                    raise TimeoutError(f"not done after {LONGEST:.0f} s")
+        if length and done != length:
+            raise ValueError(f"{done} bytes came of {length}")
+        if published and checksum.hexdigest() != published:
+            raise ValueError(f"what came has {algorithm} {checksum.hexdigest()}, not the published {published}")
+        _side(path).write_text(digest.hexdigest() + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
