@@ -2,8 +2,11 @@
 
     from sordino import Privacy, Plan, Records, Linear, build, simulate, source
 
-Everything here needs torch, numpy and scipy alone.
+Everything here needs torch, numpy and scipy alone, but for `FederatedClassifier`, which needs scikit-learn.
 """
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from sordino.core import (
     Adjacency,
@@ -34,6 +37,10 @@ from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.privacy.statement import statement
 from sordino.privacy.verify import verify
+
+if TYPE_CHECKING:
+    from sordino.estimator import FederatedClassifier as FederatedClassifier
+    from sordino.estimator import UnpaidSearchWarning as UnpaidSearchWarning
 
 __version__ = "0.1.0"
 
@@ -68,3 +75,19 @@ __all__ = [
     "statement",
     "verify",
 ]
+
+LAZY = ("FederatedClassifier", "UnpaidSearchWarning")  # not in __all__: an import of everything must do without them
+
+
+def __getattr__(name: str) -> object:
+    if name not in LAZY:
+        raise AttributeError(f"module 'sordino' has no attribute '{name}'")
+    if find_spec("sklearn") is None:
+        raise ImportError(f"{name} needs scikit-learn: pip install 'sordino[sklearn]'")
+    from sordino import estimator
+
+    return getattr(estimator, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(LAZY if find_spec("sklearn") else ())})

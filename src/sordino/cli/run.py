@@ -12,7 +12,8 @@ from sordino.core import SordinoError
 
 RUN_FLAGS = (
     # flag, key of the spec, what it says in --help
-    ("--data", "data", "digits, synthetic(1,1), or an .npz, .csv or .parquet file (default: digits)"),
+    ("--data", "data", "digits, synthetic(1,1), a published set (mnist, a9a …), or an .npz, .csv or .parquet file"),
+    ("--data-dir", "data_dir", "where published sets are looked for first (also: $SORDINO_DATA)"),
     ("--label", "label", "label column of a table"),
     ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
     ("--partition", "partition", "iid, dirichlet[:A], classes:K, by-column:NAME, counts:FILE (default: dirichlet)"),

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Method, SordinoError, Unit
+from sordino.core import Method, SordinoError, Tree, Unit
 from sordino.data.partition import split
 from sordino.data.shard import Records
 from sordino.data.sources import Dataset
@@ -27,6 +27,7 @@ from sordino.methods.fedgd import gradient
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.noise import Counted, Silent, Source, source
 from sordino.privacy.plan import Plan
+from sordino.tree import leaves
 
 MOST = 64  # runs of a batch
 OWN = ("seed", "epsilon", "delta")  # what runs of a batch may differ in, beside options
@@ -41,6 +42,7 @@ class Trained(NamedTuple):
     theta: Tensor  # the model handed out at the end
     scores: dict[int, float]  # by round: accuracy on the test records
     signal: tuple[float, ...]  # per round, the norm of the aggregate less what noise adds to it; () where unknown
+    traffic: tuple[int, int]  # numbers that a client that came every time sent, and got
     seconds: float  # its part of the batch's
 
 
@@ -94,7 +96,8 @@ class _Loader:
         if self.given is not None:
             return self.given
         column = spec.partition if spec.partition.startswith("by-column") else ""
-        key = (spec.data, spec.label, spec.test_fraction, spec.public_stats, spec.normalize, spec.split_seed, column)
+        file = (spec.data, spec.data_dir, spec.label, spec.test_fraction, spec.public_stats, spec.normalize)
+        key = (*file, spec.split_seed, column)
         if self.read is None or self.read[0] != key:
             self.read = key, read(spec)
         return self.read[1]
@@ -125,9 +128,13 @@ def _train(specs: list[Spec], loader: _Loader, at: Sequence[int] | None, stop: i
     began, last = time.perf_counter(), min(stop or plans[0].rounds, plans[0].rounds)
     curves: dict[int, Tensor] = {}
     norms: list[Tensor] = []
+    sent = got = 0
     for turn in simulate.run(shared, model, records, sources if len(specs) > 1 else sources[0], theta=theta):
         if at is None or turn.t + 1 in at or turn.t + 1 == last:
             curves[turn.t + 1] = (model.predict(turn.model, x) == y).double().mean(-1).reshape(-1)
+        rule = plans[0].stages[plans[0].stage_of(turn.t)].rule
+        sent += numbers(turn.aggregate) // len(specs)
+        got += numbers((turn.checkpoint[0], rule.say(turn.checkpoint[1]))) // len(specs)
         if bare:
             norms.append(turn.aggregate.double().square().sum(-1).reshape(-1))
         if turn.t + 1 == last:
@@ -140,7 +147,11 @@ def _train(specs: list[Spec], loader: _Loader, at: Sequence[int] | None, stop: i
         noise = model.size * plan.aggregate_std(0) ** 2
         signal = np.sqrt((squares[i] - noise).clip(min=0)) if bare else np.zeros(0)
         by_round = {t: values[i] for t, values in scores.items()}
-        yield Trained(spec, plan, model, own.cpu(), by_round, tuple(signal.tolist()), seconds)
+        yield Trained(spec, plan, model, own.cpu(), by_round, tuple(signal.tolist()), (sent, got), seconds)
+
+
+def numbers(tree: Tree) -> int:
+    return sum(leaf.numel() for leaf in leaves(tree))
 
 
 def together(specs: Sequence[Spec], like: Tensor) -> Method:

@@ -75,7 +75,8 @@ def read(spec: Spec) -> Dataset:
         test_fraction=spec.test_fraction,
         seed=spec.split_seed,
         public_stats=spec.public_stats,
-        normalize=spec.normalize,
+        normalize=spec.resolved().normalize or "none",
+        data_dir=spec.data_dir,
     )
 
 

@@ -31,9 +31,10 @@ class Spec:
 
     # data
     data: str = "digits"
+    data_dir: str | None = None  # where published sets are looked for first
     label: str | None = None
     public_stats: str | None = None
-    normalize: str = "none"
+    normalize: str | None = None  # the method's own word, mostly none
     test_fraction: float = 0.2
     # clients
     clients: int | None = None  # 10, or as many as the partition brings
@@ -113,6 +114,7 @@ class Spec:
             partition=law + colon + (_in_full(argument) if law == "counts" else argument),
             clients=10 if self.clients is None and not brings_clients else self.clients,
             rounds=entry(self.method).rounds if self.rounds is None else self.rounds,
+            normalize=entry(self.method).normalize if self.normalize is None else self.normalize,
             schedule_seed=self.schedule_seed if self.schedule_seed is not None else seed,
             options={k: _in_full(v) if k == "public" and v else v for k, v in options.items()},
         )
@@ -169,9 +171,12 @@ def _in_full(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_file() else name
 
 
+RUN_KEYS = tuple(f.name for f in dataclasses.fields(Spec) if f.name != "options")  # of a run of any method
+
+
 def keys(method: str) -> list[str]:
     """All keys that a run of this method knows."""
-    return [f.name for f in dataclasses.fields(Spec) if f.name != "options"] + list(entry(method).options)
+    return [*RUN_KEYS, *entry(method).options]
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
@@ -198,7 +203,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def _typed(key: str, value: Any, kind: str) -> Any:
     """A run's key as its declared type; `none` unsets what may be absent."""
-    if "None" in kind and (value is None or value == "none"):
+    if "None" in kind and (value is None or (value == "none" and key != "normalize")):
         return None
     wanted = kind.replace(" | None", "")
     if wanted == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):

@@ -30,6 +30,7 @@ class Entry(NamedTuple):
     units: tuple[Unit, ...] = (Unit.RECORD, Unit.USER)
     rounds: int = 70  # of a run that does not say
     batch: tuple[str, ...] = ("lr",)  # options in which runs trained side by side may differ
+    normalize: str = "none"  # of records, in a run that does not say
 
     @property
     def options(self) -> dict[str, Any]:

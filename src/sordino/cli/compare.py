@@ -1,0 +1,134 @@
+"""`sordino compare`: methods under equal budgets, tuned alike, tested for significance, drawn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
+from sordino.cli.sweep import add_keys, check_device, read_keys
+from sordino.core import SordinoError
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "compare",
+        act,
+        "compare methods under exactly equal budgets, and write a report",
+        "sordino compare --methods dp-fedgd,dp-fedsofim,auto --epsilons 2,8 --seeds 3\n"
+        "sordino compare --data features.npz --methods paper,auto --epsilons 0.5,1,5,10 --tune --device cuda\n"
+        "sordino compare --methods dp-fedsofim,dp-fedsofim:apply_to=momentum --epsilons 8 --ablation --sensitivity\n"
+        "sordino compare --methods all --epsilons 4,inf --settings results/settings.json --out runs/all",
+    )
+    add_keys(parser)
+    parser.add_argument(
+        "--methods",
+        default="paper",
+        metavar="A,B,…",
+        help="paper, all, or names: dp-fedgd,dp-fedsofim:rho=1 (default: paper)",
+    )
+    parser.add_argument("--epsilons", default="8", metavar="A,B,…", help="budgets; inf is without noise (default: 8)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="partitions and noises (default: 3)")
+    parser.add_argument("--tune", action="store_true", help="tune each method once per budget, on validation records")
+    parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
+    parser.add_argument("--trials", type=int, default=64, metavar="N", help="of optuna, per method and budget")
+    parser.add_argument(
+        "--preset", default="paper-fine", metavar="NAME", help="grid to tune over (default: paper-fine)"
+    )
+    parser.add_argument("--settings", metavar="FILE", help="take the settings that an earlier comparison chose")
+    parser.add_argument(
+        "--only-tune", action="store_true", help="stop after tuning; settings.json holds what was chosen"
+    )
+    parser.add_argument(
+        "--pairs", metavar="A/B,…", help="labels for McNemar's test (default: the last method and the others)"
+    )
+    parser.add_argument("--of", metavar="LABEL", help="whose ablation and sensitivity (default: dp-fedsofim's)")
+    parser.add_argument("--ablation", action="store_true", help="DP-FedSOFIM in parts, at equal effective step")
+    parser.add_argument("--sensitivity", action="store_true", help="vary its lr, rho and beta around the setting")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--out", metavar="DIR", default="runs/compare", help="where everything goes (default: runs/compare)"
+    )
+    add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    check_device(arguments.device)
+    from sordino.experiments import compare, report
+
+    base, out = read_keys(arguments), Path(arguments.out)
+    for key in ("method", "epsilon", "seed", "noise"):
+        if key in base:
+            raise SordinoError(f"{key}: a comparison has its own; use --methods, --epsilons and --seeds.")
+    if arguments.tune and arguments.settings:
+        raise SordinoError("--tune: the settings are given already; leave one out.")
+    who = compare.contestants(arguments.methods.split(","), base)
+    epsilons, seeds = _numbers(arguments.epsilons), range(1, arguments.seeds + 1)
+    if not seeds:
+        raise SordinoError(f"--seeds: {arguments.seeds} must be at least 1.")
+    out.mkdir(parents=True, exist_ok=True)
+    tuning = compare.UNTOUCHED
+    if arguments.settings:
+        tuning = compare.frozen(Path(arguments.settings))
+    elif arguments.tune or arguments.only_tune:
+        how = {
+            "how": arguments.search,
+            "trials": arguments.trials,
+            "grid": arguments.preset,
+            "device": arguments.device,
+        }
+        with bar("settings") as tick:
+            tuning = compare.settle(who, base, epsilons, tick=tick, **how)
+        (out / "settings.json").write_text(json.dumps(tuning, indent=1) + "\n", encoding="utf-8")
+    if arguments.only_tune:
+        console().print(f"settings chosen: {out / 'settings.json'}", markup=False)
+        return 0
+    runs = compare.lineup(who, base, epsilons, seeds, tuning)
+    of = arguments.of or next((each.label for each in reversed(who) if each.method == "dp-fedsofim"), "")
+    for wanted, more in ((arguments.ablation, compare.ablation), (arguments.sensitivity, compare.sensitivity)):
+        if wanted:
+            found = more(runs, of)
+            if not found:
+                raise SordinoError(f"--of: '{of}' is not among the methods; name a label such as {who[0].label}.")
+            runs = [*runs, *found]
+    with bar("runs", len(runs)) as tick:
+        document = compare.document(
+            runs,
+            base=base,
+            tuning=tuning,
+            command="sordino " + " ".join(map(shlex.quote, sys.argv[1:])),
+            pairs=_pairs(arguments.pairs, [each.label for each in who]),
+            device=arguments.device,
+            tick=tick,
+        )
+    (out / "compare.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    written = report.write(document, out)
+    if not emit(arguments, document):
+        page, last = console(), report.final(document)
+        table(last.head, [[cell.text for cell in row] for row in last.rows])
+        page.print(f"tuning: {document['tuning']['paid']}", markup=False)
+        page.print(f"written to {out}: compare.json, {', '.join(path.name for path in written[:2])}", markup=False)
+    return 0
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SordinoError(f"--epsilons: '{text}' should be numbers, as in 0.5,1,inf.") from None
+
+
+def _pairs(text: str | None, labels: list[str]) -> list[tuple[str, str]]:
+    if text is None:
+        return [(labels[-1], other) for other in labels[:-1]]
+    found = [tuple(part.split("/")) for part in text.split(",")]
+    for pair in found:
+        if len(pair) != 2 or not set(pair) <= set(labels):
+            raise SordinoError(f"--pairs: '{'/'.join(pair)}' should be two labels, as in {labels[0]}/{labels[-1]}.")
+    return [(pair[0], pair[1]) for pair in found]

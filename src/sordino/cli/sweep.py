@@ -1,0 +1,138 @@
+"""`sordino sweep`: many settings of one method, trained side by side and ranked by validation accuracy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.run import RUN_FLAGS
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
+from sordino.core import SordinoError
+
+PAY = ("no", "public", "count", "stopping")
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "sweep",
+        act,
+        "train many settings of one method at once, and rank them",
+        "sordino sweep --method dp-fedgd --grid lr=0.5,1,2,4 --grid epsilon=2,4,8 --seeds 3\n"
+        "sordino sweep --data features.npz --method dp-fedadam --preset paper-fine --epsilon 1 --device cuda\n"
+        "sordino sweep --method dp-fedsofim --grid lr=0.1,10 --grid rho=0.1,10 --search optuna --trials 64\n"
+        "sordino sweep --method dp-fedgd --grid lr=1,2,4 --epsilon 8 --charge-tuning count --out runs/paid",
+    )
+    add_keys(parser)
+    parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B,…", help="values to try for one key")
+    parser.add_argument("--preset", metavar="NAME", help="paper-coarse or paper-fine: the method's grid in the papers")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each setting (default: 1)")
+    parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
+    parser.add_argument("--trials", type=int, default=64, metavar="N", help="of optuna (default: 64)")
+    parser.add_argument("--storage", metavar="URL", help="of optuna's studies (default: optuna.db in --out)")
+    parser.add_argument(
+        "--validation", type=float, default=0.1, metavar="PART", help="of the training records (default: 0.1)"
+    )
+    parser.add_argument(
+        "--charge-tuning", default="no", metavar="HOW", help=f"{', '.join(PAY)}: see docs/experiments.md"
+    )
+    parser.add_argument("--public", metavar="FILE", help="records that anybody may see, to score by (with public)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--out", metavar="DIR", help="keep sweep.json here")
+    add_json(parser)
+
+
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """Of the runs: the same flags as `sordino run`."""
+    parser.add_argument("spec", nargs="?", metavar="SPEC.toml", help="keys of the runs; flags and --set override them")
+    for flag, key, text in RUN_FLAGS:
+        parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the runs")
+
+
+def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
+    from sordino.experiments.spec import parse_setting, read_values
+
+    values: dict[str, Any] = read_values(arguments.spec) if arguments.spec else {}
+    for _, key, _ in RUN_FLAGS:
+        if (given := getattr(arguments, f"key_{key}")) is not None:
+            values |= dict([parse_setting(f"{key}={given}")])
+    return values | dict(map(parse_setting, arguments.set))
+
+
+def check_device(name: str) -> None:
+    import torch
+
+    if name not in ("cpu", "cuda"):
+        raise SordinoError(f"--device: '{name}' is unknown; write cpu or cuda.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SordinoError("--device: this machine, or this torch, has no CUDA device; leave --device out.")
+
+
+def act(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    check_device(arguments.device)
+    from sordino.experiments import grids, sweep
+
+    values, out = read_keys(arguments), Path(arguments.out) if arguments.out else None
+    if arguments.charge_tuning not in PAY:
+        raise SordinoError(f"--charge-tuning: '{arguments.charge_tuning}' is unknown; one of {', '.join(PAY)}.")
+    if (arguments.charge_tuning == "public") != bool(arguments.public):
+        raise SordinoError("--public: give it together with --charge-tuning public, and only then.")
+    grid = sweep.grid_of(arguments.grid, arguments.preset, values)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    total = {"grid": grids.size(grid) * arguments.seeds, "optuna": arguments.trials}.get(arguments.search)
+    with bar("settings", total if arguments.charge_tuning != "stopping" else None) as tick:
+        if arguments.charge_tuning == "no":
+            found = sweep.sweep(
+                values,
+                grid,
+                seeds=arguments.seeds,
+                how=arguments.search,
+                trials=arguments.trials,
+                storage=arguments.storage or (f"sqlite:///{out / 'optuna.db'}" if out else None),
+                validation=arguments.validation,
+                device=arguments.device,
+                tick=tick,
+            )
+        else:
+            found = sweep.paid(
+                values,
+                grid,
+                arguments.charge_tuning,
+                public=arguments.public,
+                validation=arguments.validation,
+                device=arguments.device,
+                out=out,
+                tick=tick,
+            )
+    if out:
+        sweep.keep(found, out)
+    if not emit(arguments, found):
+        _tell(found, out)
+    return 0
+
+
+def _tell(found: dict[str, Any], out: Path | None) -> None:
+    page = console()
+    if "rows" in found:
+        varied = found["varied"]
+        rows = [
+            [*(f"{row['setting'].get(key, '')}" for key in varied), _score(row)]
+            for row in found["rows"][: found["shown"]]
+        ]
+        table([*varied, "validation accuracy"], rows)
+        if len(found["rows"]) > found["shown"]:
+            page.print(f"… and {len(found['rows']) - found['shown']} more; --json or --out keeps all", markup=False)
+    page.print(f"best: {', '.join(f'{k} = {v}' for k, v in found['best'].items())}", markup=False)
+    page.print(f"tuning: {found['paid']}", markup=False)
+    if found.get("command"):
+        page.print(f"train it: {found['command']}", markup=False)
+    if out:
+        page.print(f"written to {out}", markup=False)
+
+
+def _score(row: dict[str, Any]) -> str:
+    return f"{row['mean']:.2%}" + (f" ± {row['std']:.2%}" if row["std"] is not None else "")
