@@ -21,7 +21,8 @@ from sordino.experiments.many import run_many
 from sordino.experiments.spec import Spec
 
 ROOT = Path(__file__).parents[1]
-RUNS, ROUNDS = 64, 70
+RUNS = 64
+METHODS = ("dp-fedgd", "dp-fedsofim", "dp-fedadam")
 
 
 def job() -> Dataset:
@@ -39,40 +40,41 @@ def specs(method: str, runs: int, rounds: int) -> list[Spec]:
     ]
 
 
-def seconds(dataset: Dataset, wanted: list[Spec], device: str, most: int) -> float:
+def seconds(dataset: Dataset, wanted: list[Spec], device: str, most: int) -> tuple[float, float]:
+    """Of everything (plans, partition, laying data on the device), and of the rounds alone."""
     began = time.perf_counter()
-    run_many(wanted, dataset, device=device, at=(), most=most)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    trained = run_many(wanted, dataset, device=device, at=(), most=most)
+    return time.perf_counter() - began, sum(each.seconds for each in trained)
 
 
 def main(device: str, repeats: int) -> None:
-    dataset = job()
-    rounds = ROUNDS if device == "cuda" else 10
-    samples: dict[str, list[float]] = {}
-    for method in ("dp-fedgd", "dp-fedsofim", "dp-fedadam"):
-        wanted = specs(method, RUNS, rounds)
-        seconds(dataset, wanted, device, RUNS)  # compile, and lay the data on the device
-        for _ in range(repeats):
-            samples.setdefault(f"{method} together", []).append(seconds(dataset, wanted, device, RUNS))
-            if device == "cpu":
-                samples.setdefault(f"{method} one by one", []).append(seconds(dataset, wanted, device, 1))
-    per = {name: 1e6 * min(times) / RUNS / rounds for name, times in samples.items()}
+    dataset, samples, per = job(), dict[str, list[float]](), dict[str, float]()
+    short, long = (70, 350) if device == "cuda" else (5, 15)
+    for method in METHODS:
+        for rounds in (short, long):
+            wanted = specs(method, RUNS, rounds)
+            if device == "cuda" and rounds == short:
+                seconds(dataset, wanted, device, RUNS)  # compile
+            for _ in range(repeats):
+                for how, most in (("together", RUNS), ("one by one", 1)):
+                    if most == RUNS or device == "cpu":
+                        whole, loop = seconds(dataset, wanted, device, most)
+                        samples.setdefault(f"{method} {how}, {rounds} rounds, all", []).append(whole)
+                        samples.setdefault(f"{method} {how}, {rounds} rounds, loop", []).append(loop)
+        for how in ("together", "one by one") if device == "cpu" else ("together",):
+            ends = [min(samples[f"{method} {how}, {rounds} rounds, loop"]) for rounds in (short, long)]
+            per[f"{method} {how}"] = 1e6 * (ends[1] - ends[0]) / RUNS / (long - short)
     found = {
         "command": f"python benchmarks/many.py --device {device}",
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "runs": RUNS,
-        "rounds": rounds,
+        "how": f"a round more: (loop of {long} rounds - loop of {short}) / {long - short}, best of {repeats}",
         "microseconds_per_run_and_round": per,
         "seconds": samples,
     }
     if device == "cpu":
-        found["times_faster"] = {
-            method: per[f"{method} one by one"] / per[f"{method} together"]
-            for method in ("dp-fedgd", "dp-fedsofim", "dp-fedadam")
-        }
+        found["times_faster"] = {name: per[f"{name} one by one"] / per[f"{name} together"] for name in METHODS}
     (ROOT / "results" / f"many_{device}.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if key != "seconds"}, indent=1))
 

@@ -13,7 +13,7 @@ drawn once. `shares=True` draws every client's own instead: slower, equal to the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Correlated, Down, Kind, Model, Query, Round, SordinoError, Stage, Tree, forget, keep, nothing
+from sordino.core import (
+    Correlated,
+    Down,
+    Facts,
+    Kind,
+    Model,
+    Query,
+    Round,
+    SordinoError,
+    Stage,
+    Tree,
+    forget,
+    keep,
+    nothing,
+)
 from sordino.data.shard import Records
 from sordino.engines.client import MATRICES, SAMPLING, Oracle, Turn, check_stream, normals, turns
 from sordino.privacy.noise import EVERYONE, Address, Counted, Source, add, counted
@@ -84,11 +98,16 @@ def run(
 
 def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[Turn]:
     """The first plan's rounds, with the noise of each: stds and the aggregate's get a leading axis of runs."""
-    for each in zip(*(turns(plan, model, start) for plan in plans), strict=True):
-        first = each[0]
-        std = torch.tensor([[turn.facts.aggregate_std] for turn in each], dtype=torch.float64)
-        stds = [np.stack(column) for column in zip(*(turn.stds for turn in each), strict=True)]
-        yield first._replace(facts=replace(first.facts, aggregate_std=std), stds=stds)
+    stds: dict[int, list[np.ndarray]] = {}
+    facts: dict[int, Facts] = {}
+    for turn in turns(plans[0], model, start):
+        if turn.first not in stds:
+            s = plans[0].stage_of(turn.t)
+            stds[turn.first] = [np.stack([p.std(s, k) for p in plans]) for k in range(len(turn.stage.queries))]
+            width = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
+            facts[turn.first] = replace(turn.facts, aggregate_std=width)
+        share = plans[0].share(len(turn.cohort) + len(turn.extras))
+        yield turn._replace(facts=facts[turn.first], stds=[share * std for std in stds[turn.first]])
 
 
 def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
@@ -128,6 +147,7 @@ class Crowd:
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
         self._known: dict[bytes, Tensor] = {}
+        self._captured: dict[float, Captured] = {}
         self._ahead: tuple[tuple[int, int], Tensor] = ((-1, -1), torch.zeros(0))
 
     @cached_property
@@ -161,7 +181,13 @@ class Crowd:
         heaviest = self._per_record.max()
         full = len(turn.cohort) == self.plan.clients
         shard = self._matrix if full else self.records.fused(turn.cohort, self._per_record / heaviest)
-        total: Tensor = heaviest * self.model.clipped_sum(theta, shard, turn.stage.queries[0].clip)
+        clip = turn.stage.queries[0].clip
+        if full and theta.is_cuda and theta.dim() == 2 and not self.worlds and getattr(self.model, "plain", False):
+            if clip not in self._captured:
+                self._captured[clip] = Captured(lambda at: self.model.clipped_sum(at, shard, clip), theta)
+            total: Tensor = heaviest * self._captured[clip](theta)
+        else:
+            total = heaviest * self.model.clipped_sum(theta, shard, clip)
         return self._noised(total, turn, 0, self._per_record, shares)
 
     def batched(self, turn: Turn, down: Down, memory: Tree, caches: Tree, shares: bool) -> tuple[Tree, Tree]:
@@ -282,3 +308,24 @@ class Crowd:
             runs=(len(self.sources),) * self.lead,
             inside=inside,
         )
+
+
+class Captured:
+    """A function of one tensor on a GPU as a graph of kernels, launched as one: it must not look at any number."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], like: Tensor) -> None:
+        self.given = like.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            f(self.given)  # compiling and choosing kernels must be over
+            self.graph.capture_begin()
+            self.found = f(self.given)
+            self.graph.capture_end()
+        torch.cuda.current_stream().wait_stream(aside)
+
+    def __call__(self, at: Tensor) -> Tensor:
+        self.given.copy_(at)
+        self.graph.replay()
+        return self.found.clone()

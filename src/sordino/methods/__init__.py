@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,12 +36,16 @@ class Entry(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Name and default of every hyperparameter."""
-        parameters = inspect.signature(self.factory).parameters.values()
-        return {p.name: p.default for p in parameters if p.name != "unit"}
+        return dict(_parameters(self.factory))
 
     @property
     def summary(self) -> str:
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
+
+
+@functools.cache
+def _parameters(factory: Callable[..., Method]) -> tuple[tuple[str, Any], ...]:
+    return tuple((p.name, p.default) for p in inspect.signature(factory).parameters.values() if p.name != "unit")
 
 
 STEPS, MOMENTS = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau")

@@ -127,7 +127,7 @@ class Linear:
         A record whose gradient is not finite would leave a trace in the sum; then it is found and set to zero.
         """
         length = self._length(shard)
-        if scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self._plain:
+        if scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain:
             shift = theta.is_cuda or not self._moderate(theta, length)
             sums = clipped_sums(theta, shard, length, clip, self.outputs, shift)
             if theta.is_cuda or torch.isfinite(sums).all():
@@ -193,8 +193,8 @@ class Linear:
     # ------------------------------------------------------------------------------------------------------ inside
 
     @property
-    def _plain(self) -> bool:
-        """Softmax without anything that weighs or bounds residuals."""
+    def plain(self) -> bool:
+        """Softmax without anything that weighs or bounds residuals: sums over runs are one kernel on a GPU."""
         bare = self.class_weights is None and math.isinf(self.radius) and math.isinf(self.residual)
         return self.kind is Loss.SOFTMAX and self.bias and bare
 

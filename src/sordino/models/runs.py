@@ -18,6 +18,7 @@ from torch import Tensor
 from sordino.core import SAFETY, Shard
 
 CHUNK = {"cpu": 2**20, "cuda": 2**28}  # numbers held at once
+UNROLLED = 32  # classes that a compiled kernel goes through one by one
 
 
 def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, clip: float, outputs: int, shift: bool) -> Tensor:
@@ -26,26 +27,28 @@ def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, clip: float, outpu
     runs, lead, rows = len(theta), shard.x.shape[:-2], shard.x.shape[-2]
     wide = theta.expand(runs, *lead, theta.shape[-1]).reshape(runs, *lead, -1, outputs)
     W = wide.movedim(0, -1).flatten(-2) * math.log2(math.e)
-    weight, bias = W[..., :-1, :].contiguous(), W[..., -1:, :]
+    width = W.shape[-2]
+    pad = -width % 4 if theta.is_cuda else 0  # kernels for rows of whole vectors are faster
+    W = torch.nn.functional.pad(W, (0, 0, 0, pad))
     total = torch.zeros_like(W)
     step = max(1, CHUNK.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead)))
-    bounded = _compiled() if theta.is_cuda else cut
-    mask = shard.mask * (length <= clip / torch.finfo(theta.dtype).tiny)  # a longer record's residual would underflow
+    # A record's residual would underflow where it is too long. A length that is not finite tells of an x that is not.
+    mask = shard.mask * (length <= clip / torch.finfo(theta.dtype).tiny) * torch.isfinite(length)
     for first in range(0, rows, step):
         here = slice(first, first + step)
-        x, usable = shard.x[..., here, :], mask[..., here]
+        x = shard.x[..., here, :]
         if theta.is_cuda:  # asking whether something is not finite would stop the queue; mending it does not
-            fine = torch.isfinite(x).all(-1)
-            x, usable = torch.where(fine.unsqueeze(-1), x, 0), usable * fine
-        z = torch.addmm(bias[0], x, weight) if not lead else x @ weight + bias
-        r = bounded(z.view(*z.shape[:-1], outputs, runs), shard.y[..., here], length[..., here], usable, clip, shift)
-        r = r.flatten(-2)
+            x = torch.where(torch.isfinite(length[..., here]).unsqueeze(-1), x, 0)
+        u = torch.cat([x, torch.ones_like(x[..., :1]), x.new_zeros(*x.shape[:-1], pad)], -1)
+        z = (u @ W).view(*u.shape[:-1], outputs, runs)
+        bounded = _compiled() if theta.is_cuda and outputs <= UNROLLED else cut
+        r = bounded(z, shard.y[..., here], length[..., here], mask[..., here], clip, shift).flatten(-2)
         if lead:
-            total[..., :-1, :] += x.transpose(-1, -2) @ r
+            total += u.transpose(-1, -2) @ r
         else:
-            total[:-1].addmm_(x.T, r)
-        total[..., -1, :] += r.sum(-2)
-    return total.view(*total.shape[:-1], outputs, runs).movedim(-1, 0).flatten(-2)
+            total.addmm_(u.T, r)
+    total = total[..., :width, :]
+    return total.reshape(*total.shape[:-1], outputs, runs).movedim(-1, 0).flatten(-2)
 
 
 def cut(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, clip: float, shift: bool) -> Tensor:
@@ -62,10 +65,28 @@ def cut(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, clip: float, shift: 
         norm = r.square().sum(-2, dtype=wide).sqrt_().to(r.dtype).clamp_min_(tiny**0.4).mul_(length.unsqueeze(-1))
         factor = torch.threshold_(torch.div(clip * (1 - SAFETY), norm).clamp_max_(1), tiny, 0.0).mul_(factor)
     r = r.mul_(factor.unsqueeze(-2))
-    return torch.where(torch.isfinite(r), r, 0) if r.is_cuda else r
+    return r
+
+
+def unrolled(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, clip: float, shift: bool) -> Tensor:
+    """`cut`, class by class and without sums along an axis, so that it compiles to one pass over memory."""
+    tiny = torch.finfo(z.dtype).tiny
+    logits = z.unbind(-2)
+    top = functools.reduce(torch.maximum, logits)
+    powers = [torch.exp2(each - top) for each in logits]
+    scale = 1 / sum(powers[1:], powers[0])
+    mine = y.unsqueeze(-1)
+    r = [power * scale - (mine == k).to(z.dtype) for k, power in enumerate(powers)]
+    factor = mask.unsqueeze(-1)
+    if math.isfinite(clip):
+        squares = sum((each.square() for each in r[1:]), r[0].square())
+        norm = squares.sqrt().clamp_min(tiny**0.4) * length.unsqueeze(-1)
+        bound = (clip * (1 - SAFETY) / norm).clamp_max(1)
+        factor = torch.where(bound > tiny, bound, 0) * factor
+    usable = torch.isfinite(factor) & torch.isfinite(scale) & (mask.unsqueeze(-1) != 0)
+    return torch.stack([torch.where(usable, each * factor, 0) for each in r], -2)
 
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(cut) if importlib.util.find_spec("triton") else cut
-    return compiled
+    return torch.compile(unrolled) if importlib.util.find_spec("triton") else unrolled
