@@ -225,12 +225,16 @@ def document(
     specs = [Spec.of(entrant.values) for entrant in entrants]
     trained = run_many(specs, device=device, tick=tick)
     data: dict[tuple[Any, ...], Dataset] = {}
-    runs = []
+    runs, partition = [], dict[str, list[list[int]]]()
     for entrant, spec, each in zip(entrants, specs, trained, strict=True):
         key = (spec.data, each.spec.normalize, spec.public_stats, spec.split_seed)
         if key not in data:
             data = {key: read(spec)}
-        runs.append(_filed(entrant, spec, each, data[key]))
+        client = _owners(each.spec, data[key])
+        runs.append(_filed(entrant, spec, each, data[key], client))
+        if str(spec.seed) not in partition:
+            held = describe(data[key].y_train, client, len(data[key].classes))
+            partition[str(spec.seed)] = [list(map(int, client.counts)) for client in held]
     rounds = max(len(run["accuracy"]) for run in runs)
     first = next(iter(data.values()))
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
@@ -254,7 +258,8 @@ def document(
             "share": SHARE,
         },
         "tuning": tuning,
-        "partition": _partitions(specs, first),
+        # Of simulated clients only: these figures are private.
+        "partition": None if trained[0].spec.partition.startswith("by-") else partition,
         "runs": runs,
         "pairs": _pairs(runs, pairs, len(first.y_test)),
         "varied": _varied(entrants),
@@ -264,7 +269,11 @@ def document(
 PROMISE = ("unit", "adjacency", "trust", "delta", "divisor", "partition", "participation", "rounds", "clients")
 
 
-def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset) -> dict[str, Any]:
+def _owners(whole: Spec, dataset: Dataset) -> np.ndarray:
+    return split(dataset, whole.partition, whole.clients, sizes=whole.sizes, seed=whole.split_seed)
+
+
+def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, client: np.ndarray) -> dict[str, Any]:
     plan, theta, model = trained.plan, trained.theta, trained.model
     right = model.predict(theta, dataset.x_test).numpy() == dataset.y_test
     classes = len(dataset.classes)
@@ -293,7 +302,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset) -> 
         "signal": [float(f"{value:.4g}") for value in trained.signal] or None,
         "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
         "per_class": [round(float(value), 4) for value in by_class],
-        "per_client": _per_client(spec, trained, dataset),
+        "per_client": _per_client(trained, dataset, client),
         "client_epsilon": [finite(float(f"{value:.6g}")) for value in own],
         "correct": pack(right),
         "seconds": round(trained.seconds, 4),
@@ -305,27 +314,12 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset) -> 
     return filed if entrant.vary is None else {**filed, "vary": entrant.vary[0], "value": entrant.vary[1]}
 
 
-def _per_client(spec: Spec, trained: Trained, dataset: Dataset) -> list[float]:
+def _per_client(trained: Trained, dataset: Dataset, client: np.ndarray) -> list[float]:
     """Accuracy on each client's own records: who pays for the noise? A simulation may look; a federation could not."""
-    whole = trained.spec
-    client = split(dataset, whole.partition, whole.clients, sizes=whole.sizes, seed=whole.split_seed)
     right = trained.model.predict(trained.theta, dataset.x_train).numpy() == dataset.y_train
     inside = client >= 0
     totals = np.bincount(client[inside], weights=right[inside], minlength=trained.plan.clients)
     return [round(float(value), 4) for value in totals / np.asarray(trained.plan.sizes)]
-
-
-def _partitions(specs: Sequence[Spec], dataset: Dataset) -> dict[str, list[list[int]]] | None:
-    """By seed, each client's count of each class; of simulated clients only, for these figures are private."""
-    found = {}
-    for spec in {each.split_seed: each for each in specs}.values():
-        if spec.partition.startswith("by-"):
-            return None
-        whole = spec.resolved()
-        client = split(dataset, whole.partition, whole.clients, sizes=whole.sizes, seed=whole.split_seed)
-        clients = describe(dataset.y_train, client, len(dataset.classes))
-        found[str(spec.seed)] = [list(map(int, each.counts)) for each in clients]
-    return found
 
 
 def _pairs(runs: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], tested: int) -> list[dict[str, Any]]:
