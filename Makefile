@@ -18,6 +18,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python benchmarks/many.py
 
 clean:
 	rm -rf .venv runs

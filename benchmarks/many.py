@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from provenance import provenance
 from sordino.data.sources import Dataset
 from sordino.experiments.many import run_many
 from sordino.experiments.spec import Spec
@@ -65,18 +66,17 @@ def main(device: str, repeats: int) -> None:
             ends = [min(samples[f"{method} {how}, {rounds} rounds, loop"]) for rounds in (short, long)]
             per[f"{method} {how}"] = 1e6 * (ends[1] - ends[0]) / RUNS / (long - short)
     found = {
-        "command": f"python benchmarks/many.py --device {device}",
+        "provenance": provenance(f"python benchmarks/many.py --device {device}"),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
         "runs": RUNS,
         "how": f"a round more: (loop of {long} rounds - loop of {short}) / {long - short}, best of {repeats}",
         "microseconds_per_run_and_round": per,
-        "seconds": samples,
+        "samples": samples,
     }
     if device == "cpu":
         found["times_faster"] = {name: per[f"{name} one by one"] / per[f"{name} together"] for name in METHODS}
     (ROOT / "results" / f"many_{device}.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in found.items() if key != "seconds"}, indent=1))
+    print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+
+PACKAGES = ("sordino", "torch", "numpy", "scipy", "cryptography", "dp-accounting")
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -19,7 +22,12 @@ def provenance(command: str) -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD"),
         "uncommitted_changes_in_src": bool(git("status", "--porcelain", "--", "../src")),
         "python": platform.python_version(),
-        "versions": {
-            name: version(name) for name in ("sordino", "torch", "numpy", "scipy", "cryptography", "dp-accounting")
-        },
+        "versions": {name: installed for name in PACKAGES if (installed := _version(name))},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
