@@ -113,5 +113,6 @@ def test_counted_noise_is_the_same_however_it_is_drawn(digits, monkeypatch):
     import sordino.experiments.many as many
 
     monkeypatch.setattr(many, "source", noise.Counted)
-    for method in ("dp-fedgd", "dp-fedavg", "dp-scaffold"):
-        alike([spec(method=method, seed=s, rounds=20, epsilon=e) for s, e in ((1, 4.0), (2, 8.0))], digits)
+    for method, unit in itertools.product(("dp-fedgd", "dp-fedavg", "dp-scaffold", "dp-fedfc"), ("record", "user")):
+        runs = [{"seed": s, "epsilon": e} for s, e in ((1, 4.0), (2, 8.0))]
+        alike([spec(method=method, unit=unit, rounds=20, **each) for each in runs], digits)

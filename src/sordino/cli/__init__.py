@@ -11,10 +11,24 @@ import io
 import sys
 from collections.abc import Sequence
 
-from sordino.cli import advise, audit, check, compare, estimate, features, methods, predict, privacy, run, sweep, verify
+from sordino.cli import (
+    advise,
+    audit,
+    check,
+    compare,
+    estimate,
+    features,
+    methods,
+    paper,
+    predict,
+    privacy,
+    run,
+    sweep,
+    verify,
+)
 from sordino.core import OverspentError, SordinoError
 
-COMMANDS = (run, sweep, compare, predict, privacy, methods, check, audit, verify, estimate, advise, features)
+COMMANDS = (run, sweep, compare, paper, predict, privacy, methods, check, audit, verify, estimate, advise, features)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,8 @@ from sordino.data import catalog
 BUILT_IN = ("digits", "synthetic")
 SUFFIXES = (".npz", ".csv", ".parquet")
 LABELS = ("label", "y", "target", "class")  # columns taken for the label where the caller names none
+RADIUS = 10.0  # norm of a record under `record`: beside it the bias, a feature of 1, is small
+FEW = 16  # features: with fewer, a record's own mean and norm are too much of it to be taken away
 RIDGE = 1e-3  # of the mean eigenvalue: keeps whitening bounded where the public covariance is singular
 REGRESSION_VALUES = 50  # more distinct fractional labels than this are a quantity, not classes
 
@@ -110,6 +112,8 @@ def load(
 
 def preprocess(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None, normalize: str) -> np.ndarray:
     """Centre and whiten by public (mean, cov), then normalise each record by itself: neither costs privacy."""
+    if normalize == "record":
+        return by_record(x, public)
     return _scaler(normalize)(x if public is None else whiten(x, *public))
 
 
@@ -421,8 +425,11 @@ def _scaler(normalize: str) -> Callable[[np.ndarray], np.ndarray]:
             raise SordinoError(f"normalize: '{normalize}' needs a radius above 0; write clip:1.0.")
         limit *= 1 - SAFETY
         return lambda x: x * np.minimum(1, limit / np.maximum(_norm(x), np.finfo(float).tiny)).astype(np.float32)
-    if given or word not in ("none", "l2"):
-        raise SordinoError(f"normalize: '{normalize}' is unknown.{nearest(normalize, ('none', 'l2', 'clip:R'))}")
+    if given or word not in ("none", "l2", "record"):
+        known = ("none", "l2", "clip:R", "record")
+        raise SordinoError(f"normalize: '{normalize}' is unknown.{nearest(normalize, known)}")
+    if word == "record":
+        return by_record
     if word == "none":
         return lambda x: x
     return lambda x: (x / np.where((norm := _norm(x)) > 0, norm, 1)).astype(np.float32)  # a zero record stays zero
@@ -433,11 +440,40 @@ def _norm(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x, dtype=np.float64)))[:, None]
 
 
-def whiten(x: np.ndarray, mean: np.ndarray, cov: np.ndarray) -> np.ndarray:
-    """(x - mean) V diag((lambda + ridge)^-1/2) V^T, for cov = V diag(lambda) V^T."""
+def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+    """Every record freed of skew, offset and scale, and brought to norm RADIUS, by what it says itself.
+
+    A record without negative entries (amounts, intensities, activations) is replaced by its square roots, which tame
+    large entries. Then its own mean is taken off; or, where there are public statistics, their mean, and it is whitened
+    half-way. With few features a record is only scaled to norm RADIUS where its features are 1, and cut there.
+    """
+    features = x.shape[1]
+    if features < FEW:
+        x = x if public is None else whiten(x, *public)
+        return np.asarray(x * (RADIUS / np.maximum(_norm(x), math.sqrt(features))), np.float32)
+    amounts = (x >= 0).all(1, keepdims=True)
+    if public is None:
+        z = np.where(amounts, np.sqrt(np.abs(x)), x).astype(np.float64)
+        z -= z.mean(1, keepdims=True)
+    else:
+        z = np.where(amounts, whiten(np.sqrt(np.abs(x)), *of_roots(*public), 0.25), whiten(x, *public, 0.25))
+    norm = _norm(z)
+    real = norm > 1e-6 * _norm(x)  # else the features are all alike, and what is left of them is rounding
+    return np.asarray(np.where(real, z * (RADIUS / np.where(real, norm, 1)), 0), np.float32)
+
+
+def of_roots(mean: np.ndarray, cov: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of square roots, about: as of a log-normal, and to first order."""
+    mean = mean.clip(min=max(RIDGE * mean.mean(), np.finfo(np.float32).tiny))
+    half = np.sqrt(mean) / 2 / mean
+    return np.sqrt(mean) * (1 + np.diag(cov) / mean**2) ** -0.125, cov * np.outer(half, half)
+
+
+def whiten(x: np.ndarray, mean: np.ndarray, cov: np.ndarray, power: float = 0.5) -> np.ndarray:
+    """(x - mean) V diag((lambda + ridge)^-power) V^T, for cov = V diag(lambda) V^T."""
     eigenvalue, V = np.linalg.eigh((cov + cov.T) / 2)
     eigenvalue = eigenvalue.clip(min=0)
-    turn = V / np.sqrt(eigenvalue + RIDGE * eigenvalue.mean()) @ V.T
+    turn = V / (eigenvalue + RIDGE * eigenvalue.mean()) ** power @ V.T
     return np.asarray((x - mean) @ turn, np.float32)
 
 

@@ -148,7 +148,7 @@ class Crowd:
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
         self._known: dict[bytes, Tensor] = {}
         self._captured: dict[float, Captured] = {}
-        self._ahead: tuple[tuple[int, int], Tensor] = ((-1, -1), torch.zeros(0))
+        self._ahead: tuple[tuple[int, ...], Tensor] = ((), torch.zeros(0))
 
     @cached_property
     def _whole(self) -> list[tuple[np.ndarray, Any]]:
@@ -255,10 +255,10 @@ class Crowd:
         query = turn.stage.queries[number]
         if not self._at_once(query):
             return self._draw(turn, number, 0, np.array([EVERYONE]), shape).squeeze(self.lead)
-        block = turn.t // AHEAD
-        if self._ahead[0] != (block, number):
+        block, here = turn.t // AHEAD, (turn.t // AHEAD, number, *shape)  # stages differ in shape
+        if self._ahead[0] != here:
             at = [Address(EVERYONE, t, number) for t in range(block * AHEAD, (block + 1) * AHEAD)]
-            self._ahead = (block, number), self._counted(at, shape)
+            self._ahead = here, self._counted(at, shape)
         noise = self._ahead[1][turn.t % AHEAD]
         return noise if self.lead else noise[0]
 

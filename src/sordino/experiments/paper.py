@@ -1,7 +1,8 @@
 """The tables of the papers beside our own figures: what is common to all of them.
 
-`published/` holds what the papers print. A table is a list of wants: runs, and what is said of them by round. Features
-were pre-trained elsewhere than the papers' were, so levels differ; orders, gaps and shapes are to be compared.
+`published/` holds what the papers print, and settings that were tuned for it. A table is a list of wants: runs, and
+what is said of them by round. Features were pre-trained elsewhere than the papers' were, so levels differ; orders, gaps
+and shapes are to be compared.
 `paper_sofim` and `paper_fednew` have the tables.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import sordino
 from sordino.core import SordinoError
-from sordino.data.fetch import Folder, roots
+from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
 from sordino.experiments.compare import frozen
 from sordino.experiments.many import MOST, Trained, run_many
@@ -29,6 +32,7 @@ from sordino.experiments.spec import Spec
 
 PUBLISHED = Path(__file__).with_name("published")
 Tick = Callable[[int], None]
+Said = dict[int, tuple[float | None, float | None]]  # by round: mean and standard deviation, in percent
 
 
 def published(name: str) -> list[dict[str, str]]:
@@ -60,6 +64,11 @@ class Table(NamedTuple):
         return None
 
 
+def roots(data_dir: str | Path | None) -> list[Path]:
+    """Folders to look in."""
+    return [*(Path(given).expanduser() for given in (data_dir, os.environ.get("SORDINO_DATA")) if given), cache()]
+
+
 def tables() -> dict[str, Table]:
     """All of them, by name."""
     from sordino.experiments import paper_fednew, paper_sofim
@@ -68,11 +77,11 @@ def tables() -> dict[str, Table]:
 
 
 class Want(NamedTuple):
-    """One line: its labels, the keys of its runs but for the seed, and what is printed of it, in percent."""
+    """One line: its labels, the keys of its runs but for the seed, and what is printed of it."""
 
     labels: dict[str, Any]
     values: dict[str, Any]
-    said: dict[int, tuple[float, float | None]]  # by round: mean and standard deviation
+    said: Said
 
 
 class Found(NamedTuple):
@@ -90,6 +99,7 @@ class Job:
     data_dir: str | None = None
     seeds: int | None = None  # the table's own
     epsilons: tuple[float, ...] | None = None  # the table's own
+    clients: tuple[int, ...] | None = None  # of tables that vary them
     device: str = "cpu"
     settings: str | None = None  # a file; the table's own
     tick: Tick = lambda runs: None
@@ -122,17 +132,28 @@ def chosen(tuning: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, A
 # ----------------------------------------------------------------------------------------------------------- running
 
 
-def train(job: Job, wants: Sequence[Want], seeds: int, *, most: int = MOST, own_data: bool = False) -> list[Any]:
-    """Every want with every seed: its lines for the document. own_data: each seed has data of its own."""
-    runs = attempt(job, wants, range(1, seeds + 1), most=most, own_data=own_data)
+def train(job: Job, wants: Sequence[Want], seeds: int, **how: Any) -> list[dict[str, Any]]:
+    """Every want with every seed: its line for the document. how: see `attempt`."""
+    runs = attempt(job, wants, range(1, seeds + 1), **how)
     return [line(want, runs[k * seeds : (k + 1) * seeds]) for k, want in enumerate(wants)]
 
 
 def attempt(
-    job: Job, wants: Sequence[Want], seeds: Sequence[int], *, most: int = MOST, own_data: bool = False
+    job: Job,
+    wants: Sequence[Want],
+    seeds: Sequence[int],
+    *,
+    most: int = MOST,
+    split: int | None = None,
+    own_data: bool = False,
 ) -> list[Trained]:
-    specs = [Spec.of({**want.values, "seed": s, "split_seed": s}) for want in wants for s in seeds]
-    printed = sorted({round_ for want in wants for round_ in want.said})
+    """split: one partition for all seeds, so that they fit one batch. own_data: each seed has data of its own."""
+    specs = [
+        Spec.of({**want.values, "seed": seed, "split_seed": seed if split is None else split})
+        for want in wants
+        for seed in seeds
+    ]
+    printed = sorted({t for want in wants for t in want.said})
     dataset = None if own_data else job.dataset
     return run_many(specs, dataset, device=job.device, at=printed, most=most, tick=job.tick)
 
@@ -175,7 +196,7 @@ def document(job: Job, command: str) -> dict[str, Any]:
         "command": command,
         "device": job.device,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("sordino", "torch", "numpy", "scipy")},
+        "versions": {"sordino": sordino.__version__, **{name: version(name) for name in ("torch", "numpy", "scipy")}},
         "notes": list(found.notes),
         "across": found.across,
         "tuning": found.tuning,
@@ -191,6 +212,7 @@ Grid = tuple[list[str], list[list[str]]]  # head and rows
 def pivot(lines: Sequence[dict[str, Any]], across: str, at: str | None = None) -> Grid:
     """One row for all lines that differ in `across` alone, at the last round or at `at`."""
     columns = list(dict.fromkeys(each["labels"][across] for each in lines))
+    columns = sorted(columns) if all(isinstance(column, float) for column in columns) else columns
     names = list(dict.fromkeys(key for each in lines for key in each["labels"] if key != across))
     names = [key for key in names if len({str(each["labels"].get(key, "")) for each in lines}) > 1] or names[:1]
     rows: dict[tuple[str, ...], dict[Any, str]] = {}
@@ -206,12 +228,12 @@ def pivot(lines: Sequence[dict[str, Any]], across: str, at: str | None = None) -
 def cell(figure: dict[str, Any]) -> str:
     """Ours ± std (printed, difference)."""
     digits = figure.get("digits", 1)
-    ours = f"{figure['ours']:.{digits}f}" + (f" ± {figure['std']:.{digits}f}" if figure["std"] is not None else "")
-    ours += figure.get("mark", "")
+    ours = f"{figure['ours']:z.{digits}f}" + (f" ± {figure['std']:.{digits}f}" if figure["std"] is not None else "")
+    ours += str(figure.get("mark", ""))
     if figure["published"] is None:
         return ours
-    said = f"{figure['published']:.{digits}f}{figure.get('published_mark', '')}"
-    return f"{ours} ({said}, {figure['difference']:+.{digits}f})"
+    said = f"{figure['published']:z.{digits}f}{figure.get('published_mark', '')}"
+    return f"{ours} ({said}, {figure['difference']:+z.{digits}f})"
 
 
 def _word(value: Any) -> str:

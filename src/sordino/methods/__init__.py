@@ -11,6 +11,7 @@ from sordino.core import Method, SordinoError, Unit, nearest
 from sordino.methods.adadps import adadps
 from sordino.methods.adamw import fedadamw, localadamw
 from sordino.methods.adaptive import adambc, fedadam, fedyogi
+from sordino.methods.auto import auto
 from sordino.methods.covariance import dp_fednew_fc, fedfc
 from sordino.methods.fedavg import fedavg, fedavg_ls
 from sordino.methods.fedgd import fedgd
@@ -52,6 +53,7 @@ STEPS, MOMENTS = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau")
 LIMITS = "Statistical limits of DP federated M-estimation (arXiv 2605.18656)"
 
 REGISTRY: dict[str, Entry] = {
+    "auto": Entry(auto, "derived defaults", "this library; docs/methods.md", batch=(), normalize="record"),
     "dp-fedgd": Entry(fedgd, "first order", "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)"),
     "dp-fedsofim": Entry(
         sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)", batch=("lr", "rho", "beta", "local_lr")

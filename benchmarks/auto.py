@@ -1,0 +1,184 @@
+"""`auto`, untuned, on all data at hand; each of its levers taken away, and each of its constants halved and doubled.
+
+    python benchmarks/auto.py DATA_DIR [RIVALS.json]     # results/auto.json and .md
+
+DATA_DIR holds the frozen features, their public statistics, and the files of MNIST and Adult. 70 rounds, delta 1e-5,
+replace-one, Dirichlet 0.5; seeds 1 to 5 change partition and noise. RIVALS.json, as benchmarks/cifar10.py writes it, is
+for the table: the best tuned rival of each budget. Runs that results/auto.json holds already are not run again, if
+the code is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import statistics
+import sys
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import sordino as so
+from provenance import provenance
+from sordino.data.sources import RADIUS, Dataset
+from sordino.rules import derived
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "results" / "auto.json"
+EPSILONS = (0.5, 1.0, 5.0, 10.0)
+TRUSTS = ("untrusted-server", "secure-aggregation")
+SEEDS = (1, 2, 3, 4, 5)
+ROUNDS = (10, 70)
+FILES = {  # file, public statistics, clients
+    "CIFAR-10, ResNet-20": ("cifar10_resnet20.npz", None, 20),
+    "CIFAR-10, ResNet-20, public statistics": ("cifar10_resnet20.npz", "public_stats_resnet20.npz", 20),
+    "CIFAR-10, ResNet-44": ("cifar10_resnet44.npz", None, 20),
+    "CIFAR-10, ResNet-44, public statistics": ("cifar10_resnet44.npz", "public_stats_resnet44.npz", 20),
+    "Fashion-MNIST, ResNet-44": ("fashion_mnist_resnet44.npz", None, 20),
+    "Fashion-MNIST, ResNet-44, public statistics": ("fashion_mnist_resnet44.npz", "public_stats_resnet44.npz", 20),
+    "MNIST, pixels": ("mnist", None, 10),
+    "Adult": ("a9a", None, 20),
+    "synthetic(1,1)": ("synthetic(1,1)", None, None),
+    "digits": ("digits", None, 10),
+}
+LEVERS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "clients weigh alike (client-mean)": {"divisor": "client-mean"},
+    "no roots": {"records": "no roots"},
+    "own mean not taken off": {"records": "no mean"},
+    "records as they are": {"records": "none"},
+    "no covariance": {"covariance_share": 1e-9},
+    "no doubt": {"doubt": 0.0},
+    "same budget in all rounds": {"front": 0.0},
+    "steps as small as the prior says": {"reach": 0.0},
+}
+SCAN = {"clip": 5.0, "prior": 1.0, "doubt": 10.0, "front": 0.5, "covariance_share": 0.05, "reach": 2.0}
+VARIANTS = LEVERS | {f"{key} {factor:g}": {key: factor} for key, v in SCAN.items() for factor in (v / 2, v * 2)}
+FOLDER = Path()
+
+
+@lru_cache(maxsize=1)
+def read(name: str, records: str) -> Dataset:
+    file, stats, _ = FILES[name]
+    path = str(FOLDER / file) if file.endswith(".npz") else file
+    public = None if stats is None else FOLDER / stats
+    dataset = so.load(path, public_stats=public, normalize="record" if records == "record" else "none", data_dir=FOLDER)
+    if records in ("record", "none"):
+        return dataset
+
+    def scaled(x: np.ndarray) -> np.ndarray:
+        if records == "no mean" and (x >= 0).all():
+            x = np.sqrt(x)
+        if records == "no roots":
+            x = x - x.mean(1, keepdims=True)
+        return x * (RADIUS / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-9)).astype(np.float32)
+
+    return dataset._replace(x_train=scaled(dataset.x_train), x_test=scaled(dataset.x_test))
+
+
+def one(job: tuple[str, str, float, str, int]) -> dict[str, float]:
+    name, variant, epsilon, trust, seed = job
+    options = dict(VARIANTS[variant])
+    dataset, divisor = read(name, options.pop("records", "record")), options.pop("divisor", "pooled")
+    derived.REACH = options.pop("reach", SCAN["reach"])
+    clients = FILES[name][2]
+    which = so.split(dataset, "dirichlet:0.5" if clients else "by-site", clients=clients, seed=seed)
+    records = so.Records.of(dataset.x_train, dataset.y_train, which)
+    model = so.Linear(dataset.x_train.shape[1], len(dataset.classes))
+    privacy = so.Privacy(epsilon, trust=trust)
+    plan = so.Plan(so.build("auto", **options), 70, records.sizes, privacy, divisor=divisor)
+    found = {}
+    for turn in so.simulate.run(plan, model, records, so.source(seed)):
+        if turn.t + 1 in ROUNDS:
+            right = model.predict(turn.model, dataset.x_test).numpy() == dataset.y_test
+            found[str(turn.t + 1)] = float(right.mean())
+    return found
+
+
+def begin(folder: str) -> None:
+    global FOLDER
+    FOLDER = Path(folder)
+    torch.set_num_threads(1)
+
+
+def jobs() -> list[tuple[str, str, float, str, int]]:
+    main = [(name, "all", *rest) for name, *rest in itertools.product(FILES, EPSILONS, TRUSTS, SEEDS)]
+    tried = [n for n in FILES if "public" not in n and not n.startswith(("MNIST", "CIFAR-10, ResNet-44"))]
+    ends = list(itertools.product((0.5, 10.0), TRUSTS, (1,)))
+    return main + [(n, v, *e) for n in tried for v in VARIANTS if v != "all" for e in ends]
+
+
+def main(folder: str, rivals: str | None) -> None:
+    origin = provenance("python benchmarks/auto.py DATA_DIR RIVALS.json")  # of the code that is loaded now
+    sources = ("methods/auto.py", "rules/derived.py", "data/sources.py")
+    code = hashlib.sha256(b"".join((ROOT / "src" / "sordino" / p).read_bytes() for p in sources)).hexdigest()
+    old = json.loads(OUT.read_text()) if OUT.exists() else {}
+    runs: dict[str, dict[str, float]] = old.get("runs", {}) if old.get("code") == code else {}
+    todo = [job for job in jobs() if json.dumps(job) not in runs]
+    with get_context("spawn").Pool(2, begin, (folder,)) as pool:
+        for k, found in enumerate(track(pool.imap(one, todo, 8), total=len(todo), console=Console(stderr=True))):
+            runs[json.dumps(todo[k])] = found
+            if k % 50 == 0 or k == len(todo) - 1:
+                OUT.write_text(json.dumps({"provenance": origin, "code": code, "runs": runs}, indent=1) + "\n")
+    best = {} if rivals is None else best_of(json.loads(Path(rivals).read_text()))
+    OUT.with_suffix(".md").write_text(table(origin, {tuple(json.loads(k)): v for k, v in runs.items()}, best))
+
+
+def best_of(document: dict) -> dict[tuple[float, str], dict[str, float]]:
+    """Of each budget and trust model: the best mean of any method, round by round."""
+    best: dict[tuple[float, str], dict[str, float]] = {}
+    for row in document["rows"]:
+        key = (row["epsilon"], row.get("trust", document["setting"]["trust"]))
+        for t in map(str, ROUNDS):
+            best.setdefault(key, {})[t] = max(best.get(key, {}).get(t, 0.0), row["mean"][t])
+    return best
+
+
+def cell(runs: dict, name: str, variant: str, epsilon: float, trust: str) -> str:
+    found = [v for k, v in runs.items() if k[:4] == (name, variant, epsilon, trust)]
+    return " → ".join(f"{100 * statistics.mean(f[str(t)] for f in found):.1f}" for t in ROUNDS)
+
+
+def table(origin: dict, runs: dict, best: dict) -> str:
+    lines = [
+        "# auto, untuned: accuracy in % at round 10 → round 70",
+        "",
+        f"`{origin['command']}`. 70 rounds, δ = 1e-5, replace-one, Dirichlet 0.5 over 20 clients (10 for MNIST and "
+        "digits, 30 sites for synthetic), pooled divisor. Means of seeds 1 to 5 (partition and noise).",
+    ]
+    for trust in TRUSTS:
+        lines += [
+            "",
+            f"## {trust}",
+            "",
+            "| data | " + " | ".join(f"ε = {e:g}" for e in EPSILONS) + " |",
+            "|---" * 5 + "|",
+        ]
+        for name in FILES:
+            lines.append(f"| {name} | " + " | ".join(cell(runs, name, "all", e, trust) for e in EPSILONS) + " |")
+            if name == "CIFAR-10, ResNet-20" and any(t == trust for _, t in best):
+                figures = (best[e, trust] for e in EPSILONS)
+                cells = (" → ".join(f"{100 * f[str(t)]:.1f}" for t in ROUNDS) for f in figures)
+                lines.append("| *the best of the tuned rivals, round by round* | " + " | ".join(cells) + " |")
+    ends = list(itertools.product((0.5, 10.0), TRUSTS))
+    tried = sorted({k[0] for k in runs if k[1] != "all"}, key=list(FILES).index)
+    for name in tried:
+        lines += ["", f"## {name}: what each lever brings, and how flat each constant is", ""]
+        lines += ["Seed 1.", "", "| | " + " | ".join(f"ε = {e:g}, {t}" for e, t in ends) + " |"]
+        lines.append("|---" * (len(ends) + 1) + "|")
+        once = {k: v for k, v in runs.items() if k[4] == 1}
+        lines += [f"| {v} | " + " | ".join(cell(once, name, v, *end) for end in ends) + " |" for v in VARIANTS]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) == 3 else None)

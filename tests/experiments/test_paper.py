@@ -1,0 +1,195 @@
+"""The papers' tables: all are there, and what is ours stands beside the right figure."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sordino.cli import main
+from sordino.experiments import paper, paper_fednew, paper_sofim
+
+ROWS = {
+    "sofim-2": 214,
+    **{f"sofim-{k}": 252 for k in (3, 4, 5, 6)},
+    "sofim-7": 52,
+    "sofim-8": 196,
+    "sofim-9": 196,
+    "sofim-10-11": 24,
+    "sofim-12": 28,
+    "sofim-13": 20,
+    "sofim-14": 20,
+    "sofim-15-16": 128,
+    "fednew-5": 180,
+    "fednew-8": 180,
+    "fednew-10": 180,
+    "fednew-11": 144,
+}
+
+
+def call(capsys, *words):
+    status = main(("paper", *words))
+    captured = capsys.readouterr()
+    return status, captured.out
+
+
+@pytest.fixture
+def features(tmp_path, monkeypatch):
+    """Made-up features by the name of the real ones, and runs of two rounds."""
+    monkeypatch.delenv("SORDINO_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    y, y_test = np.arange(300) % 10, np.arange(50) % 10
+    centres = rng.standard_normal((10, 5))
+    x, x_test = (centres[each] + 0.3 * rng.standard_normal((len(each), 5)) for each in (y, y_test))
+    np.savez(tmp_path / "cifar10_resnet20.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    for module in (paper_sofim, paper_fednew):
+        monkeypatch.setattr(module, "ROUNDS", 2)
+    monkeypatch.setitem(paper_sofim.BASE, "rounds", 2)
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------------------------------- published
+
+
+def test_every_published_table_loads_whole():
+    found = {path.stem: len(paper.published(path.stem)) for path in paper.PUBLISHED.glob("*.csv")}
+    assert found == ROWS
+
+
+def test_every_table_has_a_preset():
+    names = set(paper.tables())
+    assert {f"sofim-{k}" for k in range(3, 17)} <= names
+    assert {f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "alpha-rho")} <= names
+    for table in paper.tables().values():
+        assert (table.needs is None) == (table.source == "")
+
+
+def test_settings_come_with_the_package():
+    """For every method and budget of table 3, where each message is seen and where sums are."""
+    for name, label in (("settings_client-mean", "dp-scaffold"), ("settings_sa", "dp-fedsofim (momentum)")):
+        job = paper.Job(paper.tables()["sofim-3"])
+        settings = paper.chosen(job.tuning(name))
+        assert {(label, epsilon) for epsilon in (0.5, 1.0, 5.0, 10.0)} <= settings.keys()
+
+
+def test_the_printed_totals_of_table_13_are_wrong():
+    """Rows add up, and to PathMNIST's 89,996 training records; the printed total is 96,844."""
+    rows = paper.published("sofim-13")
+    assert sum(int(row["printed_total"]) for row in rows) == 89_996
+    assert all(sum(int(row[f"class_{k}"]) for k in range(9)) == int(row["printed_total"]) for row in rows)
+
+
+# -------------------------------------------------------------------------------------------------------- differences
+
+
+def test_the_difference_is_ours_less_theirs():
+    figure = paper.against([60.0, 62.0], 58.5, 0.7)
+    assert figure["ours"] == 61.0
+    assert figure["std"] == pytest.approx(2**0.5, abs=1e-4)
+    assert figure["difference"] == 2.5
+    assert paper.cell(figure) == "61.0 ± 1.4 (58.5, +2.5)"
+    assert paper.cell(paper.against([60.0])) == "60.0"
+
+
+def test_lines_that_differ_in_one_label_are_one_row():
+    lines = [
+        {"labels": {"method": method, "epsilon": epsilon}, "rounds": {"70": paper.against([value], said)}}
+        for method, epsilon, value, said in (("A", 1.0, 50.0, 40.0), ("A", 5.0, 60.0, 65.0), ("B", 5.0, 70.0, None))
+    ]
+    head, rows = paper.pivot(lines, "epsilon")
+    assert head == ["method", "epsilon 1", "epsilon 5"]
+    assert rows == [["A", "50.0 (40.0, +10.0)", "60.0 (65.0, -5.0)"], ["B", "", "70.0"]]
+
+
+def test_published_figures_meet_their_rows():
+    rows = paper.published("sofim-3")
+    assert paper_sofim.said(rows, method="DP-FedSOFIM", epsilon=10.0)[70] == (68.56, 0.05)
+    assert paper_sofim.said(rows, method="DP-FedGD", epsilon=0.5)[10] == (33.98, 2.76)
+    assert paper_fednew._said(paper.published("fednew-8"), "DP-FedNew", 10, 0.1) == (pytest.approx(82.4), None)
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def test_what_is_not_at_hand_is_said_and_is_no_error(capsys, features):
+    status, out = call(capsys, "sofim-4", "--data-dir", str(features))
+    assert status == 0
+    assert "data not at hand" in out
+    assert "pathmnist_resnet20.npz" in out
+    assert "sordino features --data pathmnist" in out
+    assert call(capsys, "sofim-99")[0] == 2
+
+
+def test_all_tables_are_listed(capsys, features):
+    status, out = call(capsys, "--data-dir", str(features), "--json")
+    hand = {row["table"]: row["at_hand"] for row in json.loads(out)}
+    assert status == 0
+    assert hand.keys() == paper.tables().keys()
+    assert (hand["sofim-3"], hand["sofim-4"], hand["fednew-synthetic"], hand["fednew-8"]) == (True, False, True, False)
+
+
+@pytest.mark.parametrize("name", ["sofim-3", "sofim-7", "sofim-10", "sofim-12", "sofim-15"])
+def test_a_table_is_run_and_written(capsys, features, name):
+    flags = ["--data-dir", str(features), "--out", str(features / "out"), "--seeds", "1"]
+    flags += ["--epsilons", "1"] if name != "sofim-7" else []
+    status, out = call(capsys, name, *flags)
+    assert status == 0
+    assert "published" in out
+    found = json.loads((features / "out" / f"{name}.json").read_text())
+    assert str(features) not in json.dumps(found), "where data lie is nobody's business"
+    assert found["command"].startswith(f"sordino paper {name} --data-dir DIR")
+    page = (features / "out" / f"{name}.md").read_text()
+    assert page.startswith(f"# {name}: ")
+    lines = found["lines"]
+    assert all(line["settings"] for line in lines)
+    if name == "sofim-3":
+        methods = [line["labels"]["method"] for line in lines]
+        assert methods.count("DP-FedSOFIM (momentum)") == 2  # where each message is seen, and where sums are
+        assert methods.count("DP-SCAFFOLD") == 1  # not proved for sums
+    if name == "sofim-10":
+        steps = {(line["labels"]["part"], line["labels"]["step"]) for line in lines}
+        assert {("grad_only", "lr"), ("grad_only", "lr / rho"), ("full (momentum)", "lr / rho")} <= steps
+    if name == "sofim-15":
+        assert {"chi2", "p"} <= lines[0]["rounds"]["2"]["test"].keys()
+
+
+def test_a_budget_without_settings_is_refused(capsys, features):
+    assert call(capsys, "sofim-3", "--data-dir", str(features), "--epsilons", "3.3")[0] == 2
+
+
+def test_a_partition_is_described():
+    y, whose = np.array([0, 0, 1, 1, 0, 1, 0, 0]), np.array([0, 0, 0, 0, 1, 1, 2, 2])
+    shape = paper_sofim._shape(y, whose, 2)
+    assert shape["smallest client"] == 2
+    assert shape["classes absent, mean"] == pytest.approx(1 / 3)
+    assert shape["KL of a client's labels from uniform, mean"] == pytest.approx(np.log(2) / 3)
+
+
+def test_dp_fednew_tunes_runs_and_marks_what_is_not_certified(capsys, features, monkeypatch):
+    rng = np.random.default_rng(0)
+    for name, many in (("a9a", 120), ("a9a.t", 40)):
+        rows = [f"{'+-'[k % 2]}1 {1 + k % 2}:1 {rng.integers(3, 124)}:1" for k in range(many)]
+        (features / name).write_text("\n".join(rows) + "\n")
+    for key, value in (("USERS", 6), ("LIVES_AT", 4)):
+        monkeypatch.setattr(paper_fednew, key, value)
+    monkeypatch.setattr(
+        paper_fednew, "GRIDS", {k: {n: v[:1] for n, v in g.items()} for k, g in paper_fednew.GRIDS.items()}
+    )
+    table = paper.tables()["fednew-8"]
+    table.make.keywords["clients"] = (4,)
+    try:
+        flags = ["--data-dir", str(features), "--out", str(features / "out"), "--epsilons", "1", "--seeds", "1"]
+        assert call(capsys, "fednew-8", *flags)[0] == 0
+        found = json.loads((features / "out" / "fednew-8.json").read_text())
+        again = [*flags, "--settings", str(features / "out" / "fednew-8.json")]
+        assert call(capsys, "fednew-8", *again)[0] == 0
+    finally:
+        table.make.keywords["clients"] = (10, 100, 250, 500)
+    certified = {tuple(line["labels"][k] for k in ("level", "method", "noise", "certified")) for line in found["lines"]}
+    assert ("record", "DP-FedNew", "secure-aggregation", "no") in certified
+    assert ("record", "DP-FedNew without duals", "secure-aggregation", "yes") in certified
+    assert ("record", "DP-FedNew", "untrusted-server", "yes") in certified
+    assert ("user", "DP-Scaffold", "secure-aggregation", "no") in certified
+    assert all(
+        line["settings"].get("uncertified", False) == (line["labels"]["certified"] == "no") for line in found["lines"]
+    )

@@ -1,0 +1,248 @@
+"""auto: its steps against linear algebra done by hand, its noise against what was promised, its records one by one."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.core import Facts, Privacy, SordinoError, Trust, Unit
+from sordino.data.shard import Records
+from sordino.data.sources import FEW, RADIUS, by_record, of_roots, preprocess
+from sordino.engines import simulate
+from sordino.methods import build
+from sordino.methods.auto import stds
+from sordino.models.linear import Linear, Loss
+from sordino.privacy.noise import Seeded, Silent
+from sordino.privacy.plan import Plan
+from sordino.rules import derived, kalman
+
+MODEL = Linear(3, 4)
+SIZES = (40, 60, 100)
+
+
+def federation(seed=0, features=3, classes=4, kind=None):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(sum(SIZES), features)) * np.linspace(0.3, 2.0, features) + 0.5
+    y = rng.integers(0, classes, len(x)) if kind is None else x.sum(1)
+    return Records.of(x, y, np.repeat(np.arange(3), SIZES), dtype=torch.float64)
+
+
+def plan_for(records, rounds=6, *, unit=Unit.RECORD, trust="untrusted-server", epsilon=8.0, **options):
+    return Plan(build("auto", unit, **options), rounds, records.sizes, Privacy(epsilon, unit=unit, trust=trust))
+
+
+def last(plan, records, model=MODEL, seed=3, **kwargs):
+    source = Silent(0) if plan.silent else Seeded(seed)
+    return list(simulate.run(plan, model, records, source, **kwargs))[-1].model
+
+
+def moments(records):
+    u = torch.cat([records.x, torch.ones_like(records.x[:, :1])], 1)
+    return u.T @ u / len(u)
+
+
+def facts_of(rounds, std):
+    return Facts(3, np.array(SIZES), rounds, 3.0, std, MODEL.shapes)
+
+
+# ------------------------------------------------------------------------------------------------------ the spectrum
+
+
+def noised(A, std, seed):
+    z = np.random.default_rng(seed).normal(size=A.shape)
+    return A + std * torch.from_numpy((z + z.T) / 2)
+
+
+def test_without_noise_the_spectrum_is_the_matrix():
+    A = moments(federation())
+    value, V = derived.spectrum(A, torch.tensor(0.0), 100.0)
+    assert torch.allclose(V * value @ V.T, A)
+
+
+def test_noise_is_told_from_what_stands_above_it_and_the_rest_shares_the_trace():
+    rows, std, v = 60, 0.002, 0.3
+    A = torch.diag(torch.cat([torch.full((rows - 1,), (1 - v) / (rows - 1)), torch.tensor([v])])).double()
+    found = [derived.spectrum(noised(A, 8 * std, seed), torch.tensor(8 * std), 1.0)[0] for seed in range(200)]
+    top = torch.stack([value.max() for value in found])
+    error = float(top.std()) / math.sqrt(len(top))
+    raw = torch.stack([torch.linalg.eigvalsh(noised(A, 8 * std, seed)).max() for seed in range(200)])
+    shift = (8 * std) ** 2 * 2 * rows / 4 / v  # by which noise lifts it
+    assert abs(float(top.mean()) - v) < 5 * error + shift / 5
+    assert abs(float(raw.mean()) - v) > 5 * error + shift / 2  # the mutant: eigenvalues as they come
+    whole = torch.stack([value.sum() for value in found])
+    assert whole.max() < 1.02
+    assert abs(float(whole.mean()) - 1) < 8 * std * math.sqrt(rows)
+
+
+def test_under_pure_noise_all_directions_are_alike():
+    rows = 40
+    A = torch.eye(rows).double() / rows
+    value, _ = derived.spectrum(noised(A, 0.05, 1), torch.tensor(0.05), 1.0)
+    assert value.max() < 12 * value.min()  # the largest noise may just pass the edge
+    value, _ = derived.spectrum(noised(A, 50.0, 3), torch.tensor(50.0), 1.0)
+    assert value.sum() <= 1 + 1e-12
+    assert value.min() > 0
+
+
+# --------------------------------------------------------------------------------------------------------- the steps
+
+
+def test_without_noise_and_clip_the_first_step_is_newtons():
+    records = federation()
+    plan = plan_for(records, 2, epsilon=math.inf, clip=1e6)
+    shard, zero = records.fused(np.arange(3), np.ones(3)), torch.zeros(MODEL.size, dtype=torch.float64)
+    H = MODEL.curvature_sum(zero, shard, math.inf) / len(records.y)
+    c = MODEL.outputs
+    closed = torch.kron(moments(records), (torch.eye(c) - 1 / c).double() / c)
+    assert torch.allclose(H, closed)
+    g = MODEL.clipped_sum(zero, shard, math.inf) / len(records.y)
+    newton = -torch.linalg.pinv(H) @ g
+    assert torch.allclose(last(plan, records), newton, atol=1e-9)
+    assert not torch.allclose(2 * last(plan, records), newton, atol=1e-3)  # the mutant
+
+
+@pytest.mark.parametrize("doubt", [0.0, 10.0])
+def test_without_doubt_theta_is_the_posterior_mean_of_a_linear_model(doubt):
+    rng, T, std = np.random.default_rng(0), 12, 0.3
+    A = moments(federation())
+    rows, c = MODEL.shapes[0]
+    over = lambda rounds: stds(0.5, rounds)  # noqa: E731
+    rule = kalman(clip=1e6, most=1e6, prior=1.0, doubt=doubt, over=over)
+    theta = torch.zeros(rows * c, dtype=torch.float64)
+    state = rule.init(theta, facts_of(T, std), (A, torch.tensor(0.0)))
+    V, h, P, variance = state
+    assert np.allclose(variance.numpy(), (std * over(T)) ** 2)
+    H, prior = (V * h) @ V.T, (V * P) @ V.T
+    wanted = torch.from_numpy(rng.normal(size=(rows, c)))
+    information, weighted = torch.linalg.inv(prior), torch.zeros(rows, c, dtype=torch.float64)
+    for t in range(T):
+        g = H @ (theta.view(rows, c) - wanted) + std * over(T)[t] * torch.from_numpy(rng.normal(size=(rows, c)))
+        weighted = weighted + H @ (H @ theta.view(rows, c) - g) / variance[t]
+        information = information + H @ H / variance[t]
+        step, state = rule.update(g.flatten(), state, theta, t)
+        theta = theta + step
+    by_hand = torch.linalg.solve(information, weighted).flatten()
+    assert torch.allclose(theta, by_hand) == (doubt == 0)  # with doubt early rounds count less
+
+
+def test_the_prior_is_one_logit_or_what_the_noise_moves():
+    rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0, over=np.ones)
+    A, theta = moments(federation()), torch.zeros(MODEL.size, dtype=torch.float64)
+    for std in (0.0, 1e-4, 10.0):
+        _, h, P, variance = rule.init(theta, facts_of(25, std), (A, torch.tensor(0.0)))
+        value = torch.linalg.eigvalsh(A)
+        moved = std / 5 * float(value.sum().sqrt() / h.mean())
+        assert math.isclose(float((P * value).sum()), max(1.0, 2 * moved), rel_tol=1e-6)
+    K = P * h / variance[0]  # in much noise
+    logit = (value * (K * 10.0) ** 2 * 25).sum().sqrt()  # of the noise that 25 such steps add up to
+    assert math.isclose(float(logit), 2.0, rel_tol=1e-6)
+
+
+def test_a_clip_that_cuts_makes_gradients_flatter():
+    A, theta = moments(federation()), torch.zeros(MODEL.size, dtype=torch.float64)
+    length = float(torch.trace(A).sqrt()) * math.sqrt(1 - 1 / 4)
+    curvature = []
+    for clip in (length, length / 2, 10 * length):
+        rule = kalman(clip=clip, most=101.0, prior=1.0, doubt=10.0, over=np.ones)
+        curvature.append(rule.init(theta, facts_of(5, 0.1), (A, torch.tensor(0.0)))[1])
+    assert torch.allclose(curvature[1], curvature[0] / 2)
+    assert torch.allclose(curvature[2], curvature[0])
+
+
+def test_runs_side_by_side_are_the_runs_one_by_one():
+    records = federation()
+    plan = plan_for(records)
+    theta = torch.zeros(2, MODEL.size, dtype=torch.float64)
+    both = list(simulate.run(plan, MODEL, records, [Seeded(3), Seeded(4)], theta=theta))[-1].model
+    assert torch.allclose(both, torch.stack([last(plan, records, seed=s) for s in (3, 4)]))
+
+
+@pytest.mark.parametrize("unit", list(Unit))
+@pytest.mark.parametrize("trust", list(Trust))
+def test_pure_noise_does_not_blow_up(unit, trust):
+    records = federation()
+    for epsilon in (0.01, 0.5, math.inf):
+        theta = last(plan_for(records, 70, unit=unit, trust=trust, epsilon=epsilon), records)
+        assert torch.isfinite(theta).all()
+        u = torch.cat([records.x, torch.ones_like(records.x[:, :1])], 1)
+        assert (u @ theta.view(4, 4)).std() < 40  # labels are random: a logit of 2 for noise, and some room
+
+
+def test_it_fits_quantities_and_two_classes():
+    records = federation(kind="sum")
+    model = Linear(3, 1, Loss.SQUARES)
+    theta = last(plan_for(records, 30, epsilon=math.inf), records, model)
+    assert (model.predict(theta, records.x) - records.y).square().mean() < 0.01 * records.y.var()
+    rng = np.random.default_rng(1)
+    y = (records.x @ torch.tensor([1.0, -1.0, 1.0]).double() + 0.1 * torch.from_numpy(rng.normal(size=200)) > 1).long()
+    two, model = Records(records.x, y, records.starts), Linear(3, 2)
+    assert (model.predict(last(plan_for(two, 30, epsilon=math.inf), two, model), two.x) == y).double().mean() > 0.9
+
+
+def test_models_of_several_parameters_are_refused():
+    rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0, over=np.ones)
+    with pytest.raises(SordinoError, match="linear"):
+        rule.init(
+            torch.zeros(5), Facts(3, np.array(SIZES), 5, 3.0, 0.1, ((2, 2), (1,))), (torch.eye(2), torch.ones(()))
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- the noise
+
+
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("front", [0.0, 0.5, 1.0])
+def test_what_is_promised_is_spent_and_early_rounds_get_more(front, trust):
+    records = federation()
+    plan = plan_for(records, 71, trust=trust, epsilon=2.0, front=front)
+    assert math.isclose(plan.epsilon(), 2.0, rel_tol=1e-6)
+    part = np.diff(plan.spending() ** 2, prepend=0) / plan.mu() ** 2
+    assert math.isclose(part[0], 0.05, rel_tol=1e-6)
+    by_hand = np.arange(1.0, 71) ** -front
+    assert np.allclose(part[1:], 0.95 * by_hand / by_hand.sum())
+    facts = plan.facts(1)
+    assert np.allclose((facts.aggregate_std * stds(front, 70)) ** -2, part[1:] * (facts.aggregate_std**-2 * 70 / 0.95))
+
+
+def test_bad_options_are_refused():
+    for options in ({"clip": 0.0}, {"radius": -1.0}, {"prior": math.inf}, {"doubt": -1.0}, {"front": 2.0}):
+        with pytest.raises(SordinoError, match=next(iter(options))):
+            build("auto", **options)
+    with pytest.raises(SordinoError, match="front = 0"):
+        assert plan_for(federation(), 5000).stages
+    assert plan_for(federation(), 5000, front=0.0).stages
+
+
+# -------------------------------------------------------------------------------------------------------- the records
+
+
+def test_records_say_all_that_is_known_of_them():
+    x = np.random.default_rng(0).normal(size=(50, 20)).astype(np.float32)
+    x[::2] = abs(x[::2])
+    whole = by_record(x)
+    assert np.allclose(np.linalg.norm(whole, axis=1), RADIUS, rtol=1e-5)
+    assert np.array_equal(whole[7:8], by_record(x[7:8]))  # nothing is learnt from others
+    assert np.allclose(by_record(3 * x), whole, atol=1e-4)
+    signed = x[1::2]
+    assert np.allclose(by_record(signed - 0.25), whole[1::2], atol=1e-4) == bool((signed < 0).any(1).all())
+    roots = np.sqrt(x[::2]) - np.sqrt(x[::2]).mean(1, keepdims=True)
+    assert np.allclose(whole[::2], RADIUS * roots / np.linalg.norm(roots, axis=1, keepdims=True), atol=1e-4)
+    assert not by_record(np.full((2, 20), 0.1, np.float32)).any()  # all alike: no direction
+
+
+def test_few_features_keep_their_scale():
+    x = np.array([[0.5, -0.5], [30.0, 40.0]], np.float32)
+    assert x.shape[1] < FEW
+    assert np.allclose(by_record(x), [[0.5 * RADIUS / math.sqrt(2), -0.5 * RADIUS / math.sqrt(2)], [6, 8]])
+
+
+def test_public_statistics_of_roots_are_those_of_a_log_normal():
+    rng = np.random.default_rng(0)
+    z = rng.normal(size=(200_000, FEW)) @ (np.eye(FEW) + 0.1) * 0.3
+    x = np.exp(z).astype(np.float32)
+    mean, cov = of_roots(x.mean(0), np.cov(x.T))
+    assert np.allclose(mean, np.sqrt(x).mean(0), rtol=0.01)
+    assert np.allclose(np.diag(cov), np.sqrt(x).var(0), rtol=0.3)
+    found = preprocess(x, (x.mean(0), np.cov(x.T)), "record")
+    assert np.abs(found.mean(0)).max() < 0.1 < np.abs(preprocess(x, None, "record").mean(0)).max() + 0.1
