@@ -56,10 +56,10 @@ LEVERS: dict[str, dict[str, Any]] = {
     "records as they are": {"records": "none"},
     "no covariance": {"covariance_share": 1e-9},
     "no doubt": {"doubt": 0.0},
-    "same budget in all rounds": {"front": 0.0},
+    "same budget in all rounds": {"early_share": 0.0},
     "steps as small as the prior says": {"reach": 0.0},
 }
-SCAN = {"clip": 5.0, "prior": 1.0, "doubt": 10.0, "front": 0.5, "covariance_share": 0.05, "reach": 2.0}
+SCAN = {"clip": 5.0, "prior": 1.0, "doubt": 10.0, "early_share": 0.3, "covariance_share": 0.05, "reach": 2.0}
 VARIANTS = LEVERS | {f"{key} {factor:g}": {key: factor} for key, v in SCAN.items() for factor in (v / 2, v * 2)}
 FOLDER = Path()
 

@@ -53,7 +53,7 @@ def test_run_prints_one_json_document_and_progress_elsewhere(capsys, tmp_path):
     status, text, err = call(capsys, "run", "--rounds", "3", "--seed", "1", "--out", str(out), "--json")
     found = json.loads(text)
     assert status == 0
-    assert "dp-fedsofim" in err
+    assert "auto" in err
     assert list(found["accuracy"]) == ["1", "2", "3"]
     assert found["epsilon"] == pytest.approx(8)
     assert found["certified"] is False
@@ -83,7 +83,10 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--set", "lrr=1"], "lrr: neither a key of a run nor an option of dp-fedsofim. Did you mean 'lr'?"),
+        (
+            ["run", "--method", "dp-fedsofim", "--set", "lrr=1"],
+            "lrr: neither a key of a run nor an option of dp-fedsofim. Did you mean 'lr'?",
+        ),
         (["run", "--set", "lr"], "--set: 'lr' should read key=value"),
         (["run", "--method", "dp-fedadm"], "Did you mean 'dp-fedadam'?"),
         (["run", "--epsilon", "-1"], "epsilon: -1.0 must lie in"),
@@ -97,7 +100,8 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["run", "--set", "schedule_seed=-1"], "schedule_seed: -1 must be 0 or more"),
         (["run", "--set", "noise=1e-200"], "noise: 1e-200 must lie between"),
         (["run", "--epsilon", "2", "--set", "noise=3"], "noise: epsilon is given too"),
-        (["run", "--set", "lr=inf"], "lr: inf is not a number to run with"),
+        (["run", "--method", "dp-fedgd", "--set", "lr=inf"], "lr: inf is not a number to run with"),
+        (["run", "--set", "lr=1"], "lr: not an option of auto. It is one of dp-fedgd"),
         (["run", "--rounds", "3000000000"], "rounds: 3000000000 must lie between"),
         (["run", "--json", "nodir/x.json"], "--json: there is no directory"),
         (["run", "--delta", "0.9"], "delta: 0.9 must lie in"),

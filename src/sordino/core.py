@@ -185,9 +185,20 @@ class Correlated:
     encoder: np.ndarray
     decoder: np.ndarray
 
+    @property
+    def separate(self) -> bool:
+        """Every release has noise of its own, of a size fixed beforehand: nothing is carried from round to round."""
+        square = all(factor.shape[0] == factor.shape[1] for factor in (self.encoder, self.decoder))
+        return square and not any((f - np.diag(f.diagonal())).any() for f in (self.encoder, self.decoder))
+
     def sensitivity(self, rounds: np.ndarray) -> float:
         """Of a unit that takes part in exactly `rounds`, by at most 1 each time and in any direction."""
         return float(np.sqrt((np.abs(self.encoder)[:, rounds].sum(1) ** 2).sum()))
+
+
+def carries(noise: object) -> bool:
+    """Does it carry noise from one round to the next?"""
+    return isinstance(noise, Correlated) and not noise.separate
 
 
 @dataclass(frozen=True)

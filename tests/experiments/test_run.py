@@ -64,15 +64,15 @@ def test_no_noise_is_not_private(tmp_path):
 
 
 def test_a_directory_is_never_overwritten(tmp_path):
-    finished(tmp_path / "run", rounds=1)
+    finished(tmp_path / "run", rounds=2)
     before = (tmp_path / "run" / "certificate.json").read_bytes()
     with pytest.raises(SordinoError, match="not empty; resume it with"):
-        finished(tmp_path / "run", rounds=2)
+        finished(tmp_path / "run", rounds=3)
     assert (tmp_path / "run" / "certificate.json").read_bytes() == before
 
 
 def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_path):
-    job = run.prepare(Spec.of({"seed": 1, "client_epsilon": {"3": 1.0}}))
+    job = run.prepare(Spec.of({"method": "dp-fedgd", "seed": 1, "client_epsilon": {"3": 1.0}}))
     run.start(job, tmp_path / "run")
     next(run.rounds(job, tmp_path / "run"))
     with Ledger(tmp_path / "run" / "ledger.db") as ledger:
@@ -147,7 +147,7 @@ def test_a_run_goes_on_only_with_the_spec_and_data_it_began_with(tmp_path):
 
 
 def test_a_run_killed_before_it_paid_pays_when_it_resumes(tmp_path):
-    job = run.prepare(Spec.of({"rounds": 3, "seed": 1}))
+    job = run.prepare(Spec.of({"method": "dp-fedgd", "rounds": 3, "seed": 1}))
     run.start(job, tmp_path / "run")
     list(run.rounds(job, tmp_path / "run"))
     with Ledger(tmp_path / "run" / "ledger.db") as ledger:
@@ -298,12 +298,25 @@ def test_regression_runs_and_reports_mean_squared_error(tmp_path):
     x = rng.normal(size=(400, 3)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x, y=(x @ [1, -1, 0.5]).astype(np.float32))
     _, _, history = finished(
-        tmp_path / "run", data=str(tmp_path / "data.npz"), partition="iid", clients=2, epsilon=50.0, lr=0.3
+        tmp_path / "run",
+        data=str(tmp_path / "data.npz"),
+        method="dp-fedgd",
+        partition="iid",
+        clients=2,
+        epsilon=50.0,
+        lr=0.3,
     )
     assert history[-1]["mse"] < history[0]["mse"]
     values, classes, scores = predict(tmp_path / "run", str(tmp_path / "data.npz"))
     assert (classes, scores) == ([], [])
     assert len(values) == 400
+
+
+def test_auto_is_for_classes(tmp_path):
+    x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=x.sum(1))
+    with pytest.raises(SordinoError, match="method: auto derives its steps for classes"):
+        run.prepare(Spec.of({"data": str(tmp_path / "data.npz"), "partition": "iid"}))
 
 
 def test_model_must_fit_labels(tmp_path):

@@ -11,11 +11,11 @@ from sordino.data.shard import Records
 from sordino.data.sources import FEW, RADIUS, by_record, of_roots, preprocess
 from sordino.engines import simulate
 from sordino.methods import build
-from sordino.methods.auto import stds
+from sordino.methods.auto import EARLY
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.noise import Seeded, Silent
 from sordino.privacy.plan import Plan
-from sordino.rules import derived, kalman
+from sordino.rules import curved, derived, kalman
 
 MODEL = Linear(3, 4)
 SIZES = (40, 60, 100)
@@ -40,6 +40,11 @@ def last(plan, records, model=MODEL, seed=3, **kwargs):
 def moments(records):
     u = torch.cat([records.x, torch.ones_like(records.x[:, :1])], 1)
     return u.T @ u / len(u)
+
+
+def taken_in(A, theta, std=0.0):
+    rule = curved(1e6)
+    return rule.update(A, rule.init(theta, facts_of(1, std), ()), theta, 0)[1]
 
 
 def facts_of(rounds, std):
@@ -90,7 +95,7 @@ def test_under_pure_noise_all_directions_are_alike():
 
 def test_without_noise_and_clip_the_first_step_is_newtons():
     records = federation()
-    plan = plan_for(records, 2, epsilon=math.inf, clip=1e6)
+    plan = plan_for(records, 2, epsilon=math.inf, clip=1e6, early_share=0.0)
     shard, zero = records.fused(np.arange(3), np.ones(3)), torch.zeros(MODEL.size, dtype=torch.float64)
     H = MODEL.curvature_sum(zero, shard, math.inf) / len(records.y)
     c = MODEL.outputs
@@ -104,22 +109,23 @@ def test_without_noise_and_clip_the_first_step_is_newtons():
 
 @pytest.mark.parametrize("doubt", [0.0, 10.0])
 def test_without_doubt_theta_is_the_posterior_mean_of_a_linear_model(doubt):
-    rng, T, std = np.random.default_rng(0), 12, 0.3
-    A = moments(federation())
+    """Over two stages of unequal noise."""
+    rng, A = np.random.default_rng(0), moments(federation())
     rows, c = MODEL.shapes[0]
-    over = lambda rounds: stds(0.5, rounds)  # noqa: E731
-    rule = kalman(clip=1e6, most=1e6, prior=1.0, doubt=doubt, over=over)
+    rule = kalman(clip=1e6, most=1e6, prior=1.0, doubt=doubt)
     theta = torch.zeros(rows * c, dtype=torch.float64)
-    state = rule.init(theta, facts_of(T, std), (A, torch.tensor(0.0)))
-    V, h, P, variance = state
-    assert np.allclose(variance.numpy(), (std * over(T)) ** 2)
-    H, prior = (V * h) @ V.T, (V * P) @ V.T
-    wanted = torch.from_numpy(rng.normal(size=(rows, c)))
-    information, weighted = torch.linalg.inv(prior), torch.zeros(rows, c, dtype=torch.float64)
-    for t in range(T):
-        g = H @ (theta.view(rows, c) - wanted) + std * over(T)[t] * torch.from_numpy(rng.normal(size=(rows, c)))
-        weighted = weighted + H @ (H @ theta.view(rows, c) - g) / variance[t]
-        information = information + H @ H / variance[t]
+    state = rule.init(theta, facts_of(4, 0.1), taken_in(A, theta))
+    V, h, P, _ = state
+    H, information = (V * h) @ V.T, torch.linalg.inv((V * P) @ V.T)
+    wanted, weighted = torch.from_numpy(rng.normal(size=(rows, c))), torch.zeros(rows, c, dtype=torch.float64)
+    for t in range(12):
+        std = 0.1 if t < 4 else 0.3
+        if t == 4:
+            later = kalman(clip=1e6, most=1e6, prior=1.0, doubt=doubt, part=None)
+            state = later.init(theta, facts_of(8, std), state)
+        g = H @ (theta.view(rows, c) - wanted) + std * torch.from_numpy(rng.normal(size=(rows, c)))
+        weighted = weighted + H @ (H @ theta.view(rows, c) - g) / std**2
+        information = information + H @ H / std**2
         step, state = rule.update(g.flatten(), state, theta, t)
         theta = theta + step
     by_hand = torch.linalg.solve(information, weighted).flatten()
@@ -127,14 +133,14 @@ def test_without_doubt_theta_is_the_posterior_mean_of_a_linear_model(doubt):
 
 
 def test_the_prior_is_one_logit_or_what_the_noise_moves():
-    rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0, over=np.ones)
+    rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0)
     A, theta = moments(federation()), torch.zeros(MODEL.size, dtype=torch.float64)
     for std in (0.0, 1e-4, 10.0):
-        _, h, P, variance = rule.init(theta, facts_of(25, std), (A, torch.tensor(0.0)))
+        _, h, P, variance = rule.init(theta, facts_of(25, std), taken_in(A, theta))
         value = torch.linalg.eigvalsh(A)
         moved = std / 5 * float(value.sum().sqrt() / h.mean())
         assert math.isclose(float((P * value).sum()), max(1.0, 2 * moved), rel_tol=1e-6)
-    K = P * h / variance[0]  # in much noise
+    K = P * h / variance  # in much noise
     logit = (value * (K * 10.0) ** 2 * 25).sum().sqrt()  # of the noise that 25 such steps add up to
     assert math.isclose(float(logit), 2.0, rel_tol=1e-6)
 
@@ -144,8 +150,8 @@ def test_a_clip_that_cuts_makes_gradients_flatter():
     length = float(torch.trace(A).sqrt()) * math.sqrt(1 - 1 / 4)
     curvature = []
     for clip in (length, length / 2, 10 * length):
-        rule = kalman(clip=clip, most=101.0, prior=1.0, doubt=10.0, over=np.ones)
-        curvature.append(rule.init(theta, facts_of(5, 0.1), (A, torch.tensor(0.0)))[1])
+        rule = kalman(clip=clip, most=101.0, prior=1.0, doubt=10.0)
+        curvature.append(rule.init(theta, facts_of(5, 0.1), taken_in(A, theta))[1])
     assert torch.allclose(curvature[1], curvature[0] / 2)
     assert torch.allclose(curvature[2], curvature[0])
 
@@ -181,7 +187,7 @@ def test_it_fits_quantities_and_two_classes():
 
 
 def test_models_of_several_parameters_are_refused():
-    rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0, over=np.ones)
+    rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0)
     with pytest.raises(SordinoError, match="linear"):
         rule.init(
             torch.zeros(5), Facts(3, np.array(SIZES), 5, 3.0, 0.1, ((2, 2), (1,))), (torch.eye(2), torch.ones(()))
@@ -192,26 +198,24 @@ def test_models_of_several_parameters_are_refused():
 
 
 @pytest.mark.parametrize("trust", list(Trust))
-@pytest.mark.parametrize("front", [0.0, 0.5, 1.0])
-def test_what_is_promised_is_spent_and_early_rounds_get_more(front, trust):
-    records = federation()
-    plan = plan_for(records, 71, trust=trust, epsilon=2.0, front=front)
+@pytest.mark.parametrize("early", [0.0, 0.3])
+def test_what_is_promised_is_spent_and_early_rounds_get_more(early, trust):
+    plan = plan_for(federation(), 71, trust=trust, epsilon=2.0, early_share=early)
     assert math.isclose(plan.epsilon(), 2.0, rel_tol=1e-6)
     part = np.diff(plan.spending() ** 2, prepend=0) / plan.mu() ** 2
-    assert math.isclose(part[0], 0.05, rel_tol=1e-6)
-    by_hand = np.arange(1.0, 71) ** -front
-    assert np.allclose(part[1:], 0.95 * by_hand / by_hand.sum())
-    facts = plan.facts(1)
-    assert np.allclose((facts.aggregate_std * stds(front, 70)) ** -2, part[1:] * (facts.aggregate_std**-2 * 70 / 0.95))
+    late = [(0.95 - early) / (70 - EARLY)] * (70 - EARLY)
+    assert np.allclose(part, [0.05] + ([early / EARLY] * EARLY + late if early else [0.95 / 70] * 70))
+    first, last_ = plan.facts(1), plan.facts(len(plan.stages) - 1)
+    whole = first.aggregate_std**-2 * first.rounds + last_.aggregate_std**-2 * last_.rounds * bool(early)
+    said = first.aggregate_std * math.sqrt((early or 0.95) / 0.95 / first.rounds)
+    assert math.isclose(said, whole**-0.5, rel_tol=1e-6)  # the noise of the mean of all gradients, as the rule has it
 
 
 def test_bad_options_are_refused():
-    for options in ({"clip": 0.0}, {"radius": -1.0}, {"prior": math.inf}, {"doubt": -1.0}, {"front": 2.0}):
+    shares = ({"early_share": 0.99}, {"covariance_share": 0.0})
+    for options in ({"clip": 0.0}, {"radius": -1.0}, {"prior": math.inf}, {"doubt": -1.0}, *shares):
         with pytest.raises(SordinoError, match=next(iter(options))):
             build("auto", **options)
-    with pytest.raises(SordinoError, match="front = 0"):
-        assert plan_for(federation(), 5000).stages
-    assert plan_for(federation(), 5000, front=0.0).stages
 
 
 # -------------------------------------------------------------------------------------------------------- the records

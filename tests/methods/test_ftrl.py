@@ -554,7 +554,7 @@ def test_a_sum_on_record_is_not_noised_anew(participation, rounds, records, tmp_
             return [turn.aggregate for turn in reference.run(plan, MODEL, records, source, ledger=ledger, run_id="r")]
 
     first = sums(Secure(), "secret.db")
-    if participation == "full":
+    if participation == "full" or rounds == 1:  # one round carries no noise on, so that none comes from outside
         assert all(torch.equal(a, b) for a, b in zip(first, sums(Secure(), "secret.db"), strict=True))
     else:
         with pytest.raises(SordinoError, match="is not on record"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit, carries
 from sordino.methods import build
 from sordino.privacy import gaussian
 from sordino.privacy.certificate import certificate, ranges
@@ -99,7 +99,8 @@ def test_a_certificate_of_correlated_noise_holds(unit, trust, participation, opt
     assert [query["stream"] for query in cert["queries"]] == [True]
     assert {release["times"] for group in cert["groups"] for release in group["releases"]} == {1}
     outside = any("outside a round's cohort" in line for line in cert["assumes"])
-    assert outside == (trust != "untrusted-server" and participation != "full")
+    carried = any(carries(query.noise) for query in plan.stages[0].queries)
+    assert outside == (trust != "untrusted-server" and participation != "full" and carried)
     assert verified(cert, tmp_path) == 0
     assert "holds (certified)" in capsys.readouterr().out
 

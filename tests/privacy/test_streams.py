@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Correlated, Privacy, SordinoError
+from sordino.core import Correlated, Privacy, SordinoError, Trust
 from sordino.data.shard import Records
 from sordino.engines import reference
 from sordino.engines.client import turns
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import gaussian
 from sordino.privacy.certificate import certificate
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Secure, Seeded
@@ -98,3 +99,38 @@ def test_a_bound_that_rounding_would_break_is_refused():
         build("dp-fednew-fc", covariance_clip=1e4, alpha=5e-4, rho=5e-4)
     with pytest.raises(SordinoError, match="class_weights"):
         Linear(2, 3, class_weights=torch.tensor([1.0, -1.0, 1.0]))
+
+
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("participation", ["full", "fixed:2", "poisson:0.5", "cyclic:2"])
+def test_noise_that_is_not_carried_on_is_paid_round_by_round(participation, trust):
+    """A schedule's rounds have noise of different sizes, each its own: mu squared adds up over the rounds a client came
+    to, nobody sends noise for others, and a run may go on with another key."""
+    sizes, rounds = (40, 30, 20), 7
+    plan = Plan(
+        build("dp-ftrl", mechanism="schedule"),
+        rounds,
+        sizes,
+        Privacy(3.0, trust=trust),
+        Participation.parse(participation),
+    )
+    assert not plan.by_chance
+    assert not any(plan.goes_on(t) for t in range(rounds))
+    (level,) = plan.levels
+    stream = plan.stages[0].queries[0].noise
+    for i in range(len(sizes)):
+        mu2 = 0.0
+        for t, cohort in enumerate(plan.cohorts):
+            if i not in cohort:
+                continue
+            weight, std = level.weight, level.std * stream.decoder[t, t]
+            if trust is Trust.UNTRUSTED_SERVER:
+                mu2 += (level.sensitivity[i] / std[i]) ** 2
+            else:  # the participants' shares, as they arrive in the sum
+                arriving = (weight * std)[cohort] * plan.share(len(cohort))
+                mu2 += (level.sensitivity[i] * weight[i]) ** 2 / (arriving**2).sum()
+        (group,) = [g for g in plan.groups() if i in g.clients]
+        assert group.mu**2 == pytest.approx(mu2, rel=1e-9)
+    assert plan.mu() <= gaussian.mu(3.0, 1e-5) * (1 + 1e-9)
+    for turn in turns(plan, Linear(3, 2)):
+        assert len(turn.extras) == 0

@@ -17,7 +17,7 @@ RUN_FLAGS = (
     ("--label", "label", "label column of a table"),
     ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
     ("--partition", "partition", "iid, dirichlet[:A], classes:K, by-column:NAME, counts:FILE (default: dirichlet)"),
-    ("--method", "method", "see 'sordino methods' (default: dp-fedsofim)"),
+    ("--method", "method", "see 'sordino methods' (default: auto)"),
     ("--epsilon", "epsilon", "the promise (default: 8); inf runs without noise"),
     ("--delta", "delta", "its slack (default: 1e-5)"),
     ("--unit", "unit", "record or user (default: record)"),

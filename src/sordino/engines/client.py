@@ -28,6 +28,7 @@ from sordino.core import (
     SordinoError,
     Stage,
     Tree,
+    carries,
 )
 from sordino.privacy.noise import Address, Source, add
 from sordino.privacy.plan import Plan
@@ -59,7 +60,7 @@ def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
     for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
         first, facts = t, replace(plan.facts(s), shapes=model.shapes, blocks=blocks(model))
         stds, step = [plan.std(s, k) for k in range(len(stage.queries))], 0
-        common = plan.sums_only and any(isinstance(query.noise, Correlated) for query in stage.queries)
+        common = plan.sums_only and any(carries(query.noise) for query in stage.queries)
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]

@@ -33,6 +33,7 @@ from sordino.core import (
     SordinoError,
     Stage,
     Tree,
+    carries,
     forget,
     keep,
     nothing,
@@ -231,7 +232,7 @@ class Crowd:
         shape = tuple(total.shape[-1:])
         query = turn.stage.queries[number]
         # Streams of single clients that come and go do not add up to one stream.
-        apart = isinstance(query.noise, Correlated) and not self.plan.sums_only and turn.facts.cohort < len(turn.sizes)
+        apart = carries(query.noise) and not self.plan.sums_only and turn.facts.cohort < len(turn.sizes)
         if shares or apart:
             each = self._draw(turn, number, 0, senders, shape)
             noise = (each * self._laid(scale).unsqueeze(-1)).sum(self.lead)

@@ -88,8 +88,8 @@ NOTES = (
 
 
 def rivals(who: Sequence[Rival], unit: str) -> list[Rival]:
-    """At user level as published alone: the paper has figures of it, but no table."""
-    return [each for each in who if unit == "record" or (each.trust == SUMS and each.duals is not False)]
+    """At user level where sums alone are seen: a client's own noise would drown it."""
+    return [each for each in who if unit == "record" or each.trust == SUMS]
 
 
 def settle(job: Job, who: Sequence[Rival], units: Sequence[str], source: str, partition: str) -> dict[str, Any]:

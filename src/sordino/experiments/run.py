@@ -28,6 +28,7 @@ from sordino.data.shard import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import simulate
 from sordino.experiments.spec import Spec
+from sordino.methods import entry
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import gaussian
 from sordino.privacy.certificate import certificate, finite, ranges
@@ -103,6 +104,8 @@ def choose_model(spec: Spec, dataset: Dataset) -> Linear:
     kind = (Loss.SOFTMAX if classes else Loss.SQUARES) if spec.model == "auto" else Loss(spec.model)
     if (kind is Loss.SQUARES) != (not classes):
         raise SordinoError(f"model: {kind} does not fit labels that are {'classes' if classes else 'quantities'}.")
+    if not classes and entry(spec.method).normalize != "none":
+        raise SordinoError(f"method: {spec.method} derives its steps for classes; name another, such as dp-fedgd.")
     if kind is Loss.LOGISTIC and classes != 2:
         raise SordinoError(f"model: logistic is for two classes, the data have {classes}; use softmax.")
     weights = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.core import Privacy, SordinoError, Unit, nearest
-from sordino.methods import build, entry
+from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Loss
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -46,7 +46,7 @@ class Spec:
     # method
     model: str = "auto"
     class_weights: tuple[float, ...] | None = None
-    method: str = "dp-fedsofim"
+    method: str = "auto"
     rounds: int | None = None  # the method's own number
     dtype: str = "float32"
     # privacy
@@ -67,9 +67,7 @@ class Spec:
         known = entry(self.method).options
         for key in self.options:
             if key not in known:
-                raise SordinoError(
-                    f"{key}: neither a key of a run nor an option of {self.method}.{nearest(key, keys(self.method))}"
-                )
+                raise _stranger(key, self.method)
         for name, value, words in (("model", self.model, MODELS), ("dtype", self.dtype, DTYPES)):
             if value not in words:
                 raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, words)}")
@@ -92,9 +90,7 @@ class Spec:
             elif key in options:
                 own[key] = _like(key, value, options[key])
             else:
-                raise SordinoError(
-                    f"{key}: neither a key of a run nor an option of {method}.{nearest(key, keys(str(method)))}"
-                )
+                raise _stranger(key, str(method))
         return Spec(**run, options=own)
 
     @staticmethod
@@ -164,6 +160,15 @@ class Spec:
             self.noise,
             self.uncertified,
         )
+
+
+def _stranger(key: str, method: str) -> SordinoError:
+    """For a key that neither the run nor its method has; others may."""
+    others = [name for name, known in REGISTRY.items() if key in known.options]
+    if others:
+        also = f" It is one of {', '.join(others[:3])}{' …' if len(others) > 3 else ''}: name the method."
+        return SordinoError(f"{key}: not an option of {method}.{also}")
+    return SordinoError(f"{key}: neither a key of a run nor an option of {method}.{nearest(key, keys(method))}")
 
 
 def _in_full(name: str) -> str:

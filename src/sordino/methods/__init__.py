@@ -24,6 +24,8 @@ from sordino.methods.sam import fedsam
 from sordino.methods.scaffold import scaffold
 from sordino.methods.sofim import sofim
 
+_signature = functools.cache(inspect.signature)
+
 
 class Entry(NamedTuple):
     factory: Callable[..., Method]
@@ -37,40 +39,26 @@ class Entry(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Name and default of every hyperparameter."""
-        return dict(_parameters(self.factory))
+        return {p.name: p.default for p in _signature(self.factory).parameters.values() if p.name != "unit"}
 
     @property
     def summary(self) -> str:
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
 
-@functools.cache
-def _parameters(factory: Callable[..., Method]) -> tuple[tuple[str, Any], ...]:
-    return tuple((p.name, p.default) for p in inspect.signature(factory).parameters.values() if p.name != "unit")
-
-
-STEPS, MOMENTS = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau")
+STEPS, MOMENTS, FISHER = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau"), ("lr", "rho", "beta", "local_lr")
 LIMITS = "Statistical limits of DP federated M-estimation (arXiv 2605.18656)"
 
 REGISTRY: dict[str, Entry] = {
     "auto": Entry(auto, "derived defaults", "this library; docs/methods.md", batch=(), normalize="record"),
     "dp-fedgd": Entry(fedgd, "first order", "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)"),
-    "dp-fedsofim": Entry(
-        sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)", batch=("lr", "rho", "beta", "local_lr")
-    ),
+    "dp-fedsofim": Entry(sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)", batch=FISHER),
     "dp-fedadam": Entry(fedadam, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP", batch=MOMENTS),
     "dp-fedyogi": Entry(fedyogi, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP", batch=MOMENTS),
-    "dp-adambc": Entry(
-        adambc, "adaptive server", "Tang et al. 2024 (arXiv 2312.14334)", batch=("lr", "beta1", "beta2")
-    ),
+    "dp-adambc": Entry(adambc, "adaptive server", "Tang et al. 2024 (arXiv 2312.14334)", batch=MOMENTS[:3]),
     "dp-fedavg": Entry(fedavg, "local steps", "McMahan et al. 2017 (arXiv 1602.05629), under DP", batch=STEPS),
     "dp-fedavg-ls": Entry(fedavg_ls, "local steps, smoothing", "Liang et al. 2020 (arXiv 2005.00218)", batch=STEPS),
-    "dp-adafedprox": Entry(
-        adafedprox,
-        "local steps",
-        "FedProx, Li et al. 2020 (arXiv 1812.06127), adaptive, under DP",
-        batch=(*STEPS, "mu"),
-    ),
+    "dp-adafedprox": Entry(adafedprox, "local steps", "Li et al. 2020 (arXiv 1812.06127)", batch=(*STEPS, "mu")),
     "dp-scaffold": Entry(
         scaffold, "local steps, control variates", "Noble et al. 2022 (arXiv 2111.09278)", batch=STEPS
     ),

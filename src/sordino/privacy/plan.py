@@ -34,6 +34,7 @@ from sordino.core import (
     Stream,
     Trust,
     Unit,
+    carries,
     nearest,
     nothing,
 )
@@ -150,7 +151,7 @@ class Plan:
     @property
     def by_chance(self) -> bool:
         """A stream of noise whose clients come by coin: any of them may come in every round."""
-        streams = any(isinstance(q.noise, Correlated) for stage in self.stages for q in stage.queries)
+        streams = any(carries(q.noise) for stage in self.stages for q in stage.queries)
         return streams and self.participation.kind == "poisson"
 
     @property
@@ -179,7 +180,7 @@ class Plan:
     def goes_on(self, t: int) -> bool:
         """Round t adds to a stream of noise that began before it, and so needs the draws it began with."""
         stage = self.stage_of(t)
-        streams = any(isinstance(query.noise, Correlated) for query in self.stages[stage].queries)
+        streams = any(carries(query.noise) for query in self.stages[stage].queries)
         return streams and t > sum(self.stage_rounds[:stage]) and not self.silent
 
     def stage_of(self, t: int) -> int:
@@ -293,7 +294,7 @@ class Plan:
 
     def senders(self, query: Query) -> float:
         """Expected number of clients whose noise a round adds up: the cohort, or everyone for a common stream."""
-        common = self.sums_only and isinstance(query.noise, Correlated)
+        common = self.sums_only and carries(query.noise)
         return self.clients * (1.0 if common else self.participation.rate(self.clients))
 
     def own_std(self, level: Level) -> np.ndarray:

@@ -13,9 +13,7 @@ releases are averaged. `doubt` is about h, which falls as the model fits: it kee
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
     seen, vectors = torch.linalg.eigh((A + A.transpose(-1, -2)).double() / 2)
     std = std.to(seen)
     edge = std * math.sqrt(2 * rows)
-    trace = seen.sum(-1, keepdim=True).maximum(std * math.sqrt(rows)).clamp(FLOOR * most, most)
+    trace = seen.sum(-1, keepdim=True).maximum(std * math.sqrt(rows)).clamp(FLOOR**3 * most, most)
     above = seen > edge
     value = torch.where(above, (seen + (seen.square() - edge.square()).clamp_min(0).sqrt()) / 2, 0.0).minimum(trace)
     rest = (trace - value.sum(-1, keepdim=True)).maximum(std) / (~above).sum(-1, keepdim=True).clamp_min(1)
@@ -45,30 +43,47 @@ def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
     return value.to(A.dtype), vectors.to(A.dtype)
 
 
-def kalman(*, clip: float, most: float, prior: float, doubt: float, over: Callable[[int], np.ndarray]) -> Rule:
-    """The steps above, for a model of one matrix. The stage before leaves (A, the std of its noise).
+def curved(most: float) -> Rule:
+    """Take in A. The state is what `kalman` goes on from, and of length one until somebody came."""
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+        one = theta.new_ones(1)
+        return one.view(1, 1), one, one, torch.as_tensor(facts.aggregate_std).to(theta)
+
+    def update(A: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        rows = math.isqrt(A[(0,) * (theta.dim() - 1)].numel())
+        value, V = spectrum(A.reshape(*theta.shape[:-1], rows, rows), state[3], most)
+        return torch.zeros_like(theta), (V, value, value.reciprocal(), state[3])
+
+    return Rule(init, update)
+
+
+def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float | None = 1.0) -> Rule:
+    """The steps above, for a model of one matrix, after a stage of `curved`.
 
     most: of |u|^2. prior: std of a logit before anything is known, to which every eigenvector adds alike. It is raised
-    until the noise of the whole run would carry a logit to REACH: the class that is chosen does not depend on the
-    scale, so steps that keep the model nearer to zero gain nothing. over: the noise of each of so many rounds, in units
-    of the stage's.
+    until the noise of all steps would carry a logit to REACH: the class that is chosen does not depend on the scale, so
+    steps that keep the model nearer to zero gain nothing. part: that this stage has of all gradients' budget; None for
+    one that goes on from another.
     """
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        (A, error), (rows, outputs) = before, matrix_of(facts)
-        value, V = spectrum(A.reshape(*theta.shape[:-1], rows, rows).to(theta), error, most)
+        (V, value, P, error), (rows, outputs) = before, matrix_of(facts)
+        nu = torch.as_tensor(facts.aggregate_std).to(theta)
+        if part is None:
+            return V, value, P, nu.square()
+        if V.shape[-1] != rows:  # nobody came
+            value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), error, most)
         length = value.sum(-1, keepdim=True).sqrt()  # of u, in the square mean
         residual = math.sqrt(1 - 1 / outputs)  # |p - y| at zero
         h = value / outputs * (clip / (residual * length).clamp_min(clip))  # a gradient that is cut is curved less
-        std = facts.aggregate_std * over(facts.rounds)
-        whole = facts.aggregate_std / math.sqrt((over(facts.rounds) ** -2.0).sum())  # noise of all rounds' mean
+        whole = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
         moved = whole * length / h.mean(-1, keepdim=True)  # by which it moves a logit
-        P = (REACH * moved).clamp_min(prior**2) / (rows * value)
-        return V, h, P, torch.from_numpy(std**2).to(theta)
+        return V, h, (REACH * moved).clamp_min(prior**2) / (rows * value), nu.square()
 
     def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         V, h, P, variance = state
-        noise = variance[t] / (h.square() * P.clamp_min(LEAST))  # over signal
+        noise = variance / (h.square() * P.clamp_min(LEAST))  # over signal
         K = 1 / (h * (1 + noise))
         along = V.transpose(-1, -2) @ g.reshape(*g.shape[:-1], V.shape[-1], -1)
         return -(V @ (K.unsqueeze(-1) * along)).flatten(-2), (V, h, P * (1 - 1 / (1 + doubt + noise)), variance)
