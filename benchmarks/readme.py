@@ -9,6 +9,7 @@ A figure in either is followed by an invisible `<!--name-->`; `figures` computes
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -33,7 +34,7 @@ def load(name: str) -> Any:
 
 def figures() -> dict[str, str]:
     """Every figure by its name, from the raw samples."""
-    bench, digits, cifar = load("bench.json")["raw"], load("digits.json"), load("cifar10_resnet20.json")
+    bench, digits = load("bench.json")["raw"], load("digits.json")
     found = {
         "round": f"{statistics.median(bench['round_over_two_matmuls']['samples']):.2f}",
         "many": f"{statistics.median(bench['many_clients_over_few']['samples']):.2f}",
@@ -48,12 +49,19 @@ def figures() -> dict[str, str]:
     }
     for row in digits["rows"]:
         found[f"digits {row['trust']} {row['epsilon']}"] = f"{100 * statistics.mean(row['samples']):.0f}"
-    for row in cifar["rows"]:
-        for t in ("10", "70"):
-            mean = statistics.mean(run[t] for run in row["runs"].values())
-            found[f"cifar {row['divisor'][0]} {row['method']} {row['epsilon']:g} {t}".replace("-", " ")] = (
-                f"{100 * mean:.1f}"
-            )
+    for trust in ("untrusted-server", "secure-aggregation"):
+        document = load(f"table3/{trust}.json")
+        for epsilon, t in itertools.product((0.5, 1.0, 5.0, 10.0), (10, 70)):
+            means: dict[str, list[float]] = {}
+            for run in document["runs"]:
+                if run["epsilon"] == epsilon and run["group"] == "comparison":
+                    means.setdefault(run["label"], []).append(run["accuracy"][t - 1])
+            score = {label: 100 * statistics.mean(values) for label, values in means.items()}
+            found[f"{trust} auto {epsilon:g} {t}"] = f"{score.pop('auto'):.1f}"
+            found[f"{trust} best {epsilon:g} {t}"] = f"{max(score.values()):.1f}"
+    many = {device: load(f"many_{device}.json") for device in ("cpu", "cuda")}
+    found["together"] = f"{min(many['cpu']['times_faster'].values()):.1f}"
+    found["microseconds"] = f"{max(many['cuda']['microseconds_per_run_and_round'].values()):.1f}"
     return {name.replace("-", " "): value for name, value in found.items()}
 
 
