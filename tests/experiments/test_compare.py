@@ -124,7 +124,16 @@ def test_a_sweep_on_the_command_line(tmp_path, capsys):
     assert main([*words, "--epsilon", "8", "--charge-tuning", "count", "--out", str(tmp_path / "paid")]) == 0
     told = capsys.readouterr().out
     assert "paid for: 2 runs" in told
+    assert "certified: ε = 8 at δ = 1e-05, all runs of the search together" in told
     assert "2 runs" in (tmp_path / "paid" / "statement.md").read_text()
+    cert = json.loads((tmp_path / "paid" / "certificate.json").read_text())
+    assert cert["epsilon"] == pytest.approx(8.0, rel=1e-6)  # of the search, not of the run that it chose
+    assert cert["rounds"] == 6
+    assert main(["verify", str(tmp_path / "paid" / "certificate.json")]) == 0
+    assert main([*words, "--trust", "trusted-server", "--epsilon", "8", "--charge-tuning", "stopping", "--json"]) == 0
+    told = capsys.readouterr()
+    assert not json.loads(told.out[told.out.index("{") :])["certificate"]["certified"]
+    assert "/" not in told.err  # no bar that counts
 
 
 @pytest.mark.parametrize(
@@ -157,3 +166,16 @@ def test_mistakes_get_one_line(words, message, capsys, tmp_path, monkeypatch):
 def test_values_of_a_grid_are_read_as_a_run_reads_them():
     assert sweep.grid_of(["lr=1,2"], None, {"method": "dp-fedgd"}) == {"lr": (1.0, 2.0)}
     assert sweep.grid_of(["steps=1,2"], None, {"method": "dp-fedavg"}) == {"steps": (1, 2)}
+
+
+def test_figures_of_real_clients_stay_private(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 9))
+    np.savez(tmp_path / "d.npz", x=x, y=(x[:, 0] > 0).astype(int), client=np.arange(120) % 3)
+    base = {"data": str(tmp_path / "d.npz"), "partition": "by-site", "rounds": 2}
+    who = compare.contestants(["dp-fedgd"], base)
+    runs = compare.lineup(who, base, [4.0], [1], compare.UNTOUCHED)
+    made = compare.document(runs, base=base, tuning=compare.UNTOUCHED, command="")
+    assert made["partition"] is None
+    assert made["runs"][0]["per_client"] is None
+    report.write(made, tmp_path)

@@ -166,3 +166,32 @@ def test_what_cannot_be_paid_is_refused(digits):
         charge.search({**BASE, "unit": "user"}, GRID, validated(digits), "count")
     with pytest.raises(SordinoError, match="stopping"):
         charge.search(BASE, GRID, validated(digits), "stoping")
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"delta": (1e-5, 1e-2)},
+        {"adjacency": ("replace-one", "add-remove")},
+        {"unit": ("user",)},
+        {"epsilon": (0.1, 0.2)},
+        {"trust": ("trusted-server", "untrusted-server")},
+        {"clients": (2, 40)},
+    ],
+    ids=str,
+)
+def test_a_paid_search_tries_options_only(grid, digits):
+    """What changes the promise from run to run would not be paid for by the one budget."""
+    with pytest.raises(SordinoError, match="tries options only"):
+        charge.search(BASE, grid, validated(digits), "count")
+
+
+def test_wishes_of_single_clients_are_not_paid_by_halves(digits):
+    with pytest.raises(SordinoError, match="one budget for all"):
+        charge.search({**BASE, "client_epsilon": {"0": 0.4}}, GRID, validated(digits), "count")
+
+
+def test_random_stopping_does_not_count_aloud(digits):
+    ticks = []
+    charge.search({**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", mean=3.0, tick=ticks.append)
+    assert ticks == []

@@ -251,3 +251,31 @@ def test_a_stream_that_would_wrap_is_refused(monkeypatch):
     assert Secure(KEY).normal(HERE, (10,)).size == 10
     with pytest.raises(SordinoError, match="shape"):
         Secure(KEY).normal(HERE, (11,))
+
+
+def test_counted_streams_differ_between_seeds_and_clients():
+    """A key made like a place would let client 2 of seed 1 draw what client 1 of seed 2 draws."""
+    from sordino.privacy.noise import Counted
+
+    draws = [
+        Counted(seed).normal(Address(client, 0, query, index), (4,))
+        for seed, client, query, index in itertools.product(range(5), range(5), range(2), range(2))
+    ]
+    draws += [
+        Counted(seed).uniform(Address(client, 0, 0), (4,)) for seed, client in itertools.product(range(5), repeat=2)
+    ]
+    assert len({tuple(draw) for draw in draws}) == len(draws)
+
+
+def test_counted_normals_are_standard_and_begin_alike():
+    from sordino.privacy.noise import Counted, counted
+
+    z = counted([Counted(seed) for seed in range(4)], [Address(0, t, 0) for t in range(10)], 20_000)
+    assert z.shape == (10, 4, 20_000)
+    assert abs(float(z.mean())) < 4 / math.sqrt(z.numel())
+    assert abs(float(z.square().mean()) - 1) < 4 * math.sqrt(2 / z.numel())
+    assert abs(float((z**4).mean()) - 3) < 4 * math.sqrt(96 / z.numel())
+    assert abs(float((z[..., 1:] * z[..., :-1]).mean())) < 4 / math.sqrt(z.numel())
+    assert abs(float((z[1:] * z[:-1]).mean())) < 4.5 / math.sqrt(z.numel())
+    short = Counted(2).normal(Address(0, 3, 0), (5,))
+    assert np.array_equal(short, z[3, 2, :5].numpy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,8 @@ def act(arguments: argparse.Namespace) -> int:
     if out:
         out.mkdir(parents=True, exist_ok=True)
     total = {"grid": grids.size(grid) * arguments.seeds, "optuna": arguments.trials}.get(arguments.search)
-    with bar("settings", total if arguments.charge_tuning != "stopping" else None) as tick:
+    hidden = arguments.charge_tuning == "stopping"  # how many runs there were is a secret
+    with nullcontext(lambda runs: None) if hidden else bar("settings", total) as tick:
         if arguments.charge_tuning == "no":
             found = sweep.sweep(
                 values,
@@ -128,6 +130,10 @@ def _tell(found: dict[str, Any], out: Path | None) -> None:
             page.print(f"… and {len(found['rows']) - found['shown']} more; --json or --out keeps all", markup=False)
     page.print(f"best: {', '.join(f'{k} = {v}' for k, v in found['best'].items())}", markup=False)
     page.print(f"tuning: {found['paid']}", markup=False)
+    if "certificate" in found:
+        cert = found["certificate"]
+        verdict = f"certified: ε = {cert['epsilon']:.4g} at δ = {cert['delta']:g}, all runs of the search together"
+        page.print(verdict if cert["certified"] else f"not certified: {'; '.join(cert['reasons'])}", markup=False)
     if found.get("command"):
         page.print(f"train it: {found['command']}", markup=False)
     if out:

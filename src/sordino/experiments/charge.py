@@ -23,6 +23,7 @@ from sordino.data.sources import Dataset, generator
 from sordino.experiments.grids import Grid, product
 from sordino.experiments.many import Trained, run_many
 from sordino.experiments.spec import Spec
+from sordino.methods import entry
 from sordino.privacy import gaussian, selection
 from sordino.privacy.noise import Address, source
 
@@ -62,6 +63,12 @@ def search(
         raise SordinoError(
             "unit: a user's records would train and validate both, and pay twice; score by public data instead."
         )
+    if strangers := [key for key in grid if key not in entry(base.method).options]:
+        raise SordinoError(
+            f"--grid: {strangers[0]} changes the run, not the method; a search that pays tries options only."
+        )
+    if base.client_epsilon:
+        raise SordinoError("client_epsilon: a search that pays knows one budget for all; leave it out.")
     if how == "stopping":
         settings, account, mu = _random(settings, privacy, mean, base.seed)
     else:
@@ -72,7 +79,8 @@ def search(
     specs = [
         Spec.of({**values, **options, "epsilon": own, "seed": _seed(base, i)}) for i, options in enumerate(settings)
     ]
-    trained = run_many(specs, dataset, device=device, at=(), tick=tick)
+    silent = how == "stopping"  # how many runs there were is a secret
+    trained = run_many(specs, dataset, device=device, at=(), tick=(lambda runs: None) if silent else tick)
     counts = np.array([each.scores[max(each.scores)] for each in trained]) * len(dataset.y_test)
     if how != "public":
         # Where single messages are seen, each client's own count must carry the whole noise.

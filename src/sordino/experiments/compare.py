@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import sordino
-from sordino.core import SordinoError, nearest
+from sordino.core import SordinoError, Unit, nearest
 from sordino.data.partition import describe, split
 from sordino.data.sources import Dataset
 from sordino.experiments import charge
@@ -285,7 +285,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         Seeded(spec.seed or 0),
         version=sordino.__version__,
         spec_sha256=trained.spec.sha256(),
-        tested=len(dataset.y_test),
+        tested=len(dataset.y_test) if plan.privacy.unit is Unit.RECORD else None,
     )
     own = np.zeros(plan.clients)
     for group in plan.groups():
@@ -302,7 +302,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         "signal": [float(f"{value:.4g}") for value in trained.signal] or None,
         "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
         "per_class": [round(float(value), 4) for value in by_class],
-        "per_client": _per_client(trained, dataset, client),
+        "per_client": None if spec.partition.startswith("by-") else _per_client(trained, dataset, client),
         "client_epsilon": [finite(float(f"{value:.6g}")) for value in own],
         "correct": pack(right),
         "seconds": round(trained.seconds, 4),

@@ -242,7 +242,7 @@ def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: 
         "rounds": job.plan.rounds,
         "beats_guessing": beats_guessing(job, history[-1]),
         "heterogeneity": heterogeneity(job),
-        "client_names": job.names,
+        "client_names": cert["client_names"],
         "seconds": history[-1]["seconds"],
         "out": str(out) if out else None,
         "spec": job.spec.values(),

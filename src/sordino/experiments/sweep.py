@@ -19,7 +19,7 @@ from sordino.experiments.many import run_many
 from sordino.experiments.run import read
 from sordino.experiments.spec import Spec, parse_setting
 from sordino.experiments.tune import Case, tune, validated
-from sordino.privacy.certificate import certificate, finite
+from sordino.privacy.certificate import certificate, finite, of_runs
 from sordino.privacy.noise import source
 from sordino.privacy.statement import statement
 
@@ -123,6 +123,8 @@ def paid(
     base = Spec.of({**values, **next(product(grid))})
     dataset = read(base)
     if public is not None:
+        if Path(public).resolve() == Path(base.data).resolve():
+            raise SordinoError(f"--public: '{public}' is the private data; scores need records that anybody may see.")
         other = load(
             public, label=base.label, public_stats=base.public_stats, normalize=base.resolved().normalize or "none"
         )
@@ -137,10 +139,15 @@ def paid(
         source(base.seed),
         version=sordino.__version__,
         spec_sha256=chosen.trained.spec.sha256(),
-        tuning=f"{chosen.account['sentence']}; the search as a whole keeps ε = {chosen.account['epsilon']:g} at "
-        f"δ = {chosen.account['delta']:g}, and the figures here are those of the chosen run alone",
+        tuning=chosen.account["sentence"],
         assumes=[chosen.account["assumes"]] if "assumes" in chosen.account else [],
     )
+    if "runs" in chosen.account:
+        cert = of_runs(cert, chosen.account["runs"])
+    else:
+        promise = f"ε = {chosen.account['epsilon']:g} at δ = {chosen.account['delta']:g}"
+        why = f"the search keeps {promise} by random stopping, which this certificate, of one run, does not recompute"
+        cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
     if out:
         from safetensors.torch import save_file
 

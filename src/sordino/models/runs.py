@@ -65,6 +65,8 @@ def cut(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, clip: float, shift: 
         norm = r.square().sum(-2, dtype=wide).sqrt_().to(r.dtype).clamp_min_(tiny**0.4).mul_(length.unsqueeze(-1))
         factor = torch.threshold_(torch.div(clip * (1 - SAFETY), norm).clamp_max_(1), tiny, 0.0).mul_(factor)
     r = r.mul_(factor.unsqueeze(-2))
+    if r.is_cuda:
+        r = torch.where(torch.isfinite(r), r, 0)
     return r
 
 

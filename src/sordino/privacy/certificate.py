@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import Correlated, Divisor, Trust, Unit
+from sordino.core import Correlated, Divisor, Trust, Unit, carries
 from sordino.privacy import gaussian
 from sordino.privacy.noise import Seeded, Source
 from sordino.privacy.participation import EVERYONE
@@ -24,7 +24,7 @@ NUMERICS = (
     "The accounting is exact for Gaussian noise in real arithmetic; noise is sampled in float64 by inverse cdf, added "
     "in float64, and what leaves is rounded to a public grid of its standard deviation / 2^14. That hides the lowest "
     "bits of the sum but for a chance of about 2^-38 a number, which is not part of δ.",
-    "Sums of clipped gradients are floating-point sums: in float32 one record of 100,000 may move them by some 1e-4 of "
+    "Sums of clipped gradients are floating-point sums: in float32 one record of 100,000 may move them by some 5e-4 of "
     "the clip more than claimed; dtype = float64 removes that.",
 )
 
@@ -71,7 +71,7 @@ def certificate(
         "execution": execution,
         "rounds": plan.rounds if done is None else done,
         "clients": plan.clients,
-        "client_names": list(names),
+        "client_names": list(names) if sizes_public else [],  # whose data were used is what user level hides
         "cohort": plan.participation.rate(plan.clients) * plan.clients,
         "records": sum(plan.sizes) if sizes_public else None,
         "test_records": tested,
@@ -88,6 +88,7 @@ def certificate(
                 "calls": level.query.calls,
                 "semidefinite": level.query.psd,
                 "stream": isinstance(level.query.noise, Correlated),
+                "carried": carries(level.query.noise),
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
             for level in plan.levels
@@ -112,6 +113,33 @@ def certificate(
         "numerics": list(NUMERICS),
         "spec_sha256": spec_sha256,
         "ledger": {"head": ledger_head, "rows": ledger_rows},
+    }
+
+
+def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
+    """The certificate of so many runs like this one, all of them seen: k times the releases, sqrt(k) times the mu."""
+    delta, root = cert["delta"], math.sqrt(runs)
+
+    def more(mu: float | None, at: float = delta) -> float | None:
+        return None if mu is None else finite(gaussian.epsilon(root * mu, at))
+
+    groups = [
+        {
+            **group,
+            "mu": None if group["mu"] is None else root * group["mu"],
+            "epsilon": more(group["mu"]),
+            "releases": [{**release, "times": runs * release["times"]} for release in group["releases"]],
+        }
+        for group in cert["groups"]
+    ]
+    return {
+        **cert,
+        "epsilon": more(cert["mu"]),
+        "epsilon_asked": None,
+        "epsilon_at": {d: more(cert["mu"], float(d)) for d in cert["epsilon_at"]},
+        "mu": None if cert["mu"] is None else root * cert["mu"],
+        "rounds": runs * cert["rounds"],
+        "groups": groups,
     }
 
 

@@ -145,7 +145,7 @@ class Counted:
 
     def __init__(self, seed: int) -> None:
         self.seed = Seeded(seed).seed
-        self.keys = [_word(struct.pack("<QI", self.seed, purpose)) for purpose in (0, 1)]
+        self.keys = [_word(struct.pack("<QI", self.seed, purpose), b"sordino key") for purpose in (0, 1)]
 
     def __repr__(self) -> str:
         return f"Counted({self.seed})"
@@ -219,10 +219,8 @@ def _bits(prefix: bytes, at: Address) -> np.random.SFC64:
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as signed words
 
 
-def _word(data: bytes) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(data, digest_size=8, person=b"sordino counted").digest(), "little", signed=True
-    )
+def _word(data: bytes, person: bytes = b"sordino place") -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=person).digest(), "little", signed=True)
 
 
 def _mix(z: Tensor) -> Tensor:

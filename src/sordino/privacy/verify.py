@@ -157,7 +157,7 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
 
 def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
     """Clients whose noise a round adds up: a common stream has all of them."""
-    common = query["stream"] and cert["trust"] != Trust.UNTRUSTED_SERVER
+    common = query.get("carried", query["stream"]) and cert["trust"] != Trust.UNTRUSTED_SERVER
     return float(cert["clients"] if common else cert["cohort"])
 
 
