@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-
 PACKAGES = ("sordino", "torch", "numpy", "scipy", "cryptography", "dp-accounting")
 
 

@@ -141,10 +141,10 @@ def test_a_sweep_on_the_command_line(tmp_path, capsys):
     [
         (["sweep"], "nothing to try"),
         (["sweep", "--grid", "lr"], "key=a,b,c"),
-        (["sweep", "--grid", "lr=1,1"], "twice"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,1"], "twice"),
         (["sweep", "--grid", "seed=1,2"], "--seeds"),
-        (["sweep", "--grid", "lrr=1,2"], "lr"),
-        (["sweep", "--grid", "lr=1,2", "--search", "optna"], "optuna"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lrr=1,2"], "Did you mean 'lr'"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--search", "optna"], "optuna"),
         (["sweep", "--grid", "lr=1,2", "--charge-tuning", "public"], "--public"),
         (["sweep", "--grid", "lr=1,2", "--device", "tpu"], "--device"),
         (["compare", "--methods", "dp-fedgdd"], "dp-fedgd"),
