@@ -410,5 +410,5 @@ def test_users_are_refused():
 
 
 def test_too_few_rounds_are_named():
-    with pytest.raises(SordinoError, match="rounds: fednewton-head needs 5 rounds and more"):
+    with pytest.raises(SordinoError, match="rounds: fednewton-head needs more than 5 rounds"):
         plan_for("fednewton-head", federation(SOFTMAX), 5, blocks=3).stage_rounds  # noqa: B018

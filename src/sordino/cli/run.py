@@ -23,7 +23,7 @@ RUN_FLAGS = (
     ("--unit", "unit", "record or user (default: record)"),
     ("--adjacency", "adjacency", "add-remove or replace-one (default: replace-one)"),
     ("--trust", "trust", "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server)"),
-    ("--clip", "clip", "bound on one record's gradient, or on a user's message (default: 1)"),
+    ("--clip", "clip", "bound on one record's gradient, or on a user's message (default: the method's own)"),
     ("--rounds", "rounds", "(default: the method's own, mostly 70)"),
     (
         "--participation",

@@ -80,7 +80,7 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.charge_tuning not in PAY:
         raise SordinoError(f"--charge-tuning: '{arguments.charge_tuning}' is unknown; one of {', '.join(PAY)}.")
     if (arguments.charge_tuning == "public") != bool(arguments.public):
-        raise SordinoError("--public: give it together with --charge-tuning public, and only then.")
+        raise SordinoError("--public: --charge-tuning public needs it, a file of records, and nothing else does.")
     grid = sweep.grid_of(arguments.grid, arguments.preset, values)
     if out:
         out.mkdir(parents=True, exist_ok=True)

@@ -78,6 +78,7 @@ def contestants(words: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
             found += [each for each in map(_contestant, REGISTRY) if _proved(each.values(base, 1.0))]
         else:
             found.append(_contestant(word))
+            Spec.of(found[-1].values(base, 1.0)).plan((10,) * int(base.get("clients", 10)))  # a mistake shows here
     return list({each.label: each for each in found}.values())
 
 
@@ -359,7 +360,8 @@ def as_command(spec: Spec) -> str:
             )
     head = f"sordino run --data {shlex.quote(spec.data)} --method {spec.method}"
     budget = f"--epsilon {spec.epsilon:g}" if spec.noise is None else ""
-    return " ".join([head, budget, *flags, f"--seed {spec.seed}"]).replace("  ", " ")
+    seed = [] if spec.seed is None else [f"--seed {spec.seed}"]
+    return " ".join([head, budget, *flags, *seed]).replace("  ", " ")
 
 
 def frozen(path: Path) -> dict[str, Any]:

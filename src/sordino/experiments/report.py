@@ -433,6 +433,8 @@ def _certified(document: Document) -> str:
 
 
 def _tuned(tuned: Document) -> str:
+    if not tuned["settings"]:
+        return "Tuning: nothing was tuned."
     words = (f"Tuning: {tuned['how']}", tuned.get("paid"), tuned.get("validation"))
     return " ".join(_sentence(part) for part in words if part)
 

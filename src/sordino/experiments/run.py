@@ -197,7 +197,7 @@ def finish(job: Job, out: Path, history: list[dict[str, Any]]) -> dict[str, Any]
     (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
     (out / "statement.md").write_text(statement(cert), encoding="utf-8")
     _, (_, theta), _ = _restore(out, job.identity, raw=True)
-    save_model(out / "model.safetensors", job, theta)
+    save_model(out / "model.safetensors", job.spec, job.dataset, job.model, theta)
     draw_curve(out / "curve.png", job, history)
     return cert
 
@@ -301,22 +301,22 @@ def _restore(out: Path, identity: str, *, raw: bool = False) -> tuple[int, Tree,
     return done, tree if raw else tree[0], history
 
 
-def save_model(path: Path, job: Job, theta: Tensor) -> None:
+def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear, theta: Tensor) -> None:
     """theta, and what `predict` needs to prepare features as training did."""
     from safetensors.torch import save_file
 
     tensors = {"theta": theta.contiguous()}
-    if job.dataset.public is not None:
-        mean, cov = job.dataset.public
+    if dataset.public is not None:
+        mean, cov = dataset.public
         tensors |= {"public_mean": torch.from_numpy(mean), "public_cov": torch.from_numpy(cov)}
     about = {
-        "kind": str(job.model.kind),
-        "features": job.model.features,
-        "outputs": job.model.outputs,
-        "columns": job.dataset.features,
-        "classes": job.dataset.classes,
-        "normalize": job.spec.normalize,
-        "method": job.spec.method,
+        "kind": str(model.kind),
+        "features": model.features,
+        "outputs": model.outputs,
+        "columns": dataset.features,
+        "classes": dataset.classes,
+        "normalize": spec.normalize,
+        "method": spec.method,
     }
     save_file(tensors, path, metadata={"sordino": json.dumps(about)})
 

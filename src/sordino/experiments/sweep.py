@@ -16,7 +16,7 @@ from sordino.experiments import charge
 from sordino.experiments.compare import as_command
 from sordino.experiments.grids import Grid, preset, product
 from sordino.experiments.many import run_many
-from sordino.experiments.run import read
+from sordino.experiments.run import read, save_model
 from sordino.experiments.spec import Spec, parse_setting
 from sordino.experiments.tune import Case, tune, validated
 from sordino.privacy.certificate import certificate, finite, of_runs
@@ -104,7 +104,7 @@ def _found(values: dict[str, Any], grid: Grid, rows: list[dict[str, Any]], tried
         "shown": SHOWN,
         "best": best,
         "paid": charge.UNPAID,
-        "command": as_command(Spec.of({**chosen, "seed": chosen.get("seed", 1)})),
+        "command": as_command(Spec.of(chosen)),
     }
 
 
@@ -149,11 +149,10 @@ def paid(
         why = f"the search keeps {promise} by random stopping, which this certificate, of one run, does not recompute"
         cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
     if out:
-        from safetensors.torch import save_file
-
         (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
         (out / "statement.md").write_text(statement(cert), encoding="utf-8")
-        save_file({"theta": chosen.trained.theta.contiguous()}, out / "model.safetensors")
+        (out / "spec.toml").write_text(chosen.trained.spec.toml(), encoding="utf-8")
+        save_model(out / "model.safetensors", chosen.trained.spec, dataset, chosen.trained.model, chosen.trained.theta)
     return {
         "sordino": sordino.__version__,
         "search": how,

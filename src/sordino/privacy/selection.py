@@ -219,7 +219,7 @@ def assumption(trust: Trust) -> str:
     if trust != Trust.TRUSTED_SERVER:
         raise SordinoError(
             f"trust: under {trust} the runs that are not chosen are seen too, and random stopping hides nothing; let "
-            "every run pay its share (selection.each), or search where all parties are trusted."
+            "every run pay its share (--charge-tuning count), or search under trusted-server."
         )
     return (
         "Of the runs that were tried only the best was shown: their number, their scores and the models sent out in "

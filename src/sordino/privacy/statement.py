@@ -120,7 +120,7 @@ instead of 50 %. We call that {strength} (up to 60 %: strong; up to 75 %: modera
 
 
 def _steps(cert: Mapping[str, Any]) -> list[str]:
-    bounds = [_bound(query, cert) for query in cert["queries"]]
+    bounds = list(dict.fromkeys(_bound(query, cert) for query in cert["queries"]))
     sampler = cert["sampler"]
     return [
         *bounds,
