@@ -50,11 +50,11 @@ def test_methods_lists_what_is_certified(capsys):
 
 def test_run_prints_one_json_document_and_progress_elsewhere(capsys, tmp_path):
     out = tmp_path / "run"
-    status, text, err = call(capsys, "run", "--rounds", "3", "--seed", "1", "--out", str(out), "--json")
+    status, text, err = call(capsys, "run", "--rounds", "6", "--seed", "1", "--out", str(out), "--json")
     found = json.loads(text)
     assert status == 0
     assert "auto" in err
-    assert list(found["accuracy"]) == ["1", "2", "3"]
+    assert list(found["accuracy"]) == ["1", "2", "3", "4", "5", "6"]
     assert found["epsilon"] == pytest.approx(8)
     assert found["certified"] is False
     assert {"delta", "noise", "client_noise", "seconds"} <= found.keys()
@@ -144,7 +144,7 @@ def test_odd_names_are_shown_as_they_are(capsys, tmp_path):
         f"{k},{k % 5},{'yes' if k % 3 else 'no'},{'St. [b]Ann' if k % 2 else 'Köln:hospital:'}" for k in range(80)
     )
     (tmp_path / "p.csv").write_text("a,b,label,hospital\n" + rows + "\n", encoding="utf-8")
-    words = ["run", "--data", str(tmp_path / "p.csv"), "--partition", "by-column:hospital", "--rounds", "2"]
+    words = ["run", "--data", str(tmp_path / "p.csv"), "--partition", "by-column:hospital", "--rounds", "6"]
     status, out, _ = call(capsys, *words, "--out", str(tmp_path / "x[/b]"))
     assert status == 0
     assert "St. [b]Ann" in out
@@ -159,10 +159,10 @@ def test_odd_names_are_shown_as_they_are(capsys, tmp_path):
 
 def test_a_useless_model_is_called_one(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("sordino.experiments.run.evaluate", lambda *args: {"accuracy": 0.05})
-    _, out, _ = call(capsys, "run", "--rounds", "2", "--out", str(tmp_path / "bad"))
+    _, out, _ = call(capsys, "run", "--rounds", "6", "--out", str(tmp_path / "bad"))
     assert "no better than a constant guess" in out
     monkeypatch.setattr("sordino.experiments.run.evaluate", lambda *args: {"accuracy": 0.95})
-    _, out, _ = call(capsys, "run", "--rounds", "2", "--out", str(tmp_path / "good"))
+    _, out, _ = call(capsys, "run", "--rounds", "6", "--out", str(tmp_path / "good"))
     assert "constant guess" not in out
 
 

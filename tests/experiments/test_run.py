@@ -20,7 +20,7 @@ from sordino.privacy.ledger import Ledger
 
 
 def finished(out, **values):
-    job = run.prepare(Spec.of({"rounds": 8, "seed": 1, **values}))
+    job = run.prepare(Spec.of({"method": "dp-fedsofim", "rounds": 8, "seed": 1, **values}))
     run.start(job, out)
     history = list(run.rounds(job, out))
     return job, run.finish(job, out, history), history
@@ -165,7 +165,7 @@ def test_rounds_done_are_never_done_again(tmp_path):
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):
-    job = run.prepare(Spec.of({"rounds": 3, "seed": 1}))
+    job = run.prepare(Spec.of({"method": "dp-fedsofim", "rounds": 3, "seed": 1}))
     run.start(job, tmp_path / "run")
     first = run.rounds(job, tmp_path / "run")
     next(first)

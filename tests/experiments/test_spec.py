@@ -33,7 +33,7 @@ def test_every_key_can_be_set():
     ("values", "message"),
     [
         ({"epsilonn": 1}, r"epsilonn: .*Did you mean 'epsilon'"),
-        ({"method": "dp-fedgd", "rho": 1.0}, r"rho: .*nor an option of dp-fedgd"),
+        ({"method": "dp-fedgd", "rho": 1.0}, r"rho: not an option of dp-fedgd\. It is one of dp-fedsofim"),
         ({"method": "dp-fedsophim"}, r"method: .*Did you mean 'dp-fedsofim'"),
         ({"rounds": 2.5}, r"rounds: 2.5 should be a whole number"),
         ({"rounds": True}, r"rounds: True should be a whole number"),

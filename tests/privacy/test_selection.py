@@ -251,7 +251,7 @@ def test_ends():
 def test_only_where_the_other_runs_stay_hidden():
     assert "only the best was shown" in selection.assumption(Trust.TRUSTED_SERVER)
     for trust in (Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION):
-        with pytest.raises(SordinoError, match=rf"trust: under {trust} .*selection\.each"):
+        with pytest.raises(SordinoError, match=rf"trust: under {trust} .*charge-tuning count"):
             selection.assumption(trust)
 
 

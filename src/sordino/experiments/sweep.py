@@ -151,7 +151,7 @@ def paid(
     if out:
         (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
         (out / "statement.md").write_text(statement(cert), encoding="utf-8")
-        (out / "spec.toml").write_text(chosen.trained.spec.toml(), encoding="utf-8")
+        (out / "chosen.toml").write_text(chosen.trained.spec.toml(), encoding="utf-8")
         save_model(out / "model.safetensors", chosen.trained.spec, dataset, chosen.trained.model, chosen.trained.theta)
     return {
         "sordino": sordino.__version__,
