@@ -3,8 +3,8 @@
     python benchmarks/auto.py DATA_DIR     # results/auto.json and .md
 
 DATA_DIR holds the frozen features, their public statistics, and the files of MNIST and Adult. 70 rounds, delta 1e-5,
-replace-one, Dirichlet 0.5; seeds change partition and noise. The best tuned rivals come from results/table3 (five seeds)
-and results/auto (two). Runs that results/auto.json holds already are not run again, if the code is the same.
+replace-one, Dirichlet 0.5; seeds change partition and noise. The best tuned rivals come from results/table3 (five
+seeds) and results/auto (two). Runs that results/auto.json holds already are not run again, if the code is the same.
 """
 
 from __future__ import annotations
