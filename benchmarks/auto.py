@@ -164,8 +164,8 @@ def table(origin: dict, runs: dict, best: dict) -> str:
         "# auto, untuned: accuracy in % at round 10 → round 70",
         "",
         f"`{origin['command']}`. 70 rounds, δ = 1e-5, replace-one, Dirichlet 0.5 over 20 clients (10 for MNIST and "
-        "digits, 30 sites for synthetic), pooled divisor. Means of two to five seeds (MNIST: one); results/auto.json has "
-        "each.",
+        "digits, 30 sites for synthetic), pooled divisor. Means of two to five seeds (MNIST: one), "
+        "each in results/auto.json.",
     ]
     for trust in TRUSTS:
         lines += [
