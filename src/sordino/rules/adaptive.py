@@ -53,7 +53,7 @@ def _moments(
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         m, v = torch.zeros_like(theta), torch.zeros_like(theta) + tau**2
-        return (m, v, torch.as_tensor(facts.aggregate_std**2).to(theta)) if subtract else (m, v)
+        return (m, v, torch.as_tensor(facts.aggregate_std**2, dtype=torch.float64).to(theta)) if subtract else (m, v)
 
     def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         m, v, *phi = state

@@ -48,7 +48,7 @@ def curved(most: float) -> Rule:
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         one = theta.new_ones(1)
-        return one.view(1, 1), one, one, torch.as_tensor(facts.aggregate_std).to(theta)
+        return one.view(1, 1), one, one, torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
 
     def update(A: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         rows = math.isqrt(A[(0,) * (theta.dim() - 1)].numel())
@@ -69,7 +69,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         (V, value, P, error), (rows, outputs) = before, matrix_of(facts)
-        nu = torch.as_tensor(facts.aggregate_std).to(theta)
+        nu = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
         if part is None:
             return V, value, P, nu.square()
         if V.shape[-1] != rows:  # nobody came
