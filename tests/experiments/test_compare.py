@@ -179,3 +179,15 @@ def test_figures_of_real_clients_stay_private(tmp_path):
     assert made["partition"] is None
     assert made["runs"][0]["per_client"] is None
     report.write(made, tmp_path)
+
+
+def test_a_chosen_run_that_spent_less_does_not_speak_for_the_others():
+    """Under sums with unequal clients and cohorts of two a plan adds more noise than it must; the counts do not."""
+    values = {"method": "dp-fedgd", "clients": 4, "rounds": 4, "epsilon": 8.0}
+    partial = {"participation": "fixed:2", "trust": "secure-aggregation", "divisor": "client-mean"}
+    whole = sweep.paid(values, {"lr": (1.0, 2.0)}, "count")["certificate"]
+    part = sweep.paid({**values, **partial, "schedule_seed": 1}, {"lr": (1.0, 2.0)}, "count")["certificate"]
+    assert whole["certified"]
+    assert part["epsilon"] < 8.0 * 0.999
+    assert not part["certified"]
+    assert "up to ε = 8" in part["reasons"][-1]

@@ -144,6 +144,10 @@ def paid(
     )
     if "runs" in chosen.account:
         cert = of_runs(cert, chosen.account["runs"])
+        if (cert["epsilon"] or math.inf) < chosen.account["epsilon"] * (1 - 1e-4):
+            most = f"up to ε = {chosen.account['epsilon']:g}"
+            why = f"the chosen run spent less than other runs may have, and than their scores did: {most}"
+            cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
     else:
         promise = f"ε = {chosen.account['epsilon']:g} at δ = {chosen.account['delta']:g}"
         why = f"the search keeps {promise} by random stopping, which this certificate, of one run, does not recompute"
