@@ -171,3 +171,9 @@ def test_help_reads_well():
         done = subprocess.run([sys.executable, "-m", "sordino.cli", *words, "--help"], capture_output=True, text=True)
         assert done.returncode == 0
         assert "examples:" in done.stdout
+
+
+def test_a_misspelt_flag_gets_a_suggestion(capsys):
+    status, out, err = call(capsys, "run", "--metod", "auto")
+    assert (status, out) == (2, "")
+    assert "sordino: run: '--metod' is unknown. Did you mean '--method'?" in err

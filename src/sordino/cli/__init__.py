@@ -26,7 +26,7 @@ from sordino.cli import (
     sweep,
     verify,
 )
-from sordino.core import OverspentError, SordinoError
+from sordino.core import OverspentError, SordinoError, nearest
 
 COMMANDS = (run, sweep, compare, paper, predict, privacy, methods, check, audit, verify, estimate, advise, features)
 
@@ -36,8 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal without ε shows ? in its place
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    arguments = _parser().parse_args(argv)
+    arguments, rest = _parser().parse_known_args(argv)
     try:
+        if rest:
+            flags = [flag for flag in vars(arguments.command)["_option_string_actions"] if flag.startswith("--")]
+            raise SordinoError(
+                f"{arguments.command.prog.removeprefix('sordino ')}: '{rest[0]}' is unknown.{nearest(rest[0], flags)}"
+            )
         return int(arguments.act(arguments))
     except (SordinoError, OverspentError) as error:
         print(f"sordino: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> 
         epilog=f"examples:\n{indented}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(act=act)
+    parser.set_defaults(act=act, command=parser)
     return parser
 
 
