@@ -123,10 +123,9 @@ class Shard(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A minibatch: which records it holds, and the rate at which they were drawn (the divisor is the expected size)."""
+    """A minibatch, by its number: which records it holds stays with whoever answers."""
 
-    mask: Tensor
-    rate: float
+    number: int
 
 
 class Model(Protocol):
@@ -226,7 +225,8 @@ class Query:
 
     `noise=None` marks an answer that is used inside the client only: it is clipped (`clip=inf`: not even that) and
     counted, and the message built from it must carry a noised DELTA query. `share` is this query's part of mu
-    squared; queries without one divide what is left in proportion to their number of releases.
+    squared; queries without one divide what is left in proportion to their number of releases. `joint` answers are
+    about the same minibatch, and are then one release of all of them.
     """
 
     kind: Kind
@@ -236,6 +236,7 @@ class Query:
     psd: bool = False
     bound: Lemma | None = None
     noise: Independent | Correlated | Stream | None = Independent()
+    joint: int = 1
 
     def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
         """L2 sensitivity of one release: a lemma's bound, or the clip, once or twice.
@@ -271,20 +272,23 @@ class Ask(Protocol):
     @property
     def facts(self) -> Facts: ...
 
-    def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor: ...
-    def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
+    def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
+        """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records."""
+        ...
+
+    def curvature(self, theta: Tensor) -> Tensor: ...
     def curvature_times(self, theta: Tensor, v: Tensor) -> Tensor:
         """The curvature times a vector, never built; a call of the CURVATURE query, which must carry no noise."""
         ...
 
-    def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor: ...
-    def gram(self, on: Batch | None = None) -> Tensor: ...
+    def fisher(self, theta: Tensor) -> Tensor: ...
+    def gram(self) -> Tensor: ...
     def std(self, kind: Kind) -> Tensor:
         """Of the noise on one number of this client's answer: public."""
         ...
 
-    def sample(self, rate: float) -> Batch:
-        """A Poisson minibatch, from its own stream; pass it as `on`. No amplification is claimed for it yet."""
+    def sample(self) -> Batch:
+        """A minibatch as the plan draws them; pass it as `on` to ask about the same records again."""
         ...
 
 

@@ -26,7 +26,6 @@ from sordino.data.sources import Dataset, preprocess
 from sordino.engines import simulate
 from sordino.experiments.run import Job, prepare
 from sordino.experiments.spec import Spec
-from sordino.privacy import gaussian
 from sordino.privacy.certificate import certificate, finite
 from sordino.privacy.statement import statement
 
@@ -126,11 +125,9 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         job = prepare(spec, data)
         searched = self._warn_of_a_search()
 
-        mu = job.plan.spending()
         history = []
         for turn in simulate.run(job.plan, job.model, job.records, job.source):
-            spent = gaussian.epsilon(float(mu[turn.t]), job.plan.privacy.delta)
-            history.append({"round": turn.t + 1, "epsilon": finite(spent)})
+            history.append({"round": turn.t + 1, "epsilon": finite(job.plan.spent(turn.t))})
         theta = turn.model.double().numpy()
 
         self.classes_, self.normalize_ = classes, scaling

@@ -55,11 +55,11 @@ def descend(ask, down, memory, cache):
     return ask.gradient(down.theta)
 
 
-def walk(steps, lr=0.1, rate=None):
+def walk(steps, lr=0.1):
     def work(ask, down, memory, cache):
         y = down.theta
         for _ in range(steps):
-            y = y - lr * ask.gradient(y, on=ask.sample(rate) if rate else None)
+            y = y - lr * ask.gradient(y, on=ask.sample())
         return y - down.theta
 
     return work
@@ -78,7 +78,7 @@ def several_calls():
 
 
 def minibatches():
-    return method(walk(2, rate=0.5), Query(Kind.GRADIENT, 1.0, calls=2), rule=scale(1.0))
+    return method(walk(2), Query(Kind.GRADIENT, 1.0, calls=2), rule=scale(1.0))
 
 
 def memory_and_stages():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Batch, Kind, Local, Method, Privacy, Query, SordinoError, Stage, Trust, Unit
+from sordino.core import Batch, Kind, Local, Method, OverspentError, Privacy, Query, SordinoError, Stage, Trust, Unit
 from sordino.data.shard import Records
 from sordino.engines import reference, simulate
 from sordino.engines.client import clipped
@@ -122,20 +122,32 @@ def test_a_message_noised_as_a_whole_must_be_a_vector():
             next(engine.run(plan_for(records, method, unit="user"), Linear(3, 2), records, Seeded(0)))
 
 
-def test_a_batch_made_by_hand_gains_nothing():
+def test_a_minibatch_is_asked_about_no_more_often_than_declared():
     def work(ask, down, memory, cache):
-        batch = ask.sample(0.5)
-        return ask.gradient(down.theta, on=Batch(100 * batch.mask, batch.rate))
-
-    def fair(ask, down, memory, cache):
-        return ask.gradient(down.theta, on=ask.sample(0.5))
+        batch = ask.sample()
+        return ask.gradient(down.theta, on=batch) + ask.gradient(down.theta, on=batch)
 
     records = small(torch.float64)
-    runs = []
-    for rule in (work, fair):
-        method = Method("toy", Unit.RECORD, (Stage(Local(rule), scale(-1.0), (Query(Kind.GRADIENT, 1.0),)),), EVERY)
-        runs.append([r.model for r in reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0))][-1])
-    assert torch.equal(*runs)
+    for joint, fine in ((1, False), (2, True)):
+        query = Query(Kind.GRADIENT, 1.0, calls=2, joint=joint)
+        method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), (query,)),), EVERY)
+        for engine in (reference, simulate):
+            run = engine.run(plan_for(records, method), Linear(3, 2), records, Seeded(0))
+            if fine:
+                next(run)
+            else:
+                with pytest.raises(OverspentError, match="minibatch"):
+                    next(run)
+
+
+def test_a_batch_made_by_hand_gains_nothing():
+    def work(ask, down, memory, cache):
+        return ask.gradient(down.theta, on=Batch(0))
+
+    records = small(torch.float64)
+    method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), (Query(Kind.GRADIENT, 1.0),)),), EVERY)
+    with pytest.raises(OverspentError, match="sample"):
+        next(reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0)))
 
 
 def test_a_message_that_is_not_finite_tells_nothing():

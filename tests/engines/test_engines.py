@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Divisor, Down, Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.core import Divisor, Down, Kind, Local, Method, Privacy, Query, SordinoError, Stage, Trust, Unit
 from sordino.data.shard import Records
 from sordino.engines import reference, simulate
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Seeded, Silent
-from sordino.privacy.participation import Participation
+from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
 from sordino.tree import pack, unpack
@@ -32,10 +32,22 @@ def records():
     return Records.of(rng.normal(size=(50, 2)), rng.integers(0, 3, 50), client, dtype=torch.float64)
 
 
-def plan_for(method, records, trust="untrusted-server", divisor="pooled", participation="full", epsilon=4.0):
+def plan_for(
+    method, records, trust="untrusted-server", divisor="pooled", participation="full", epsilon=4.0, batch="full"
+):
     privacy, who = Privacy(epsilon, unit=method.unit, trust=trust), Participation.parse(participation)
     chance = method.name == "dp-ftrl" and who.kind == "poisson"  # runs, and is not certified
-    return Plan(method, ROUNDS, records.sizes, privacy, who, Divisor(divisor), schedule_seed=2, uncertified=chance)
+    return Plan(
+        method,
+        ROUNDS,
+        records.sizes,
+        privacy,
+        who,
+        Divisor(divisor),
+        schedule_seed=2,
+        uncertified=chance,
+        sampling=Sampling.parse(batch),
+    )
 
 
 def alike(a, b):
@@ -288,12 +300,39 @@ def test_runs_side_by_side_are_single_runs(name, unit, records):
         assert not torch.allclose(many[-1].model[0] - theta[0], many[-1].model[1] - theta[1])
 
 
+@pytest.mark.parametrize("batch", ["poisson:4", "poisson:0.3", "fixed:4"])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_engines_agree_on_minibatches(name, batch, records):
+    """Every method that is proved for them, the fused and the batched path, clients smaller than a minibatch too."""
+    method = build(name)
+    try:
+        plan = plan_for(method, records, batch=batch)
+    except SordinoError as error:
+        assert "batch:" in str(error) or "bounds nothing" in str(error)
+        return
+    slow = list(reference.run(plan, MODEL, records, Seeded(1)))
+    assert alike(slow, simulate.run(plan, MODEL, records, Seeded(1), shares=True))
+    whole = plan_for(method, records)
+    assert not alike(slow, simulate.run(whole, MODEL, records, Seeded(1), shares=True))
+
+
+def test_a_minibatch_is_divided_by_its_expected_size(records):
+    """Without noise, and averaged over many rounds at one point, it is the gradient of all records."""
+    method = build("dp-fedgd", clip=1e6, lr=1e-12)
+    plan = replace(plan_for(method, records, epsilon=math.inf, batch="poisson:3"), rounds=600)
+    mean = torch.stack([r.aggregate for r in simulate.run(plan, MODEL, records, Silent(3))]).mean(0)
+    (whole,) = simulate.run(replace(plan, rounds=1, sampling=Sampling()), MODEL, records, Silent(3))
+    each = torch.stack([r.aggregate for r in simulate.run(plan, MODEL, records, Silent(4))])
+    error = each.std(0) / math.sqrt(len(each))
+    assert ((mean - whole.aggregate).abs() < 5 * error + 1e-9).all()
+
+
 def test_runs_side_by_side_draw_their_own_minibatches(records):
     def work(ask, down, memory, cache):
-        return ask.gradient(down.theta, on=ask.sample(0.5))
+        return ask.gradient(down.theta, on=ask.sample())
 
     stages = (Stage(Local(work), scale(-0.1), (Query(Kind.GRADIENT, 1.0),)),)
-    plan = plan_for(Method("mini", Unit.RECORD, stages, build("dp-fedgd").proves), records)
+    plan = plan_for(Method("mini", Unit.RECORD, stages, build("dp-fedgd").proves), records, batch="poisson:0.5")
     theta = torch.zeros(2, MODEL.size, dtype=torch.float64)
     *_, many = simulate.run(plan, MODEL, records, [Seeded(0), Seeded(1)], theta=theta)
     *_, one = simulate.run(plan, MODEL, records, Seeded(1))

@@ -104,7 +104,7 @@ def three_steps(ask, down, memory, cache):
 
 
 def minibatch(ask, down, memory, cache):
-    return ask.gradient(down.theta, on=ask.sample(0.5))
+    return ask.gradient(down.theta, on=ask.sample())
 
 
 def newton(ask, down, memory, cache):
@@ -113,7 +113,7 @@ def newton(ask, down, memory, cache):
 
 
 def solved(ask, down, dual, cache):
-    return torch.cholesky_solve((ask.gradient(down.theta, on=ask.sample(0.9)) - dual).unsqueeze(-1), cache).squeeze(-1)
+    return torch.cholesky_solve((ask.gradient(down.theta, on=ask.sample()) - dual).unsqueeze(-1), cache).squeeze(-1)
 
 
 STREAM = Correlated(

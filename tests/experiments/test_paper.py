@@ -158,8 +158,37 @@ def test_a_table_is_run_and_written(capsys, features, name):
         assert {"chi2", "p"} <= lines[0]["rounds"]["2"]["test"].keys()
 
 
-def test_a_budget_without_settings_is_refused(capsys, features):
-    assert call(capsys, "sofim-3", "--data-dir", str(features), "--epsilons", "3.3")[0] == 2
+@pytest.mark.parametrize("name", ["sofim-3", "sofim-8", "sofim-10", "sofim-12", "sofim-14", "sofim-15"])
+def test_no_budget_that_was_asked_for_is_dropped_in_silence(capsys, features, name):
+    if name == "sofim-14":
+        rows = [[int(row[f"class_{k}"]) for k in range(10)] for row in paper.published(name)]
+        y = np.repeat(np.arange(10), np.sum(rows, axis=0))
+        x = np.eye(10)[y]
+        np.savez(features / "cifar10_resnet20.npz", x_train=x, y_train=y, x_test=x[::500], y_test=y[::500])
+    flags = ["--data-dir", str(features), "--out", str(features / "out"), "--seeds", "1", "--epsilons", "1,2,inf"]
+    assert call(capsys, name, *flags)[0] == 0
+    found = json.loads((features / "out" / f"{name}.json").read_text())
+    lines = [line for line in found["lines"] if line["labels"]["epsilon"] != "any"]
+    where = {line["labels"].get("noise") for line in lines}
+    for noise in where:
+        has = {line["labels"]["epsilon"] for line in lines if line["labels"].get("noise") == noise}
+        if noise == "secure-aggregation":
+            assert has == {1.0}
+            assert f"left out under {noise}, for want of settings: epsilon 2, ∞" in found["notes"]
+        else:
+            assert has == {1.0, 2.0, "inf"}
+    assert any(re.search("has no epsilon 2, ∞", note) for note in found["notes"])
+    for line in lines:
+        last = list(line["rounds"].values())[-1]
+        assert last["published"] is None or line["labels"]["epsilon"] == 1.0
+        if name != "sofim-15":
+            assert line["certified"] == ("no: no noise" if line["labels"]["epsilon"] == "inf" else "yes")
+    assert paper_sofim.SILENT in found["notes"]
+
+
+@pytest.mark.parametrize("name", ["sofim-3", "sofim-10", "sofim-12", "sofim-15"])
+def test_a_budget_without_settings_is_refused(capsys, features, name):
+    assert call(capsys, name, "--data-dir", str(features), "--epsilons", "3.3")[0] == 2
 
 
 def test_a_partition_is_described():

@@ -243,9 +243,8 @@ def _release(
 
     def overheard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         answer = method(*args, **kwargs)
-        rate = next((a.rate for a in (*args, *kwargs.values()) if isinstance(a, core.Batch)), 1.0)
         call = (numbers[name], sum(number == numbers[name] for number, _ in sums))
-        sums[call] = answer * ask.records * rate
+        sums[call] = answer * ask.records
         return past.setdefault(call, answer)
 
     local, listening = turn.stage.local, Through(ask, numbers, overheard)

@@ -17,7 +17,8 @@ RUN_FLAGS = (
     ("--label", "label", "label column of a table"),
     ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
     ("--partition", "partition", "iid, dirichlet[:A], classes:K, by-column:NAME, counts:FILE (default: dirichlet)"),
-    ("--method", "method", "see 'sordino methods' (default: auto)"),
+    ("--model", "model", "auto (linear), mlp, cnn, resnet18-gn, minilm-lora, vit-base-lora … (docs/deep.md)"),
+    ("--method", "method", "see 'sordino methods' (default: auto, for linear models)"),
     ("--epsilon", "epsilon", "the promise (default: 8); inf runs without noise"),
     ("--delta", "delta", "its slack (default: 1e-5)"),
     ("--unit", "unit", "record or user (default: record)"),
@@ -30,6 +31,7 @@ RUN_FLAGS = (
         "participation",
         "full, fixed:K clients, poisson:Q, or cyclic:B cohorts in turn (default: full)",
     ),
+    ("--batch", "batch", "records a gradient is asked of: full, poisson:16, poisson:0.01, fixed:16 (default: full)"),
     ("--public-stats", "public_stats", "an .npz with mean, and cov or std, of public features, to centre and scale by"),
     ("--seed", "seed", "reproducible noise: for experiments, not private"),
 )
@@ -44,6 +46,7 @@ def add(commands: Any) -> None:
         "sordino run\n"
         "sordino run --method dp-fedadam --epsilon 2 --set lr=0.1 --out runs/adam\n"
         "sordino run --data patients.csv --label outcome --partition by-column:hospital --trust secure-aggregation\n"
+        "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.01\n"
         "sordino run spec.toml --json result.json\n"
         "sordino run --resume runs/adam",
     )
@@ -53,6 +56,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any key: lr=0.5, rho=1, divisor=pooled …"
     )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="go on with a run that was interrupted")
     add_json(parser)
@@ -78,9 +82,9 @@ def act(arguments: argparse.Namespace) -> int:
         out = Path(arguments.resume)
         if not (out / "spec.toml").is_file():
             raise SordinoError(f"--resume: '{out}' holds no run (no spec.toml); check the path.")
-        job = run.prepare(Spec.read(out / "spec.toml"))
+        job = run.prepare(Spec.read(out / "spec.toml"), device=arguments.device)
     else:
-        job = run.prepare(Spec.of(values))
+        job = run.prepare(Spec.of(values), device=arguments.device)
         out = Path(arguments.out or f"runs/{job.spec.method}-{time.strftime('%Y%m%d-%H%M%S')}")
         run.start(job, out)
     try:
@@ -100,7 +104,7 @@ def _train(job: Any, out: Path) -> list[dict[str, Any]]:
 
     from sordino.experiments import run
 
-    history = []
+    history, shown = [], ""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -113,7 +117,8 @@ def _train(job: Any, out: Path) -> list[dict[str, Any]]:
         for line in run.rounds(job, out):
             history.append(line)
             spent = "no noise" if line["epsilon"] is None else f"ε {line['epsilon']:.3g}"
-            progress.update(task, completed=line["round"], shown=f"{_score(line)}  {spent}")
+            shown = f"{_score(line)}  {spent}" if {"mse", "accuracy"} & line.keys() else shown
+            progress.update(task, completed=line["round"], shown=shown)
     return history
 
 

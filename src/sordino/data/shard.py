@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -103,3 +104,52 @@ class Records:
         x = self.x[..., rows, :].masked_fill(~real.unsqueeze(-1), 0)
         length = self.length[..., rows].masked_fill(~real, 0)
         return clients, Shard(x, self.y[..., rows], real.to(x.dtype), length)
+
+    def picked(self, clients: np.ndarray, rows: Sequence[np.ndarray]) -> Shard:
+        """Some records of some clients as a padded batch: of client k those numbered `rows[k]`."""
+        column = np.arange(max(1, *map(len, rows)))
+        inside = column < np.array([[len(mine)] for mine in rows])
+        where = np.zeros(inside.shape, dtype=np.int64)
+        where[inside] = np.concatenate([self.starts[i] + mine for i, mine in zip(clients, rows, strict=True)])
+        at, real = (torch.from_numpy(part).to(self.x.device) for part in (where, inside))
+        x = self.x[..., at, :].masked_fill(~real.unsqueeze(-1), 0)
+        return Shard(x, self.y[..., at], real.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """Clients whose records are made or read when they are asked for: a round costs what its cohort costs.
+
+    `load(i)` gives client i's (x, y). What the engines need of `Records` beside it, of the cohort alone.
+    """
+
+    sizes: tuple[int, ...]
+    load: Callable[[int], tuple[Tensor, Tensor]]
+    x: Tensor  # no rows: the kind, device and number of the features
+    length: None = None
+
+    @staticmethod
+    def of(sizes: Sequence[int], load: Callable[[int], tuple[Tensor, Tensor]]) -> Lazy:
+        return Lazy(tuple(sizes), load, load(0)[0][:0])
+
+    def shard(self, i: int) -> Shard:
+        x, y = self.load(i)
+        if len(x) != self.sizes[i]:
+            raise SordinoError(f"clients: client {i} holds {len(x)} records where {self.sizes[i]} were declared.")
+        return Shard(x, y, x.new_ones(len(x)))
+
+    def _some(self, clients: np.ndarray) -> Records:
+        """These clients alone, numbered from 0."""
+        parts = [self.shard(int(i)) for i in clients]
+        starts = np.concatenate([[0], np.cumsum([len(part.x) for part in parts])])
+        return Records(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), starts)
+
+    def fused(self, cohort: np.ndarray, weight: np.ndarray) -> Shard:
+        return self._some(cohort).fused(np.arange(len(cohort)), np.asarray(weight)[cohort])
+
+    def buckets(self, cohort: np.ndarray) -> list[tuple[np.ndarray, Shard]]:
+        some = self._some(cohort).buckets(np.arange(len(cohort)))
+        return [(cohort[clients], shard) for clients, shard in some]
+
+    def picked(self, clients: np.ndarray, rows: Sequence[np.ndarray]) -> Shard:
+        return self._some(clients).picked(np.arange(len(clients)), rows)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,13 +33,14 @@ from sordino.core import (
     carries,
 )
 from sordino.privacy.noise import Address, Source, add
+from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
 
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
-SAMPLING = 2**16 - 1  # the query number under which minibatches are drawn
+SAMPLING, LUCK = 2**16 - 1, 2**16 - 2  # query numbers under which minibatches are drawn, and dropout is seeded
 
 Draw = Callable[[int, int, tuple[int, ...]], Tensor]  # (query number, call, shape of one client's draw) -> normals
-Coins = Callable[[int, tuple[int, ...]], Tensor]  # (call, shape of one client's draw) -> uniforms
+Pick = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
 
 class Turn(NamedTuple):
@@ -52,6 +55,8 @@ class Turn(NamedTuple):
     extras: np.ndarray  # clients outside the cohort that send their part of a common noise stream, and nothing else
     sizes: np.ndarray  # as declared; at user level only the client itself knows its own
     stds: list[np.ndarray]  # per query, every client's own noise in a cohort of this size
+    sampling: Sampling
+    rates: np.ndarray  # at which every client's records are drawn into a minibatch
 
 
 def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
@@ -65,10 +70,18 @@ def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
             if t >= start:
                 cohort = plan.cohorts[t]
                 extras = np.setdiff1d(everyone, cohort) if common else everyone[:0]
+                if plan.amplified and not len(cohort):  # that nobody came must not be seen: noise alone is released
+                    extras = everyone[:1]
                 share = plan.share(len(cohort) + len(extras))
-                yield Turn(t, first, step, stage, facts, cohort, extras, sizes, [std * share for std in stds])
-            step += bool(len(plan.cohorts[t]))
+                own = [std * share for std in stds]
+                yield Turn(t, first, step, stage, facts, cohort, extras, sizes, own, plan.sampling, plan.rates)
+            step += bool(len(plan.cohorts[t])) or plan.amplified
         t = first + rounds
+
+
+def seed_of(source: Source, client: int, t: int, call: int) -> int:
+    """For the chance inside a model, such as dropout."""
+    return int(source.uniform(Address(client, t, LUCK, call), (1,))[0] * 2**52)
 
 
 def check_stream(plan: Plan, t: int, source: Source) -> None:
@@ -116,58 +129,69 @@ class Oracle:
     def __init__(
         self,
         model: Any,
-        shard: Shard,
+        shard: Callable[[], Shard],
         stage: Stage,
         *,
         sizes: Tensor,
         stds: list[Tensor],
         draw: Draw,
-        coins: Coins,
+        pick: Pick | None = None,
+        rates: Tensor | None = None,
+        luck: Callable[[int], int] | None = None,
         facts: Facts,
         secret: bool,
         runs: tuple[int, ...] = (),
         inside: bool = False,
     ) -> None:
-        self._model, self._shard, self._stage = model, shard, stage
-        self._sizes, self._stds, self._draw, self._coins = sizes, stds, draw, coins
+        self._model, self._all, self._stage = model, cache(shard), stage
+        self._sizes, self._stds, self._draw = sizes, stds, draw
+        self._pick, self._rates, self._luck = pick, rates, luck  # rates: None where no minibatches are drawn
         self._secret, self.runs = secret, runs
         self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
         self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
         self._spent = [0] * len(stage.queries)
-        self._samples = 0
+        self._batches: list[Shard] = []
+        self._uses: list[int] = []
         self.facts = facts
         self.records = sizes.unsqueeze(-1) if sizes.dim() else sizes
 
     def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
-        rest = () if scale is None else (scale,)
-        return self._answer(
-            Kind.GRADIENT, 1, on, lambda shard, clip: self._model.clipped_sum(theta, shard, clip, *rest)
-        )
+        number, rest = (self.sample() if on is None else on).number, () if scale is None else (scale,)
+        if not 0 <= number < len(self._batches):
+            raise OverspentError("this minibatch was not drawn here; take one from ask.sample()")
+        self._uses[number] += 1
+        if self._uses[number] > self._stage.queries[self._number(Kind.GRADIENT)].joint:
+            raise OverspentError("a minibatch was asked about more often than the query's `joint` declares")
 
-    def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor:
-        return self._answer(Kind.CURVATURE, 2, on, lambda shard, clip: self._model.curvature_sum(theta, shard, clip))
+        def total(clip: float) -> Tensor:
+            with self._chance():
+                return cast(Tensor, self._model.clipped_sum(theta, self._batches[number], clip, *rest))
+
+        return self._answer(Kind.GRADIENT, 1, total)
+
+    def curvature(self, theta: Tensor) -> Tensor:
+        return self._answer(Kind.CURVATURE, 2, lambda clip: self._model.curvature_sum(theta, self._all(), clip))
 
     def curvature_times(self, theta: Tensor, v: Tensor) -> Tensor:
         if any(query.kind is Kind.CURVATURE and query.noise is not None for query in self._stage.queries):
             raise OverspentError("the curvature is released here: ask for the whole of it, which is noised once")
-        return self._answer(
-            Kind.CURVATURE, 1, None, lambda shard, clip: self._model.curvature_times(theta, shard, clip, v)
-        )
+        return self._answer(Kind.CURVATURE, 1, lambda clip: self._model.curvature_times(theta, self._all(), clip, v))
 
-    def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor:
-        return self._answer(Kind.FISHER, 2, on, lambda shard, clip: self._model.fisher_sum(theta, shard, clip))
+    def fisher(self, theta: Tensor) -> Tensor:
+        return self._answer(Kind.FISHER, 2, lambda clip: self._model.fisher_sum(theta, self._all(), clip))
 
-    def gram(self, on: Batch | None = None) -> Tensor:
-        return self._answer(Kind.GRAM, 2, on, lambda shard, clip: self._of_each_run(self._model.gram_sum(shard, clip)))
+    def gram(self) -> Tensor:
+        return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._all(), clip)))
 
     def std(self, kind: Kind) -> Tensor:
         number = self._number(kind)
-        return along(self._stds[number].to(self._sizes) / self._sizes, 1)
+        return along(self._stds[number].to(self._sizes) / self._divisor(kind), 1)
 
-    def sample(self, rate: float) -> Batch:
-        mask = self._shard.mask
-        self._samples += 1
-        return Batch((self._coins(self._samples, tuple(mask.shape[-1:])) < rate).to(mask), rate)
+    def sample(self) -> Batch:
+        number = len(self._batches)
+        self._batches.append(self._all() if self._pick is None else self._pick(number))
+        self._uses.append(0)
+        return Batch(number)
 
     def finish(self, message: Tree, *, noise: bool = True) -> Tree:
         """Clip and noise the finished message, where that is what the stage releases."""
@@ -179,7 +203,7 @@ class Oracle:
                 message = self._noised(message, number, 0, 1) if noise else message
         return message
 
-    def _answer(self, kind: Kind, axes: int, on: Batch | None, total: Callable[[Shard, float], Tensor]) -> Tensor:
+    def _answer(self, kind: Kind, axes: int, total: Callable[[float], Tensor]) -> Tensor:
         number = self._number(kind)
         query, call = self._stage.queries[number], self._spent[number]
         if self._inside and query.noise is not None:
@@ -187,16 +211,31 @@ class Oracle:
         if call >= query.calls:
             raise OverspentError(f"the {kind} query was declared for {query.calls} calls a round and asked once more")
         self._spent[number] += 1
-        shard = self._shard if on is None else self._shard._replace(mask=self._shard.mask * on.mask.clamp(0, 1))
-        answer = total(shard, query.clip)
+        answer = total(query.clip)
         if query.noise is not None:
             answer = self._noised(answer, number, call, axes)
-        return answer / along(self._sizes * (1.0 if on is None else on.rate), axes)
+        return answer / along(self._divisor(kind), axes)
+
+    def _divisor(self, kind: Kind) -> Tensor:
+        """The number of records an answer is about: all, or those a minibatch is expected to hold."""
+        return self._sizes * self._rates if kind is Kind.GRADIENT and self._rates is not None else self._sizes
 
     def _of_each_run(self, answer: Tensor) -> Tensor:
         """An answer that knows no theta, and so no runs, said once for each; a cache is the same for all."""
-        worlds = self._shard.x.dim() - 2 > self._sizes.dim()
+        worlds = self._all().x.dim() - 2 > self._sizes.dim()
         return answer if worlds or self._inside else answer.expand(*self.runs, *answer.shape)
+
+    @contextmanager
+    def _chance(self) -> Iterator[None]:
+        """Dropout and the like, from the source's own randomness: a mask that others knew by its place in the batch
+        would tell who is in it."""
+        if not getattr(self._model, "random", False) or self._luck is None:
+            yield
+            return
+        devices = [self._sizes.device] if self._sizes.is_cuda else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self._luck(sum(self._uses)))
+            yield
 
     def _number(self, kind: Kind) -> int:
         for number, query in enumerate(self._stage.queries):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sordino.core import Down, Model, Round, SordinoError, Tree
-from sordino.data.shard import Records
-from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, turns
+from sordino.core import Down, Model, Round, Shard, SordinoError, Tree
+from sordino.data.shard import Lazy, Records
+from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, seed_of, turns
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Address, Source
 from sordino.privacy.plan import Plan
@@ -19,7 +19,7 @@ from sordino.tree import pack, tree_map, unpack
 def run(
     plan: Plan,
     model: Model,
-    records: Records,
+    records: Records | Lazy,
     source: Source,
     *,
     theta: Tensor | None = None,
@@ -61,7 +61,7 @@ def run(
                     ledger.charge(plan.entries(i, turn.t, run_id), pack(message))
             memory[i] = local.remember(message, down, memory[i])
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, message))
-        for i in turn.extras if parts else ():
+        for i in turn.extras if parts or plan.amplified else ():
             ask = oracle(model, records, turn, int(i), source, empty=True)
             noise = ask.finish(local.work(ask, down, memory[i], caches[i]))
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, noise))
@@ -79,27 +79,41 @@ def recall(ledger: Ledger | None, run_id: str, i: int, t: int, like: Tensor) -> 
 
 
 def oracle(
-    model: Model, records: Records, turn: Turn, i: int, source: Source, *, inside: bool = False, empty: bool = False
+    model: Model,
+    records: Records | Lazy,
+    turn: Turn,
+    i: int,
+    source: Source,
+    *,
+    inside: bool = False,
+    empty: bool = False,
 ) -> Oracle:
     """Client i's own; `empty`: as if it held no record."""
     shard = records.shard(i)
     shard = shard._replace(mask=0 * shard.mask) if empty else shard
+    rate = float(turn.rates[i])
 
     def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
         query = turn.stage.queries[number]
         return torch.from_numpy(normals(source, query, Address(i, turn.t, number, call), turn.first, shape))
 
-    def coins(call: int, shape: tuple[int, ...]) -> Tensor:
-        return torch.from_numpy(source.uniform(Address(i, turn.t, SAMPLING, call), shape)).to(shard.x.device)
+    def pick(call: int) -> Shard:
+        coins = source.uniform(Address(i, turn.t, SAMPLING, call), (len(shard.x),))
+        rows = torch.from_numpy(turn.sampling.draw(coins, rate)).to(shard.x.device)
+        if not len(rows):  # a minibatch may be empty: one record that does not count
+            return Shard(shard.x[:1], shard.y[:1], 0 * shard.mask[:1])
+        return Shard(shard.x[rows], shard.y[rows], shard.mask[rows])
 
     return Oracle(
         model,
-        shard,
+        lambda: shard,
         turn.stage,
         sizes=shard.x.new_tensor(turn.sizes[i]),  # as declared: what it really holds is private
         stds=[torch.tensor(std[i]) for std in turn.stds],
         draw=draw,
-        coins=coins,
+        pick=pick if rate < 1 else None,
+        rates=shard.x.new_tensor(rate) if rate < 1 else None,
+        luck=lambda call: seed_of(source, i, turn.t, call),
         facts=turn.facts,
         secret=source.private,
         inside=inside,

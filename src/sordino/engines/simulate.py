@@ -30,6 +30,7 @@ from sordino.core import (
     Model,
     Query,
     Round,
+    Shard,
     SordinoError,
     Stage,
     Tree,
@@ -38,8 +39,8 @@ from sordino.core import (
     keep,
     nothing,
 )
-from sordino.data.shard import Records
-from sordino.engines.client import MATRICES, SAMPLING, Oracle, Turn, check_stream, normals, turns
+from sordino.data.shard import Lazy, Records
+from sordino.engines.client import MATRICES, SAMPLING, Oracle, Turn, check_stream, normals, seed_of, turns
 from sordino.privacy.noise import EVERYONE, Address, Counted, Source, add, counted
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
@@ -50,7 +51,7 @@ AHEAD = 16  # rounds whose noise is drawn at once, where a source can
 def run(
     plan: Plan | Sequence[Plan],
     model: Model,
-    records: Records,
+    records: Records | Lazy,
     source: Source | Sequence[Source],
     *,
     theta: Tensor | None = None,
@@ -86,7 +87,7 @@ def run(
             fused = only_asks_for_the_gradient(turn.stage, Down(theta, rule.say(state)))
             caches = crowd.prepare(turn)
         aggregate: Tree = ()
-        if len(turn.cohort):
+        if len(turn.cohort) or plan.amplified:
             down = Down(theta, rule.say(state))
             if fused:
                 aggregate = crowd.fused(turn, theta, shares)
@@ -141,7 +142,7 @@ def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
 class Crowd:
     """All clients at once. The client axis comes after the run axis, if there is one."""
 
-    def __init__(self, plan: Plan, model: Model, records: Records, sources: list[Source], lead: int) -> None:
+    def __init__(self, plan: Plan, model: Model, records: Records | Lazy, sources: list[Source], lead: int) -> None:
         self.plan, self.model, self.records, self.sources, self.lead = plan, model, records, sources, lead
         self.secret = any(source.private for source in sources)
         self.worlds = records.x.dim() - 2  # axes of the data before its clients: 1 where every run has its own
@@ -162,7 +163,7 @@ class Crowd:
     @cached_property
     def _per_record(self) -> np.ndarray:
         """How far one record's clipped gradient moves the aggregate."""
-        return np.asarray(self.influence / np.asarray(self.plan.sizes))
+        return np.asarray(self.influence / (np.asarray(self.plan.sizes) * self.plan.rates))
 
     def spread(self, theta: Tensor) -> Tensor:
         """One copy of theta a client."""
@@ -180,8 +181,11 @@ class Crowd:
     def fused(self, turn: Turn, theta: Tensor, shares: bool) -> Tensor:
         """The weighted sum of all noised gradients, from one matrix."""
         heaviest = self._per_record.max()
-        full = len(turn.cohort) == self.plan.clients
-        shard = self._matrix if full else self.records.fused(turn.cohort, self._per_record / heaviest)
+        full = len(turn.cohort) == self.plan.clients and not self._samples(turn.cohort)
+        if self._samples(turn.cohort):
+            shard = self._strung(turn, turn.cohort, self._per_record / heaviest)
+        else:
+            shard = self._matrix if full else self.records.fused(turn.cohort, self._per_record / heaviest)
         clip = turn.stage.queries[0].clip
         if full and theta.is_cuda and theta.dim() == 2 and not self.worlds and getattr(self.model, "plain", False):
             if clip not in self._captured:
@@ -197,16 +201,15 @@ class Crowd:
         near = tree_map(lambda leaf: leaf.unsqueeze(lead), tuple(down))
         delta = next((k for k, query in enumerate(turn.stage.queries) if query.kind is Kind.DELTA), None)
         once = delta is not None and local.remember is keep and not shares
-        whole = len(turn.cohort) == self.plan.clients
-        buckets = self._whole if whole else self.records.buckets(turn.cohort)
+        buckets = self._buckets(turn)
         present = len(buckets)
-        if len(turn.extras) and not once:
-            empty = [(c, shard._replace(mask=0 * shard.mask)) for c, shard in self.records.buckets(turn.extras)]
+        if len(turn.extras) and not (once and present):
+            empty = [(c, _emptied(shard)) for c, shard in self.records.buckets(turn.extras)]
             buckets = [*buckets, *empty]
         parts = []
         for number, (clients, shard) in enumerate(buckets):
             chosen = torch.from_numpy(clients).to(self.records.x.device)
-            ask = self._oracle(turn, clients, shard)
+            ask = self._oracle(turn, clients, shard, empty=number >= present)
             mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
             cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.worlds, rows), caches)
             message = ask.finish(local.work(ask, Down(*near), mine, cache), noise=not once)
@@ -221,6 +224,41 @@ class Crowd:
         if once and delta is not None:
             aggregate = self._noised(aggregate, turn, delta, self.influence, False)
         return aggregate, memory
+
+    def _buckets(self, turn: Turn) -> list[tuple[np.ndarray, Any]]:
+        """The cohort in batches of clients; what they hold only where it is not drawn anew for every question."""
+        if self._only_gradients(turn.stage) and self._samples(turn.cohort):
+            return [(turn.cohort, None)]
+        return self._whole if len(turn.cohort) == self.plan.clients else self.records.buckets(turn.cohort)
+
+    def _only_gradients(self, stage: Stage) -> bool:
+        return {query.kind for query in stage.queries} <= {Kind.GRADIENT, Kind.DELTA} and stage.local.prepare is nothing
+
+    def _samples(self, clients: np.ndarray) -> bool:
+        return bool((self.plan.rates[clients] < 1).any())
+
+    def _picked(self, turn: Turn, clients: np.ndarray, call: int) -> Any:
+        """A minibatch of each client, runs (if any) x clients x records."""
+        if self.worlds:
+            raise SordinoError("batch: runs on data of their own take all records; leave batch at full.")
+        rows = []
+        for source in self.sources:
+            for i in clients:
+                size, rate = self.plan.sizes[i], float(turn.rates[i])
+                at = Address(int(i), turn.t, SAMPLING, call)
+                coins = source.uniform(at, (size,)) if rate < 1 else np.zeros(size)
+                rows.append(turn.sampling.draw(coins, rate))
+        shard = self.records.picked(np.tile(clients, len(self.sources)), rows)
+        if not self.lead:
+            return shard
+        x, y, mask = (part.view(len(self.sources), -1, *part.shape[1:]) for part in (shard.x, shard.y, shard.mask))
+        return Shard(x, y, mask)
+
+    def _strung(self, turn: Turn, clients: np.ndarray, weight: np.ndarray) -> Any:
+        """Minibatches of all clients as one, each record weighted by its owner's."""
+        x, y, mask, length = self._picked(turn, clients, 0)
+        mask = mask * self._laid(weight[clients]).to(mask).unsqueeze(-1)
+        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), length)
 
     def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""
@@ -283,32 +321,37 @@ class Crowd:
         draws = [np.stack([normals(source, query, a, turn.first, shape) for a in at]) for source in self.sources]
         return torch.from_numpy(np.stack(draws) if self.lead else draws[0]).to(self.records.x.device)
 
-    def _oracle(self, turn: Turn, clients: np.ndarray, shard: Any, *, inside: bool = False) -> Oracle:
+    def _oracle(
+        self, turn: Turn, clients: np.ndarray, shard: Any, *, inside: bool = False, empty: bool = False
+    ) -> Oracle:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
             return self._draw(turn, number, call, clients, shape)
 
-        def coins(call: int, shape: tuple[int, ...]) -> Tensor:
-            at = [Address(int(i), turn.t, SAMPLING, call) for i in clients]
-            sizes = [self.plan.sizes[i] for i in clients]
-            flips = [
-                np.stack([np.pad(s.uniform(a, (m,)), (0, shape[0] - m)) for a, m in zip(at, sizes, strict=True)])
-                for s in self.sources
-            ]
-            return torch.from_numpy(np.stack(flips) if self.lead else flips[0]).to(shard.x.device)
+        def pick(call: int) -> Any:
+            picked = self._picked(turn, clients, call)
+            return _emptied(picked) if empty else picked
 
+        like, drawn = self.records.x, self._samples(clients)
         return Oracle(
             self.model,
-            shard,
+            lambda: shard,
             turn.stage,
-            sizes=self._laid(np.asarray(self.plan.sizes, float)[clients]).to(shard.x),
+            sizes=self._laid(np.asarray(self.plan.sizes, float)[clients]).to(like),
             stds=[self._laid(std[..., clients]) for std in turn.stds],
             draw=draw,
-            coins=coins,
+            pick=pick if drawn else None,
+            rates=self._laid(turn.rates[clients]).to(like) if drawn else None,
+            luck=lambda call: seed_of(self.sources[0], int(clients[0]), turn.t, call),
             facts=turn.facts,
             secret=self.secret,
             runs=(len(self.sources),) * self.lead,
             inside=inside,
         )
+
+
+def _emptied(shard: Any) -> Any:
+    """The same records, none of which counts."""
+    return shard._replace(mask=0 * shard.mask)
 
 
 class Captured:

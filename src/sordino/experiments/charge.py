@@ -67,6 +67,8 @@ def search(
         raise SordinoError(
             f"--grid: {strangers[0]} changes the run, not the method; a search that pays tries options only."
         )
+    if base.batch != "full":
+        raise SordinoError("batch: what k sampled runs cost together is not calibrated here; leave batch at full.")
     if base.client_epsilon:
         raise SordinoError("client_epsilon: a search that pays knows one budget for all; leave it out.")
     if how == "stopping":

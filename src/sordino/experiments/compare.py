@@ -29,7 +29,6 @@ from sordino.experiments.spec import RUN_KEYS, Spec, parse_setting
 from sordino.experiments.statistics import mcnemar, pack, unpack
 from sordino.experiments.tune import Case, tune, validated
 from sordino.methods import REGISTRY, entry
-from sordino.privacy import gaussian
 from sordino.privacy.certificate import certificate, finite
 from sordino.privacy.noise import Seeded
 
@@ -290,7 +289,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
     )
     own = np.zeros(plan.clients)
     for group in plan.groups():
-        own[list(group.clients)] = gaussian.epsilon(group.mu, plan.privacy.delta)
+        own[list(group.clients)] = plan.epsilon_of(group)
     noise = plan.aggregate_std(0) * math.sqrt(model.size)
     filed = {
         "label": entrant.label,

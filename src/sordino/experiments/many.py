@@ -24,6 +24,7 @@ from sordino.experiments.run import choose_model, read
 from sordino.experiments.spec import Spec
 from sordino.methods import build, entry
 from sordino.methods.fedgd import gradient
+from sordino.models.flat import Flat
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.noise import Counted, Silent, Source, source
 from sordino.privacy.plan import Plan
@@ -38,7 +39,7 @@ class Trained(NamedTuple):
 
     spec: Spec
     plan: Plan
-    model: Linear
+    model: Linear | Flat
     theta: Tensor  # the model handed out at the end
     scores: dict[int, float]  # by round: accuracy on the test records
     signal: tuple[float, ...]  # per round, the norm of the aggregate less what noise adds to it; () where unknown
@@ -68,8 +69,9 @@ def run_many(
         batches.setdefault(_shape(spec), []).append(number)
     loader, answers = _Loader(dataset, device), dict[int, Trained]()
     for members in batches.values():
-        for first in range(0, len(members), most):
-            part = members[first : first + most]
+        few = 1 if specs[members[0]].deep else most  # networks fill a machine one at a time
+        for first in range(0, len(members), few):
+            part = members[first : first + few]
             answers |= zip(part, _train([specs[i] for i in part], loader, at, stop), strict=True)
             tick(len(part))
     return [answers[i] for i in range(len(specs))]
@@ -117,7 +119,7 @@ class _Loader:
 def _train(specs: list[Spec], loader: _Loader, at: Sequence[int] | None, stop: int | None) -> Iterator[Trained]:
     records, x, y = loader.records(specs[0])
     model = choose_model(specs[0], loader.data(specs[0]))
-    if model.kind not in (Loss.SOFTMAX, Loss.LOGISTIC):
+    if getattr(model, "kind", Loss.SOFTMAX) not in (Loss.SOFTMAX, Loss.LOGISTIC):
         raise SordinoError("data: runs are compared by accuracy; labels that are quantities have none.")
     plans = [spec.plan(records.sizes) for spec in specs]
     method = together(specs, records.x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +13,16 @@ import torch
 
 from sordino.core import SordinoError
 from sordino.data.sources import preprocess, read_features
+from sordino.data.text import tokenize
 from sordino.experiments.spec import Spec
+from sordino.experiments.run import network
+from sordino.models.flat import Flat
 from sordino.models.linear import Linear, Loss
+from sordino.models.nets import NETS
+from sordino.models.transformers import TRANSFORMERS
 from sordino.privacy.certificate import finite
 from sordino.privacy.ledger import Ledger
+from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.verify import Verdict, verify
 
 
@@ -28,17 +35,30 @@ class Predictions(NamedTuple):
 def predict(model: str | Path, file: str) -> Predictions:
     """For the records of a file."""
     path = Path(model) / "model.safetensors" if Path(model).is_dir() else Path(model)
-    linear, theta, about, public = load_model(path)
-    x = read_features(file, about["columns"], about["features"])
-    x = preprocess(x, public, about["normalize"])
+    trained, theta, about, public = load_model(path)
+    if about["kind"] in TRANSFORMERS and TRANSFORMERS[about["kind"]].text and not file.endswith(".npz"):
+        x = tokenize(sentences(file), about["features"]).astype("float32")
+    else:
+        x = preprocess(read_features(file, about["columns"], about["features"]), public, about["normalize"])
     features = torch.from_numpy(x).to(theta)
-    if linear.kind is Loss.SQUARES:
-        return Predictions(linear.predict(theta, features).tolist(), [], [])
-    labels = [about["classes"][k] for k in linear.predict(theta, features).tolist()]
-    return Predictions(labels, list(about["classes"]), linear.scores(theta, features).tolist())
+    if about["kind"] == Loss.SQUARES:
+        return Predictions(trained.predict(theta, features).tolist(), [], [])
+    labels = [about["classes"][k] for k in trained.predict(theta, features).tolist()]
+    return Predictions(labels, list(about["classes"]), trained.scores(theta, features).tolist())
 
 
-def load_model(path: Path) -> tuple[Linear, torch.Tensor, dict[str, Any], Any]:
+def sentences(file: str) -> list[str]:
+    """One a line."""
+    try:
+        found = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SordinoError(f"data: '{file}' cannot be read ({error}); give a text file, one sentence a line.") from None
+    if not found:
+        raise SordinoError(f"data: '{file}' is empty; give a text file, one sentence a line.")
+    return found
+
+
+def load_model(path: Path) -> tuple[Linear | Flat, torch.Tensor, dict[str, Any], Any]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -49,9 +69,13 @@ def load_model(path: Path) -> tuple[Linear, torch.Tensor, dict[str, Any], Any]:
             tensors = {name: store.get_tensor(name) for name in store.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, ValueError) as error:
         raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
-    linear = Linear(about["features"], about["outputs"], Loss(about["kind"]))
+    if about["kind"] in (*NETS, *TRANSFORMERS):
+        spec = Spec.of(tomllib.loads(about["spec"]))
+        model: Linear | Flat = network(spec, about["features"], about["outputs"])
+    else:
+        model = Linear(about["features"], about["outputs"], Loss(about["kind"]))
     public = (tensors["public_mean"].numpy(), tensors["public_cov"].numpy()) if "public_mean" in tensors else None
-    return linear, tensors["theta"], about, public
+    return model, tensors["theta"], about, public
 
 
 def verify_run(path: Path) -> Verdict:
@@ -85,14 +109,18 @@ def _against_spec(cert: dict[str, Any], path: Path) -> Iterator[str]:
     for key, value in claims.items():
         if cert[key] != value:
             yield f"spec.toml says {key} {value}, the certificate {cert[key]}"
+    drawn = {"clients": Participation.parse(spec.participation), "records": Sampling.parse(spec.batch)}
+    for key, law in drawn.items():
+        if cert["sampler"][key] != ("all" if law == Sampling() else str(law)):
+            yield f"spec.toml draws {key} by {law}, the certificate says {cert['sampler'][key]}"
 
 
 def _against_ledger(cert: dict[str, Any], path: Path) -> Iterator[str]:
     with Ledger(path) as book:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
-        paid = {(row.who, row.query): (row.sensitivity, row.std, row.times) for row in book.rows()}
+        paid = {(row.who, row.query): (row.sensitivity, row.std, row.times, row.rate) for row in book.rows()}
     for group in cert["groups"]:
         for release in group["releases"]:
-            said = (release["sensitivity"], release["std"], release["times"])
+            said = (release["sensitivity"], release["std"], release["times"], release["rate"])
             if paid.get((f"clients {group['clients']}", release["query"])) != said:
                 yield f"the ledger does not hold what clients {group['clients']} are said to have released"

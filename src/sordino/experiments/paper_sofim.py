@@ -6,6 +6,7 @@ Beside it stands the noise of secure aggregation, which its section 5.1 suggests
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +36,7 @@ from sordino.experiments.statistics import from_counts, mcnemar
 from sordino.privacy.certificate import finite
 
 SEEDS, ROUNDS, LEVEL = 3, 70, 0.05  # LEVEL: of a test
+BUDGETS = (0.5, 1.0, 5.0, 10.0)  # the paper's
 BASE = {
     "clients": 20,
     "partition": "dirichlet:0.5",
@@ -62,6 +64,7 @@ INFERRED = {1.0: {"lr": 4.0, "rho": 10.0, "beta": 0.9}, 5.0: {"lr": 0.5, "rho": 
 FORMS = ("gradient", "momentum")
 FEATURES = "the features are not the paper's: compare orders, gaps and shapes, not levels"
 TUNED = "settings: the paper's fine grid, chosen on validation records (seed 0) under the noise of the row"
+SILENT = "epsilon ∞ is without noise: nothing is certified there"
 AS_PRINTED = "DP-FedSOFIM (gradient) is the formula as printed, (momentum) multiplies the moving average instead"
 
 
@@ -84,6 +87,40 @@ def _same(text: str, value: Any) -> bool:
     return text == value if isinstance(value, str) else float(text) == value
 
 
+def of_budget(settings: dict[tuple[str, float | None], dict[str, Any]], label: str, epsilon: float) -> dict[str, Any]:
+    """What was chosen for a method at a budget, or a refusal."""
+    if (label, finite(epsilon)) not in settings:
+        raise SordinoError(
+            f"settings: none for {label} at epsilon {epsilon:g}; choose them with sordino compare "
+            "--only-tune and give its settings.json as --settings, or leave the budget out of --epsilons."
+        )
+    return settings[label, finite(epsilon)]
+
+
+def listed(budgets: Sequence[float]) -> str:
+    """In words."""
+    return ", ".join("∞" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in budgets)
+
+
+def trained(job: Job, wants: Sequence[Want]) -> list[dict[str, Any]]:
+    """Lines whose mark stands beside their labels, so that rows go on to a budget that is not certified."""
+    lines = train(job, wants, job.seeds or SEEDS)
+    for line in lines:
+        mark = line["labels"].pop("certified")
+        line["certified"] = "no: no noise" if math.isinf(line["labels"]["epsilon"]) else mark
+    return lines
+
+
+def remarks(budgets: Sequence[float]) -> list[str]:
+    """What is to be said of budgets that the paper has not."""
+    notes = []
+    if more := [epsilon for epsilon in budgets if epsilon not in BUDGETS]:
+        notes.append(f"the paper has no epsilon {listed(more)}")
+    if any(map(math.isinf, budgets)):
+        notes.append(SILENT)
+    return notes
+
+
 # ------------------------------------------------------------------------------------------------------- comparisons
 
 
@@ -97,14 +134,9 @@ def lineup(
     wants = []
     for each in compare.contestants(["paper"], base):
         for epsilon in budgets:
-            if (each.label, finite(epsilon)) not in settings:
-                if not strict:
-                    continue
-                raise SordinoError(
-                    f"settings: none for {each.label} at epsilon {epsilon:g}; choose them with sordino compare "
-                    "--only-tune and give its settings.json as --settings, or leave the budget out of --epsilons."
-                )
-            values = {**each.values(base, epsilon), **settings[each.label, finite(epsilon)]}
+            if not strict and (each.label, finite(epsilon)) not in settings:
+                continue
+            values = {**each.values(base, epsilon), **of_budget(settings, each.label, epsilon)}
             labels = {"method": title(each.label), "noise": world["trust"], "epsilon": epsilon}
             wants.append(Want(labels, values, said(rows, method=NAMES[each.method], epsilon=epsilon)))
     return wants
@@ -125,9 +157,14 @@ def comparison(job: Job, of: str, partition: str, worlds: Sequence[tuple[dict[st
     notes = [FEATURES, TUNED, AS_PRINTED]
     if len(worlds) > 1:
         notes.append("under secure aggregation records are pooled, and methods that are not proved there are left out")
+    for world, _ in worlds:
+        has = {want.labels["epsilon"] for want in wants if want.labels["noise"] == world["trust"]}
+        if lacks := [epsilon for epsilon in job.epsilons or () if epsilon not in has]:
+            notes.append(f"left out under {world['trust']}, for want of settings: epsilon {listed(lacks)}")
+    notes += remarks(sorted({want.labels["epsilon"] for want in wants}))
     if partition == "iid":
         notes.append("settings are those of the Dirichlet partition: the paper says both that it kept and retuned them")
-    return Found(train(job, wants, job.seeds or SEEDS), "epsilon", notes, tunings[0])
+    return Found(trained(job, wants), "epsilon", notes, tunings[0])
 
 
 BOTH = ((SEEN, "settings_client-mean"), (SUMS, "settings_sa"))
@@ -141,12 +178,11 @@ def ablation(job: Job, dataset: str) -> Found:
     rows, base = published("sofim-10-11"), {**BASE, **SEEN, "data": job.source}
     base.pop("covariance_clip")
     tuning = job.tuning("settings_client-mean")
-    tuned = {e: options for (label, e), options in chosen(tuning).items() if label == MOMENTUM and e}
+    budgets = job.epsilons or BUDGETS
+    tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
     wants = []
-    for origin, settings in (("tuned here", tuned), ("inferred", INFERRED)):
+    for origin, settings in (("tuned here", tuned), ("inferred", {e: INFERRED[e] for e in budgets if e in INFERRED})):
         for epsilon, whole in settings.items():
-            if epsilon not in (job.epsilons or (0.5, 1.0, 5.0, 10.0)):
-                continue
             run = {**base, "epsilon": epsilon}
             for step, word in ((whole["lr"], "lr"), (whole["lr"] / whole["rho"], "lr / rho")):
                 gradient = {**run, "method": "dp-fedgd", "lr": step}
@@ -167,9 +203,11 @@ def ablation(job: Job, dataset: str) -> Found:
     notes = [
         FEATURES,
         "tuned here: lr, rho and beta of the momentum form in table 3; inferred: the paper's, from its table 12",
+        "inferred settings are for epsilon 1 and 5 alone, which are those of table 12",
         "the paper compares its parts at step lr with a whole that moves by about lr / rho",
+        *remarks(budgets),
     ]
-    return Found(train(job, wants, job.seeds or SEEDS), "epsilon", notes, tuning)
+    return Found(trained(job, wants), "epsilon", notes, tuning)
 
 
 def regulariser(job: Job) -> Found:
@@ -177,10 +215,12 @@ def regulariser(job: Job) -> Found:
     rows, base = published("sofim-12"), {**BASE, **SEEN, "data": job.source, "method": "dp-fedsofim"}
     base.pop("covariance_clip")
     tuning = job.tuning("settings_client-mean")
-    tuned = chosen(tuning)
+    budgets = job.epsilons or tuple(INFERRED)
+    tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
     wants = []
-    for epsilon in (e for e in INFERRED if e in (job.epsilons or INFERRED)):
-        for origin, whole in (("inferred", INFERRED[epsilon]), ("tuned here", tuned[MOMENTUM, epsilon])):
+    for epsilon in budgets:
+        origins = {"inferred": INFERRED[epsilon]} if epsilon in INFERRED else {}
+        for origin, whole in {**origins, "tuned here": tuned[epsilon]}.items():
             for form in FORMS:
                 for rho in dict.fromkeys(float(row["rho"]) for row in rows):
                     values = {**base, "epsilon": epsilon, **whole, "rho": rho, "apply_to": form}
@@ -188,8 +228,18 @@ def regulariser(job: Job) -> Found:
                     labels = {"epsilon": epsilon, "lr": step, "form": form, "rho": rho}
                     printed = said(rows, dataset="CIFAR-10", epsilon=epsilon, rho=rho)
                     wants.append(Want(labels, values, printed))
-    notes = [FEATURES, "lr of the paper is not given; inferred from its figures: 4 at epsilon 1, 0.5 at epsilon 5"]
-    return Found(train(job, wants, job.seeds or SEEDS), "rho", notes, tuning)
+    at = ", ".join(f"{tuned[epsilon]['rho']:g} at epsilon {listed([epsilon])}" for epsilon in budgets)
+    notes = [
+        FEATURES,
+        "lr of the paper is not given; inferred from its figures: 4 at epsilon 1, 0.5 at epsilon 5",
+        "tuned here: lr and beta of the momentum form in table 3; a row keeps them while rho varies",
+        f"they were tuned beside rho = {at}",
+    ]
+    if more := [epsilon for epsilon in budgets if epsilon not in INFERRED]:
+        notes.append(f"table 12 has no epsilon {listed(more)}: no figures to infer an lr from, so tuned here alone")
+    if any(map(math.isinf, budgets)):
+        notes.append(SILENT)
+    return Found(trained(job, wants), "rho", notes, tuning)
 
 
 # --------------------------------------------------------------------------------------------------- other measures
@@ -222,7 +272,7 @@ def runtime(job: Job) -> Found:
         ratio = against([min(times[key]) / min(times[unit])], printed / todo[unit])
         lines.append(measured({**labels, "measure": "times DP-FedGD"}, {**ratio, "digits": 2}, {"steps": key[1]}))
     notes = [
-        "seconds a round, the best of three repeats over 20 rounds; machines differ: compare the ratios",
+        "seconds a round at epsilon 1, the best of three repeats over 20 rounds; machines differ: compare the ratios",
         "the paper prints two digits, so that its ratios are good to an eighth",
     ]
     return Found(lines, "measure", notes)
@@ -250,22 +300,22 @@ def partition(job: Job, of: str, dataset: str) -> Found:
         base = {**BASE, **SEEN, "data": job.source, "partition": law, "clients": None}
         if law.startswith("dirichlet"):
             base["clients"] = len(counts)
-        for each in compare.contestants(["dp-fedgd", "dp-fedsofim", "dp-fedsofim:apply_to=momentum"], base):
-            for epsilon in job.epsilons or (0.5, 1.0, 5.0, 10.0):
-                values = {**each.values(base, epsilon), **settings[each.label, epsilon]}
+        for each in compare.contestants(["dp-fedgd", "dp-fedsofim", "dp-fedsofim:apply_to=momentum"], {**BASE, **SEEN}):
+            for epsilon in job.epsilons or BUDGETS:
+                values = {**each.values(base, epsilon), **of_budget(settings, each.label, epsilon)}
                 labels = {"what": f"accuracy of {title(each.label)}, counts {words}", "epsilon": epsilon}
                 last = said(table3, method=NAMES[each.method], epsilon=epsilon, round=ROUNDS)
                 wants.append(Want(labels, values, last))
-    trained = train(job, wants, job.seeds or SEEDS)
-    for line in trained:
+    accuracies = trained(job, wants)
+    for line in accuracies:
         line["settings"]["partition"] = str(line["settings"]["partition"]).replace(str(PUBLISHED), "published")
-        del line["labels"]["certified"]
     notes = [
         "statistics of the partition: ours over 100 Dirichlet(0.5) draws, the paper's of its printed counts",
         FEATURES,
         "accuracies: the paper's are those of its table 3, over three partitions",
+        *remarks(job.epsilons or BUDGETS),
     ]
-    return Found([*lines, *trained], "epsilon", notes, tuning)
+    return Found([*lines, *accuracies], "epsilon", notes, tuning)
 
 
 def _shape(y: np.ndarray, whose: np.ndarray, classes: int) -> dict[str, float]:
@@ -287,34 +337,33 @@ def significance(job: Job, dataset: str, backbone: str) -> Found:
     tuning = job.tuning("settings_client-mean")
     wants = lineup(job, SEEN, tuning, [])
     if job.epsilons is None:
-        wants = [want for want in wants if want.labels["epsilon"] in (0.5, 1.0, 5.0, 10.0)]
+        wants = [want for want in wants if want.labels["epsilon"] in BUDGETS]
     right = {}
     for want, run in zip(wants, attempt(job, wants, [1]), strict=True):
         guessed = run.model.predict(run.theta, job.dataset.x_test).numpy()
         right[want.labels["method"], want.labels["epsilon"]] = guessed == job.dataset.y_test
-    lines = []
-    for epsilon in dict.fromkeys(epsilon for _, epsilon in right):
+    lines, budgets = [], list(dict.fromkeys(epsilon for _, epsilon in right))
+    printed = {(row["baseline"], float(row["epsilon"])): row for row in rows}
+    for epsilon in budgets:
         for form in FORMS:
             ours = right[f"DP-FedSOFIM ({form})", epsilon]
-            for row in (r for r in rows if float(r["epsilon"]) == epsilon):
-                rival = right[row["baseline"], epsilon]
-                test = mcnemar(ours, rival)
-                n10, n01 = int(row["n10_sofim_right_baseline_wrong"]), int(row["n01_sofim_wrong_baseline_right"])
-                printed, many = from_counts(n10, n01), int(row["n_test"])
-                figure = {
-                    **against([100 * float(ours.mean() - rival.mean())], 100 * (n10 - n01) / many),
-                    "mark": _star(test.p),
-                    "published_mark": _star(printed.p),
-                    "test": test._asdict(),
-                    "published_test": printed._asdict(),
-                }
-                labels = {"form": form, "against": row["baseline"], "epsilon": epsilon}
+            for baseline in dict.fromkeys(row["baseline"] for row in rows):
+                rival = right[baseline, epsilon]
+                test, lead = mcnemar(ours, rival), 100 * float(ours.mean() - rival.mean())
+                figure = {**against([lead]), "mark": _star(test.p), "test": test._asdict()}
+                if row := printed.get((baseline, epsilon)):
+                    n10, n01 = int(row["n10_sofim_right_baseline_wrong"]), int(row["n01_sofim_wrong_baseline_right"])
+                    theirs = from_counts(n10, n01)
+                    figure |= against([lead], 100 * (n10 - n01) / int(row["n_test"]))
+                    figure |= {"published_mark": _star(theirs.p), "published_test": theirs._asdict()}
+                labels = {"form": form, "against": baseline, "epsilon": epsilon}
                 lines.append(measured(labels, figure, {"seed": 1}))
     notes = [
         f"lead of DP-FedSOFIM in points; * significant at {LEVEL:g} (McNemar with continuity correction, seed 1)",
         "tests against one baseline each, not corrected for their number",
         FEATURES,
         TUNED,
+        *remarks(budgets),
     ]
     return Found(lines, "epsilon", notes, tuning)
 

@@ -23,14 +23,19 @@ from torch import Tensor
 
 import sordino
 from sordino.core import SordinoError, Tree, Unit
+from sordino.data import glue, text
 from sordino.data.partition import describe, split
 from sordino.data.shard import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import simulate
+from sordino.engines.client import MATRICES
 from sordino.experiments.spec import Spec
-from sordino.methods import entry
+from sordino.methods import build, entry
+from sordino.models import lora, nets, transformers
+from sordino.models.flat import Flat
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import gaussian
+from sordino.models.nets import NETS
+from sordino.models.transformers import TRANSFORMERS
 from sordino.privacy.certificate import certificate, finite, ranges
 from sordino.privacy.ledger import Entry, Ledger
 from sordino.privacy.noise import Silent, Source, source
@@ -46,7 +51,7 @@ class Job:
     spec: Spec
     dataset: Dataset
     records: Records
-    model: Linear
+    model: Linear | Flat
     plan: Plan
     source: Source
 
@@ -62,12 +67,16 @@ class Job:
         """Of spec and data: a run that goes on must go on with the same."""
         digest = hashlib.sha256(f"{self.spec.toml()}{self.plan.sizes}".encode())
         for part in (self.records.x, self.records.y):
-            digest.update(part.contiguous().numpy().data)
+            digest.update(part.contiguous().cpu().numpy().data)
         return digest.hexdigest()
 
 
 def read(spec: Spec) -> Dataset:
-    """The data that a spec names."""
+    """The data that a spec names; sentences as token ids."""
+    if spec.data in glue.TASKS:
+        if not (spec.model in TRANSFORMERS and TRANSFORMERS[spec.model].text):
+            raise SordinoError(f"model: '{spec.data}' is text; name a model that reads it, such as minilm-lora.")
+        return text.load(spec.data, length=spec.length, tokenizer=_tokenizer(spec), data_dir=spec.data_dir)
     column = spec.partition.partition(":")[2] if spec.partition.startswith("by-column") else None
     return load(
         spec.data,
@@ -81,7 +90,11 @@ def read(spec: Spec) -> Dataset:
     )
 
 
-def prepare(spec: Spec, dataset: Dataset | None = None) -> Job:
+def _tokenizer(spec: Spec) -> str:
+    return "minilm" if spec.weights is None or not Path(spec.weights).is_dir() else spec.weights
+
+
+def prepare(spec: Spec, dataset: Dataset | None = None, device: str = "cpu") -> Job:
     """Load (unless the data are at hand), partition, choose the model, calibrate."""
     spec = spec.resolved()
     dataset = read(spec) if dataset is None else dataset
@@ -91,16 +104,18 @@ def prepare(spec: Spec, dataset: Dataset | None = None) -> Job:
             raise SordinoError(f"clients: the data hold {found} clients, not {spec.clients}; leave the number out.")
     client = split(dataset, spec.partition, spec.clients, sizes=spec.sizes, seed=spec.split_seed)
     dtype = getattr(torch, spec.dtype)
-    records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype)
+    records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype, device=device)
     model = choose_model(spec, dataset)
     plan = spec.plan(records.sizes)
     chance = Silent(spec.seed or 0) if plan.silent else source(spec.seed)
     return Job(spec, dataset, records, model, plan, chance)
 
 
-def choose_model(spec: Spec, dataset: Dataset) -> Linear:
+def choose_model(spec: Spec, dataset: Dataset) -> Linear | Flat:
     """`auto`: softmax for classes, least squares for quantities."""
     features, classes = dataset.x_train.shape[1], len(dataset.classes)
+    if spec.deep:
+        return network(spec, features, classes)
     kind = (Loss.SOFTMAX if classes else Loss.SQUARES) if spec.model == "auto" else Loss(spec.model)
     if (kind is Loss.SQUARES) != (not classes):
         raise SordinoError(f"model: {kind} does not fit labels that are {'classes' if classes else 'quantities'}.")
@@ -116,18 +131,47 @@ def choose_model(spec: Spec, dataset: Dataset) -> Linear:
     return Linear(features, classes if kind is Loss.SOFTMAX else 1, kind, class_weights=weights)
 
 
-def evaluate(model: Linear, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
+def network(spec: Spec, features: int, classes: int) -> Flat:
+    """The network that a spec names; its first parameters follow from the split's seed, which is public."""
+    if not classes:
+        raise SordinoError(f"model: {spec.model} tells classes apart, and the labels are quantities.")
+    if spec.class_weights is not None:
+        raise SordinoError("class_weights: only linear models weigh classes; leave them out.")
+    method = build(spec.method, Unit(spec.unit), **spec.options)
+    kinds = {query.kind for stage in method.stages for query in stage.queries} & set(MATRICES)
+    if lacking := [str(kind) for kind in kinds if not hasattr(Flat, f"{kind}_sum")]:
+        raise SordinoError(
+            f"method: {spec.method} asks for a {lacking[0]} matrix, which {spec.model} has no way to give; use a linear "
+            "model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
+        )
+    if spec.model in NETS:
+        return nets.build(spec.model, features, classes, seed=spec.split_seed)
+    return transformers.build(
+        spec.model,
+        classes=classes,
+        weights=spec.weights,
+        rank=spec.lora_rank,
+        alpha=spec.lora_alpha,
+        dropout=spec.lora_dropout,
+        length=features,
+        seed=spec.split_seed,
+    )
+
+
+def evaluate(model: Linear | Flat, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
     """On records outside the guarantee: accuracy and, for two classes, AUC; mean squared error for quantities."""
-    if model.kind is Loss.SQUARES:
+    kind = getattr(model, "kind", Loss.SOFTMAX)
+    if kind is Loss.SQUARES:
         return {"mse": float((model.predict(theta, x) - y).square().mean())}
-    scores = {"accuracy": float((model.predict(theta, x) == y).float().mean())}
-    classes = 2 if model.kind is Loss.LOGISTIC else model.outputs
+    z = model.logits(theta, x)
+    guess = (z[..., 0] > 0).long() if kind is Loss.LOGISTIC else z.argmax(-1)
+    scores = {"accuracy": float((guess == y).float().mean())}
+    classes = 2 if kind is Loss.LOGISTIC else model.outputs
     if classes == 2 and 0 < int(y.sum()) < len(y):
         from scipy.stats import rankdata
 
-        z = model.logits(theta, x)
-        ranks = rankdata((z[:, -1] - z[:, 0] if model.outputs == 2 else z[:, 0]).numpy())
-        positive = y.numpy() == 1
+        ranks = rankdata((z[:, -1] - z[:, 0] if model.outputs == 2 else z[:, 0]).cpu().numpy())
+        positive = y.cpu().numpy() == 1
         k = int(positive.sum())
         scores["auc"] = float((ranks[positive].sum() - k * (k + 1) / 2) / (k * (len(y) - k)))
     return scores
@@ -150,7 +194,21 @@ def pay(job: Job, out: Path) -> None:
             who = f"clients {ranges(group.clients)}"
             if group.releases and not ledger.charged(job.identity, who, 0):
                 ledger.charge(
-                    [Entry(who, 0, r.query, r.sensitivity, r.std, r.times, job.identity) for r in group.releases]
+                    [
+                        Entry(
+                            who,
+                            0,
+                            r.query,
+                            r.sensitivity,
+                            r.std,
+                            r.times,
+                            job.identity,
+                            r.rate,
+                            word if r.rate < 1 else "",
+                        )
+                        for r in group.releases
+                        for word in [f"{r.sampler} {privacy.adjacency}"]
+                    ]
                 )
 
 
@@ -163,13 +221,13 @@ def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
             (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
         yield from history
         x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
-        mu = job.plan.spending()
         began = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
         for turn in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
+            looked = (turn.t + 1) % job.spec.evaluate_every == 0 or turn.t + 1 == job.plan.rounds
             line: dict[str, Any] = {
                 "round": turn.t + 1,
-                **evaluate(job.model, turn.model, x, y),
-                "epsilon": finite(gaussian.epsilon(float(mu[turn.t]), job.plan.privacy.delta)),
+                **(evaluate(job.model, turn.model, x, y.to(x.device)) if looked else {}),
+                "epsilon": finite(job.plan.spent(turn.t)),
                 "seconds": round(time.perf_counter() - began, 6),
             }
             if out:
@@ -301,16 +359,17 @@ def _restore(out: Path, identity: str, *, raw: bool = False) -> tuple[int, Tree,
     return done, tree if raw else tree[0], history
 
 
-def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear, theta: Tensor) -> None:
-    """theta, and what `predict` needs to prepare features as training did."""
+def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear | Flat, theta: Tensor) -> None:
+    """theta, and what `predict` needs to build the model, and to prepare features as training did."""
     from safetensors.torch import save_file
 
-    tensors = {"theta": theta.contiguous()}
+    tensors = {"theta": theta.contiguous().cpu()}
     if dataset.public is not None:
         mean, cov = dataset.public
         tensors |= {"public_mean": torch.from_numpy(mean), "public_cov": torch.from_numpy(cov)}
     about = {
-        "kind": str(model.kind),
+        "kind": str(getattr(model, "kind", spec.model)),
+        "spec": spec.toml(),
         "features": model.features,
         "outputs": model.outputs,
         "columns": dataset.features,
@@ -319,6 +378,8 @@ def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear, theta: T
         "method": spec.method,
     }
     save_file(tensors, path, metadata={"sordino": json.dumps(about)})
+    if spec.model in TRANSFORMERS:  # adapters as other programs read them
+        lora.save_peft(path.with_name("adapter"), model, theta)
 
 
 def draw_curve(path: Path, job: Job, history: list[dict[str, Any]]) -> bool:
@@ -330,7 +391,8 @@ def draw_curve(path: Path, job: Job, history: list[dict[str, Any]]) -> bool:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    key = "mse" if "mse" in history[0] else "accuracy"
+    key = "mse" if "mse" in history[-1] else "accuracy"
+    history = [line for line in history if key in line]
     t = [line["round"] for line in history]
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
     left = figure.subplots()

@@ -15,10 +15,12 @@ from typing import Any
 from sordino.core import Privacy, SordinoError, Unit, nearest
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Loss
-from sordino.privacy.participation import Participation
+from sordino.models.nets import NETS
+from sordino.models.transformers import TRANSFORMERS
+from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 
-MODELS = ("auto", *Loss)
+MODELS = ("auto", *Loss, *NETS, *TRANSFORMERS)
 DTYPES = ("float32", "float64")
 
 
@@ -42,13 +44,20 @@ class Spec:
     sizes: str = "equal"
     split_seed: int = 0
     participation: str = "full"
+    batch: str = "full"  # records of a client that a gradient is asked of
     divisor: str = "pooled"
     # method
     model: str = "auto"
     class_weights: tuple[float, ...] | None = None
+    weights: str | None = None  # of a pretrained transformer: a local file or folder
+    length: int = 64  # tokens of a text
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.1
     method: str = "auto"
     rounds: int | None = None  # the method's own number
     dtype: str = "float32"
+    evaluate_every: int = 1  # rounds; the last one always is
     # privacy
     epsilon: float = 8.0
     delta: float = 1e-5
@@ -71,6 +80,13 @@ class Spec:
         for name, value, words in (("model", self.model, MODELS), ("dtype", self.dtype, DTYPES)):
             if value not in words:
                 raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, words)}")
+        if self.evaluate_every < 1:
+            raise SordinoError(f"evaluate_every: {self.evaluate_every} must be at least 1.")
+
+    @property
+    def deep(self) -> bool:
+        """The model is a network, not a linear one."""
+        return self.model in NETS or self.model in TRANSFORMERS
 
     # ------------------------------------------------------------------------------------------------------- making
 
@@ -99,7 +115,7 @@ class Spec:
 
     def resolved(self) -> Spec:
         """Nothing left to decide: every option written out, the schedule's seed drawn, files named in full."""
-        seed = self.seed if self.seed is not None else secrets.randbits(31)
+        seed = self.seed if self.seed is not None else secrets.randbits(62)
         law, colon, argument = self.partition.partition(":")
         options = {**entry(self.method).options, **self.options}
         brings_clients = law in ("by-column", "by-site", "counts")
@@ -107,6 +123,7 @@ class Spec:
             self,
             data=_in_full(self.data),
             public_stats=self.public_stats and _in_full(self.public_stats),
+            weights=self.weights and str(Path(self.weights).resolve()),
             partition=law + colon + (_in_full(argument) if law == "counts" else argument),
             clients=10 if self.clients is None and not brings_clients else self.clients,
             rounds=entry(self.method).rounds if self.rounds is None else self.rounds,
@@ -159,6 +176,7 @@ class Spec:
             self.schedule_seed or 0,
             self.noise,
             self.uncertified,
+            Sampling.parse(self.batch),
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.worlds import Through
-from sordino.core import Batch, Correlated, Down, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
+from sordino.core import Correlated, Down, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
 from sordino.data.shard import Records
 from sordino.engines import simulate
 from sordino.engines.client import Oracle
@@ -148,9 +148,7 @@ class Watch:
         def heard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             answer = method(*args, **kwargs)
             either = [getattr(ask, name)(*args, **kwargs) for ask in silent]
-            rate = next((part.rate for part in (*args, *kwargs.values()) if isinstance(part, Batch)), 1.0)
-            divisor = np.asarray(self.plan.sizes)[clients] * rate
-            self._note(s, released[name], clients, answer, either, divisor)
+            self._note(s, released[name], clients, answer, either, np.asarray(self.plan.sizes)[clients])
             return answer
 
         return local.work(Through(ask, released, heard), down, memory, cache)
@@ -159,18 +157,11 @@ class Watch:
         self, s: int, number: int, local: Local, clients: np.ndarray, ask: Any, down: Down, memory: Tree, cache: Tree
     ) -> Tree:
         """A message that is noised as a whole, by the oracle once the rule has made it: overheard there."""
-        drawn: list[Batch] = []
-
-        def sample(name: str, method: Callable[..., Batch], rate: float) -> Batch:
-            drawn.append(method(rate))
-            return drawn[-1]
-
-        message = local.work(Through(ask, ("sample",), sample), down, memory, cache)
+        message = local.work(ask, down, memory, cache)
         either = []
         for world in (0, 1):
-            silent, again = self._silent(s, clients, ask, world), iter(drawn)
-            public = {"sample": lambda rate, again=again: next(again), "std": ask.std}
-            hushed = Through(silent, public, lambda name, _, *args, public=public: public[name](*args))
+            silent = self._silent(s, clients, ask, world)
+            hushed = Through(silent, ("std",), lambda name, _, *args: ask.std(*args))
             said = local.work(hushed, down, memory, self._cache(s, local, clients, ask, world))
             either.append(self._there(silent.finish(said, noise=False), clients, world))
         noised = ask._noised
@@ -198,12 +189,11 @@ class Watch:
 
         return Oracle(
             self.attack.model,
-            shard,
+            lambda: shard,
             stage,
             sizes=shard.x.new_tensor(np.asarray(self.plan.sizes)[clients]),
             stds=[torch.zeros(len(clients), dtype=torch.float64) for _ in stage.queries],
             draw=never,
-            coins=never,
             facts=ask.facts,
             secret=False,
             runs=ask.runs,

@@ -20,20 +20,20 @@ CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; coun
 
 
 def local_steps(
-    unit: Unit, clip: float, steps: int, noise: str
+    unit: Unit, clip: float, steps: int, noise: str, joint: int = 1
 ) -> tuple[tuple[Query, ...], frozenset[tuple[Unit, Trust]]]:
-    """The queries of K local gradients, and what is proved of them."""
+    """The queries of K local steps, of `joint` gradients each, and what is proved of them."""
     if steps < 1:
         raise SordinoError(f"steps: {steps} must be at least 1.")
     if noise not in NOISE:
         raise SordinoError(f"noise_at: '{noise}' is unknown.{nearest(noise, NOISE)}")
     if not 0 < clip < math.inf:
         raise SordinoError(f"clip: {clip} must be a finite number above 0.")
-    everyone = frozenset((unit, trust) for trust in Trust)
+    everyone, calls = frozenset((unit, trust) for trust in Trust), steps * joint
     if noise == "final" or unit is Unit.USER:
-        return (Query(Kind.GRADIENT, noise=None, calls=steps), Query(Kind.DELTA, clip)), everyone
+        return (Query(Kind.GRADIENT, noise=None, calls=calls, joint=joint), Query(Kind.DELTA, clip)), everyone
     own = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
-    return (Query(Kind.GRADIENT, clip, calls=steps),), everyone if steps == 1 else own
+    return (Query(Kind.GRADIENT, clip, calls=calls, joint=joint),), everyone if calls == 1 else own
 
 
 def averaged(name: str, unit: Unit, clip: float, local_lr: float, steps: int, noise_at: str, *rules: Rule) -> Method:

@@ -1,7 +1,7 @@
 """DP-FedSAM: local steps along the gradient at the worst point nearby (sharpness-aware minimisation).
 
-Record level: both gradients of a step are noised and both are paid for, 2 K releases a round: the noise grows by the
-root of two. Without ascent (rho = 0) the first is not asked for. User level, the published form: local steps without
+Record level: both gradients of a step are about the same minibatch, both are noised and both are paid for, 2 K releases
+a round: the noise grows by the root of two. Without ascent (rho = 0) the first is not asked for. User level, the published form: local steps without
 noise, then the update is clipped as one vector (each of L tensors on its own would let a user reach clip sqrt(L)) and
 released once, so that there the second gradient is free.
 """
@@ -42,12 +42,12 @@ def fedsam(
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
         y = down.theta
         for _ in range(steps):
-            worst = y
+            worst, batch = y, ask.sample()
             if rho:
-                g = ask.gradient(y)
+                g = ask.gradient(y, on=batch)
                 worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(SMALLEST)
-            y = y - local_lr * (ask.gradient(worst) + decay * y)
+            y = y - local_lr * (ask.gradient(worst, on=batch) + decay * y)
         return y - down.theta
 
-    queries, proves = local_steps(unit, clip, steps * (2 if rho else 1), noise_at)
+    queries, proves = local_steps(unit, clip, steps, noise_at, joint=2 if rho else 1)
     return Method("dp-fedsam", unit, (Stage(Local(work), scale(lr), queries),), proves, CAVEAT)

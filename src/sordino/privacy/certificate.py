@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import Correlated, Divisor, Trust, Unit, carries
-from sordino.privacy import gaussian
+from sordino.core import Adjacency, Correlated, Divisor, Trust, Unit, carries
+from sordino.privacy import account
 from sordino.privacy.noise import Seeded, Source
 from sordino.privacy.participation import EVERYONE
 from sordino.privacy.plan import Plan
+from sordino.privacy.sampled import Sampler
 
 FORMAT = 1
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
@@ -49,7 +50,8 @@ def certificate(
     `tested`: how many records the model was tested on. `names`: of the clients, where they have any.
     """
     groups = plan.groups(done)
-    worst = max(groups, key=lambda group: group.mu)
+    own = [plan.epsilon_of(group) for group in groups]
+    worst = groups[int(np.argmax(own))]
     noise, client_noise = plan.summed_noise()
     delta = plan.privacy.delta
     reasons = _reasons(plan, source)
@@ -59,11 +61,12 @@ def certificate(
         "sordino": version,
         "certified": not reasons,
         "reasons": reasons,
-        "epsilon": finite(gaussian.epsilon(worst.mu, delta)),
+        "epsilon": finite(max(own)),
         "delta": delta,
         "mu": finite(worst.mu),
+        "guess": account.guess(worst.releases, plan.privacy.adjacency),
         "epsilon_asked": finite(plan.privacy.epsilon) if plan.noise is None else None,
-        "epsilon_at": {f"{d:g}": finite(gaussian.epsilon(worst.mu, d)) for d in DELTAS},
+        "epsilon_at": {f"{d:g}": finite(plan.epsilon_of(worst, d)) for d in DELTAS},
         "unit": str(plan.privacy.unit),
         "adjacency": str(plan.privacy.adjacency),
         "trust": str(plan.privacy.trust),
@@ -75,7 +78,7 @@ def certificate(
         "cohort": plan.participation.rate(plan.clients) * plan.clients,
         "records": sum(plan.sizes) if sizes_public else None,
         "test_records": tested,
-        "sampler": {"clients": str(plan.participation), "records": "all", "amplification": "none claimed"},
+        "sampler": _sampler(plan),
         "divisor": str(plan.divisor if sizes_public else Divisor.CLIENT_MEAN),
         "clip": plan.levels[0].scale,
         "noise": noise,
@@ -86,6 +89,7 @@ def certificate(
                 "query": level.name,
                 "clip": level.scale,
                 "calls": level.query.calls,
+                "joint": level.query.joint,
                 "semidefinite": level.query.psd,
                 "stream": isinstance(level.query.noise, Correlated),
                 "carried": carries(level.query.noise),
@@ -100,14 +104,14 @@ def certificate(
                 "count": len(group.clients),
                 "records": list(group.records) if sizes_public else None,
                 "mu": finite(group.mu),
-                "epsilon": finite(gaussian.epsilon(group.mu, delta)),
+                "epsilon": finite(epsilon),
                 "own_std": {level.name: _common(plan.own_std(level), group.clients) for level in plan.levels},
                 "influence": {
                     level.name: _common(level.weight / level.weight.max(), group.clients) for level in plan.levels
                 },
                 "releases": [release._asdict() for release in group.releases],
             }
-            for group in groups
+            for group, epsilon in zip(groups, own, strict=True)
         ],
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
         "numerics": list(NUMERICS),
@@ -118,28 +122,45 @@ def certificate(
 
 def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
     """The certificate of so many runs like this one, all of them seen: k times the releases, sqrt(k) times the mu."""
-    delta, root = cert["delta"], math.sqrt(runs)
-
-    def more(mu: float | None, at: float = delta) -> float | None:
-        return None if mu is None else finite(gaussian.epsilon(root * mu, at))
-
-    groups = [
-        {
-            **group,
-            "mu": None if group["mu"] is None else root * group["mu"],
-            "epsilon": more(group["mu"]),
-            "releases": [{**release, "times": runs * release["times"]} for release in group["releases"]],
-        }
-        for group in cert["groups"]
-    ]
+    adjacency, root = Adjacency(cert["adjacency"]), math.sqrt(runs)
+    groups = []
+    for group in cert["groups"]:
+        releases = [{**release, "times": runs * release["times"]} for release in group["releases"]]
+        epsilon = account.epsilon(listed(releases), cert["delta"], adjacency)
+        mu = None if group["mu"] is None else root * group["mu"]
+        groups.append({**group, "mu": mu, "epsilon": finite(epsilon), "releases": releases})
+    worst = max(groups, key=lambda group: math.inf if group["epsilon"] is None else group["epsilon"])
+    seen = listed(worst["releases"])
     return {
         **cert,
-        "epsilon": more(cert["mu"]),
+        "epsilon": worst["epsilon"],
         "epsilon_asked": None,
-        "epsilon_at": {d: more(cert["mu"], float(d)) for d in cert["epsilon_at"]},
-        "mu": None if cert["mu"] is None else root * cert["mu"],
+        "epsilon_at": {d: finite(account.epsilon(seen, float(d), adjacency)) for d in cert["epsilon_at"]},
+        "mu": worst["mu"],
+        "guess": account.guess(seen, adjacency),
         "rounds": runs * cert["rounds"],
         "groups": groups,
+    }
+
+
+def listed(releases: Sequence[dict[str, Any]]) -> list[account.Release]:
+    return [account.Release(**{**release, "sampler": Sampler(release["sampler"])}) for release in releases]
+
+
+def _sampler(plan: Plan) -> dict[str, str]:
+    """What was drawn by chance, and what is claimed for it: the account of exactly that."""
+    ways = {
+        ("poisson", Adjacency.ADD_REMOVE): "Poisson, add-remove: composed privacy loss distributions",
+        ("poisson", Adjacency.REPLACE_ONE): "Poisson, replace-one: composed privacy loss distributions",
+        ("fixed", Adjacency.REPLACE_ONE): "fixed size, replace-one: Rényi bound (Wang, Balle, Kasiviswanathan 2019)",
+    }
+    kind = plan.participation.kind if plan.amplified else plan.sampling.kind
+    by = "clients" if plan.amplified else "records"
+    claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if plan.samples else "none claimed"
+    return {
+        "clients": str(plan.participation),
+        "records": "all" if plan.sampling.kind == EVERYONE else str(plan.sampling),
+        "amplification": claim,
     }
 
 
@@ -164,10 +185,14 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append("not private: the noise is too small for any bound")
     if not source.private:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
+    if plan.amplified and plan.schedule_seed < 2**32:
+        reasons.append("not proved: who takes part can be guessed from a small schedule_seed; leave it out")
     if plan.by_chance:
         reasons.append(
             f"not proved: correlated noise under {plan.participation}, where any client may come every round"
         )
+    elif plan.unbounded:
+        reasons.append(f"not proved: {plan.unbounded}")
     elif not plan.proved:
         where = f"{plan.privacy.unit} level under {plan.privacy.trust}"
         reasons.append(f"not proved: {plan.method.name} at {where}. {plan.method.caveat}".strip())
@@ -185,6 +210,9 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         facts.append("The number of records of each client is public and fixed.")
     if plan.privacy.trust is not Trust.TRUSTED_SERVER:
         facts.append("Who takes part in a round is public.")
+    if plan.samples:
+        whose = "the server keeps to itself who took part" if plan.amplified else "no client tells what they hold"
+        facts.append(f"Samples are drawn anew for every release, by the noise's own secret source, and {whose}.")
     if plan.privacy.trust is Trust.SECURE_AGGREGATION:
         facts.append(
             "Messages are added up by a secure aggregation protocol, which this library does not yet carry out."
@@ -194,7 +222,7 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
     if plan.privacy.trust is Trust.TRUSTED_SERVER:
         facts.append("The server, and the links to it, see every message and are trusted with them.")
-    if plan.participation.kind != EVERYONE:
+    if plan.participation.kind != EVERYONE and not plan.amplified:
         facts.append(
             "Participants were drawn before the run, without looking at data; each client pays for its rounds."
         )

@@ -28,19 +28,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from sordino.core import OverspentError, SordinoError
-from sordino.privacy import gaussian
+from sordino.core import Adjacency, OverspentError, SordinoError
+from sordino.privacy import account, gaussian
+from sordino.privacy.sampled import Sampler
 
-SCHEMA = 1
+SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # stands before the first row
 TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of a number of planned releases
+SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
-_READ = "SELECT who, round, query, sensitivity, std, times, plan, seq, time, key, payload_sha256, previous, hash"
+_READ = "SELECT who, round, query, sensitivity, std, times, plan, rate, sampler, seq, time, key, payload_sha256, previous, hash"
 _TABLES = (
     """CREATE TABLE entries (
         who TEXT NOT NULL, round INTEGER NOT NULL, query TEXT NOT NULL, sensitivity REAL NOT NULL, std REAL NOT NULL,
-        times INTEGER NOT NULL, plan TEXT NOT NULL, seq INTEGER PRIMARY KEY, time TEXT NOT NULL, key TEXT NOT NULL,
+        times INTEGER NOT NULL, plan TEXT NOT NULL, rate REAL NOT NULL, sampler TEXT NOT NULL, seq INTEGER PRIMARY KEY, time TEXT NOT NULL, key TEXT NOT NULL,
         payload_sha256 TEXT NOT NULL, previous TEXT NOT NULL, hash TEXT NOT NULL, payload BLOB)""",
     "CREATE INDEX entries_by_round ON entries (plan, who, round)",
     "CREATE UNIQUE INDEX entries_by_key ON entries (key) WHERE key <> ''",
@@ -64,7 +66,8 @@ _REMEDIES = {
 
 
 class Entry(NamedTuple):
-    """One Gaussian release, or `times` equal ones: mu² = times (sensitivity/std)²."""
+    """One Gaussian release, or `times` equal ones, about all of the data: mu² = times (sensitivity/std)². Or about a
+    part drawn at `rate`, by the sampler and under the adjacency that `sampler` names, as in 'poisson add-remove'."""
 
     who: str
     round: int
@@ -73,6 +76,8 @@ class Entry(NamedTuple):
     std: float
     times: int
     plan: str
+    rate: float = 1.0
+    sampler: str = ""
 
 
 class Row(NamedTuple):
@@ -85,6 +90,8 @@ class Row(NamedTuple):
     std: float
     times: int
     plan: str
+    rate: float
+    sampler: str
     seq: int
     time: str  # ISO 8601, UTC
     key: str  # JSON of (plan, who, round) under which the payload is stored; "" on the other rows of a charge
@@ -105,7 +112,7 @@ class Ledger:
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
         wanted = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
         self.path = Path(path).absolute()
-        self._spent: defaultdict[str, float] = defaultdict(float)  # mu squared of the rows up to `_seen`
+        self._spent: defaultdict[str, Spent] = defaultdict(Spent)  # by the rows up to `_seen`
         self._seen = 0
         try:
             # Only a new file is opened here: closing a second descriptor would drop the locks of a ledger in use.
@@ -163,7 +170,7 @@ class Ledger:
                 seq += 1
                 row = Row(*entry, seq, now, label, _sha256(body), previous, "")
                 row = row._replace(hash=_chained(row))
-                self._db.execute(f"INSERT INTO entries VALUES ({', '.join('?' * 14)})", (*row, body))
+                self._db.execute(f"INSERT INTO entries VALUES ({', '.join('?' * 16)})", (*row, body))
                 previous, label, body = row.hash, "", None
 
     def release(self, plan: str, who: str, round: int) -> bytes | None:
@@ -180,12 +187,14 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ what was written
 
     def spent(self, who: str) -> float:
-        """mu of everything charged to `who`: exact, for Gaussian releases compose by adding mu squared."""
+        """mu of everything charged to `who`, as if all of it were about all of the data: exact where it was, for
+        Gaussian releases compose by adding mu squared."""
         self._catch_up()
-        return math.sqrt(self._spent.get(who, 0.0))
+        return math.sqrt(self._spent.get(who, Spent()).square)
 
     def spent_epsilon(self, who: str, delta: float) -> float:
-        return gaussian.epsilon(self.spent(who), delta)
+        self._catch_up()
+        return self._spent.get(who, Spent()).epsilon(delta)
 
     def people(self) -> list[str]:
         return [who for (who,) in self._ask("SELECT DISTINCT who FROM entries ORDER BY who")]
@@ -292,30 +301,29 @@ class Ledger:
         if math.isinf(mu):
             return
         self._catch_up()
-        costs: defaultdict[str, float] = defaultdict(float)
+        after: dict[str, Spent] = {}
         for entry in entries:
             if entry.std == 0 and entry.sensitivity > 0:
                 raise SordinoError(f"std: query '{entry.query}' of {entry.who} has no noise, and the ledger a limit.")
-            costs[entry.who] += _cost(entry)
-        for who, cost in costs.items():
-            after = self._spent.get(who, 0.0) + cost
-            if after > mu * mu * (1 + TOLERANCE):
+            after.setdefault(entry.who, self._spent.get(entry.who, Spent()).copy()).add(entry)
+        for who, spent in after.items():
+            if spent.exceeds(mu, epsilon, delta):
                 raise OverspentError(
-                    f"{who}: this would bring epsilon to {gaussian.epsilon(math.sqrt(after), delta):.6g} at delta "
+                    f"{who}: this would bring epsilon to {spent.epsilon(delta):.6g} at delta "
                     f"{delta:g}; the limit is {epsilon:g}. Nothing was charged."
                 )
 
     def _catch_up(self) -> None:
         """Add the rows that this or another process committed since the last look."""
         for row in self._rows_after(self._seen):
-            self._spent[row.who] += _cost(_checked(Entry(*row[:7])))
+            self._spent[row.who].add(_checked(Entry(*row[:9])))
             self._seen = row.seq
 
     def _rows_after(self, seq: int) -> Iterator[Row]:
         # In batches: an unfinished read would pin this connection to an old state, from which it could not write.
         while batch := self._ask(f"{_READ} FROM entries WHERE seq > ? ORDER BY seq LIMIT 1000", seq):
             yield from (Row(*fields) for fields in batch)
-            seq = batch[-1][7]
+            seq = batch[-1][9]
 
     def _last(self) -> tuple[int, str]:
         last = self._ask("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1")
@@ -363,6 +371,7 @@ def _checked(entry: Entry) -> Entry:
             sensitivity=float(entry.sensitivity) + 0.0,  # SQLite does not keep the sign of -0.0, the hash would
             std=float(entry.std) + 0.0,
             times=operator.index(entry.times),
+            rate=float(entry.rate),
         )
     except (TypeError, ValueError) as error:
         raise SordinoError(f"entry {tuple(entry)}: {error}.") from error
@@ -371,16 +380,51 @@ def _checked(entry: Entry) -> Entry:
         ("sensitivity", entry.sensitivity >= 0, "must be a number, 0 or more"),
         ("std", 0 <= entry.std < math.inf, "must be a finite number, 0 or more"),
         ("times", entry.times >= 1, "must be 1 or more"),
+        ("rate", 0 < entry.rate <= 1, "must lie in (0, 1]"),
+        (
+            "sampler",
+            entry.rate == 1 or entry.sampler in SAMPLERS,
+            "must name a sampler and an adjacency it is bounded for",
+        ),
     ):
         if not fine:
             raise SordinoError(f"{name}: {getattr(entry, name)!r} {rule} (query '{entry.query}' of '{entry.who}').")
     return entry
 
 
-def _cost(entry: Entry) -> float:
-    """mu squared."""
-    mu = gaussian.mu_of([(entry.sensitivity, entry.std, entry.times)])
-    return mu * mu
+class Spent:
+    """What somebody's entries amount to."""
+
+    def __init__(self) -> None:
+        self.square = 0.0  # mu squared, of all as if nothing had been sampled
+        self.parts: dict[tuple[str, float, float, float], int] = {}  # (sampler, rate, sensitivity, std) -> times
+
+    def copy(self) -> Spent:
+        twin = Spent()
+        twin.square, twin.parts = self.square, dict(self.parts)
+        return twin
+
+    def add(self, entry: Entry) -> None:
+        self.square += gaussian.mu_of([(entry.sensitivity, entry.std, entry.times)]) ** 2
+        sampler = entry.sampler if entry.rate < 1 else ""
+        key = (sampler, entry.rate, entry.sensitivity, entry.std)
+        self.parts[key] = self.parts.get(key, 0) + entry.times
+
+    def epsilon(self, delta: float) -> float:
+        """The least that follows when one sampler's entries count as sampled, and all others as if they were not."""
+        plain = gaussian.epsilon(math.sqrt(self.square), delta)
+        return min([plain, *(self._with(name, delta) for name in {key[0] for key in self.parts} - {""})])
+
+    def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
+        return self.square > mu * mu * (1 + TOLERANCE) and self.epsilon(delta) > epsilon * (1 + TOLERANCE)
+
+    def _with(self, name: str, delta: float) -> float:
+        sampler, adjacency = name.split()
+        releases = [
+            account.Release("", moved, std, times, *((rate, Sampler(sampler)) if its == name else ()))
+            for (its, rate, moved, std), times in self.parts.items()
+        ]
+        return account.epsilon(releases, delta, Adjacency(adjacency))
 
 
 def _chained(row: Row) -> str:

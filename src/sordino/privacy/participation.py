@@ -1,4 +1,4 @@
-"""Who takes part in which round."""
+"""Who takes part in which round, and which of a client's records are asked."""
 
 from __future__ import annotations
 
@@ -69,3 +69,57 @@ class Participation:
         if self.kind == "fixed":
             return [np.sort(rng.choice(clients, int(self.amount), replace=False)) for _ in range(rounds)]
         return [np.flatnonzero(rng.random(clients) < self.amount) for _ in range(rounds)]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which records of a client a gradient is asked of: all, each by a coin of its own (`poisson:16`: 16 expected, or
+    `poisson:0.01`: that part of them), or exactly so many drawn without replacement (`fixed:16`).
+
+    Divisors are expected sizes, which are public; how many records a Poisson minibatch holds stays with the client.
+    """
+
+    kind: str = EVERYONE
+    amount: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in (EVERYONE, "poisson", "fixed"):
+            known = [EVERYONE, "poisson:16", "poisson:0.01", "fixed:16"]
+            raise SordinoError(f"batch: '{self.kind}' is unknown.{nearest(self.kind, known)}")
+        whole = self.amount == int(self.amount) if 1 <= self.amount < 2**31 else False
+        if self.kind == "fixed" and not whole:
+            raise SordinoError(f"batch: {self} needs a whole number of records, at least 1.")
+        if self.kind == "poisson" and not (0 < self.amount < 2**31):
+            raise SordinoError(f"batch: {self} needs an expected number of records, or a rate below 1.")
+
+    @staticmethod
+    def parse(text: str) -> Sampling:
+        """`16` alone is `poisson:16`."""
+        kind, colon, number = text.partition(":")
+        if kind == EVERYONE and not colon:
+            return Sampling()
+        kind, number = (kind, number) if colon else ("poisson", kind)
+        try:
+            return Sampling(kind, float(number))
+        except ValueError as error:
+            if isinstance(error, SordinoError):
+                raise
+            raise SordinoError(f"batch: '{text}' lacks a number; write full, poisson:16 or fixed:16.") from None
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount:g}"
+
+    def rates(self, sizes: np.ndarray) -> np.ndarray:
+        """The chance of each client's records to be in a minibatch; 1 where a client has no more than it asks for."""
+        if self.kind == EVERYONE:
+            return np.ones(len(sizes))
+        part = self.kind == "poisson" and self.amount < 1
+        return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
+
+    def draw(self, coins: np.ndarray, rate: float) -> np.ndarray:
+        """The records of a minibatch, from one uniform coin a record; the rate is that of the client's public size."""
+        if rate == 1:
+            return np.arange(len(coins))
+        if self.kind == "poisson":
+            return np.flatnonzero(coins < rate)
+        return np.sort(np.argsort(coins)[: int(self.amount)])

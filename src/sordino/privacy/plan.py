@@ -13,7 +13,7 @@ public divisor of its answers), so a record of client i moves the observed quant
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -38,9 +38,12 @@ from sordino.core import (
     nearest,
     nothing,
 )
-from sordino.privacy import gaussian
+from sordino.privacy import account as account_of
+from sordino.privacy import gaussian, sampled
+from sordino.privacy.account import Release
 from sordino.privacy.ledger import Entry
-from sordino.privacy.participation import EVERYONE, Participation
+from sordino.privacy.participation import EVERYONE, Participation, Sampling
+from sordino.privacy.sampled import Sampled, Sampler
 
 MOST_ROUNDS = 1_000_000
 
@@ -61,22 +64,13 @@ class Level(NamedTuple):
         return f"{self.stage}.{self.number} {self.query.kind}"
 
 
-class Release(NamedTuple):
-    """`times` equal Gaussian releases, as the adversary sees them."""
-
-    query: str
-    sensitivity: float
-    std: float
-    times: int
-
-
 class Group(NamedTuple):
     """Clients with the same account."""
 
     clients: tuple[int, ...]
     records: tuple[int, int]  # smallest and largest
     releases: tuple[Release, ...]
-    mu: float
+    mu: float  # as if nothing had been sampled; exact where nothing was
 
 
 @dataclass(frozen=True)
@@ -92,6 +86,7 @@ class Plan:
     schedule_seed: int = 0
     noise: float | None = None  # std of the summed client noise over the clip; None: what epsilon asks for
     uncertified: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         if str(self.divisor) not in list(Divisor):
@@ -137,6 +132,8 @@ class Plan:
                 f"participation: the correlated noise of {self.method.name} is certified for full, fixed:K or cyclic:K "
                 f"participation, where each client's rounds are few by design; {self.participation} is not."
             )
+        if self.unbounded and not (self.uncertified or self.silent):
+            raise SordinoError(f"batch: {self.unbounded}")
 
     # ------------------------------------------------------------------------------------------------ structure
 
@@ -146,13 +143,48 @@ class Plan:
 
     @property
     def proved(self) -> bool:
-        return (self.privacy.unit, self.privacy.trust) in self.method.proves and not self.by_chance
+        known = (self.privacy.unit, self.privacy.trust) in self.method.proves
+        return known and not self.by_chance and not self.unbounded
 
     @property
     def by_chance(self) -> bool:
         """A stream of noise whose clients come by coin: any of them may come in every round."""
         streams = any(carries(q.noise) for stage in self.stages for q in stage.queries)
         return streams and self.participation.kind == "poisson"
+
+    @property
+    def unbounded(self) -> str:
+        """Why nothing is proved of this plan's minibatches; empty where something is, or none are drawn."""
+        queries = [q for stage in self.method.stages for q in stage.queries]
+        if not (self.rates < 1).any():
+            return ""
+        if any(q.bound is not None or isinstance(q.noise, Correlated | Stream) for q in queries):
+            return f"{self.method.name}'s bound or noise speaks of all of a client's records; leave batch at full."
+        noised = any(q.kind is Kind.GRADIENT and q.noise is not None for q in queries)
+        if noised and self.sampling.kind == "fixed" and self.privacy.adjacency is Adjacency.ADD_REMOVE:
+            return (
+                f"{self.sampling} under add-remove: one record more changes which others are drawn, and no bound for "
+                "that is known here. Use poisson, or adjacency = replace-one."
+            )
+        return ""
+
+    @cached_property
+    def rates(self) -> np.ndarray:
+        """At which each client's records are drawn whenever a gradient is asked for."""
+        return self.sampling.rates(np.asarray(self.sizes, dtype=float))
+
+    @property
+    def amplified(self) -> bool:
+        """Who takes part is drawn by chance and stays with the server, and whole clients are what is protected.
+
+        At record level it helps nobody: the other records of a client show whether it came.
+        """
+        if self.privacy.unit is not Unit.USER or self.privacy.trust is not Trust.TRUSTED_SERVER:
+            return False
+        if any(isinstance(q.noise, Correlated) for stage in self.stages for q in stage.queries):
+            return False
+        fixed = self.participation.kind == "fixed" and self.privacy.adjacency is Adjacency.REPLACE_ONE
+        return (fixed or self.participation.kind == "poisson") and self.participation.rate(self.clients) < 1
 
     @property
     def silent(self) -> bool:
@@ -219,7 +251,7 @@ class Plan:
 
     def _counts(self, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Per client: the number of releases, and the factor by which a stream multiplies their sensitivity."""
-        if self.participation.kind == EVERYONE and not isinstance(query.noise, Correlated):
+        if (self.participation.kind == EVERYONE or self.amplified) and not isinstance(query.noise, Correlated):
             before = sum(self.stage_rounds[:stage])
             rounds = min(max((self.rounds if done is None else done) - before, 0), self.stage_rounds[stage])
             return np.full(self.clients, rounds * query.calls), np.ones(self.clients)
@@ -254,6 +286,7 @@ class Plan:
             scale = query.clip if lemma is None else max(lemma.bound(int(m), Adjacency.ADD_REMOVE) for m in sizes)
             factor = self._counts(s, query)[1].max()
             divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
+            divisor = divisor * self.rates if query.kind is Kind.GRADIENT else divisor
             weight = self.weights / divisor
             # Each client's own std; without a promise there is none, bounded or not.
             needed = claims * factor * np.sqrt(count / share) / mu if not self.silent else np.zeros(self.clients)
@@ -263,7 +296,48 @@ class Plan:
                 parties = 1.0 if self.sums_only else self.participation.rate(self.clients) * self.clients
                 std = spread * self.noise * scale / math.sqrt(parties * (spread**2).mean())
             levels.append(Level(s, k, query, scale, claims, std, weight))
+        if self.noise is None and not self.silent:
+            relief = self._relief(levels, wishes)
+            levels = [level._replace(std=level.std * relief) for level in levels]
         return tuple(levels)
+
+    def _relief(self, levels: list[Level], wishes: np.ndarray) -> np.ndarray:
+        """What sampling leaves of the noise that the same releases of all data would need, for each client."""
+        columns = [part for level in levels for part in self._columns(level)]
+        accounts, which = np.unique(np.stack([*columns, wishes], 1), axis=0, return_inverse=True)
+        found = np.ones(len(accounts))
+        for n, account in enumerate(accounts):
+            drawn, whole = account_of.split(self._releases(levels, account[:-1]), self.privacy.adjacency)
+            if drawn:
+                found[n] = sampled.scale(drawn, account[-1], self.privacy.delta, self.privacy.adjacency, whole)
+        relief = np.minimum(found, 1.0)[which.reshape(-1)]
+        return np.full(self.clients, relief.max()) if self.sums_only else relief
+
+    def _columns(self, level: Level, done: int | None = None) -> list[np.ndarray]:
+        """Per client: how far it moves what is seen, the noise on it, the number of releases, and their rate."""
+        count, factor = self._counts(level.stage, level.query, done)
+        moved, seen = self._seen(level)
+        rate = np.ones(self.clients)
+        if self.unbounded:
+            pass
+        elif level.query.kind is Kind.GRADIENT and self.privacy.unit is Unit.RECORD:
+            rate = account_of.coarse(self.rates)
+        elif self.amplified:
+            rate = np.full(self.clients, self.participation.rate(self.clients))
+        return [moved * factor, seen, count, rate]
+
+    def _releases(self, levels: Sequence[Level], account: np.ndarray) -> tuple[Release, ...]:
+        kind = Sampler(self.participation.kind if self.amplified else self.sampling.kind)
+        found = []
+        for level, (moved, seen, count, rate) in zip(levels, account.reshape(-1, 4), strict=True):
+            if count and rate < 1:  # answers about one minibatch are one release of all of them
+                joint = level.query.joint
+                found.append(
+                    Release(level.name, float(moved) * joint**0.5, float(seen), int(count) // joint, float(rate), kind)
+                )
+            elif count:
+                found.append(Release(level.name, float(moved), float(seen), int(count)))
+        return tuple(found)
 
     def share(self, cohort: int) -> float:
         """The factor on a participant's std: its part of the summed noise, where only sums are seen."""
@@ -323,27 +397,29 @@ class Plan:
 
     def groups(self, done: int | None = None) -> tuple[Group, ...]:
         """Clients with equal accounts, after `done` rounds (default: the whole plan)."""
-        columns = []
-        for level in self.levels:
-            count, factor = self._counts(level.stage, level.query, done)
-            moved, seen = self._seen(level)
-            columns += [moved * factor, seen, count]
+        columns = [part for level in self.levels for part in self._columns(level, done)]
         accounts, which = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
         groups = []
         for g, account in enumerate(accounts):
             members = np.flatnonzero(which.reshape(-1) == g)
-            releases = tuple(
-                Release(level.name, float(moved), float(seen), int(count))
-                for level, (moved, seen, count) in zip(self.levels, account.reshape(-1, 3), strict=True)
-                if count
-            )
+            releases = self._releases(self.levels, account)
             sizes = [self.sizes[i] for i in members]
-            mu = gaussian.mu_of((r.sensitivity, r.std, r.times) for r in releases)
-            groups.append(Group(tuple(members.tolist()), (min(sizes), max(sizes)), releases, mu))
+            groups.append(Group(tuple(members.tolist()), (min(sizes), max(sizes)), releases, account_of.mu(releases)))
         return tuple(groups)
 
+    def epsilon_of(self, group: Group, delta: float | None = None) -> float:
+        return account_of.epsilon(group.releases, delta or self.privacy.delta, self.privacy.adjacency)
+
+    def worst(self, done: int | None = None) -> Group:
+        """Of the clients worst off."""
+        return max(self.groups(done), key=self.epsilon_of)
+
     def spending(self) -> np.ndarray:
-        """mu of the client worst off after each round."""
+        """mu of the client worst off after each round, where nothing is sampled."""
+        return np.asarray(np.sqrt(self._squares))
+
+    @cached_property
+    def _squares(self) -> np.ndarray:
         squares = np.zeros(self.clients)
         path = np.zeros(self.rounds)
         for t, cohort in enumerate(self.cohorts):
@@ -351,7 +427,7 @@ class Plan:
                 if level.stage == self.stage_of(t):
                     squares[cohort] += self._increment(level, t)[cohort]
             path[t] = squares.max()
-        return np.sqrt(path)
+        return path
 
     def _increment(self, level: Level, t: int) -> np.ndarray:
         """What round t adds to a participant's mu squared. A stream pays for what each round adds to it."""
@@ -368,7 +444,41 @@ class Plan:
         return max(group.mu for group in self.groups(done))
 
     def epsilon(self, done: int | None = None) -> float:
-        return gaussian.epsilon(self.mu(done), self.privacy.delta)
+        return self.epsilon_of(self.worst(done))
+
+    def spent(self, t: int) -> float:
+        """Epsilon of the client worst off once round t is over."""
+        if self.samples:
+            return float(self._path[t])
+        return gaussian.epsilon(float(self._squares[t]) ** 0.5, self.privacy.delta)
+
+    @cached_property
+    def samples(self) -> bool:
+        """Some release is about a random part of the data, and paid for as such."""
+        return any((self._columns(level)[3] < 1).any() for level in self.levels)
+
+    @cached_property
+    def _path(self) -> np.ndarray:
+        """An upper bound that ends in the truth: each level's most releases so far, moved furthest, at its top rate."""
+        drawn, counts, whole = list[Sampled](), list[np.ndarray](), np.zeros(self.rounds)
+        for level in self.levels:
+            moved, seen, _, rate = self._columns(level)
+            first, rounds = sum(self.stage_rounds[: level.stage]), self.stage_rounds[level.stage]
+            came = np.ones((rounds, 1), bool) if self.amplified else self.taken(level.stage)
+            times = np.zeros(self.rounds, dtype=int)
+            times[first : first + rounds] = came.cumsum(0).max(1) * level.query.calls
+            times = np.maximum.accumulate(times)
+            worst = np.array([(moved / seen).max(), 1.0, level.query.joint, rate.max()])
+            release = self._releases([level], worst)
+            more, mu = account_of.split(release, self.privacy.adjacency)
+            drawn += more
+            counts += [times // level.query.joint] * len(more)
+            whole += mu**2 * times / level.query.joint
+        if drawn:
+            path = sampled.path(drawn, np.stack(counts, 1), self.privacy.delta, self.privacy.adjacency, np.sqrt(whole))
+        else:  # some client has all its records in every minibatch
+            path = np.array([gaussian.epsilon(float(mu), self.privacy.delta) for mu in np.sqrt(whole)])
+        return np.asarray(np.minimum(path, self.epsilon()))
 
     def entries(self, client: int, t: int, run_id: str) -> list[Entry]:
         """What client pays for round t, one ledger row a query."""
@@ -378,7 +488,13 @@ class Plan:
             if level.stage != stage:
                 continue
             moved, std = (float(value[client]) for value in self._seen(level))
-            calls = level.query.calls
+            calls, joint = level.query.calls, level.query.joint
+            rate = float(self._columns(level)[3][client])
+            if rate < 1:
+                kind = f"{self.participation.kind if self.amplified else self.sampling.kind} {self.privacy.adjacency}"
+                who = Entry(f"client {client}", t, level.name, moved * joint**0.5, std, calls // joint, run_id)
+                rows.append(who._replace(rate=rate, sampler=kind))
+                continue
             sensitivity = std * math.sqrt(self._increment(level, t)[client] / calls) if std else moved
             rows.append(Entry(f"client {client}", t, level.name, sensitivity, std, calls, run_id))
         return rows
@@ -398,6 +514,8 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
     streams = [q for q in stage.queries if isinstance(q.noise, Correlated | Stream)]
+    if any(q.joint < 1 or q.calls % q.joint for q in stage.queries):
+        raise SordinoError(f"{name}: a query's calls must be a multiple of those that share a minibatch (joint).")
     if any(q.calls != 1 for q in streams) or (streams and stage.local.prepare is not nothing):
         raise SordinoError(f"{name}: a correlated query is called once a round, by clients without a cache of data.")
 

@@ -92,7 +92,7 @@ def _how_well(cert: Mapping[str, Any], unit: Unit) -> str:
     if epsilon is None:
         return "There is no bound: nothing about the data is hidden."
     factor = _factor(epsilon)
-    right = 100 * float(ndtr(cert["mu"] / 2))  # the best test between two unit Gaussians mu apart
+    right = 100 * float(cert["guess"])
     groups, names = cert["groups"], cert["client_names"]
     rows = [f"| {_short(g['clients'])} | {_span(g['records'])} | {g['epsilon']:.4g} |" for g in groups[:MOST_GROUPS]]
     if len(groups) > MOST_GROUPS:
@@ -125,7 +125,8 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
     return [
         *bounds,
         _noise(cert),
-        f"Participants: {sampler['clients']}; privacy amplification by sampling: {sampler['amplification']}.",
+        f"Participants: {sampler['clients']}; records of each: {sampler['records']}; privacy amplification by "
+        f"sampling: {sampler['amplification']}.",
         f"Noise source: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
     ]
 
@@ -138,7 +139,10 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
         f"{tested} records that the model was tested on: they lie outside the guarantee.",
         "The same data in other runs: every run adds to the total.",
     ]
-    if unit is Unit.RECORD and cert["mu"] is not None:
+    sampled = any(release["rate"] < 1 for group in cert["groups"] for release in group["releases"])
+    if unit is Unit.RECORD and sampled:
+        lines.append("A person with several records at one client: the guarantee is for one of them.")
+    elif unit is Unit.RECORD and cert["mu"] is not None:
         bets = ", ".join(f"{_percent(float(ndtr(k * cert['mu'] / 2)))} with {k}" for k in (2, 5, 10))
         lines.append(f"A person with several records at one client: the bet is then won with probability up to {bets}.")
     return lines

@@ -11,11 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sordino.core import Adjacency, Kind, Query, SordinoError, Trust, Unit
 from sordino.privacy import gaussian
 from sordino.privacy.certificate import FORMAT
+from sordino.privacy.participation import Sampling
+from sordino.privacy.sampled import Sampler
 
-TOLERANCE = 0.005  # relative, in epsilon, between the two accountants
+TOLERANCE = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
+SLACK = 0.01  # and above it: both are upper bounds
 
 
 class Verdict(NamedTuple):
@@ -34,14 +39,16 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
             raise SordinoError(f"certificate: format {cert['format']} is not the format {FORMAT} known here.")
         delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
+        adjacency = Adjacency(cert["adjacency"])
         for group in cert["groups"]:
-            own = _pld_epsilon(group["releases"], delta)
+            own = _pld_epsilon(group["releases"], delta, adjacency)
             recomputed = max(recomputed, own)
             _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), own, problems)
         _compare("the worst client", claimed, recomputed, problems)
-        worst = max(cert["groups"], key=lambda group: _limitless(group["mu"]))
+        worst = max(cert["groups"], key=lambda group: _limitless(group["epsilon"]))
         for at, value in cert["epsilon_at"].items():
-            _compare(f"epsilon at delta {at}", _limitless(value), _pld_epsilon(worst["releases"], float(at)), problems)
+            found = _pld_epsilon(worst["releases"], float(at), adjacency)
+            _compare(f"epsilon at delta {at}", _limitless(value), found, problems)
         _check_bounds(cert, problems)
         _check_claims(cert, claimed, problems)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -54,32 +61,78 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
 def _compare(what: str, claimed: float, found: float, problems: list[str]) -> None:
     if claimed == found:  # both infinite, or both zero
         return
-    if not abs(claimed - found) <= TOLERANCE * max(abs(found), 1e-6):
+    if not -TOLERANCE * max(abs(found), 1e-6) <= claimed - found <= SLACK * max(abs(found), 1e-6):
         problems.append(f"{what}: {claimed:.6g} is claimed, the raw numbers give {found:.6g}")
 
 
-def _pld_epsilon(releases: Sequence[Mapping[str, Any]], delta: float) -> float:
+def _pld_epsilon(releases: Sequence[Mapping[str, Any]], delta: float, adjacency: Adjacency) -> float:
     """By composing privacy loss distributions. The grid is finer for small epsilon, where relative error counts."""
-    from dp_accounting import GaussianDpEvent, NeighboringRelation
+    import dp_accounting as dp
     from dp_accounting.pld import PLDAccountant
 
-    steps = [(float(r["std"]), float(r["sensitivity"]), int(r["times"])) for r in releases]
-    if any(not (std >= 0 and moved >= 0 and times >= 0) for std, moved, times in steps):
-        raise SordinoError("certificate: releases hold a negative or undefined number.")
-    if any(std == 0 and moved > 0 and times for std, moved, times in steps):
+    steps = [Step.of(release, adjacency) for release in releases]
+    if any(step.std == 0 and step.moved > 0 and step.times for step in steps):
         return math.inf
-    rough = sum(times * (moved / std) ** 2 for std, moved, times in steps if moved)
+    rough = sum(step.times * (step.moved / step.std * step.rate) ** 2 for step in steps if step.moved)
     if not rough:
         return 0.0
+    if any(step.sampler is Sampler.FIXED and step.rate < 1 for step in steps):
+        return _renyi_epsilon(steps, delta)
     # A release adds mu^2/2 + mu sqrt(2 log 1/delta) to epsilon at most: enough to choose a grid.
     guess = rough / 2 + math.sqrt(2 * rough * math.log(1 / delta))
-    accountant = PLDAccountant(
-        NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=min(1e-2, max(1e-6, guess * 1e-4))
-    )
-    for std, moved, times in steps:
-        if moved and times:
-            accountant.compose(GaussianDpEvent(std / moved), times)
+    sampled = any(step.rate < 1 for step in steps)
+    single = min(step.rate * step.moved / step.std for step in steps if step.moved)  # a small loss needs a finer grid
+    interval = min(1e-2, max(1e-6, guess * 1e-4), single / 10 if sampled else 1e-2)
+    # Nor may it have too many cells: one loss reaches about mu^2 / 2 + 10 mu.
+    reach = max(step.moved / step.std for step in steps)
+    interval = max(1e-6, interval, (reach**2 / 2 + 10 * reach) / 1e5)
+    # Its replace-one pair for sampled Gaussians is N(0) mixed with N(+1) against N(-1), in units of the clip.
+    replaced = sampled and adjacency is Adjacency.REPLACE_ONE
+    relation = dp.NeighboringRelation.REPLACE_ONE if replaced else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    accountant = PLDAccountant(relation, value_discretization_interval=interval)
+    for step in steps:
+        if step.moved and step.times:
+            term = step.moved / 2 if replaced else step.moved
+            event: Any = dp.GaussianDpEvent(step.std / term)
+            if sampled:
+                event = dp.PoissonSampledDpEvent(step.rate, event)
+            accountant.compose(event, step.times)
     return float(accountant.get_epsilon(delta))
+
+
+def _renyi_epsilon(steps: Sequence[Step], delta: float) -> float:
+    """Samples of fixed size under replace-one; the accountant reads a multiplier as std over the whole change, 2 clip.
+    The plain account of the same releases holds too."""
+    import dp_accounting as dp
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    for step in steps:
+        if step.moved and step.times:
+            event: Any = dp.GaussianDpEvent(step.std / step.moved)
+            if step.rate < 1:  # so many of a thousand million: the rate is all that counts
+                event = dp.SampledWithoutReplacementDpEvent(10**9, round(step.rate * 10**9), event)
+            accountant.compose(event, step.times)
+    plain = gaussian.mu_of((step.moved, step.std, step.times) for step in steps)
+    return min(float(accountant.get_epsilon(delta)), gaussian.epsilon(plain, delta))
+
+
+class Step(NamedTuple):
+    std: float
+    moved: float
+    times: int
+    rate: float
+    sampler: Sampler
+
+    @staticmethod
+    def of(release: Mapping[str, Any], adjacency: Adjacency) -> Step:
+        rate, sampler = float(release["rate"]), Sampler(release["sampler"])
+        step = Step(float(release["std"]), float(release["sensitivity"]), int(release["times"]), rate, sampler)
+        if not (step.std >= 0 and step.moved >= 0 and step.times >= 0 and 0 < rate <= 1):
+            raise SordinoError("certificate: releases hold a negative or undefined number.")
+        if rate < 1 and (sampler is Sampler.FULL or (sampler is Sampler.FIXED and adjacency is Adjacency.ADD_REMOVE)):
+            raise SordinoError(f"certificate: no account is known of sampler {sampler} at rate {rate:g}, {adjacency}.")
+        return step
 
 
 def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
@@ -106,13 +159,44 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 )
             if query["bound"] == "by clip" and not query["stream"]:
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit)
-                expected = bound * (high if sums_only else 1.0)
+                joint = int(query["joint"]) if float(release["rate"]) < 1 else 1
+                expected = bound * (high if sums_only else 1.0) * math.sqrt(joint)
                 if not _near(float(release["sensitivity"]), expected):
                     problems.append(
                         f"{name}: the sensitivity is {release['sensitivity']:.6g}, but clip {clip:g}, {unit} level and "
                         f"{adjacency} make it {expected:.6g}"
                     )
+            _check_rate(cert, kind, name, group, release, problems)
     _check_totals(cert, problems)
+
+
+def _check_rate(
+    cert: Mapping[str, Any],
+    kind: Kind,
+    name: str,
+    group: Mapping[str, Any],
+    release: Mapping[str, Any],
+    problems: list[str],
+) -> None:
+    """A rate below 1 is that of the sampler that ran, for the smallest client of the group, and in a place where
+    sampling hides something."""
+    rate, sampler, unit = float(release["rate"]), str(release["sampler"]), Unit(cert["unit"])
+    if rate == 1:
+        return
+    if unit is Unit.RECORD and kind is Kind.GRADIENT:
+        law = Sampling.parse(cert["sampler"]["records"])
+        least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
+    elif unit is Unit.USER and cert["trust"] == Trust.TRUSTED_SERVER:
+        least, ran = float(cert["cohort"]) / int(cert["clients"]), cert["sampler"]["clients"].partition(":")[0]
+    else:
+        problems.append(
+            f"{name}: sampling hides nothing of it at {unit} level under {cert['trust']}, yet it is claimed"
+        )
+        return
+    if sampler != ran:
+        problems.append(f"{name}: accounted for as {sampler} sampling, but {ran} sampling ran")
+    if rate < least * (1 - 1e-9):
+        problems.append(f"{name}: a rate of {rate:.6g} is claimed, the sampler draws at {least:.6g}")
 
 
 def _mu(releases: Sequence[Mapping[str, Any]]) -> float:
@@ -125,7 +209,8 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
     for group in groups:
         if not _near(_limitless(group["mu"]), _mu(group["releases"])):
             problems.append(f"clients {group['clients']}: mu {group['mu']} does not follow from the releases")
-    if not _near(_limitless(cert["mu"]), max(_mu(group["releases"]) for group in groups)):
+    worst = max(groups, key=lambda group: _limitless(group["epsilon"]))
+    if not _near(_limitless(cert["mu"]), _mu(worst["releases"])):
         problems.append(f"mu {cert['mu']} is not that of the client worst off")
     if not cert["assumes"] or not cert["numerics"]:
         problems.append("the assumptions are missing")

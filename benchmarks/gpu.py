@@ -1,0 +1,514 @@
+"""What privacy costs on a GPU: a private LoRA step against a plain one, and clients served together.
+
+    PYTHONPATH=src python benchmarks/gpu.py --out results/gpu.json
+    PYTHONPATH=src python benchmarks/gpu.py --device cpu --tiny      # does it run at all?
+
+Of ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depend on them), adapters of rank 16 on Q, K
+and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
+
+- plain: forward, mean loss, backward, AdamW, by autograd through the same modules;
+- private: `Flat.clipped_sum`, Gaussian noise, the same AdamW;
+- one buffer: the same gradients of examples, gathered in one tensor: one norm, one product;
+- vmap: `torch.func.vmap(grad)`, clipped and noised alike.
+
+Steps are interleaved, and timed again as captured CUDA graphs (the same kernels without their launches).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sordino.core import Shard
+from sordino.models import examples
+from sordino.models.flat import Flat
+from sordino.models.lora import module_of
+from sordino.models.transformers import build
+from sordino.rules.blocks import block_means, expand
+
+CLASSES, CLIP, SIGMA, LENGTH = 10, 0.1, 1.0, 128
+FAMILIES = {"vit": "vit-base-lora", "swin": "swin-base-lora", "roberta": "roberta-base-lora"}
+TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+TINY: dict[str, dict[str, Any]] = {
+    "vit": {
+        **{"image_size": 16, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "intermediate_size": 48},
+    },
+    "swin": {
+        **{"image_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 16},
+        **{"depths": [2, 2], "num_heads": [2, 4]},
+    },
+    "roberta": TEXT,
+}
+Step = Callable[[], None]
+
+
+def summed(z: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(z.float(), y, reduction="sum")
+
+
+class Bench:
+    """One model, and random data for it."""
+
+    def __init__(self, family: str, device: torch.device, tiny: bool) -> None:
+        self.family, self.device, self.tiny = family, device, tiny
+        began = time.perf_counter()
+        self.flat: Flat = build(
+            FAMILIES[family],
+            classes=CLASSES,
+            length=16 if tiny else LENGTH,
+            autocast=torch.bfloat16,
+            device=device,
+            chunk=512,
+            mode="tape",
+            **(TINY[family] if tiny else {}),
+        )
+        self.module = module_of(self.flat).train()
+        self.names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        self.owned = examples.owners(self.module, self.names)
+        self.seconds = time.perf_counter() - began
+
+    def rows(self, *lead: int) -> Tensor:
+        """Flat rows: pixels, or token ids."""
+        if self.family == "roberta":
+            return torch.randint(3, 99, (*lead, self.flat.features), device=self.device).float()
+        return torch.randn(*lead, self.flat.features, device=self.device)
+
+    def cast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def seen(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, *self.flat.shape)
+
+    def adamw(self, values: list[Tensor]) -> torch.optim.Optimizer:
+        words = {"fused": True, "capturable": True} if self.device.type == "cuda" else {}
+        return torch.optim.AdamW(values, lr=1e-4, weight_decay=0.01, **words)
+
+    # ------------------------------------------------------------------------------------------------- one step each
+
+    def plain(self, x: Tensor, y: Tensor) -> Step:
+        values = [p for p in self.module.parameters() if p.requires_grad]
+        optimizer, seen = self.adamw(values), self.seen(x)
+
+        def step() -> None:
+            self.module.train()
+            optimizer.zero_grad(set_to_none=True)
+            with self.cast():
+                loss = summed(self.module(seen), y) / len(y)
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    def noised(self, x: Tensor, total: Callable[[Tensor], Tensor]) -> Step:
+        """A step on a sum of clipped gradients."""
+        theta = nn.Parameter(self.flat.init().to(self.device))
+        optimizer = self.adamw([theta])
+
+        def step() -> None:
+            found = total(theta.detach())
+            theta.grad = found.add_(torch.randn_like(found), alpha=SIGMA * CLIP).div_(len(x))
+            optimizer.step()
+
+        return step
+
+    def private(self, x: Tensor, y: Tensor) -> Step:
+        shard = Shard(x, y, torch.ones(len(x), device=self.device))
+        return self.noised(x, lambda theta: self.flat.clipped_sum(theta, shard, CLIP))
+
+    def one_buffer(self, x: Tensor, y: Tensor) -> Step:
+        seen = self.seen(x)
+
+        def total(theta: Tensor) -> Tensor:
+            self.module.train()
+            with self.cast():
+                found = examples.gradients(self.module, self.split(theta), seen, y, summed, self.owned)
+            return clipped(self.gather(found))
+
+        return self.noised(x, total)
+
+    def by_vmap(self, x: Tensor, y: Tensor, chunk: int, whole: bool = False) -> Step:
+        """whole: attention from matrix products, where the fused kernel would be looped over."""
+        seen = self.seen(x)
+
+        def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return summed(functional_call(self.module, params, (x.unsqueeze(0),)), y.unsqueeze(0))
+
+        each = vmap(grad(loss), (None, 0, 0), randomness="different")
+
+        def total(theta: Tensor) -> Tensor:
+            self.module.train()
+            params = self.split(theta)
+            parts = zip(seen.split(chunk), y.split(chunk), strict=True)
+            with self.cast(), sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
+                found = [self.gather(each(params, *part)) for part in parts]
+            return torch.stack([clipped(part) for part in found]).sum(0)
+
+        return self.noised(x, total)
+
+    def split(self, theta: Tensor) -> dict[str, Tensor]:
+        parts = theta.split([math.prod(shape) for shape in self.flat.shapes])
+        return {n: p.view(shape) for n, p, shape in zip(self.names, parts, self.flat.shapes, strict=True)}
+
+    def gather(self, found: dict[str, Tensor]) -> Tensor:
+        parts = [found.pop(name).flatten(1) for name in self.names]
+        kind = min((part.dtype for part in parts), key=lambda kind: torch.finfo(kind).bits)
+        return torch.cat([part.to(kind) for part in parts], 1)
+
+    # ----------------------------------------------------------------------------------------------- does it agree
+
+    def agreement(self) -> dict[str, float]:
+        """Relative distance of both private sums from autograd, an example at a time; dropout off."""
+        rates = {part: part.p for part in self.module.modules() if isinstance(part, nn.Dropout)}
+        for part in rates:
+            part.p = 0.0
+        x, y = self.rows(4), torch.arange(4, device=self.device) % CLASSES
+        theta = self.flat.init().to(self.device)
+        theta += 0.02 * torch.randn(self.flat.size, device=self.device)
+        grads = []
+        for k in range(4):
+            params = {name: value.clone().requires_grad_() for name, value in self.split(theta).items()}
+            with self.cast():
+                loss = summed(functional_call(self.module, params, (self.seen(x[k : k + 1]),)), y[k : k + 1])
+            grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(params.values()))]))
+        want = clipped(torch.stack(grads))
+        shard = Shard(x, y, torch.ones(4, device=self.device))
+        with self.cast():
+            found = examples.gradients(self.module, self.split(theta), self.seen(x), y, summed, self.owned)
+        sums = {"private": self.flat.clipped_sum(theta, shard, CLIP), "one buffer": clipped(self.gather(found))}
+        for part, rate in rates.items():
+            part.p = rate
+        return {name: float((value - want).norm() / want.norm()) for name, value in sums.items()}
+
+
+def clipped(G: Tensor) -> Tensor:
+    """Sum over rows, each cut to norm CLIP; rows that are not finite count as zero. No look at a number: no waiting.
+
+    Norms, factors and sums in float32, whatever G is held in: the fill casts as it goes.
+    """
+    norm = torch.linalg.vector_norm(G, dim=1, dtype=torch.float32)
+    fine = torch.isfinite(norm)
+    factor = torch.where(fine, CLIP / norm.clamp_min(CLIP), 0.0)
+    return factor @ torch.where(fine.unsqueeze(1), G, norm.new_zeros(1))
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock(step: Step, count: int, device: torch.device) -> float:
+    """Seconds a step."""
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    wait(device)
+    return (time.perf_counter() - began) / count
+
+
+def interleaved(steps: dict[str, Step], count: int, repetitions: int, device: torch.device) -> dict[str, list[float]]:
+    """Each in turn, again and again, so that a slow spell of the machine meets all of them."""
+    for step in steps.values():
+        clock(step, 3 if device.type == "cuda" else 1, device)
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repetitions):
+        for name, step in steps.items():
+            samples[name].append(clock(step, count, device))
+    return samples
+
+
+def peak(step: Step, device: torch.device) -> int | None:
+    """Bytes at the highest, everything that lives counted."""
+    if device.type != "cuda":
+        return None
+    step()
+    wait(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    wait(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def few(step: Step, device: torch.device, options: argparse.Namespace) -> tuple[int | None, list[float]]:
+    """Peak and a few samples of something slow."""
+    return peak(step, device), [clock(step, 1, device) for _ in range(min(3, options.repetitions))]
+
+
+def captured(step: Step, device: torch.device, pool: Any) -> Step:
+    """The step as one CUDA graph. Graphs share a pool: they are never under way at once."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    empty(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    return graph.replay
+
+
+def attempt(errors: dict[str, str], what: str, do: Callable[[], Any]) -> Any:
+    """A part that fails is said and left out; the others go on."""
+    try:
+        return do()
+    except Exception as error:
+        errors[what] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        print(f"  {what} failed: {errors[what]}", flush=True)
+        traceback.print_exc(limit=-4)
+        return None
+
+
+def empty(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def one_batch(bench: Bench, batch: int, options: argparse.Namespace, errors: dict[str, str]) -> dict[str, Any]:
+    device, name = bench.device, f"{bench.family} {batch}"
+    x, y = bench.rows(batch), torch.randint(CLASSES, (batch,), device=device)
+    steps = {
+        "plain": bench.plain(x, y),
+        "private": bench.private(x, y),
+        "one buffer": bench.one_buffer(x, y),
+    }
+    memory = {}
+    for kind in list(steps):
+        memory[kind] = attempt(errors, f"{name} {kind}", lambda kind=kind: peak(steps[kind], device))
+        if f"{name} {kind}" in errors:
+            del steps[kind]
+        empty(device)
+    seconds = interleaved(steps, times(batch, options), options.repetitions, device)
+    result = {"batch": batch, "seconds": seconds, "peak_bytes": memory}
+
+    if bench.family == "vit" and batch == options.batches[0] and not options.no_vmap:
+        for kind, whole in (("vmap", False), ("vmap, math attention", True)):
+            for chunk in (batch, 16, 4):
+                failures: dict[str, str] = {}
+                step = bench.by_vmap(x, y, min(chunk, batch), whole)
+                found = attempt(failures, f"{name} {kind} by {chunk}", lambda step=step: few(step, device, options))
+                if found is not None:
+                    memory[kind], seconds[kind] = found
+                    result[f"{kind}, chunk"] = min(chunk, batch)
+                    break
+                errors |= failures
+                empty(device)
+
+    return result
+
+
+def as_graphs(
+    bench: Bench, part: dict[str, Any], options: argparse.Namespace, errors: dict[str, str]
+) -> dict[str, list[float]]:
+    """The same steps, captured."""
+    device, batch, pool = bench.device, part["batch"], torch.cuda.graph_pool_handle()
+    x, y = bench.rows(batch), torch.randint(CLASSES, (batch,), device=device)
+    graphs: dict[str, Step] = {}
+    # Held until the last replay: a graph does not keep the tensors that it reads and writes.
+    steps = {"plain": bench.plain(x, y), "one buffer": bench.one_buffer(x, y), "private": bench.private(x, y)}
+    for kind, step in steps.items():
+        what = f"{bench.family} {batch} {kind}, captured"
+        graph = attempt(errors, what, lambda step=step: captured(step, device, pool))
+        if graph is not None:
+            graphs[f"{kind}, captured"] = graph
+    samples = interleaved(graphs, times(batch, options), options.repetitions, device)
+    graphs.clear()
+    steps.clear()
+    return samples
+
+
+def times(batch: int, options: argparse.Namespace) -> int:
+    """Steps of one sample."""
+    return 1 if options.tiny else max(1, 384 // batch)
+
+
+# --------------------------------------------------------------------------------------------- a round of DP-FedAdamW
+
+
+def local_rounds(bench: Bench, clients: int, steps: int, batch: int) -> dict[str, Step]:
+    """DP-FedAdamW's clients: one after another, and all in one pass with an adapter each."""
+    flat, device, kept = bench.flat, bench.device, 4 * batch
+    x, y = bench.rows(clients, kept), torch.randint(CLASSES, (clients, kept), device=device)
+    ones = torch.ones(clients, batch, device=device)
+    start, blocks = flat.init().to(device), flat.blocks.to(device)
+    direction, second = torch.zeros_like(start), torch.full((int(blocks.max()) + 1,), 1e-6, device=device)
+    beta1, beta2, rate, decay, align, done = 0.9, 0.999, 3e-4, 0.01, 0.5, 20
+    noise = (SIGMA * CLIP / batch) ** 2
+
+    def work(theta: Tensor, some: slice | int) -> tuple[Tensor, Tensor]:
+        m, v = torch.zeros_like(theta), expand(second, blocks).expand_as(theta).clone()
+        for k in range(1, steps + 1):
+            rows = slice(batch * (k % 4), batch * (k % 4) + batch)
+            shard = Shard(x[some, ..., rows, :], y[some, ..., rows], ones[some])
+            g = flat.clipped_sum(theta, shard, CLIP)
+            g = g.add_(torch.randn_like(g), alpha=SIGMA * CLIP).div_(batch)
+            m = m.mul_(beta1).add_(g, alpha=1 - beta1)
+            v = v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            root = (v / (1 - beta2 ** (done + k)) - noise).clamp_min_(1e-8).sqrt_().add_(1e-8)
+            theta = theta - rate * (m / (1 - beta1**k) / root + decay * theta + align * direction)
+        return theta, block_means(v, blocks)
+
+    def one_by_one() -> None:
+        found = [work(start, k) for k in range(clients)]
+        torch.stack([theta for theta, _ in found]).mean(0)
+
+    def together() -> None:
+        theta, _ = work(start.repeat(clients, 1), slice(0, clients))
+        theta.mean(0)
+
+    return {"one by one": one_by_one, "together": together}
+
+
+def whole_round(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    clients, steps, batch = (3, 2, 4) if options.tiny else (10, 20, 16)
+    kinds = local_rounds(bench, clients, steps, batch)
+    memory = {name: peak(step, bench.device) for name, step in kinds.items()}  # warms up as well
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(1 if options.tiny else 3):
+        for name, step in kinds.items():
+            seconds[name].append(clock(step, 1, bench.device))
+    return {"clients": clients, "steps": steps, "batch": batch, "seconds": seconds, "peak_bytes": memory}
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def table(results: dict[str, Any]) -> str:
+    head = f"{'model':8} {'batch':>5}  {'step':24} {'examples/s':>11} {'ms':>9} {'of plain':>9}"
+    lines = [f"{head} {'GiB':>7} {'of plain':>9}"]
+    for family, found in results["models"].items():
+        for part in found["batches"]:
+            middle = {name: statistics.median(samples) for name, samples in part["seconds"].items() if samples}
+            for name, seconds in middle.items():
+                base = middle.get("plain, captured" if name.endswith("captured") else "plain")
+                bytes_, plain = part["peak_bytes"].get(name), part["peak_bytes"].get("plain")
+                lines.append(
+                    f"{family:8} {part['batch']:5}  {name:24} {part['batch'] / seconds:11.1f} {1e3 * seconds:9.2f} "
+                    + (f"{base / seconds:9.3f} " if base else f"{'':10}")
+                    + (f"{bytes_ / 2**30:7.2f} {bytes_ / plain:9.3f}" if bytes_ and plain else "")
+                )
+    if found := results.get("round"):
+        for name, samples in found["seconds"].items():
+            seconds, bytes_ = statistics.median(samples), found["peak_bytes"][name]
+            what = f"{found['clients']} clients x {found['steps']} steps x {found['batch']}, {name}"
+            lines.append(f"round: {what}: {seconds:.2f} s" + (f", {bytes_ / 2**30:.2f} GiB" if bytes_ else ""))
+    lines += [f"failed: {what}: {why}" for what, why in results["errors"].items()]
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models, few repetitions")
+    parser.add_argument("--parts", default="vit,swin,roberta,round")
+    parser.add_argument("--batches", type=lambda text: [int(word) for word in text.split(",")])
+    parser.add_argument("--repetitions", type=int)
+    parser.add_argument("--no-vmap", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.batches = options.batches or ([4, 8] if options.tiny else [64, 256])
+    options.repetitions = options.repetitions or (2 if options.tiny else 15)
+    parts = options.parts.split(",")
+    if unknown := set(parts) - {*FAMILIES, "round"}:
+        parser.error(f"--parts: {', '.join(sorted(unknown))} unknown; know {', '.join(FAMILIES)}, round")
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
+    warnings.filterwarnings("ignore", message=".*weights are random")
+    torch.manual_seed(0)
+    began = time.perf_counter()
+
+    errors: dict[str, str] = {}
+    results: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "versions": versions(),
+        "settings": {"rank": 16, "alpha": 32, "dropout": 0.1, "autocast": "bfloat16", "clip": CLIP, "sigma": SIGMA},
+        "models": {},
+        "errors": errors,
+    }
+
+    def save() -> None:
+        results["seconds"] = time.perf_counter() - began
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+    benches: dict[str, Bench] = {}
+    for family in FAMILIES:
+        if family not in parts and not (family == "vit" and "round" in parts):
+            continue
+        bench = attempt(errors, family, lambda family=family: Bench(family, device, options.tiny))
+        if bench is None:
+            continue
+        print(f"{family}: {bench.flat.size:,} trained, built in {bench.seconds:.1f} s", flush=True)
+        if family in parts:
+            found: dict[str, Any] = {"trained": bench.flat.size, "batches": []}
+            results["models"][family] = found
+            found["agreement"] = attempt(errors, f"{family} agreement", bench.agreement)
+            print(f"  distance from autograd: {found['agreement']}", flush=True)
+            for batch in options.batches:
+                part = attempt(
+                    errors,
+                    f"{family} {batch}",
+                    lambda bench=bench, batch=batch: one_batch(bench, batch, options, errors),
+                )
+                if part is not None:
+                    found["batches"].append(part)
+                empty(device)
+                save()
+                print(f"  batch {batch} done at {results['seconds']:.0f} s", flush=True)
+        if family == "vit" and "round" in parts:
+            results["round"] = attempt(errors, "round", lambda bench=bench: whole_round(bench, options))
+            save()
+            print(f"  round done at {results['seconds']:.0f} s", flush=True)
+        benches[family] = bench
+        empty(device)
+    # Last, for a capture that fails can leave the device's random numbers unusable.
+    for family, bench in benches.items() if device.type == "cuda" and not options.no_graphs else ():
+        for part in results["models"].get(family, {"batches": []})["batches"]:
+            what = f"{family} {part['batch']} captured"
+            part["seconds"] |= attempt(errors, what, lambda b=bench, p=part: as_graphs(b, p, options, errors)) or {}
+            empty(device)
+            save()
+            print(f"{what} at {results['seconds']:.0f} s", flush=True)
+    save()
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

