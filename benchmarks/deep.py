@@ -138,7 +138,12 @@ def main() -> None:
     command = "python benchmarks/deep.py" + (f" --rounds {words.rounds}" if words.rounds != ROUNDS else "")
     about = provenance(command) | {"opacus": version("opacus"), "threads": words.threads}
     setting = {"batch": BATCH, "shape": SHAPE, "parameters": sum(p.numel() for p in net.parameters()), "clip": CLIP}
-    body = about | {"setting": setting, "difference_of_sums": apart, "left_out": left_out} | found | {"seconds": times}
+    body = (
+        {"provenance": about}
+        | {"setting": setting, "difference_of_sums": apart, "left_out": left_out}
+        | found
+        | {"seconds": times}
+    )
     OUT.write_text(json.dumps(body, indent=1) + "\n")
 
 

@@ -139,7 +139,7 @@ def main() -> None:
         result |= {"path": whole_path(), "peers": peers(), "naive": naive()}
     if out:
         command = f"OMP_NUM_THREADS=1 python benchmarks/sampled.py --out {out}"
-        out.write_text(json.dumps(provenance(command) | result, indent=1) + "\n")
+        out.write_text(json.dumps({"provenance": provenance(command), **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -478,8 +478,8 @@ def test_two_noised_queries_are_not_two_epsilon():
     assert any("is claimed" in problem for problem in verify(certified(both, epsilon=2.0)).problems)
     half = build("dp-fedsam")
     (stage,) = half.stages
-    careless = half._replace(stages=(stage._replace(queries=(replace(stage.queries[0], calls=1),)),))
-    assert "asked once more" in checks.asks(careless, SOFTMAX)[0]
+    careless = half._replace(stages=(stage._replace(queries=(replace(stage.queries[0], calls=1, joint=1),)),))
+    assert "more often" in checks.asks(careless, SOFTMAX)[0]
     assert checks.asks(half, SOFTMAX) == []
 
 
@@ -591,12 +591,12 @@ def test_a_delta_of_one_in_as_many_users():
 
 def counted(ask):
     """How many records have label 0: an integer, straight from the data."""
-    return (ask._shard.y == 0).sum(-1, keepdim=True)
+    return (ask._all().y == 0).sum(-1, keepdim=True)
 
 
 def summed(ask):
     """Of all features: the stuff that losses are made of."""
-    return ask._shard.x.nan_to_num(0, 0, 0).clamp(-1, 1).sum((-1, -2)).unsqueeze(-1)
+    return ask._all().x.nan_to_num(0, 0, 0).clamp(-1, 1).sum((-1, -2)).unsqueeze(-1)
 
 
 @pytest.mark.parametrize("metric", [counted, summed])
@@ -624,7 +624,7 @@ def test_metrics_sent_home(metric):
 
 
 def bare_gradient(ask, theta):
-    return ask._model.clipped_sum(theta, ask._shard, 1.0) / ask.records
+    return ask._model.clipped_sum(theta, ask._all(), 1.0) / ask.records
 
 
 def test_moments_of_bare_gradients():

@@ -269,7 +269,7 @@ def test_other_mistakes_in_a_model_are_found(total):
 
 def test_a_message_made_of_more_than_answers_is_found():
     def work(ask, down, memory, cache):
-        return ask.gradient(down.theta) + 1e-9 * ask._shard.x.nan_to_num().sum()
+        return ask.gradient(down.theta) + 1e-9 * ask._all().x.nan_to_num().sum()
 
     (found,) = checks.sensitivity(method(work, Query(Kind.GRADIENT, 1.0)), SOFTMAX, Adjacency.REPLACE_ONE)
     assert math.isinf(found.worst)

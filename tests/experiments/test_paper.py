@@ -188,7 +188,7 @@ def test_no_budget_that_was_asked_for_is_dropped_in_silence(capsys, features, na
 
 @pytest.mark.parametrize("name", ["sofim-3", "sofim-10", "sofim-12", "sofim-15"])
 def test_a_budget_without_settings_is_refused(capsys, features, name):
-    assert call(capsys, name, "--data-dir", str(features), "--epsilons", "3.3")[0] == 2
+    assert call(capsys, name, "--data-dir", str(features), "--out", str(features), "--epsilons", "3.3")[0] == 2
 
 
 def test_a_partition_is_described():

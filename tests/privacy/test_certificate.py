@@ -29,7 +29,9 @@ def made(plan, source=None, **more):
 def plan_for(method=None, participation="full", divisor="pooled", rounds=6, **privacy):
     method = method or build("dp-fedgd", privacy.get("unit", "record"))
     promise = Privacy(**{"epsilon": 2.0, **privacy})
-    return Plan(method, rounds, SIZES, promise, Participation.parse(participation), Divisor(divisor), schedule_seed=2**40)
+    return Plan(
+        method, rounds, SIZES, promise, Participation.parse(participation), Divisor(divisor), schedule_seed=2**40
+    )
 
 
 @pytest.mark.parametrize("participation", ["full", "fixed:2", "poisson:0.4", "poisson:1e-9"])

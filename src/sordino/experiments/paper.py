@@ -166,8 +166,10 @@ def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
         for t in sorted({*(t for t in want.said if t in runs[0].scores), last})
     }
     values = {**want.values, "data": Path(str(want.values["data"])).name}
+    plan = runs[0].plan
+    certified = "no: no noise" if plan.silent else "yes" if plan.proved else "no"
     return {
-        "labels": {**want.labels, "certified": "yes" if runs[0].plan.proved else "no"},
+        "labels": {**want.labels, "certified": certified},
         "rounds": rounds,
         "settings": {key: value for key, value in values.items() if key != "data_dir"},
         "seconds": round(sum(run.seconds for run in runs), 2),

@@ -147,7 +147,9 @@ class Watch:
 
         def heard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             answer = method(*args, **kwargs)
-            either = [getattr(ask, name)(*args, **kwargs) for ask in silent]
+            for other in silent if kwargs.get("on") is not None else ():
+                other.sample()  # all records, whichever world: minibatches are not audited
+            either = [getattr(other, name)(*args, **kwargs) for other in silent]
             self._note(s, released[name], clients, answer, either, np.asarray(self.plan.sizes)[clients])
             return answer
 
