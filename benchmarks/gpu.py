@@ -11,22 +11,28 @@ and V and a trained head, in bfloat16 autocast with float32 adapters, norms and 
 - one buffer: the same gradients of examples, gathered in one tensor: one norm, one product;
 - vmap: `torch.func.vmap(grad)`, clipped and noised alike.
 
-Steps are interleaved, and timed again as captured CUDA graphs (the same kernels without their launches).
+Steps are interleaved, and timed again as captured CUDA graphs (the same kernels without their launches), in processes
+of their own, for a capture that fails spoils the device's random numbers; "private, replayed" is `Flat(capture=True)`,
+with noise and AdamW outside of its graph.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -67,7 +73,7 @@ def summed(z: Tensor, y: Tensor) -> Tensor:
 class Bench:
     """One model, and random data for it."""
 
-    def __init__(self, family: str, device: torch.device, tiny: bool) -> None:
+    def __init__(self, family: str, device: torch.device, tiny: bool, capture: bool = False) -> None:
         self.family, self.device, self.tiny = family, device, tiny
         began = time.perf_counter()
         self.flat: Flat = build(
@@ -78,6 +84,7 @@ class Bench:
             device=device,
             chunk=512,
             mode="tape",
+            capture=capture,
             **(TINY[family] if tiny else {}),
         )
         self.module = module_of(self.flat).train()
@@ -103,7 +110,8 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------------- one step each
 
-    def plain(self, x: Tensor, y: Tensor) -> Step:
+    def plain(self, x: Tensor, y: Tensor, capture: bool = False) -> Step:
+        """capture: gradients are asked for, instead of added up in leaves, which belong to a stream."""
         values = [p for p in self.module.parameters() if p.requires_grad]
         optimizer, seen = self.adamw(values), self.seen(x)
 
@@ -112,7 +120,11 @@ class Bench:
             optimizer.zero_grad(set_to_none=True)
             with self.cast():
                 loss = summed(self.module(seen), y) / len(y)
-            loss.backward()
+            if capture:
+                for p, g in zip(values, torch.autograd.grad(loss, values), strict=True):
+                    p.grad = g
+            else:
+                loss.backward()
             optimizer.step()
 
         return step
@@ -149,7 +161,8 @@ class Bench:
         seen = self.seen(x)
 
         def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return summed(functional_call(self.module, params, (x.unsqueeze(0),)), y.unsqueeze(0))
+            with self.cast():  # the backward pass without it: its thread does not know the type
+                return summed(functional_call(self.module, params, (x.unsqueeze(0),)), y.unsqueeze(0))
 
         each = vmap(grad(loss), (None, 0, 0), randomness="different")
 
@@ -157,7 +170,7 @@ class Bench:
             self.module.train()
             params = self.split(theta)
             parts = zip(seen.split(chunk), y.split(chunk), strict=True)
-            with self.cast(), sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
+            with sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
                 found = [self.gather(each(params, *part)) for part in parts]
             return torch.stack([clipped(part) for part in found]).sum(0)
 
@@ -255,17 +268,18 @@ def few(step: Step, device: torch.device, options: argparse.Namespace) -> tuple[
     return peak(step, device), [clock(step, 1, device) for _ in range(min(3, options.repetitions))]
 
 
-def captured(step: Step, device: torch.device, pool: Any) -> Step:
-    """The step as one CUDA graph. Graphs share a pool: they are never under way at once."""
+def captured(step: Step, device: torch.device) -> Step:
+    """The step as one CUDA graph."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
     torch.cuda.current_stream(device).wait_stream(side)
+    gc.collect()  # graphs of autograd that cycles keep alive
     empty(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         step()
     return graph.replay
 
@@ -320,24 +334,78 @@ def one_batch(bench: Bench, batch: int, options: argparse.Namespace, errors: dic
     return result
 
 
-def as_graphs(
-    bench: Bench, part: dict[str, Any], options: argparse.Namespace, errors: dict[str, str]
-) -> dict[str, list[float]]:
-    """The same steps, captured."""
-    device, batch, pool = bench.device, part["batch"], torch.cuda.graph_pool_handle()
+KINDS = ("private, captured", "private, replayed", "plain, captured", "one buffer, captured")
+
+
+def one_graph(bench: Bench, batch: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and bytes of a captured step, which is held until the last replay: a graph does not keep its tensors."""
+    device = bench.device
     x, y = bench.rows(batch), torch.randint(CLASSES, (batch,), device=device)
-    graphs: dict[str, Step] = {}
-    # Held until the last replay: a graph does not keep the tensors that it reads and writes.
-    steps = {"plain": bench.plain(x, y), "one buffer": bench.one_buffer(x, y), "private": bench.private(x, y)}
-    for kind, step in steps.items():
-        what = f"{bench.family} {batch} {kind}, captured"
-        graph = attempt(errors, what, lambda step=step: captured(step, device, pool))
-        if graph is not None:
-            graphs[f"{kind}, captured"] = graph
-    samples = interleaved(graphs, times(batch, options), options.repetitions, device)
-    graphs.clear()
-    steps.clear()
-    return samples
+    found: dict[str, Any] = {}
+    if kind == "private, replayed":
+        step = replay = bench.private(x, y)
+        theta, shard = bench.flat.init().to(device), Shard(x, y, torch.ones(batch, device=device))
+        sums = []
+        for _ in range(6):  # the first three are no replays
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(7)
+                sums.append(bench.flat.clipped_sum(theta, shard, CLIP))
+        found["distance from eager"] = float((sums[-1] - sums[0]).norm() / sums[0].norm())
+        for _ in range(4):
+            step()
+    else:
+        word = kind.split(",")[0]
+        steps = {"private": bench.private, "one buffer": bench.one_buffer}
+        step = bench.plain(x, y, capture=True) if word == "plain" else steps[word](x, y)
+        replay = captured(step, device) if device.type == "cuda" else step
+    found["seconds"] = interleaved({kind: replay}, times(batch, options), options.repetitions, device)[kind]
+    if device.type == "cuda":
+        found["bytes"] = torch.cuda.max_memory_reserved(device)  # a graph's memory is reserved, not allocated
+    del replay, step
+    return found
+
+
+def graph_worker(options: argparse.Namespace, device: torch.device) -> None:
+    """Rows of one family, until one fails: after that the device's random numbers are spoilt."""
+    family, *rows = options.graphs.split(";")
+    for row in rows:
+        batch, kind = row.split(":")
+        bench = Bench(family, device, options.tiny, capture=kind == "private, replayed")
+        empty(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        errors: dict[str, str] = {}
+        do = partial(one_graph, bench, int(batch), kind, options)
+        found = attempt(errors, f"{family} {batch} {kind}", do)
+        with options.out.open("a") as file:
+            file.write(json.dumps({"batch": int(batch), "kind": kind, "found": found, "errors": errors}) + "\n")
+        if errors:
+            return
+        del bench, do
+        gc.collect()
+        empty(device)
+
+
+def as_graphs(family: str, batches: list[dict[str, Any]], options: argparse.Namespace, errors: dict[str, str]) -> None:
+    """Rows of one family in processes of their own, a new one after each failure."""
+    rows = [f"{part['batch']}:{kind}" for part in batches for kind in KINDS]
+    while rows:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows.jsonl"
+            words = [sys.executable, __file__, "--device", options.device, "--graphs", ";".join([family, *rows])]
+            words += ["--out", str(out), "--repetitions", str(options.repetitions)] + ["--tiny"] * options.tiny
+            done = subprocess.run(words, check=False)
+            lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        for line in lines:
+            part = next(part for part in batches if part["batch"] == line["batch"])
+            errors |= line["errors"]
+            if line["found"]:
+                part["seconds"][line["kind"]] = line["found"].pop("seconds")
+                part.setdefault("graphs", {})[line["kind"]] = line["found"]
+        if len(lines) < len(rows) and not (lines and lines[-1]["errors"]):  # it died
+            errors[f"{family} {rows[len(lines)]}"] = f"exit {done.returncode}"
+            rows = rows[1:]
+        rows = rows[len(lines) :]
 
 
 def times(batch: int, options: argparse.Namespace) -> int:
@@ -397,19 +465,28 @@ def whole_round(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    head = f"{'model':8} {'batch':>5}  {'step':24} {'examples/s':>11} {'ms':>9} {'of plain':>9}"
+    """ "of plain" and "of captured": examples/s over those of the plain step, eager and captured."""
+    head = f"{'model':8} {'batch':>5}  {'step':24} {'examples/s':>11} {'ms':>9} {'of plain':>9} {'of captured':>11}"
     lines = [f"{head} {'GiB':>7} {'of plain':>9}"]
     for family, found in results["models"].items():
         for part in found["batches"]:
             middle = {name: statistics.median(samples) for name, samples in part["seconds"].items() if samples}
             for name, seconds in middle.items():
-                base = middle.get("plain, captured" if name.endswith("captured") else "plain")
+                bases = middle.get("plain"), middle.get("plain, captured")
                 bytes_, plain = part["peak_bytes"].get(name), part["peak_bytes"].get("plain")
                 lines.append(
                     f"{family:8} {part['batch']:5}  {name:24} {part['batch'] / seconds:11.1f} {1e3 * seconds:9.2f} "
-                    + (f"{base / seconds:9.3f} " if base else f"{'':10}")
-                    + (f"{bytes_ / 2**30:7.2f} {bytes_ / plain:9.3f}" if bytes_ and plain else "")
+                    + " ".join(
+                        f"{base / seconds:{n}.3f}" if base else n * " " for n, base in zip((9, 11), bases, strict=True)
+                    )
+                    + (f" {bytes_ / 2**30:7.2f} {bytes_ / plain:9.3f}" if bytes_ and plain else "")
                 )
+            if slow := middle.get("vmap"):
+                ours = ", ".join(f"{k} {slow / middle[k]:.2f}" for k in ("private", *KINDS[:2]) if k in middle)
+                lines.append(f"{family:8} {part['batch']:5}  times vmap's speed: {ours}")
+            for kind, said in part.get("graphs", {}).items():
+                if "distance from eager" in said:
+                    lines.append(f"{family:8} {part['batch']:5}  {kind}: {said['distance from eager']:.2g} from eager")
     if found := results.get("round"):
         for name, samples in found["seconds"].items():
             seconds, bytes_ = statistics.median(samples), found["peak_bytes"][name]
@@ -438,6 +515,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int)
     parser.add_argument("--no-vmap", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--graphs", help=argparse.SUPPRESS)  # rows for a process of its own
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.batches = options.batches or ([4, 8] if options.tiny else [64, 256])
@@ -450,6 +528,9 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
     warnings.filterwarnings("ignore", message=".*weights are random")
     torch.manual_seed(0)
+    if options.graphs:
+        graph_worker(options, device)
+        return
     began = time.perf_counter()
 
     errors: dict[str, str] = {}
@@ -498,14 +579,13 @@ def main() -> None:
             print(f"  round done at {results['seconds']:.0f} s", flush=True)
         benches[family] = bench
         empty(device)
-    # Last, for a capture that fails can leave the device's random numbers unusable.
-    for family, bench in benches.items() if device.type == "cuda" and not options.no_graphs else ():
-        for part in results["models"].get(family, {"batches": []})["batches"]:
-            what = f"{family} {part['batch']} captured"
-            part["seconds"] |= attempt(errors, what, lambda b=bench, p=part: as_graphs(b, p, options, errors)) or {}
-            empty(device)
-            save()
-            print(f"{what} at {results['seconds']:.0f} s", flush=True)
+    benches.clear()
+    empty(device)
+    for family in results["models"] if (device.type == "cuda" or options.tiny) and not options.no_graphs else ():
+        batches = results["models"][family]["batches"]
+        attempt(errors, f"{family} captured", lambda f=family, b=batches: as_graphs(f, b, options, errors))
+        save()
+        print(f"{family} captured at {results['seconds']:.0f} s", flush=True)
     save()
     print(table(results))
 

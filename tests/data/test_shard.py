@@ -6,8 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.core import SordinoError
-from sordino.data.shard import Records
+from sordino.core import Privacy, SordinoError
+from sordino.data.shard import Lazy, Records
+from sordino.engines import reference, simulate
+from sordino.methods import build
+from sordino.models.linear import Linear
+from sordino.privacy.noise import Seeded
+from sordino.privacy.participation import Participation, Sampling
+from sordino.privacy.plan import Plan
 
 
 def numbered(client, **kwargs):
@@ -118,3 +124,121 @@ def test_lengths_must_agree(rows, labels, client):
 def test_every_client_needs_a_record(client):
     with pytest.raises(SordinoError, match="clients: some client holds no record"):
         Records.of(np.ones((len(client), 1)), np.zeros(len(client)), np.array(client, dtype=int))
+
+
+# -------------------------------------------------------------------------------------- records made when asked for
+
+SIZES = (3, 5, 8, 13, 21, 6)
+TRUTH = Records.of(
+    np.random.default_rng(0).normal(size=(sum(SIZES), 2)),
+    np.random.default_rng(1).integers(0, 3, sum(SIZES)),
+    np.repeat(np.arange(len(SIZES)), SIZES),
+    dtype=torch.float64,
+)
+
+
+def lazy():
+    """The same records, made on demand, and the clients in the order in which they were asked for."""
+    asked = []
+
+    def load(i):
+        asked.append(i)
+        rows = slice(int(TRUTH.starts[i]), int(TRUTH.starts[i + 1]))
+        return TRUTH.x[rows].clone(), TRUTH.y[rows].clone()
+
+    records = Lazy.of(SIZES, load)
+    assert asked == [0], "one client shows what the features are like"
+    asked.clear()
+    return records, asked
+
+
+def plan_for(method, participation="fixed:2", batch="full", trust="untrusted-server", rounds=6):
+    privacy = Privacy(4.0, unit=method.unit, trust=trust)
+    who, which = Participation.parse(participation), Sampling.parse(batch)
+    return Plan(method, rounds, SIZES, privacy, who, schedule_seed=3, sampling=which)
+
+
+LAZY = [
+    ("dp-fedgd", "record", {}),
+    ("dp-fedgd", "user", {}),
+    ("dp-fedavg", "record", {"steps": 2}),
+    ("dp-fedavg", "user", {"steps": 2}),
+]
+
+
+@pytest.mark.parametrize("batch", ["full", "poisson:4", "poisson:0.3", "fixed:4"])
+@pytest.mark.parametrize("participation", ["fixed:2", "cyclic:3", "full"])
+@pytest.mark.parametrize(("name", "unit", "options"), LAZY)
+def test_records_made_on_demand_give_the_same_run(name, unit, options, participation, batch):
+    plan, model = plan_for(build(name, unit, **options), participation, batch), Linear(2, 3)
+    for shares in (False, True):
+        records, asked = lazy()
+        there = simulate.run(plan, model, TRUTH, Seeded(1), shares=shares)
+        here = simulate.run(plan, model, records, Seeded(1), shares=shares)
+        before = np.arange(0)
+        for one, other in zip(there, here, strict=True):
+            assert np.array_equal(one.cohort, other.cohort)
+            assert other.model.dtype is torch.float64
+            torch.testing.assert_close(one.aggregate, other.aggregate, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(one.model, other.model, rtol=1e-12, atol=1e-12)
+            # Each client of the cohort once, whatever the local steps, and nobody else; a cohort that stays, not again.
+            assert asked == ([] if np.array_equal(before, other.cohort) else other.cohort.tolist())
+            asked.clear()
+            before = other.cohort
+
+
+@pytest.mark.parametrize("batch", ["full", "poisson:4"])
+@pytest.mark.parametrize(("name", "unit", "options"), LAZY)
+def test_several_runs_load_a_client_once(name, unit, options, batch):
+    plan, model = plan_for(build(name, unit, **options), batch=batch), Linear(2, 3)
+    records, asked = lazy()
+    theta, sources = model.init().double().expand(3, -1), [Seeded(k) for k in range(3)]
+    there = simulate.run(plan, model, TRUTH, sources, theta=theta)
+    here = simulate.run(plan, model, records, sources, theta=theta)
+    for one, other in zip(there, here, strict=True):
+        torch.testing.assert_close(one.model, other.model, rtol=1e-12, atol=1e-12)
+        assert len(asked) == len(set(asked))
+        assert set(asked) <= set(other.cohort.tolist())
+        asked.clear()
+
+
+@pytest.mark.parametrize("batch", ["full", "poisson:4"])
+def test_the_reference_reads_them_too(batch):
+    plan, model = plan_for(build("dp-fedavg", "record", steps=2), batch=batch), Linear(2, 3)
+    slow = list(reference.run(plan, model, lazy()[0], Seeded(1)))
+    fast = list(simulate.run(plan, model, lazy()[0], Seeded(1), shares=True))
+    torch.testing.assert_close(slow[-1].model, fast[-1].model, rtol=1e-9, atol=1e-12)
+
+
+def test_a_round_to_which_nobody_came_loads_nobody():
+    plan = plan_for(build("dp-fedgd", "user"), "poisson:0.1", trust="trusted-server", rounds=12)
+    records, asked = lazy()
+    empty = 0
+    for there, here in zip(
+        simulate.run(plan, Linear(2, 3), TRUTH, Seeded(1)),
+        simulate.run(plan, Linear(2, 3), records, Seeded(1)),
+        strict=True,
+    ):
+        torch.testing.assert_close(there.model, here.model, rtol=1e-12, atol=1e-12)
+        empty += not len(here.cohort)
+    assert empty
+    assert set(asked) <= {int(i) for cohort in plan.cohorts for i in cohort} | {0}, "the first sends noise for nobody"
+
+
+def test_views_of_some_clients():
+    records, _ = lazy()
+    cohort, weight = np.array([1, 4, 5]), np.linspace(0.1, 1.0, len(SIZES))
+    for one, other in zip(TRUTH.fused(cohort, weight), records.fused(cohort, weight), strict=True):
+        torch.testing.assert_close(one, other)
+    for (who, one), (whose, other) in zip(TRUTH.buckets(cohort), records.buckets(cohort), strict=True):
+        assert who.tolist() == whose.tolist()
+        assert (one.y == other.y)[one.mask > 0].all()
+        for left, right in zip((one.x, one.mask, one.length), (other.x, other.mask, other.length), strict=True):
+            torch.testing.assert_close(left, right)
+    assert records.buckets(np.array([], dtype=int)) == []
+
+
+def test_a_client_that_holds_another_number_of_records_is_refused():
+    records = Lazy.of((2, 3), lambda i: (torch.ones(2, 1), torch.zeros(2)))
+    with pytest.raises(SordinoError, match="clients: client 1 holds 2 records where 3 were declared"):
+        records.shard(1)

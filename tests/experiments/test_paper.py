@@ -25,6 +25,9 @@ ROWS = {
     "fednew-8": 180,
     "fednew-10": 180,
     "fednew-11": 144,
+    "adamw_table18": 7,
+    "adamw_table19": 4,
+    "adamw_table20": 6,
 }
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_examples import NETS, UNRULED, N, made, naive
+from test_examples import NETS, UNRULED, N, made, naive, read
 
 MODES = ("tape", "two-pass", "vmap")
 CASES = [(name, mode) for name in NETS for mode in MODES] + [(name, "auto") for name in UNRULED]
@@ -342,3 +342,168 @@ def test_engines_agree(name, options, mode):
     assert not torch.equal(slow[0].model, flat.init().double())
     far = list(simulate.run(replace(plan, noise=None), flat, records, Seeded(2), shares=True))
     assert not torch.allclose(far[-1].model, slow[-1].model)
+
+
+# ------------------------------------------------------------------------------------- one matrix, as on a GPU
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_gathered_sums_agree_with_single_examples(name):
+    net, shape, x, y = made(name)
+    flat = Flat(net, shape=shape, mode="tape")
+    flat._lean = True
+    rows, theta = naive(net, x, y), flat_theta(net)
+    weight, scale = torch.linspace(1, 0.2, N).double(), torch.rand(flat.size, dtype=torch.float64) + 0.5
+    twice = Shard(torch.stack([x.flatten(1), x.flatten(1).flip(0)]), torch.stack([y, y.flip(0)]), weight)
+    for clip in (float(rows.norm(dim=1).median()), math.inf):
+        want = torch.stack([clipped(r, clip, weight) for r in (rows, rows.flip(0))])
+        torch.testing.assert_close(flat.clipped_sum(theta, twice, clip), want, rtol=1e-9, atol=1e-12)
+        want = torch.stack([clipped(r, clip, weight, scale) for r in (rows, rows.flip(0))])
+        torch.testing.assert_close(flat.clipped_sum(theta, twice, clip, scale), want, rtol=1e-9, atol=1e-12)
+
+
+def test_gathered_sums_keep_the_bound_and_drop_what_is_not_finite():
+    net, shape, x, y = made("conv2d, many channels")
+    flat, theta = Flat(net.float(), shape=shape, mode="tape"), flat_theta(net).float()
+    flat._lean = True
+    x = (x.flatten(1) * 10.0 ** torch.linspace(-3, 3, N).unsqueeze(1)).float()
+    for k in range(N):
+        one = flat.clipped_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), 1e-3)
+        assert 0.999e-3 < one.double().norm() <= 1e-3
+    want = flat.clipped_sum(theta, Shard(x[1:], y[1:], torch.ones(N - 1)), 0.5)
+    for bad in (math.nan, math.inf):
+        x[0, 3] = bad
+        torch.testing.assert_close(flat.clipped_sum(theta, Shard(x, y, torch.ones(N)), 0.5), want)
+
+
+def test_a_head_is_not_multiplied_out(monkeypatch):
+    """In half precision, by groups: its norm and its sum come from the same factors; a twin that forgets one fails."""
+    from sordino.models import examples
+
+    flat = Flat(mlp(torch.float32, layers=(6, 40, 3)), autocast=torch.bfloat16)
+    theta, x, y = flat.init(), torch.randn(3, 8, 6), torch.randint(0, 3, (3, 8))
+    seen, inner = [], examples.single
+    monkeypatch.setattr(examples, "single", lambda use, n: (seen.append(inner(use, n)), seen[-1])[1])
+    have = flat.clipped_sum(theta, Shard(x, y, torch.ones(3, 8)), 1e-3)
+    assert seen == [True, True]
+    for c in range(3):
+        parts = [
+            flat.clipped_sum(theta, Shard(*(t[c, k : k + 1] for t in (x, y)), torch.ones(1)), 1e-3) for k in range(8)
+        ]
+        torch.testing.assert_close(have[c], torch.stack(parts).sum(0), rtol=2e-2, atol=2e-5)
+        assert all(0.999e-3 < part.double().norm() <= 1e-3 for part in parts)
+    half = examples.squares
+    monkeypatch.setattr(examples, "squares", lambda use, n: half(use, n) / 2)
+    assert flat.clipped_sum(theta, Shard(x[0, :1], y[0, :1], torch.ones(1)), 1e-3).double().norm() > 1e-3
+
+
+def test_rules_run_without_autocast():
+    from sordino.models import examples
+
+    seen, inner = [], examples.linear
+
+    def rule(module, a, g, n):
+        seen.append((torch.is_autocast_enabled("cpu"), g.dtype))
+        return inner(module, a, g, n)
+
+    flat = Flat(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), read(20)), shape=(4, 6), autocast=torch.bfloat16)
+    examples.RULES[nn.Linear] = rule
+    try:
+        flat.clipped_sum(flat.init(), Shard(torch.randn(2, 24), torch.tensor([0, 1]), torch.ones(2)), 1.0)
+    finally:
+        examples.RULES[nn.Linear] = inner
+    assert seen == [(False, torch.bfloat16)] * 2
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 512, 5000])
+def test_the_norm_of_a_gathered_row_is_an_upper_bound(kind, width):
+    from sordino.models.examples import bound
+
+    rows = (torch.randn(20, width, dtype=torch.float64) * 10.0 ** torch.linspace(-25, 15, 20).unsqueeze(1)).to(kind)
+    exact, found = rows.double().square().sum(1), bound(rows)
+    assert (found >= exact).all()
+    assert (found[5:] <= exact[5:] * (1 + 1e-4)).all()
+
+
+def test_graphs_are_made_of_what_comes_often(monkeypatch):
+    from sordino.models import graphs
+
+    made = []
+
+    class Replay:
+        def __init__(self, f, given, pool):
+            self.f = f
+            made.append(given)
+
+        def __call__(self, given):
+            return self.f(*given) + 100
+
+    monkeypatch.setattr(graphs, "Replay", Replay)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    call, ones = graphs.Graphs(), torch.ones(2)
+    said = [float(call(lambda a, b, c: a.sum() + c, (ones, None), 1.0)) for _ in range(5)]
+    assert said == [3, 3, 3, 103, 103]
+    assert float(call(lambda a, b, c: a.sum() + c, (torch.ones(3), None), 1.0)) == 4
+    assert float(call(lambda a, b, c: a.sum() + c, (ones, None), 2.0)) == 4
+    assert len(made) == 1
+
+
+# ----------------------------------------------------------------------------------------------- Fisher of the head
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, positions", "conv2d", "frozen", "used twice"])
+def test_fisher_of_the_last_layer(name):
+    net, shape, x, y = made(name)
+    flat, theta = Flat(net, shape=shape, chunk=2), flat_theta(net)
+    head = [part for part in net.modules() if isinstance(part, nn.Linear)][-1]
+    last = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    g, weight = naive(net, x, y)[:, -last:], torch.linspace(1, 0.2, N).double()
+    for clip in (float(g.square().sum(1).median()), math.inf):
+        f = weight * (clip * (1 - SAFETY) ** 2 / g.square().sum(1)).clamp(max=1)
+        have = flat.fisher_sum(theta, Shard(x.flatten(1), y, weight), clip)
+        torch.testing.assert_close(have, (g.T * f) @ g, rtol=1e-9, atol=1e-12)
+    both = Shard(
+        torch.stack([x.flatten(1), x.flatten(1).flip(0)]), torch.stack([y, y.flip(0)]), torch.ones(2, N).double()
+    )
+    have = flat.fisher_sum(torch.stack([theta, 2 * theta]), both, 0.1)
+    ones = torch.ones(N).double()
+    torch.testing.assert_close(have[0], flat.fisher_sum(theta, Shard(x.flatten(1), y, ones), 0.1))
+    torch.testing.assert_close(have[1], flat.fisher_sum(2 * theta, Shard(x.flatten(1), y, ones), 0.1))
+    assert not torch.allclose(have[0], have[1], rtol=1e-3)
+
+
+def test_the_fisher_sum_is_bounded():
+    flat = Flat(mlp(torch.float32))
+    theta, y = flat.init(), torch.tensor([0, 1, 2])
+    x = torch.randn(3, 6) * torch.tensor([[1e-2], [1.0], [1e3]])
+    for k in range(3):
+        one = flat.fisher_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), 1e-4)
+        assert 0.9999e-4 < one.double().norm() <= 1e-4
+    want = flat.fisher_sum(theta, Shard(x[1:], y[1:], torch.ones(2)), 1e-4)
+    x[0, 0] = math.nan
+    torch.testing.assert_close(flat.fisher_sum(theta, Shard(x, y, torch.ones(3)), 1e-4), want)
+
+
+def test_what_has_no_fisher_sum():
+    torch.manual_seed(0)
+    normed = Flat(nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3)))
+    spread = Flat(nn.Sequential(nn.Linear(6, 3), nn.Flatten(1), nn.Unflatten(1, (3, 1)), nn.Linear(1, 1), nn.Flatten()))
+    for flat, word in ((normed, "no linear layer's"), (spread, "once")):
+        with pytest.raises(SordinoError, match=word):
+            flat.fisher_sum(flat.init(), Shard(torch.zeros(1, 6), torch.zeros(1).long(), torch.ones(1)), 1.0)
+
+
+def test_newtons_step_on_the_head_runs():
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(2), [6, 9])
+    records = Records.of(rng.normal(size=(15, 6)), rng.integers(0, 3, 15), client, dtype=torch.float64)
+    method = build("fednewton-head", local_steps=1)
+    plan = Plan(
+        method, 3, records.sizes, Privacy(4.0, unit=method.unit), Participation.parse("full"), Divisor("pooled")
+    )
+    flat = Flat(mlp())
+    slow = list(reference.run(plan, flat, records, Seeded(1)))
+    fast = list(simulate.run(plan, flat, records, Seeded(1), shares=True))
+    torch.testing.assert_close(slow[-1].model, fast[-1].model, rtol=1e-9, atol=1e-11)

@@ -267,6 +267,82 @@ def test_the_flat_model_sums_what_examples_give(name):
         assert 0.02 < float(one.norm()) <= 4 * 0.05
 
 
+class Doubles(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Again(nn.Module):
+    """One adapted layer, used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = LoRALinear(nn.Linear(6, 6), rank=2, dropout=0.0), GroupedLinear(torch.randn(3, 6))
+
+    def forward(self, x):
+        return self.head(self.inner(self.inner(x).tanh()).mean(1))
+
+
+@pytest.mark.parametrize("clients", [None, 2])
+@pytest.mark.parametrize("kind", ["twice", "another forward"])
+def test_an_adapter_used_twice_and_one_on_a_layer_of_its_own_kind(kind, clients):
+    torch.manual_seed(0)
+    module = Again().double()
+    if kind == "another forward":
+        module.inner.base = Doubles(6, 6).double().requires_grad_(False)
+        module.inner._plain = False
+    params, x = moved(module, clients), torch.randn(4, 3, 6, dtype=torch.float64)
+    room = examples.Room(examples.owners(module, params), {k: p[0] if clients else p for k, p in params.items()})
+    rows, parts = room.make(4, x, torch.float64)
+    found = examples.norms_first(module, params, x, LABELS, summed, apart=examples.never, room=parts)
+    assert set(found.made) == {"head.weight"}
+    got = found.made | parts
+    for k in range(clients or 1):
+        mine, some = (
+            {n: p[k] if clients else p for n, p in params.items()},
+            slice(2 * k, 2 * k + 2) if clients else slice(4),
+        )
+        want = naive(module, mine, x[some], LABELS[some])
+        assert far({n: got[n][some].reshape(want[n].shape) for n in want}, want) < 1e-12
+    assert float(rows[:, room.sizes[0] + room.sizes[1] :].abs().sum()) == 0
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", TINY)
+def test_gathered_gradients_give_the_same_sum(name):
+    """One matrix for all adapters, heads of rank one: for one theta and for clients with theirs."""
+    flat, (_, x) = tiny(name, dropout=0.0), made(name)
+    theta = flat.init() + 0.1 * torch.randn(2, flat.size, generator=torch.Generator().manual_seed(0))
+    theta, x = theta.double(), x.flatten(1)
+    both = Shard(
+        torch.stack([x, x.flip(0)]), torch.stack([LABELS, LABELS.flip(0)]), torch.tensor([1, 0.5, 1, 0]).double()
+    )
+    for at in (theta, theta[0]):
+        flat._lean = False
+        want = flat.clipped_sum(at, both, 0.05)
+        flat._lean = True
+        torch.testing.assert_close(flat.clipped_sum(at, both, 0.05), want, rtol=1e-8, atol=1e-12)
+        scale = torch.linspace(0.5, 1.5, flat.size).double()
+        flat._lean = False
+        want = flat.clipped_sum(at, both, 0.05, scale)
+        flat._lean = True
+        torch.testing.assert_close(flat.clipped_sum(at, both, 0.05, scale), want, rtol=1e-8, atol=1e-12)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("name", ["vit-base-lora", "roberta-base-lora"])
+def test_one_record_moves_the_sum_by_the_clip_in_half_precision_with_dropout(name):
+    """Every clip binds: were the rule's mask another than the pass's, or a factor rounded, norms would differ."""
+    flat, (_, x) = tiny(name, dropout=0.5, autocast=torch.bfloat16), made(name)
+    theta = flat.init() + 0.1 * torch.randn(flat.size, generator=torch.Generator().manual_seed(0))
+    for k in range(4):
+        one = Shard(x[k : k + 1].flatten(1).float(), LABELS[k : k + 1], torch.ones(1))
+        assert 0.9999e-3 < flat.clipped_sum(theta, one, 1e-3).double().norm() <= 1e-3
+    twice = [flat.clipped_sum(theta, one, 1.0) for _ in range(2)]
+    assert not torch.equal(*twice)
+
+
 @needs_transformers
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", ["vit-base-lora", "roberta-base-lora"])

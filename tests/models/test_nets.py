@@ -45,6 +45,18 @@ def test_resnet():
     assert small.mode != "vmap"
 
 
+@pytest.mark.parametrize("name", ["cnn", "resnet18-gn"])
+def test_colours_stand_innermost_in_rows_of_data(name):
+    """The same network for images whose channels come first, and its twin that reads rows as if they did."""
+    net, first = (nets.build(name, 3072, 10, shape=shape) for shape in (None, (3, 32, 32)))
+    assert torch.equal(net.init(), first.init())
+    images = torch.randn(2, 3, 32, 32)
+    rows = images.permute(0, 2, 3, 1).flatten(1)
+    want = first.logits(first.init(), images.flatten(1))
+    torch.testing.assert_close(net.logits(net.init(), rows), want)
+    assert not torch.allclose(net.logits(net.init(), images.flatten(1)), want, atol=1e-3)
+
+
 def test_the_seed_alone_decides():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()

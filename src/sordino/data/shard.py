@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -120,13 +120,15 @@ class Records:
 class Lazy:
     """Clients whose records are made or read when they are asked for: a round costs what its cohort costs.
 
-    `load(i)` gives client i's (x, y). What the engines need of `Records` beside it, of the cohort alone.
+    `load(i)` gives client i's (x, y), the same whenever it is asked. What the engines need of `Records` beside it, of
+    the cohort alone; the last cohort is kept, so that its local steps do not read it again.
     """
 
     sizes: tuple[int, ...]
     load: Callable[[int], tuple[Tensor, Tensor]]
     x: Tensor  # no rows: the kind, device and number of the features
     length: None = None
+    _kept: dict[bytes, Records] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(sizes: Sequence[int], load: Callable[[int], tuple[Tensor, Tensor]]) -> Lazy:
@@ -140,16 +142,25 @@ class Lazy:
 
     def _some(self, clients: np.ndarray) -> Records:
         """These clients alone, numbered from 0."""
-        parts = [self.shard(int(i)) for i in clients]
-        starts = np.concatenate([[0], np.cumsum([len(part.x) for part in parts])])
-        return Records(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), starts)
+        key = np.asarray(clients, dtype=np.int64).tobytes()
+        if key not in self._kept:
+            self._kept.clear()
+            parts = [self.shard(int(i)) for i in clients]
+            starts = np.concatenate([[0], np.cumsum([len(part.x) for part in parts])])
+            x, y = (torch.cat(columns) for columns in zip(*((part.x, part.y) for part in parts), strict=True))
+            self._kept[key] = Records(x, y, starts)
+        return self._kept[key]
 
     def fused(self, cohort: np.ndarray, weight: np.ndarray) -> Shard:
         return self._some(cohort).fused(np.arange(len(cohort)), np.asarray(weight)[cohort])
 
     def buckets(self, cohort: np.ndarray) -> list[tuple[np.ndarray, Shard]]:
+        if not len(cohort):
+            return []
         some = self._some(cohort).buckets(np.arange(len(cohort)))
         return [(cohort[clients], shard) for clients, shard in some]
 
     def picked(self, clients: np.ndarray, rows: Sequence[np.ndarray]) -> Shard:
-        return self._some(clients).picked(np.arange(len(clients)), rows)
+        """A client may be named once for each of several runs: it is loaded once."""
+        own, place = np.unique(clients, return_inverse=True)
+        return self._some(own).picked(place.reshape(-1), rows)

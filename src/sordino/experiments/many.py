@@ -26,6 +26,7 @@ from sordino.methods import build, entry
 from sordino.methods.fedgd import gradient
 from sordino.models.flat import Flat
 from sordino.models.linear import Linear, Loss
+from sordino.models.nets import NETS
 from sordino.privacy.noise import Counted, Silent, Source, source
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
@@ -69,7 +70,7 @@ def run_many(
         batches.setdefault(_shape(spec), []).append(number)
     loader, answers = _Loader(dataset, device), dict[int, Trained]()
     for members in batches.values():
-        few = 1 if specs[members[0]].deep else most  # networks fill a machine one at a time
+        few = 1 if specs[members[0]].model in NETS else most  # a network fills a machine; adapters share theirs
         for first in range(0, len(members), few):
             part = members[first : first + few]
             answers |= zip(part, _train([specs[i] for i in part], loader, at, stop), strict=True)
@@ -109,8 +110,7 @@ class _Loader:
         key = (id(dataset), spec.partition, spec.clients, spec.sizes, spec.split_seed, spec.dtype)
         if self.laid is None or self.laid[0] != key:
             client = split(dataset, spec.partition, spec.clients, sizes=spec.sizes, seed=spec.split_seed)
-            dtype = getattr(torch, spec.dtype)
-            records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype, device=self.device)
+            records = Records.of(dataset.x_train, dataset.y_train, client, dtype=spec.number, device=self.device)
             test = torch.from_numpy(dataset.x_test).to(records.x), torch.from_numpy(dataset.y_test).to(self.device)
             self.laid = key, records, *test
         return self.laid[1:]

@@ -14,8 +14,8 @@ import torch
 from sordino.core import SordinoError
 from sordino.data.sources import preprocess, read_features
 from sordino.data.text import tokenize
-from sordino.experiments.spec import Spec
 from sordino.experiments.run import network
+from sordino.experiments.spec import Spec
 from sordino.models.flat import Flat
 from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS

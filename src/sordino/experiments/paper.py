@@ -3,7 +3,7 @@
 `published/` holds what the papers print, and settings that were tuned for it. A table is a list of wants: runs, and
 what is said of them by round. Features were pre-trained elsewhere than the papers' were, so levels differ; orders, gaps
 and shapes are to be compared.
-`paper_sofim` and `paper_fednew` have the tables.
+`paper_sofim`, `paper_fednew` and `paper_adamw` have the tables.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def roots(data_dir: str | Path | None) -> list[Path]:
 
 def tables() -> dict[str, Table]:
     """All of them, by name."""
-    from sordino.experiments import paper_fednew, paper_sofim
+    from sordino.experiments import paper_adamw, paper_fednew, paper_sofim
 
-    return {table.name: table for table in (*paper_sofim.TABLES, *paper_fednew.TABLES)}
+    return {t.name: t for t in (*paper_sofim.TABLES, *paper_fednew.TABLES, *paper_adamw.TABLES)}
 
 
 class Want(NamedTuple):

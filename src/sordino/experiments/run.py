@@ -103,8 +103,7 @@ def prepare(spec: Spec, dataset: Dataset | None = None, device: str = "cpu") -> 
         if found != spec.clients:
             raise SordinoError(f"clients: the data hold {found} clients, not {spec.clients}; leave the number out.")
     client = split(dataset, spec.partition, spec.clients, sizes=spec.sizes, seed=spec.split_seed)
-    dtype = getattr(torch, spec.dtype)
-    records = Records.of(dataset.x_train, dataset.y_train, client, dtype=dtype, device=device)
+    records = Records.of(dataset.x_train, dataset.y_train, client, dtype=spec.number, device=device)
     model = choose_model(spec, dataset)
     plan = spec.plan(records.sizes)
     chance = Silent(spec.seed or 0) if plan.silent else source(spec.seed)
@@ -141,8 +140,8 @@ def network(spec: Spec, features: int, classes: int) -> Flat:
     kinds = {query.kind for stage in method.stages for query in stage.queries} & set(MATRICES)
     if lacking := [str(kind) for kind in kinds if not hasattr(Flat, f"{kind}_sum")]:
         raise SordinoError(
-            f"method: {spec.method} asks for a {lacking[0]} matrix, which {spec.model} has no way to give; use a linear "
-            "model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
+            f"method: {spec.method} asks for a {lacking[0]} matrix, which {spec.model} has no way to give; use a "
+            "linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
         )
     if spec.model in NETS:
         return nets.build(spec.model, features, classes, seed=spec.split_seed)
@@ -155,6 +154,7 @@ def network(spec: Spec, features: int, classes: int) -> Flat:
         dropout=spec.lora_dropout,
         length=features,
         seed=spec.split_seed,
+        autocast=torch.bfloat16 if spec.dtype == "bfloat16" else None,
     )
 
 

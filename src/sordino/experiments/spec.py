@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sordino.core import Privacy, SordinoError, Unit, nearest
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Loss
@@ -21,7 +23,7 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 
 MODELS = ("auto", *Loss, *NETS, *TRANSFORMERS)
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16")  # the last: forward and backward passes of a transformer
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,15 @@ class Spec:
         for name, value, words in (("model", self.model, MODELS), ("dtype", self.dtype, DTYPES)):
             if value not in words:
                 raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, words)}")
+        if self.dtype == "bfloat16" and self.model not in TRANSFORMERS:
+            raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{self.model}'; use float32.")
         if self.evaluate_every < 1:
             raise SordinoError(f"evaluate_every: {self.evaluate_every} must be at least 1.")
+
+    @property
+    def number(self) -> torch.dtype:
+        """The type of records, sums and noise; bfloat16 is for the passes through a transformer alone."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
 
     @property
     def deep(self) -> bool:

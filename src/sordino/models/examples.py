@@ -3,19 +3,20 @@
 The gradient of a layer's weights is a product of what went in, a, and the loss's gradient by what came out, g. Both
 pass by in one backward sweep over a batch, in which autograd is never asked for a summed weight gradient: a hook hands
 (a, g) of every layer to its *rule*, which gives one gradient an example. Where the product is larger than its factors,
-only its norm is taken (`squares`), and the weighted sum over examples is one matrix product.
+only its norm is taken (`squares`), and the weighted sum over examples is one matrix product. A layer that is `taped`
+needs no hook: it asks for the `tape` of the pass and reports its uses itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 
 from sordino.core import SordinoError
@@ -28,6 +29,7 @@ Owned = list[tuple[nn.Module, dict[str, str]]]  # modules that own trained param
 
 MOVED = 10  # multiplications in the time that writing, measuring and summing one entry of a gradient takes
 LARGE = 1e30  # norm of a layer's input
+WIDE = 512  # numbers whose squares are added before float64 takes over
 
 
 class Use(NamedTuple):
@@ -48,6 +50,11 @@ def trained(parameter: object) -> bool:
 def times(a: Tensor, b: Tensor) -> Tensor:
     """A batch of products. On a CPU from contiguous factors: transposed ones can be thirty times as slow."""
     return torch.bmm(a, b) if a.is_cuda else torch.bmm(a.contiguous(), b.contiguous())
+
+
+def summed(z: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy, summed over examples."""
+    return functional.cross_entropy(z.float() if z.dtype is torch.bfloat16 else z, y, reduction="sum")
 
 
 # ------------------------------------------------------------------------------------------------------------ rules
@@ -88,7 +95,7 @@ def embedding(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, 
 def layer_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
     shape = module.normalized_shape
     if trained(module.weight):
-        yield "weight", (functional.layer_norm(a, shape, eps=module.eps).to(g.dtype) * g).reshape(n, -1, *shape).sum(1)
+        yield "weight", (functional.layer_norm(a.to(g.dtype), shape, eps=module.eps) * g).reshape(n, -1, *shape).sum(1)
     if trained(module.bias):
         yield "bias", g.reshape(n, -1, *shape).sum(1)
 
@@ -97,8 +104,8 @@ def channel_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[st
     """Group and instance norm: one scale and one shift a channel."""
     shape = (n, -1, g.shape[1], math.prod(g.shape[2:]))
     if trained(module.weight):
-        plain = functional.group_norm(a, getattr(module, "num_groups", a.shape[1]), eps=module.eps)
-        yield "weight", (plain.to(g.dtype) * g).reshape(shape).sum((1, 3))
+        plain = functional.group_norm(a.to(g.dtype), getattr(module, "num_groups", a.shape[1]), eps=module.eps)
+        yield "weight", (plain * g).reshape(shape).sum((1, 3))
     if trained(module.bias):
         yield "bias", g.reshape(shape).sum((1, 3))
 
@@ -157,44 +164,95 @@ def supported(module: nn.Module) -> list[str]:
     return odd
 
 
-class _Pass(nn.Module):
-    """Forward and backward inside one call, so that rules meet the parameters of the call."""
+class Tape:
+    """What a forward pass leaves for the backward one."""
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
+    def __init__(self, visit: Callable[[Use], None], owned: Owned, like: Tensor) -> None:
+        self.visit, self.names = visit, dict(owned)
+        self.times: dict[str, int] = {}
+        # Nothing is trained in autograd's eyes. What starts a path to the loss depends on `root`, or is a leaf itself.
+        self.root = torch.empty(0, device=like.device, requires_grad=True)
+        self.leaves = [self.root]
+        self._cast: tuple[Tensor | None, Tensor | None] = None, None
+        self._nothing: dict[torch.dtype, Tensor] = {}
 
-    def forward(self, x: Tensor, y: Tensor, loss: Loss, owned: Owned, visit: Callable[[Use], None]) -> None:
-        times: Counter[str] = Counter()
-        handles = [
-            part.register_forward_hook(self._hook(names, times, visit), with_kwargs=True) for part, names in owned
-        ]
+    def nothing(self, kind: torch.dtype) -> Tensor:
+        """A number that a product with beta = 0 does not read."""
+        if kind not in self._nothing:
+            self._nothing[kind] = torch.empty((), dtype=kind, device=self.root.device)
+        return self._nothing[kind]
+
+    def used(self, module: nn.Module) -> None:
+        for name in self.names[module].values():
+            self.times[name] = self.times.get(name, 0) + 1
+
+    def report(self, module: nn.Module, a: Tensor, g: Tensor) -> None:
+        names = self.names[module]
+        self.visit(Use(module, names, a, g, all(self.times[name] == 1 for name in names.values())))
+
+    def cast(self, x: Tensor, kind: torch.dtype) -> Tensor:
+        """Once where several layers in turn read the same x."""
+        if x.dtype == kind:
+            return x
+        if self._cast[0] is not x:
+            self._cast = x, x.to(kind)
+        assert self._cast[1] is not None
+        return self._cast[1]
+
+    def hook(self, part: nn.Module, args: tuple[Any, ...], words: dict[str, Any], out: Tensor) -> None:
+        a = (args[0] if args else next(iter(words.values()))).detach()
+        version = a._version
+        self.used(part)
+
+        def back(g: Tensor) -> None:
+            if a._version != version:
+                raise SordinoError(f"module: the input of {part} is overwritten in place; avoid that.")
+            self.report(part, a, g.detach())
+
+        if not out.requires_grad:
+            self.leaves.append(out.requires_grad_())
+        out.register_hook(back)  # type: ignore[no-untyped-call]
+
+    def forward(self, module: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> Tensor:
+        parts = [part for part in self.names if not getattr(part, "taped", False)]
+        handles = [part.register_forward_hook(self.hook, with_kwargs=True) for part in parts]
+        before, _running.tape = tape(), self
         try:
             with torch.enable_grad():
-                total = loss(self.net(x), y)
+                return loss(module(x), y)
         finally:
+            _running.tape = before
+            self._cast = None, None
             for handle in handles:
                 handle.remove()
+
+    def backward(self, total: Tensor) -> None:
+        """Without autocast: the thread in which autograd works would not know its type."""
         if total.requires_grad:
-            total.backward()  # type: ignore[no-untyped-call]
+            with torch.autocast(total.device.type, enabled=False):
+                torch.autograd.grad(total, self.leaves, allow_unused=True)
 
-    @staticmethod
-    def _hook(names: dict[str, str], times: Counter[str], visit: Callable[[Use], None]) -> Callable[..., None]:
-        def hook(part: nn.Module, args: tuple[Any, ...], words: dict[str, Any], out: Tensor) -> None:
-            a = (args[0] if args else next(iter(words.values()))).detach()
-            version = a._version
-            times.update(names.values())
 
-            def back(g: Tensor) -> None:
-                if a._version != version:
-                    raise SordinoError(f"module: the input of {part} is overwritten in place; avoid that.")
-                visit(Use(part, names, a, g.detach(), all(times[name] == 1 for name in names.values())))
+_running = threading.local()
 
-            if not out.requires_grad:
-                out.requires_grad_()
-            out.register_hook(back)  # type: ignore[no-untyped-call]
 
-        return hook
+def tape() -> Tape | None:
+    """Of the pass that this thread is in, if any."""
+    return getattr(_running, "tape", None)
+
+
+@contextmanager
+def placed(owned: Owned, params: dict[str, Tensor]) -> Iterator[None]:
+    """Modules hold the parameters of the call; tied ones too."""
+    places = [(part._parameters, own, params[name].detach()) for part, names in owned for own, name in names.items()]
+    before = [home[own] for home, own, _ in places]
+    try:
+        for home, own, value in places:
+            home[own] = value  # type: ignore[assignment]
+        yield
+    finally:
+        for (home, own, _), old in zip(places, before, strict=True):
+            home[own] = old
 
 
 def sweep(
@@ -208,8 +266,9 @@ def sweep(
 ) -> None:
     """Visit every use of a layer with trained parameters, last to first."""
     owned = owners(module, params) if owned is None else owned
-    params = {f"net.{name}": value.detach() for name, value in params.items()}
-    functional_call(_Pass(module), params, (x, y, loss, owned, visit))
+    with placed(owned, params):
+        notes = Tape(visit, owned, x)
+        notes.backward(notes.forward(module, x, y, loss))
 
 
 # ------------------------------------------------------------------------------------------- norms without products
@@ -218,7 +277,10 @@ def sweep(
 def extent(use: Use, n: int) -> tuple[int, int, int]:
     """Positions, entries in and entries out of a layer that is a matrix product."""
     weight: Any = use.module.weight
-    return use.g.numel() // (n * len(weight)), math.prod(weight.shape[1:]), len(weight)
+    if hasattr(use.module, "kernel_size"):
+        return use.g.numel() // (n * len(weight)), math.prod(weight.shape[1:]), len(weight)
+    made, given = weight.shape[-2:]  # clients may stand before
+    return use.g.numel() // (n * made), given, made
 
 
 def short(use: Use, n: int) -> bool:
@@ -231,10 +293,19 @@ def short(use: Use, n: int) -> bool:
     return positions**2 * (given + made) + positions * given * made < (positions + MOVED) * given * made
 
 
+def single(use: Use, n: int) -> bool:
+    """A linear layer that each example passes once, such as a head: its gradient is of rank one."""
+    return use.once and RULES.get(type(use.module)) is linear and "weight" in use.names and extent(use, n)[0] == 1
+
+
+def never(use: Use, n: int) -> bool:
+    return False
+
+
 def factors(use: Use, n: int) -> tuple[Tensor, Tensor]:
     """a and g, examples x positions x entries."""
     positions, given, made = extent(use, n)
-    if isinstance(use.module, nn.Linear):
+    if not hasattr(use.module, "kernel_size"):
         return use.a.reshape(n, positions, given), use.g.reshape(n, positions, made)
     return patches(use.module, use.a).reshape(n, positions, given), use.g.flatten(2).mT.reshape(n, positions, made)
 
@@ -266,23 +337,46 @@ def squares(use: Use, n: int) -> Tensor:
     return bound.square()
 
 
-def total(use: Use, n: int, factor: Tensor, absent: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Sum over examples of factor times gradient, in one product, without those that are `absent`."""
-    a, g = factors(use, n)
-    g = g * factor.view(n, 1, 1)
+def total(use: Use, factor: Tensor, absent: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Sum over the examples of each group of factor times gradient, in one product, without those that are `absent`.
+
+    Products and sums in the factor's type, which is not autocast's.
+    """
+    groups, n = factor.shape
+    a, g = (t.to(factor.dtype) for t in factors(use, groups * n))
+    g = g * factor.view(-1, 1, 1)
     if absent is not None:  # 0 x nan is no 0
-        a, g = (t.masked_fill(absent.view(n, 1, 1), 0) for t in (a, g))
-    a, g = a.flatten(0, 1), g.flatten(0, 1)
+        a, g = (t.masked_fill(absent.view(-1, 1, 1), 0) for t in (a, g))
+    a, g = (t.reshape(groups, -1, t.shape[-1]) for t in (a, g))
     if "weight" in use.names:
-        yield use.names["weight"], g.mT @ a
+        yield use.names["weight"], torch.bmm(g.mT, a).flatten(1)
     if "bias" in use.names:
-        yield use.names["bias"], g.sum(0)
+        yield use.names["bias"], g.sum(1)
 
 
 def measure(part: Tensor) -> Tensor:
     """Squared norms of rows. In float64: a norm of many float32 numbers falls short by more than the safety margin."""
     norm: Tensor = torch.linalg.vector_norm(part.flatten(1), dim=1, dtype=torch.float64)
     return norm.square()
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Side by side, filled up with zeros to a multiple of WIDE."""
+    rest = -sum(part.shape[1] for part in parts) % WIDE
+    return torch.cat([*parts, parts[0].new_zeros(len(parts[0]), rest)], 1)
+
+
+def bound(rows: Tensor) -> Tensor:
+    """Upper bounds of squared norms of rows, in float64, from one pass over them; `measure` would copy them first.
+
+    WIDE squares are added in float32 at least. In whatever order that is done, they fall short by at most WIDE + 4 half
+    eps, and each by the smallest normal number. Twice that is added: 6e-5.
+    """
+    kind = torch.promote_types(rows.dtype, torch.float32)
+    rows = (joined([rows]) if rows.shape[1] % WIDE else rows).view(len(rows), -(-rows.shape[1] // WIDE), WIDE)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=kind).double().square().sum(1)
+    about = torch.finfo(kind)
+    return found * (1 + (WIDE + 8) * about.eps) + rows.shape[1] * WIDE * about.tiny
 
 
 # -------------------------------------------------------------------------------------------------------- results
@@ -304,30 +398,60 @@ def norms_first(
     loss: Loss,
     owned: Owned | None = None,
     *,
-    everywhere: bool = False,
+    apart: Callable[[Use, int], bool] = short,
+    room: dict[str, Tensor] | None = None,
 ) -> Norms:
-    """Norms where they are cheaper than gradients; gradients elsewhere, or everywhere, and of weights used twice."""
-    n = len(x)
+    """Norms of the uses that stand `apart`; gradients elsewhere.
+
+    room: zeros, for the gradients of `taped` modules, whose rules write there instead.
+    """
+    n, room = len(x), room or {}
     found = Norms(torch.zeros(n, dtype=torch.float64, device=x.device), {}, [])
 
     def visit(use: Use) -> None:
-        if not everywhere and short(use, n):
+        if apart(use, n):
             found.squares.add_(squares(use, n))
             found.later.append(use)
             return
+        mine: dict[str, Tensor] = {}
+        if room and use.once and getattr(use.module, "taped", False):
+            mine = {own: room[name] for own, name in use.names.items() if name in room}
+            use.module.room = mine  # type: ignore[assignment]
         for own, part in RULES[type(use.module)](use.module, use.a, use.g, n):
-            if name := use.names.get(own):
+            if not (name := use.names.get(own)):
+                continue
+            if name in room:
+                if part is not mine.get(own):
+                    room[name].add_(part.view_as(room[name]))
+            else:
                 found.made[name] = found.made[name] + part if name in found.made else part
 
     sweep(module, params, x, y, loss, visit, owned)
     return found
 
 
+class Room:
+    """Where gradients of examples by `taped` modules' parameters stand in one matrix, examples x entries."""
+
+    def __init__(self, owned: Owned, params: dict[str, Tensor]) -> None:
+        mine = {name for part, names in owned if getattr(part, "taped", False) for name in names.values()}
+        self.shapes = {name: p.shape for name, p in params.items() if name in mine}
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.sizes.append(-sum(self.sizes) % WIDE)  # rows then start where kernels like it
+
+    def make(self, n: int, like: Tensor, kind: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = torch.zeros(n, sum(self.sizes), dtype=kind, device=like.device)
+        parts = zip(
+            self.shapes.items(), rows.split_with_sizes(self.sizes, 1), strict=False
+        )  # what fills up has no name
+        return rows, {name: part.view(n, *shape) for (name, shape), part in parts}
+
+
 def gradients(
     module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: Loss, owned: Owned | None = None
 ) -> dict[str, Tensor]:
     """Of every example, by parameter; one that was not used is missing."""
-    return norms_first(module, params, x, y, loss, owned, everywhere=True).made
+    return norms_first(module, params, x, y, loss, owned, apart=never).made
 
 
 def per_example(

@@ -5,28 +5,35 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy, threshold
+from torch.nn.functional import threshold
 
 from sordino.core import SAFETY, Shard, SordinoError, nearest
-from sordino.models import examples
-from sordino.models.examples import Owned, Use, measure
+from sordino.models import examples, trial
+from sordino.models.examples import RULES, Owned, Room, Use, bound, linear, measure, summed
+from sordino.models.graphs import Graphs
 
 MODES = ("auto", "tape", "two-pass", "vmap")
 BUDGET = {"cpu": 2**29, "cuda": 2**33}  # bytes of a chunk's gradients and activations
 ROOMY = 256  # examples of a chunk on a CPU: more would leave its caches
+MANY = 64  # times as many records on an accelerator
 FEW, SMALL = 16, 2**20  # records and parameters up to which a call costs more than what it does
 
 
-def summed(z: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy, summed over examples."""
-    return cross_entropy(z.float() if z.dtype is torch.bfloat16 else z, y, reduction="sum")
+class Place(NamedTuple):
+    """The module on one device and in one type."""
+
+    module: nn.Module
+    owned: Owned
+    room: Room
+    halves: bool  # all trained parameters are read in autocast's type
 
 
 class Flat:
@@ -44,6 +51,10 @@ class Flat:
 
     One record moves `clipped_sum` by at most `clip`: its gradient is multiplied by clip / norm, the norm of what is
     summed, if that is below 1; what is not finite is replaced by zero.
+
+    On a GPU, and with autocast, gradients are gathered in one matrix (measured and summed in one pass each), and those
+    of rank one, as of a head, are not made. `capture` replays `clipped_sum` there as a graph of kernels, one for all
+    calls of like shapes and clip; that holds the memory of a call.
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class Flat:
         autocast: torch.dtype | None = None,
         classes: int | None = None,
         check: bool = True,
+        capture: bool = False,
     ) -> None:
         if mode not in MODES:
             raise SordinoError(f"mode: '{mode}' is unknown.{nearest(mode, MODES)}")
@@ -70,44 +82,45 @@ class Flat:
                 raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
             if getattr(part, "inplace", False):  # what a layer was given is needed again
                 part.inplace = False  # type: ignore[assignment]
-        self._trained: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if not self._trained:
+        self.trained: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self.trained:
             raise SordinoError("module: no parameter requires a gradient; call requires_grad_() on what is trained.")
-        self.shapes = tuple(tuple(p.shape) for p in self._trained.values())
-        self._sizes = [p.numel() for p in self._trained.values()]
+        self.shapes = tuple(tuple(p.shape) for p in self.trained.values())
+        self._sizes = [p.numel() for p in self.trained.values()]
         self.size = sum(self._sizes)
         if blocks is not None and blocks.shape != (self.size,):
             raise SordinoError(f"blocks: {tuple(blocks.shape)}; give one number for each of {self.size} parameters.")
         self.blocks, self.autocast, self.chunk = blocks, autocast, chunk
-        self.shape = shape or _given(module)
+        self.shape = shape or trial.given(module)
         self.features = math.prod(self.shape)
-        first = next(iter(self._trained.values()))
+        first = next(iter(self.trained.values()))
         odd = examples.supported(module)
         if odd and mode in ("tape", "two-pass"):
             raise SordinoError(f"mode: '{mode}' has no rule for {', '.join(odd)}; use mode='vmap', or add to RULES.")
-        owned = examples.owners(module, self._trained)
-        self._copies = {(first.dtype, first.device): (module, owned)}
+        owned = examples.owners(module, self.trained)
+        self._copies = {(first.dtype, first.device): self._place(module)}
+        self._columns: dict[Any, slice | Tensor] = {}
+        self._lean, self._graphs = autocast is not None, Graphs() if capture else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
-        self._held = self._rest = 0  # numbers that one example keeps: gradients in two-pass, and all else
-        self.random, self.outputs, advised = self._look(owned, ruled=not odd)
+        self.random, self.outputs, advised, self._held, self._rest = trial.look(self, owned, ruled=not odd)
         if classes is not None and classes > self.outputs:
             raise SordinoError(f"classes: {classes}, but the module gives {self.outputs} outputs.")
         self.mode = advised if mode == "auto" else mode
-        if check and not self._agrees():
+        if check and not trial.agrees(self):
             if mode != "auto":
                 raise SordinoError(f"mode: gradients by '{mode}' differ from those of single examples; use 'vmap'.")
             self.mode, self.grouped = "vmap", False
-            if not self._agrees():
+            if not trial.agrees(self):
                 raise SordinoError("module: torch.func cannot follow it, nor can the rules; see examples.RULES.")
         self.few = 0  # records a group up to which groups with thetas of their own go through torch.func together
         if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= SMALL:
             chosen, self.mode = self.mode, "vmap"
-            self.few, self.mode = FEW * self._agrees(), chosen
+            self.few, self.mode = FEW * trial.agrees(self), chosen
 
     def init(self, generator: torch.Generator | None = None) -> Tensor:
         """The module's own parameters, as they were given."""
-        return torch.cat([p.detach().flatten().float() for p in self._trained.values()]).clone()
+        return torch.cat([p.detach().flatten().float() for p in self.trained.values()]).clone()
 
     # ------------------------------------------------------------------------------------------------ what it says
 
@@ -115,14 +128,14 @@ class Flat:
         x = torch.as_tensor(x).to(theta)
         if theta.dim() > 1:
             return torch.stack([self.logits(each, x[k] if x.dim() > 2 else x) for k, each in enumerate(theta)])
-        rows = self._seen(x)
+        rows = self.seen(x)
         with torch.no_grad():
             z = [self._outputs(theta, rows[k]) for k in parts(len(rows), self._rows(theta, self.mode))]
         return torch.cat(z).to(theta.dtype).reshape(*x.shape[:-1], -1)
 
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Of one example."""
-        return summed(self._outputs(theta, self._seen(x)), y.long().reshape(1))
+        return summed(self._outputs(theta, self.seen(x)), y.long().reshape(1))
 
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """Class indices."""
@@ -135,17 +148,34 @@ class Flat:
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
         """Sum of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by that at most."""
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
-        lead = torch.Size(())
-        for t, own in ((theta, 1), (x, 2), (y, 1), (mask, 1), (theta if scale is None else scale, 1)):
-            lead = torch.Size(np.broadcast_shapes(lead, t.shape[: t.dim() - own]))
-        groups, n, apart = lead.numel(), x.shape[-2], theta.shape[:-1].numel() > 1
-        x = x.expand(*lead, n, -1).reshape(groups, n, x.shape[-1])
-        y, mask = (t.expand(*lead, n).reshape(groups, n) for t in (y, mask))
-        theta = theta.expand(*lead, -1).reshape(groups, -1) if apart else theta.reshape(1, -1)
-        if scale is not None:
-            scale = scale.to(theta).expand(*lead, -1).reshape(groups, -1)
+        scale = None if scale is None else scale.to(theta)
+        if self._graphs is not None and theta.is_cuda:
+            return self._graphs(self._sum, (theta, x, y, mask, scale), clip)
+        return self._sum(theta, x, y, mask, scale, clip)
+
+    def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Sum of g g^T over gradients g by the last linear layer, each cut to Frobenius norm `clip`: g to its root."""
+        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
+        last, most = self._last(), self._rows(theta, "tape")
+        size = sum(math.prod(self.shapes[k]) for k in range(-last, 0))
+        total = theta.new_zeros(len(x), size, size)
+        for k, at in enumerate(theta.expand(len(x), -1)):
+            for j in parts(x.shape[1], most):
+                g = self._by_last(at, x[k, j], y[k, j])
+                factor, fine = _factor(measure(g), math.sqrt(clip), mask[k, j].sqrt())
+                g = torch.where(fine.unsqueeze(1), g, 0.0) * factor.unsqueeze(1)
+                total[k] += g.mT @ g
+        return total.reshape(*lead, size, size)
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _sum(self, theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None, clip: float) -> Tensor:
+        lead, theta, x, y, mask, scale = _spread(theta, x, y, mask, scale)
+        groups, n, apart = len(x), x.shape[1], len(theta) > 1
         # One theta, or layers that take several, or torch.func: all groups in one pass. Elsewhere one after another.
-        mode = "vmap" if apart and n <= self.few else self.mode
+        # Where launching costs more than computing.
+        mode = "vmap" if apart and n <= self.few * (MANY if x.is_cuda else 1) else self.mode
         mode = "tape" if mode == "two-pass" and scale is not None else mode  # entries differ: the gradients are needed
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
         most, total = self._rows(theta, mode), theta.new_zeros(groups, self.size)
@@ -159,68 +189,77 @@ class Flat:
                 self._add(mode, total[k], mine, Shard(rows.x[:, j], rows.y[:, j], rows.mask[:, j]), clip, each)
         return total.reshape(*lead, self.size)
 
-    # ------------------------------------------------------------------------------------------------------ inside
-
     def _add(self, mode: str, total: Tensor, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None) -> None:
         """To the total of each group: groups x records that fit into memory."""
         x, y, mask, _ = shard
-        (groups, n), later = mask.shape, list[Use]()
+        (groups, n), later, lean = mask.shape, list[Use](), x.is_cuda or self._lean
         squares = torch.zeros(groups * n, dtype=torch.float64, device=x.device)
+        blocks: list[tuple[slice | Tensor, Tensor]] = []  # columns of theta, and gradients of examples by them
         if mode == "vmap":
             made = self._by_vmap(theta, x, y)
         else:
-            module, owned = self._on(theta, training=self._train)
-            params = self._split(theta[0] if len(theta) == 1 else theta)
-            given = (module, params, self._seen(x), y.flatten(), summed, owned)
-            with self._cast(theta):
-                squares, made, later = examples.norms_first(*given, everywhere=mode == "tape")
-        made = {name: part.to(theta.dtype).reshape(groups, n, -1) for name, part in made.items()}
+            here, room = self._on(theta, training=self._train), dict[str, Tensor]()
+            kind = self.autocast if self.autocast and theta.dtype is torch.float32 else theta.dtype
+            apart = examples.short if mode == "two-pass" else examples.never
+            if lean and scale is None:
+                apart = examples.single if mode == "tape" else apart
+                gathered, room = here.room.make(groups * n, x, kind)
+                blocks += [(self._where(tuple(room), x), gathered)] if room else []
+            params = self.split((theta[0] if len(theta) == 1 else theta).to(kind if here.halves else theta.dtype))
+            with self.cast(theta):
+                squares, made, later = examples.norms_first(
+                    *(here.module, params, self.seen(x), y.flatten(), summed, here.owned), apart=apart, room=room
+                )
+        made = {name: made[name].reshape(groups * n, -1) for name in self.trained if name in made}
+        if lean and made:
+            blocks.append((self._where(tuple(made), x), examples.joined(list(made.values()))))
+        else:
+            blocks += [(self._where((name,), x), part.to(theta.dtype)) for name, part in made.items()]
         if scale is not None:
-            scales = dict(zip(self._trained, scale.split_with_sizes(self._sizes, -1), strict=True))
-            made = {name: part * scales[name].unsqueeze(1) for name, part in made.items()}
-        for part in made.values():
-            squares = squares + measure(part.flatten(0, 1))
+            blocks = [(where, _times(scale[:, where], part.to(theta.dtype), n)) for where, part in blocks]
+        for _, part in blocks:
+            squares = squares + (bound(part) if lean else measure(part))
         factor, fine = _factor(squares.reshape(groups, n), clip, mask)
-        absent = None
-        if x.is_cuda or not bool(fine.all()):  # 0 x nan is no 0
-            absent = ~fine
-            made = {name: part.masked_fill(absent.unsqueeze(-1), 0) for name, part in made.items()}
-        sums = dict(zip(self._trained, total.split_with_sizes(self._sizes, -1), strict=True))
-        for name, part in made.items():
-            sums[name] += torch.bmm(factor.unsqueeze(1), part).squeeze(1)
+        absent = ~fine if x.is_cuda or not bool(fine.all()) else None
+        for where, part in blocks:
+            if absent is not None:  # 0 x nan is no 0; one axis makes the type theta's
+                part = torch.where(absent.view(-1, 1), theta.new_zeros(1), part)
+            summand = torch.bmm(factor.unsqueeze(1), part.to(theta.dtype).view(groups, n, -1)).squeeze(1)
+            width = len(where) if isinstance(where, Tensor) else where.stop - where.start
+            total[:, where] += summand[:, :width]
         for use in later:
-            for name, part in examples.total(use, n, factor[0], None if absent is None else absent[0]):
-                sums[name][0] += part.flatten()
+            for name, part in examples.total(use, factor, absent):
+                total[:, self._where((name,), x)] += part
 
     def _by_vmap(self, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        module, _ = self._on(theta, training=self._train)
+        module = self._on(theta, training=self._train).module
 
         def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            with self._cast(theta), sdpa_kernel(SDPBackend.MATH):  # the others have no batched form
-                return summed(functional_call(module, params, (self._seen(x),)), y.unsqueeze(0))
+            with self.cast(theta), sdpa_kernel(SDPBackend.MATH):  # the others have no batched form
+                return summed(functional_call(module, params, (self.seen(x),)), y.unsqueeze(0))
 
         each = vmap(grad(loss), (None, 0, 0), randomness="different")
         found: dict[str, Tensor]
         if len(theta) == 1:
-            found = each(self._split(theta[0]), x.flatten(0, 1), y.flatten())
+            found = each(self.split(theta[0]), x.flatten(0, 1), y.flatten())
         else:
-            found = vmap(each, (0, 0, 0), randomness="different")(self._split(theta), x, y)
+            found = vmap(each, (0, 0, 0), randomness="different")(self.split(theta), x, y)
         return found
 
     def _outputs(self, theta: Tensor, rows: Tensor) -> Tensor:
-        with self._cast(theta):
-            z: Tensor = functional_call(self._on(theta, training=False)[0], self._split(theta), (rows,))
+        with self.cast(theta):
+            z: Tensor = functional_call(self._on(theta, training=False).module, self.split(theta), (rows,))
         return z
 
-    def _split(self, theta: Tensor) -> dict[str, Tensor]:
+    def split(self, theta: Tensor) -> dict[str, Tensor]:
         """The parameters, by name; a leading axis stays."""
-        pieces = zip(self._trained, theta.split_with_sizes(self._sizes, -1), self.shapes, strict=True)
+        pieces = zip(self.trained, theta.split_with_sizes(self._sizes, -1), self.shapes, strict=True)
         return {name: part.reshape(*theta.shape[:-1], *shape) for name, part, shape in pieces}
 
-    def _seen(self, x: Tensor) -> Tensor:
+    def seen(self, x: Tensor) -> Tensor:
         return x.reshape(-1, *self.shape)
 
-    def _cast(self, theta: Tensor) -> Any:
+    def cast(self, theta: Tensor) -> Any:
         return torch.autocast(theta.device.type, self.autocast, enabled=self.autocast is not None)
 
     def _rows(self, theta: Tensor, mode: str) -> int:
@@ -231,111 +270,102 @@ class Flat:
         fit = BUDGET.get(theta.device.type, BUDGET["cpu"]) // each
         return max(1, fit if theta.is_cuda else min(fit, ROOMY))
 
-    def _on(self, theta: Tensor, *, training: bool) -> tuple[nn.Module, Owned]:
+    def _on(self, theta: Tensor, *, training: bool) -> Place:
         """The module where theta is, frozen parameters and all; these keep their type if the trained ones do."""
         key = (theta.dtype, theta.device)
         if key not in self._copies:
             module = copy.deepcopy(self.module).to(theta.device)
-            same = theta.dtype == next(iter(self._trained.values())).dtype
-            module = module if same else module.to(theta.dtype)
-            self._copies[key] = module, examples.owners(module, self._trained)
-        module, owned = self._copies[key]
-        if module.training != training:
-            module.train(training)
-        return module, owned
+            same = theta.dtype == next(iter(self.trained.values())).dtype
+            self._copies[key] = self._place(module if same else module.to(theta.dtype))
+        here = self._copies[key]
+        if here.module.training != training:
+            here.module.train(training)
+        return here
 
-    def _look(self, owned: Owned, ruled: bool) -> tuple[bool, int, str]:
-        """Two rows tried: is it random, how many outputs, which mode is best; and what an example takes of memory."""
-        module = self.module
-        first = next(iter(self._trained.values()))
-        x, y = self._seen(_rows_like(2, self.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
-        weights, saved = {p.data_ptr() for p in module.parameters()}, dict[int, int]()
-        before = [buffer.clone() for buffer in module.buffers()]
-        helps, wide = [False], [0]
+    def _place(self, module: nn.Module) -> Place:
+        owned = examples.owners(module, self.trained)
+        halves = all(getattr(part, "halves", False) for part, _ in owned)
+        return Place(module, owned, Room(owned, self.trained), halves)
 
-        def visit(use: Use) -> None:
-            short = examples.short(use, 2)
-            helps[0] |= short
-            if hasattr(use.module, "kernel_size"):
-                wide[0] = max(wide[0], math.prod(examples.extent(use, 2)[:2]))  # of patches
-            self._held += 0 if short else sum(self._trained[name].numel() for name in use.names.values())
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved[tensor.data_ptr()] = 0 if tensor.data_ptr() in weights else tensor.numel() // 2
-            return tensor
-
-        module.train()
-        kept = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with torch.random.fork_rng([first.device] if first.is_cuda else []), self._cast(first), kept:
-            try:
-                outs = [functional_call(module, self._trained, (x,)) for _ in range(2)]
-            except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                raise SordinoError(f"shape: the module fails on rows of shape {self.shape}: {error}") from error
-            try:
-                examples.sweep(module, self._trained, x, y, summed, visit, owned if ruled else [])
-            except (RuntimeError, SordinoError):
-                ruled = False
-        if any(not torch.equal(old, new) for old, new in zip(before, module.buffers(), strict=True)):
-            raise SordinoError(
-                "module: a buffer changes in training and would carry data past the clip; see group_norm."
-            )
-        if outs[0].dim() != 2 or len(outs[0]) != 2:
-            raise SordinoError(f"module: gives {tuple(outs[0].shape)} for two rows; it must give a row of logits each.")
-        self._rest = 2 * sum(saved.values()) + wide[0]
-        better = helps[0] and self.autocast is None and not self.grouped
-        return not torch.equal(*outs), outs[0].shape[1], ("two-pass" if better else "tape") if ruled else "vmap"
-
-    def _agrees(self) -> bool:
-        """Three rows in float64, dropout off: the sum of the chosen mode against autograd, a row at a time."""
-        module = copy.deepcopy(self.module).double().train()
-        for part in module.modules():
-            if isinstance(part, nn.modules.dropout._DropoutNd):
-                part.p = 0.0
-            if isinstance(part, nn.MultiheadAttention):
-                part.dropout = 0.0
-        theta = torch.cat([p.detach().flatten().double() for p in self._trained.values()])
-        # Moved a little: what starts at zero would hide what lies below it.
-        theta += 0.01 * torch.randn(self.size, generator=torch.Generator().manual_seed(0)).to(theta)
-        params = {name: part.requires_grad_() for name, part in self._split(theta).items()}
-        x, y = _rows_like(3, self.features).to(theta), (torch.arange(3) % self.outputs).to(theta.device)
-
-        def say(rows: Tensor) -> Tensor:
-            z: Tensor = functional_call(module, params, (self._seen(rows),))
-            return z
-
-        self._train = not self.random or torch.equal(say(x), say(x))
-        module.train(self._train)  # dropout of another make: compare as it predicts
-        alone = [say(row) for row in x]
-        with torch.no_grad():
-            if not torch.allclose(torch.cat(alone), say(x), 1e-4, 1e-6):
-                raise SordinoError(
-                    "module: what it says of a row depends on the other rows, which no clip bounds; serve each alone."
-                )
-        rows = []
-        for z, label in zip(alone, y, strict=True):
-            loss = summed(z, label.reshape(1))
-            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-            rows.append(torch.cat([part.flatten() for part in found]))
-        each, weight = torch.stack(rows), torch.tensor([1.0, 0.7, 0.4]).to(theta)
-        norms = each.norm(dim=1)
-        clip = float(norms.median())
-        want = each.T @ (weight * (clip / norms).clamp(max=1))
-        copies, cast = self._copies, self.autocast
-        self._copies = {(theta.dtype, theta.device): (module, examples.owners(module, self._trained))}
-        self.autocast = None
-        try:  # with and without a scale: two ways through two-pass
-            scales = (None, torch.ones_like(theta))
-            offs = [self.clipped_sum(theta, Shard(x, y, weight), clip, scale) - want for scale in scales]
-        except (RuntimeError, SordinoError, TypeError):
-            return False  # an operation that this mode cannot follow
+    @contextmanager
+    def instead(self, module: nn.Module, theta: Tensor, training: bool) -> Iterator[None]:
+        """Another module of the same parameters, without autocast: for a check."""
+        before = self._copies, self.autocast, self._train, self._graphs
+        self._copies = {(theta.dtype, theta.device): self._place(module)}
+        self.autocast, self._train, self._graphs = None, training, None
+        try:
+            yield
         finally:
-            self._copies, self.autocast, self._train = copies, cast, True
-        pairs = [p for off in offs for p in zip(*(t.split_with_sizes(self._sizes) for t in (want, off)), strict=True)]
-        return all(bool(off.norm() <= 1e-5 * part.norm() + 1e-7 * want.norm()) for part, off in pairs)
+            self._copies, self.autocast, self._train, self._graphs = before
+
+    def _where(self, names: tuple[str, ...], like: Tensor) -> slice | Tensor:
+        """Columns of theta that hold the named parameters, in their order."""
+        key = names, like.device
+        if key not in self._columns:
+            ends = np.cumsum(self._sizes)
+            spans = {
+                name: range(int(b) - k, int(b)) for name, k, b in zip(self.trained, self._sizes, ends, strict=True)
+            }
+            mine = np.concatenate([spans[name] for name in names])
+            gaps = mine[-1] - mine[0] + 1 > len(mine)
+            whole = slice(int(mine[0]), int(mine[-1]) + 1)
+            self._columns[key] = torch.from_numpy(mine).to(like.device) if gaps else whole
+        return self._columns[key]
+
+    def _last(self) -> int:
+        """How many parameters the last linear layer has: one or two."""
+        names = list(self.trained)
+        for part, own in self._place(self.module).owned:
+            ordered = [own[word] for word in ("weight", "bias") if word in own]
+            if "weight" in own and names[-len(ordered) :] == ordered and RULES.get(type(part)) is linear:
+                return len(ordered)
+        raise SordinoError("module: its last trained parameters are no linear layer's; only these have a Fisher sum.")
+
+    def _by_last(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Gradients of examples by the last linear layer, weight before bias, from what went in and what came out."""
+        here, seen = self._on(theta, training=self._train), list[tuple[Tensor, Tensor]]()
+        part, names = next(pair for pair in here.owned if list(self.trained)[-1] in pair[1].values())
+
+        def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            seen.append((args[0].detach(), out.detach().requires_grad_()))
+            return seen[-1][1]
+
+        handle = part.register_forward_hook(hook)
+        try:
+            with examples.placed(here.owned, self.split(theta)), self.cast(theta), torch.enable_grad():
+                loss = summed(here.module(self.seen(x)), y)
+        finally:
+            handle.remove()
+        if len(seen) != 1 or seen[0][1].dim() != 2 or len(seen[0][1]) != len(x):
+            raise SordinoError(
+                "module: its last linear layer must see each record once; only then has it a Fisher sum."
+            )
+        a, r = seen[0][0].to(theta.dtype), torch.autograd.grad(loss, seen[0][1])[0].to(theta.dtype)
+        weight = (r.unsqueeze(2) * a.unsqueeze(1)).flatten(1)
+        return torch.cat([weight, r], 1) if "bias" in names else weight
 
 
 def parts(n: int, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, n, step))
+
+
+def _spread(theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
+    """Leading axes, and everything with one axis in their stead: groups; theta alone may have a single one."""
+    lead = torch.Size(())
+    for t, own in ((theta, 1), (x, 2), (y, 1), (mask, 1), (theta if scale is None else scale, 1)):
+        lead = torch.Size(np.broadcast_shapes(lead, t.shape[: t.dim() - own]))
+    groups, n, apart = lead.numel(), x.shape[-2], theta.shape[:-1].numel() > 1
+    x = x.expand(*lead, n, -1).reshape(groups, n, x.shape[-1])
+    y, mask = (t.expand(*lead, n).reshape(groups, n) for t in (y, mask))
+    theta = theta.expand(*lead, -1).reshape(groups, -1) if apart else theta.reshape(1, -1)
+    scale = None if scale is None else scale.expand(*lead, -1).reshape(groups, -1)
+    return lead, theta, x, y, mask, scale
+
+
+def _times(scale: Tensor, part: Tensor, n: int) -> Tensor:
+    """Each row times its group's scale."""
+    rows = part[:, : scale.shape[1]].reshape(len(scale), n, scale.shape[1])
+    return (rows * scale.unsqueeze(1)).flatten(0, 1)
 
 
 def _factor(squares: Tensor, clip: float, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,25 +374,12 @@ def _factor(squares: Tensor, clip: float, mask: Tensor) -> tuple[Tensor, Tensor]
     fine = torch.isfinite(norm)
     if not math.isfinite(clip):
         return fine.to(mask) * mask, fine
-    bound = clip * (1 - SAFETY)
-    factor = torch.where(fine, bound / norm.clamp_min(bound), 0.0).to(mask.dtype)
+    # Sums of float32 may be told to keep eleven bits of their factors.
+    tf32 = mask.is_cuda and mask.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    most = clip * (1 - (2.0**-8 if tf32 else SAFETY))
+    factor = torch.where(fine, most / norm.clamp_min(most), 0.0).to(mask.dtype)
     # A factor below the normal range has too few digits to keep the bound: such a record counts as zero.
     return threshold(factor, torch.finfo(mask.dtype).tiny, 0.0) * mask, fine
-
-
-def _rows_like(n: int, features: int) -> Tensor:
-    """Rows for trying a module: positive, and token numbers 0 and 1 where it reads tokens."""
-    x = 0.5 + 1.49 * torch.rand(n, features, generator=torch.Generator().manual_seed(1))
-    x[:, 0] = 1 + x[:, 0] / 4
-    return x
-
-
-def _given(module: nn.Module) -> tuple[int, ...]:
-    """The shape of a row, where the first layer says it."""
-    first = next((part for part in module.modules() if not list(part.children())), None)
-    if isinstance(first, nn.Linear):
-        return (first.in_features,)
-    raise SordinoError("shape: cannot tell what the module reads; give the shape of one row, as in (1, 28, 28).")
 
 
 def group_norm(module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sordino.core import SordinoError
-from sordino.models.examples import RULES, linear
+from sordino.models.examples import RULES, Tape, linear, tape
 
 TARGETS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "qkv", "in_proj", "c_attn")
 HEADS = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
@@ -29,7 +29,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 class GroupedLinear(nn.Module):
     """A linear layer; a weight (clients, out, in) and a bias (clients, out) serve the rows in equal parts."""
 
-    grouped = True
+    grouped = halves = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -47,14 +47,19 @@ class GroupedLinear(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A and B of one layer: x -> h = x A^T, and `onto`, which adds scale h B^T to what the frozen layer said."""
+    """A and B of one layer: x -> h = x A^T, and `onto`, which adds scale h B^T to what the frozen layer said.
 
-    grouped = True
+    In a pass that looks for gradients of examples it is `taped`, by `_Adapted`; that leaves for the rule what B
+    multiplied and the gradient there (`kept`), and the rule may find `room` to write to.
+    """
+
+    grouped = taped = halves = True
 
     def __init__(self, A: Tensor, B: Tensor, scale: float) -> None:
         super().__init__()
         self.lora_A, self.lora_B, self.scale = nn.Parameter(A), nn.Parameter(B), scale
         self.kept: tuple[Tensor, Tensor] | None = None
+        self.room: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         A = self.lora_A
@@ -70,14 +75,83 @@ class Adapter(nn.Module):
         else:
             rows, each = (t.reshape(len(B), -1, t.shape[-1]) for t in (out, h))
             y = torch.baddbmm(rows, each, B.mT, alpha=self.scale)
-        if y.requires_grad and not B.requires_grad:  # for the rule: autograd itself does not take B's gradient
-            low = h.detach()
-
-            def keep(g: Tensor) -> None:
-                self.kept = low, g
-
-            y.register_hook(keep)  # type: ignore[no-untyped-call]
         return y.view(out.shape)
+
+
+class _Adapted(torch.autograd.Function):
+    """A LoRALinear as one step of a taped pass: no gradient of A or B, but their rule is called with its factors.
+
+    Half as many calls as autograd would make, which is what counts where a GPU waits for the processor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, x: Tensor, out: Tensor | None, layer: LoRALinear, notes: Tape) -> Tensor:
+        adapter, kind = layer.adapter, x.dtype
+        A, B = _as(adapter.lora_A, kind), _as(adapter.lora_B, kind)
+        ctx.weight = None
+        if out is None:
+            weight, bias = _matrix(layer.base)
+            ctx.weight = _as(weight, kind)
+            y = nn.functional.linear(x, ctx.weight, None if bias is None else _as(bias, kind))
+        else:
+            y = out.to(kind).clone(memory_format=torch.contiguous_format)
+        rate = layer.dropout.p if layer.dropout.training else 0.0
+        ctx.mask, ctx.rate, dropped = None, rate, x
+        if rate:
+            dropped, ctx.mask = torch.native_dropout(x, rate, True)
+        else:
+            ctx.save_for_backward(x)  # notices when it is overwritten
+        h = _product(notes.nothing(kind), _rows(dropped, A), A.mT, adapter.scale)
+        _add(y.view(*h.shape[:-1], -1), h, B.mT)
+        notes.used(adapter)
+        ctx.held = dropped.detach() if rate else None, h, A, B, adapter, notes
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        (dropped, h, A, B, adapter, notes), mask, g = ctx.held, ctx.mask, given[0]
+        ctx.held = ctx.mask = None  # the node outlives its turn
+        dropped = ctx.saved_tensors[0].detach() if dropped is None else dropped
+        up = _product(notes.nothing(g.dtype), _rows(g, B), B, adapter.scale)  # scale g B: on its way to x anyway
+        adapter.kept = h, g
+        notes.report(adapter, dropped, up)
+        if not ctx.needs_input_grad[1]:
+            return None, None, g if ctx.needs_input_grad[2] else None, None, None
+        down = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)
+        if mask is not None:
+            down = _undrop(down, mask.reshape(down.shape), 1 / (1 - ctx.rate))
+        if ctx.weight is not None:
+            down.addmm_(g.reshape(-1, g.shape[-1]), ctx.weight)
+        return None, down.view(dropped.shape), g if ctx.needs_input_grad[2] else None, None, None
+
+
+_undrop = torch.ops.aten.native_dropout_backward.default
+
+
+def _as(t: Tensor, kind: torch.dtype) -> Tensor:
+    return t if t.dtype is kind else t.to(kind)
+
+
+def _rows(x: Tensor, like: Tensor) -> Tensor:
+    """(rows, entries), or (clients, rows, entries) where there is one matrix a client."""
+    return x.reshape(-1, x.shape[-1]) if like.dim() == 2 else x.reshape(len(like), -1, x.shape[-1])
+
+
+def _product(nothing: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale a b; beta = 0: nothing is added. It is there for alpha, which saves a pass over the product."""
+    return (torch.addmm if b.dim() == 2 else torch.baddbmm)(nothing, a, b, beta=0, alpha=scale)
+
+
+def _add(out: Tensor, a: Tensor, b: Tensor) -> None:
+    out.addmm_(a, b) if b.dim() == 2 else out.baddbmm_(a, b)
+
+
+def _matrix(base: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """(out, in) and bias."""
+    weight, bias = base.weight, base.bias
+    assert isinstance(weight, Tensor)
+    assert not isinstance(bias, nn.Module)
+    return (weight if isinstance(base, nn.Linear) else weight.mT), bias
 
 
 class LoRALinear(nn.Module):
@@ -100,11 +174,19 @@ class LoRALinear(nn.Module):
         A = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator).to(weight.device, _kind(weight))
         B = torch.zeros(outputs, rank, device=weight.device, dtype=_kind(weight))
         self.adapter, self.base = Adapter(A, B, alpha / rank), base.requires_grad_(False)
+        # Another forward than that of a matrix is called as it is.
+        self._plain = type(base).__name__ == "Conv1D" or type(base).forward is nn.Linear.forward
 
     def forward(self, x: Tensor) -> Tensor:
-        where = x.device.type
-        if torch.is_autocast_enabled(where):  # one cast here, instead of one for every product that reads x
-            x = x.to(torch.get_autocast_dtype(where))
+        where, notes = x.device.type, tape()
+        # One cast here, instead of one for every product that reads x.
+        kind = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else x.dtype
+        if notes is not None and self.adapter in notes.names:
+            x = notes.cast(x, kind)
+            out = None if self._plain else self.base(x)
+            said: Tensor = _Adapted.apply(notes.root, x, out, self, notes)  # type: ignore[no-untyped-call]
+            return said
+        x = x.to(kind)
         h = self.adapter(self.dropout(x))
         return self.adapter.onto(self.base(x), h)
 
@@ -128,16 +210,25 @@ def _sizes(base: nn.Module) -> tuple[int, int]:
     raise SordinoError(f"targets: a {type(base).__name__} is no linear layer; adapt an nn.Linear.")
 
 
-def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
-    """dA = up^T x and dB = scale g^T h of every example; up = scale g B is on its way to x anyway.
+def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterable[tuple[str, Tensor]]:
+    """dA = up^T x and dB = g^T h of every example, where up = scale g B and h = scale x A^T.
 
     x is what dropout left of it. Windows or tokens folded into the first axis are positions too.
     """
-    (h, g), module.kept = module.kept, None
-    x, up, h, g = (t.reshape(n, -1, t.shape[-1]) for t in (x, up, h, g))
-    yield "lora_A", torch.bmm(up.mT, x.to(up.dtype))
-    # beta = 0: nothing is added. It is there for alpha, which saves a pass over the product.
-    yield "lora_B", torch.baddbmm(g.new_empty(()), g.mT, h.to(g.dtype), beta=0, alpha=module.scale)
+    (h, g), room = module.kept, module.room
+    module.kept, module.room = None, {}
+    x, up, h, g = (
+        t if t.dim() == 3 and len(t) == n else t.reshape(n, t.numel() // (n * t.shape[-1]), t.shape[-1])
+        for t in (x, up, h, g)
+    )
+    return (
+        ("lora_A", torch.bmm(up.mT, _as(x, up.dtype), out=_fit(room.get("lora_A"), up))),
+        ("lora_B", torch.bmm(g.mT, _as(h, g.dtype), out=_fit(room.get("lora_B"), g))),
+    )
+
+
+def _fit(room: Tensor | None, like: Tensor) -> Tensor | None:
+    return room if room is not None and room.dtype == like.dtype else None
 
 
 RULES[GroupedLinear] = linear

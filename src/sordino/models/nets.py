@@ -11,25 +11,40 @@ from sordino.core import SordinoError, nearest
 from sordino.models.flat import Flat
 
 NETS = ("mlp", "cnn", "resnet18-gn")
-IMAGES = {64: (1, 8, 8), 784: (1, 28, 28), 3072: (3, 32, 32)}  # what rows of so many features are
+IMAGES = {64: (8, 8, 1), 784: (28, 28, 1), 3072: (32, 32, 3)}  # what rows of so many features are: as `data` lays them
+
+
+class Channels(nn.Module):
+    """Images with their channels innermost, as rows of data hold them, to channels first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.movedim(-1, 1).contiguous()
 
 
 def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None = None, seed: int = 0) -> Flat:
-    """A network for rows of `features` numbers; its first parameters follow from `seed` alone."""
+    """A network for rows of `features` numbers; its first parameters follow from `seed` alone.
+
+    shape: of an image, channels first. Without it, rows are images of a known size whose channels stand innermost.
+    """
     if name not in NETS:
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, NETS)}")
     if shape is not None and math.prod(shape) != features:
         raise SordinoError(f"shape: {shape} holds {math.prod(shape)} numbers, but a row has {features}.")
-    shape = (features,) if name == "mlp" else shape or IMAGES.get(features)
-    if shape is None or (name != "mlp" and len(shape) != 3):
+    known = IMAGES.get(features) if name != "mlp" and shape is None else None
+    if name == "mlp":
+        shape = (features,)
+    elif known is not None:
+        shape = (known[2], *known[:2])
+    elif shape is None or len(shape) != 3:
         raise SordinoError(f"shape: {name} reads images; give (channels, height, width) of rows of {features} numbers.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "mlp":
             return Flat(mlp(features, classes), shape=shape)
-        if name == "cnn":
-            return Flat(cnn(shape, classes), shape=shape)
-        return Flat(resnet18(shape[0], classes), shape=shape, check=False)  # a small one is checked by the tests
+        net = cnn(shape, classes) if name == "cnn" else resnet18(shape[0], classes)
+        if known is not None and shape[0] > 1:
+            net, shape = nn.Sequential(Channels(), net), known
+        return Flat(net, shape=shape, check=name == "cnn")  # a small ResNet is checked by the tests
 
 
 def mlp(features: int, classes: int, hidden: int = 64) -> nn.Module:

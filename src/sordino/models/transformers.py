@@ -1,7 +1,7 @@
 """Transformers with low-rank adapters, ready for training: ViT, Swin, RoBERTa and MiniLM.
 
-They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image's channels,
-or token ids as exact float32 numbers.
+They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image, one channel
+after another (channels, height, width), or token ids as exact float32 numbers.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def build(
     chunk: int | None = None,
     mode: str = "auto",
     check: bool = False,
+    capture: bool = False,
     **config: Any,
 ) -> Flat:
     """A named transformer with adapters on Q, K and V and a trained head; the blocks are DP-FedAdamW's.
@@ -145,6 +146,7 @@ def build(
       autocast: bfloat16 or float16; frozen matrices are then stored in it, for autocast would cast them at every step.
       device: where it is to run; from there it need not be copied.
       check: compare its gradients with those of single examples once, in float64: minutes for a large one on a CPU.
+      capture: replay sums as graphs of kernels on a GPU; see `Flat`.
       config: over the published sizes (`num_hidden_layers=2`).
     """
     network = plain(name, classes=classes, weights=weights, seed=seed, **config)
@@ -161,7 +163,15 @@ def build(
     else:
         shape = (about.num_channels, about.image_size, about.image_size)
     flat = Flat(
-        module, shape=shape, mode=mode, chunk=chunk, blocks=blocks, autocast=autocast, classes=classes, check=check
+        module,
+        shape=shape,
+        mode=mode,
+        chunk=chunk,
+        blocks=blocks,
+        autocast=autocast,
+        classes=classes,
+        check=check,
+        capture=capture,
     )
     if autocast is not None:
         _store(module_of(flat), autocast)

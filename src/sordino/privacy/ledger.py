@@ -38,11 +38,15 @@ TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of
 SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
-_READ = "SELECT who, round, query, sensitivity, std, times, plan, rate, sampler, seq, time, key, payload_sha256, previous, hash"
+_FIELDS = (
+    "who, round, query, sensitivity, std, times, plan, rate, sampler, seq, time, key, payload_sha256, previous, hash"
+)
+_READ = f"SELECT {_FIELDS}"
 _TABLES = (
     """CREATE TABLE entries (
         who TEXT NOT NULL, round INTEGER NOT NULL, query TEXT NOT NULL, sensitivity REAL NOT NULL, std REAL NOT NULL,
-        times INTEGER NOT NULL, plan TEXT NOT NULL, rate REAL NOT NULL, sampler TEXT NOT NULL, seq INTEGER PRIMARY KEY, time TEXT NOT NULL, key TEXT NOT NULL,
+        times INTEGER NOT NULL, plan TEXT NOT NULL, rate REAL NOT NULL, sampler TEXT NOT NULL,
+        seq INTEGER PRIMARY KEY, time TEXT NOT NULL, key TEXT NOT NULL,
         payload_sha256 TEXT NOT NULL, previous TEXT NOT NULL, hash TEXT NOT NULL, payload BLOB)""",
     "CREATE INDEX entries_by_round ON entries (plan, who, round)",
     "CREATE UNIQUE INDEX entries_by_key ON entries (key) WHERE key <> ''",

@@ -1,0 +1,436 @@
+"""Plans that sample: every client's account from first principles, what is refused, the ledger, and the certificate."""
+
+# ruff: noqa: C408
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from sordino.core import Adjacency, Kind, OverspentError, Privacy, SordinoError, Trust, Unit
+from sordino.data.sources import load
+from sordino.engines.client import turns
+from sordino.experiments import charge
+from sordino.experiments import run as runs
+from sordino.experiments.spec import Spec
+from sordino.methods import build
+from sordino.models.linear import Linear
+from sordino.privacy import account, gaussian, sampled
+from sordino.privacy.certificate import certificate, listed
+from sordino.privacy.ledger import Entry, Ledger
+from sordino.privacy.noise import Secure
+from sordino.privacy.participation import Participation, Sampling
+from sordino.privacy.plan import Plan
+from sordino.privacy.sampled import Sampled, Sampler
+from sordino.privacy.verify import _check_bounds, verify
+
+MODEL = Linear(2, 3)
+SECRET = 2**120 + 7
+RECORD = {"unit": "record"}
+USER = {"unit": "user", "trust": "trusted-server"}
+ADD = {"adjacency": "add-remove"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("SORDINO_CACHE", str(tmp_path_factory.getbasetemp() / "noise"))
+
+
+def plan(
+    name="dp-fedgd", batch="full", who="full", sizes=(12, 40), rounds=4, epsilon=3.0, divisor="pooled", noise=None,
+    wishes=None, options=None, uncertified=False, **privacy,
+):  # fmt: skip
+    promise = Privacy(epsilon, client_epsilon=wishes or {}, **privacy)
+    return Plan(
+        build(name, promise.unit, **(options or {})), rounds, sizes, promise, Participation.parse(who), divisor,
+        SECRET, noise, uncertified, Sampling.parse(batch),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ first principles
+
+
+def own_account(found, i, *, slower=1.0):
+    """Epsilon of client i, from the noise that the engines add and the definitions alone. `slower`: a twin's rate."""
+    promise, drawn, whole = found.privacy, {}, 0.0
+    replaced = promise.adjacency is Adjacency.REPLACE_ONE
+    kind = found.participation.kind
+    hidden = promise.unit is Unit.USER and promise.trust is Trust.TRUSTED_SERVER
+    hidden = hidden and (kind == "poisson" or (kind == "fixed" and replaced))
+    sizes = np.asarray(found.sizes, dtype=float)
+    batch = found.sampling.amount if 0 < found.sampling.amount < 1 else found.sampling.amount / sizes
+    rates = np.ones(found.clients) if found.sampling.kind == "full" else np.minimum(batch, 1) * np.ones(found.clients)
+    for turn in turns(found, MODEL):
+        if i not in turn.cohort and not hidden:
+            continue
+        for k, query in enumerate(turn.stage.queries):
+            if query.noise is None:
+                continue
+            sampled_query = query.kind is Kind.GRADIENT and promise.unit is Unit.RECORD
+            if found.sums_only:
+                records = 1.0 if query.kind is Kind.DELTA else sizes * (rates if sampled_query else 1.0)
+                weight = found.weights / records
+                who = np.concatenate([turn.cohort, turn.extras])
+                noise, moved = math.sqrt(((weight * turn.stds[k])[who] ** 2).sum()), weight[i]
+            else:
+                noise, moved = turn.stds[k][i], 1.0
+            rate = rates[i] if sampled_query else 1.0
+            rate = (
+                {"poisson": found.participation.amount, "fixed": found.participation.amount / found.clients}[kind]
+                if hidden
+                else rate
+            )
+            if rate < 1:
+                key = (float(rate) * slower, round(float(moved * query.clip * query.joint**0.5 / noise), 12))
+                drawn[key] = drawn.get(key, 0) + query.calls // query.joint
+            else:
+                whole += query.calls * (moved * query.sensitivity(promise.adjacency, promise.unit) / noise) ** 2
+    law = Sampler(kind if hidden else found.sampling.kind)
+    parts = [Sampled(rate, mu, times, law) for (rate, mu), times in drawn.items()]
+    return sampled.epsilon(parts, promise.delta, promise.adjacency, math.sqrt(whole))
+
+
+def claims(found):
+    return {i: found.epsilon_of(group) for group in found.groups() for i in group.clients}
+
+
+SA, TS = {"trust": "secure-aggregation"}, {"trust": "trusted-server"}
+PLANS = {
+    "poisson, add-remove": dict(batch="poisson:4", **ADD),
+    "poisson, replace-one": dict(batch="poisson:4"),
+    "a part": dict(batch="poisson:0.1", divisor="client-mean"),
+    "fixed": dict(batch="fixed:4"),
+    "a small client": dict(batch="poisson:12", sizes=(5, 60)),
+    "sums of unequal clients": dict(batch="poisson:4", **SA),
+    "sums, clients alike": dict(batch="poisson:4", divisor="client-mean", **SA, **ADD),
+    "wishes": dict(batch="poisson:4", wishes={0: 1.0}),
+    "wishes in sums": dict(batch="poisson:4", wishes={1: 1.0}, **SA),
+    "records of clients that come by chance": dict(batch="poisson:4", who="poisson:0.5", **TS),
+    "two steps": dict(name="dp-fedavg", options={"steps": 2}, batch="poisson:4"),
+    "joint": dict(name="dp-fedsam", options={"steps": 2}, batch="poisson:4", **ADD),
+    "joint, replace-one": dict(name="dp-fedsam", batch="poisson:4"),
+    "curvature of all": dict(name="fednewton", options={"local_steps": 2}, batch="poisson:4", **ADD),
+    "two stages": dict(name="fedhybrid", options={"local_steps": 2}, batch="poisson:4"),
+    "warm start": dict(name="dp-scaffold", options={"warm_start": True, "steps": 2}, batch="poisson:4"),
+    "covariance of all, in sums": dict(name="dp-fedfc", batch="poisson:4", **SA),
+    "users, add-remove": dict(who="poisson:0.3", **USER, **ADD),
+    "users, replace-one": dict(who="poisson:0.3", **USER),
+    "users, so many": dict(who="fixed:1", **USER),
+    "users and minibatches": dict(who="poisson:0.3", batch="poisson:4", **USER, **ADD),
+}
+PSD = pytest.param(
+    dict(name="dp-fedfc", who="poisson:0.3", **USER),
+    marks=pytest.mark.xfail(strict=True, reason="sqrt(2) C is not two terms of length C"),
+    id="a semidefinite message of users",
+)
+
+
+@pytest.mark.parametrize("keys", [*(pytest.param(keys, id=name) for name, keys in PLANS.items()), PSD])
+def test_the_account_follows_from_what_the_engines_do(keys):
+    found = plan(**keys)
+    promised, own = claims(found), {i: own_account(found, i) for i in range(2)}
+    for i in range(2):
+        assert own[i] <= promised[i] * (1 + 1e-3)
+        assert promised[i] <= found.privacy.client_epsilon.get(i, found.privacy.epsilon) * (1 + 1e-6)
+    assert any(own[i] >= 0.99 * promised[i] for i in range(2))
+    if found.participation.kind == "full" and not found.privacy.client_epsilon:
+        assert max(promised.values()) > 0.97 * found.privacy.epsilon
+    assert found.samples
+    slower = [own_account(found, i, slower=0.5) for i in range(2)]
+    assert min(s / own[i] for i, s in enumerate(slower) if own[i]) < 0.99  # twin: a rate that is off would be seen
+
+
+@pytest.mark.xfail(strict=True, reason="sqrt(2) C is not two terms of length C")
+def test_a_semidefinite_message_has_terms_of_length_c():
+    """A user's covariance against none at all, which is semidefinite too: the pair that the account must cover."""
+    found = plan("dp-fedfc", who="poisson:0.05", epsilon=8.0, rounds=2, options={"covariance_share": 0.9}, **USER)
+    first = found.groups()[0].releases[0]
+    alone = sampled.epsilon([Sampled(0.05, 1.0 / first.std, 1)], 1e-5, Adjacency.ADD_REMOVE)
+    assert alone <= found.epsilon() * (1 + 1e-3)
+
+
+@pytest.mark.xfail(strict=True, reason="an account without sampled releases asks for all the noise it would tolerate")
+def test_a_small_client_that_is_not_sampled_does_not_drown_the_sum():
+    """Sums of 600 records at a rate of 1/60 and of 5 records at 1: the noise is what the former needs, and no more."""
+    found = plan(batch="poisson:10", sizes=(5, 600), rounds=20, trust="secure-aggregation")
+    assert all(epsilon <= 3.0 for epsilon in claims(found).values())
+    assert found.epsilon() > 2.9
+
+
+def test_a_fixed_noise_is_accounted_for_alike():
+    """Equal clients, or sums: elsewhere a fixed noise is divided as if nothing were sampled, and epsilons differ."""
+    equal = {**PLANS["poisson, add-remove"], "sizes": (40, 40)}
+    for keys in (equal, PLANS["sums of unequal clients"], PLANS["users, replace-one"]):
+        asked = plan(**keys)
+        fixed = replace(asked, noise=asked.summed_noise()[0])
+        np.testing.assert_allclose(list(claims(fixed).values()), list(claims(asked).values()), rtol=2e-3)
+        assert replace(fixed, noise=0.8 * fixed.noise).epsilon() > 1.1 * asked.epsilon()
+
+
+def test_many_unlike_clients_round_their_rates_up():
+    sizes = tuple(range(20, 60, 2))
+    found = plan(batch="poisson:4", sizes=sizes, rounds=2, noise=3.0)
+    accounts = {i: group.releases[0].rate for group in found.groups() for i in group.clients}
+    assert len(set(accounts.values())) <= 8
+    assert all(accounts[i] >= 4 / size for i, size in enumerate(sizes))
+    entry = found.entries(3, 0, "r")[0]
+    assert entry.rate == accounts[3] > 4 / sizes[3]
+
+
+# ----------------------------------------------------------------------------------------------------- who is hidden
+
+
+@pytest.mark.parametrize("unit", list(Unit))
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+@pytest.mark.parametrize("who", ["full", "fixed:1", "poisson:0.5", "cyclic:2", "poisson:1"])
+def test_cohorts_hide_users_from_those_who_do_not_see_them(unit, trust, adjacency, who):
+    found = plan(who=who, unit=unit, trust=trust, adjacency=adjacency, sizes=(4, 4, 4))
+    bounded = who == "poisson:0.5" or (who == "fixed:1" and adjacency is Adjacency.REPLACE_ONE)
+    wanted = bounded and unit is Unit.USER and trust is Trust.TRUSTED_SERVER
+    assert found.amplified == wanted
+    if not wanted:
+        counts = sum(np.isin(np.arange(3), cohort) for cohort in found.cohorts)
+        assert all(r.rate == 1 for group in found.groups() for r in group.releases)
+        for group in found.groups():
+            assert sum(r.times for r in group.releases) == counts[group.clients[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "privacy"),
+    [
+        ("dp-fedavg", {"noise_at": "final", "steps": 2}, RECORD),
+        ("dp-fedgd", {}, {"unit": "user"}),
+        ("dp-fedsam", {}, USER),
+    ],
+)
+def test_minibatches_within_a_message_that_is_noised_hide_nothing(name, options, privacy):
+    for adjacency in ("add-remove", "replace-one"):
+        drawn, whole = (
+            plan(name, batch, options=options, adjacency=adjacency, **privacy) for batch in ("fixed:4", "full")
+        )
+        assert (drawn.rates < 1).all()
+        assert not drawn.samples
+        assert drawn.groups() == whole.groups()
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        (dict(batch="fixed:4", **ADD), "add-remove"),
+        (dict(name="dp-fednew", batch="poisson:4"), "bound or noise"),
+        (dict(name="dp-fednew-fc", batch="poisson:4"), "bound or noise"),
+        (dict(name="dp-ftrl", batch="poisson:4"), "bound or noise"),
+        (dict(name="dp-ftrl", batch="poisson:4", options={"mechanism": "independent"}), "bound or noise"),
+    ],
+)
+def test_what_has_no_bound_is_refused_and_never_amplified(keys, word):
+    with pytest.raises(SordinoError, match=f"batch: .*{word}"):
+        plan(**keys)
+    loose = plan(**keys, uncertified=True)
+    assert not loose.proved
+    assert not loose.samples
+    assert any("not proved" in reason for reason in certificate(loose, Secure(), version="0")["reasons"])
+
+
+# ------------------------------------------------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("name", ["two stages", "curvature of all", "wishes", "users, add-remove", "a small client"])
+def test_the_path_is_an_upper_bound_that_ends_in_the_truth(name):
+    found = plan(**{**PLANS[name], "rounds": 5})
+    path = [found.spent(t) for t in range(5)]
+    assert path == sorted(path)
+    assert path[-1] == pytest.approx(found.epsilon(), rel=1e-6)
+    for t in (0, 2):
+        assert path[t] >= found.epsilon(t + 1) * (1 - 1e-3)
+    if name in ("curvature of all", "users, add-remove"):  # where clients differ in rate and noise it is far too high
+        assert path[0] < 0.95 * path[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ ledger
+
+
+def paid(found, path, limit=None):
+    keys = {} if limit is None else {"epsilon": limit, "delta": 1e-5}
+    with Ledger(path / "ledger.db", **keys) as ledger:
+        for t in range(found.rounds):
+            for i in range(found.clients) if found.amplified else found.cohorts[t]:
+                ledger.charge(found.entries(int(i), t, "r"))
+        return [ledger.spent_epsilon(f"client {i}", 1e-5) for i in range(found.clients)]
+
+
+@pytest.mark.parametrize("name", ["poisson, replace-one", "fixed", "joint", "curvature of all", "users, add-remove"])
+def test_rounds_in_the_ledger_add_up_to_the_plan(name, tmp_path):
+    found = plan(**{**PLANS[name], "rounds": 3})
+    np.testing.assert_allclose(paid(found, tmp_path, 3.0), list(claims(found).values()), rtol=2e-3)
+
+
+def test_a_limit_holds_for_what_was_paid_and_no_more(tmp_path):
+    found = plan(batch="poisson:4", rounds=3)
+    with pytest.raises(OverspentError, match=r"the limit is 2\.8"):
+        paid(found, tmp_path, 2.8)
+
+
+def entry(rate=1.0, sampler="", moved=1.0, std=1.0, times=4, round=0):
+    return Entry("a", round, "g", moved, std, times, "p", rate, sampler)
+
+
+def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):
+    kinds = [
+        entry(0.1, "poisson add-remove", 1.0, round=0),
+        entry(0.1, "poisson replace-one", 2.0, round=1),
+        entry(0.1, "fixed replace-one", 2.0, round=2),
+        entry(moved=0.5, round=3),
+    ]
+
+    def cost(name, *parts):
+        with Ledger(tmp_path / f"{name}.db") as ledger:
+            for part in parts:
+                ledger.charge([part])
+            return ledger.spent_epsilon("a", 1e-5)
+
+    alone = [cost(k, part) for k, part in enumerate(kinds)]
+    together = cost("all", *kinds)
+    assert together > max(alone)
+    # One sampler's account with all others as if nothing had been sampled: here add-remove of the first.
+    others = math.sqrt(sum(k.times * (k.sensitivity / k.std) ** 2 for k in kinds[1:]))
+    assert together <= sampled.epsilon([Sampled(0.1, 1.0, 4)], 1e-5, Adjacency.ADD_REMOVE, others) * (1 + 1e-9)
+    assert together < gaussian.epsilon(math.hypot(others, 2.0), 1e-5)
+    with pytest.raises(SordinoError, match="sampler"):
+        cost("crossed", entry(0.1, "fixed add-remove"))
+
+
+@pytest.mark.xfail(strict=True, reason="only the limit of the smallest mu is kept, which rules Gaussian releases alone")
+def test_every_limit_ever_set_is_kept(tmp_path):
+    """Sampled releases are not ordered by one number: they may keep a strict limit and break a lax one."""
+    Ledger(tmp_path / "ledger.db", epsilon=3.0, delta=1e-10).close()
+    with (
+        Ledger(tmp_path / "ledger.db", epsilon=0.9, delta=1e-3) as ledger,
+        pytest.raises(OverspentError),
+    ):
+        ledger.charge([entry(0.001, "poisson add-remove", 4.0, times=1)])  # epsilon 21 at delta 1e-10
+
+
+# ------------------------------------------------------------------------------------------------------- certificate
+
+
+def consistent(cert):
+    """All sums of a forged certificate done again."""
+    adjacency = Adjacency(cert["adjacency"])
+    for group in cert["groups"]:
+        group["epsilon"] = float(account.epsilon(listed(group["releases"]), cert["delta"], adjacency))
+        group["mu"] = account.mu(listed(group["releases"]))
+    worst = max(cert["groups"], key=lambda group: group["epsilon"])
+    cert["epsilon"], cert["mu"] = worst["epsilon"], worst["mu"]
+    cert["epsilon_at"] = {
+        d: float(account.epsilon(listed(worst["releases"]), float(d), adjacency)) for d in cert["epsilon_at"]
+    }
+    return cert
+
+
+def forged(cert, change, top=lambda cert: None):
+    cert = copy.deepcopy(cert)
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            change(release)
+    top(cert)
+    return cert
+
+
+@pytest.fixture(scope="module")
+def joint_certificate():
+    cert = certificate(plan(**{**PLANS["joint, replace-one"], "sizes": (40,)}), Secure(), version="0")
+    return {**cert, "epsilon_at": {}}  # each takes the other accountant a second
+
+
+FORGERIES = {  # of a release, and of the certificate
+    "rate": (lambda r: r.update(rate=r["rate"] / 2), lambda c: None),
+    "sampler": (lambda r: r.update(sampler="fixed"), lambda c: None),
+    "adjacency": (lambda r: None, lambda c: c.update(adjacency="add-remove")),
+    "trust": (lambda r: None, lambda c: c.update(trust="secure-aggregation", cohort=4.0)),
+    "unit": (lambda r: None, lambda c: c.update(unit="user")),
+    "sensitivity": (lambda r: r.update(sensitivity=r["sensitivity"] / 2**0.5), lambda c: None),
+    "std": (lambda r: r.update(std=1.2 * r["std"]), lambda c: None),
+    "times": (lambda r: r.update(times=1), lambda c: None),
+    "joint": (
+        lambda r: r.update(sensitivity=r["sensitivity"] / 2**0.5, times=2 * r["times"]),
+        lambda c: [query.update(joint=1) for query in c["queries"]],
+    ),
+}
+LOOSE = pytest.mark.xfail(
+    strict=True, reason="a certificate that says so throughout passes, without a ledger beside it"
+)
+
+
+@pytest.mark.parametrize("what", [pytest.param(k, marks=LOOSE) if k in ("times", "joint") else k for k in FORGERIES])
+def test_forgeries_whose_sums_are_right_are_found_out(what, joint_certificate):
+    problems = []
+    _check_bounds(joint_certificate, problems)
+    assert not problems
+    _check_bounds(consistent(forged(joint_certificate, *FORGERIES[what])), problems)
+    assert problems
+
+
+@pytest.mark.parametrize("what", ["rate", "times", "joint"])
+def test_forgeries_whose_sums_are_wrong_are_found_out(what, joint_certificate):
+    assert any(
+        "is claimed, the raw numbers give" in p for p in verify(forged(joint_certificate, *FORGERIES[what])).problems
+    )
+
+
+@pytest.mark.parametrize("name", ["sums of unequal clients", "users and minibatches", "fixed"])
+def test_certificates_of_sampled_plans_verify(name):
+    cert = certificate(plan(**PLANS[name]), Secure(), version="0")
+    assert cert["certified"]
+    assert not verify({**cert, "epsilon_at": {}}).problems
+
+
+@pytest.mark.xfail(strict=True, reason="a law is written with six digits, and read again by verify")
+def test_a_rate_with_many_digits_verifies():
+    problems = []
+    _check_bounds(
+        certificate(plan(batch="poisson:0.012345666", sizes=(2000,), rounds=2), Secure(), version="0"), problems
+    )
+    assert not problems
+
+
+@pytest.mark.xfail(strict=True, reason="figures at other deltas are those of one group, and accounts that sample cross")
+def test_figures_at_other_deltas_hold_for_every_client():
+    found = plan(batch="poisson:20", sizes=(20, 20_000), rounds=20, epsilon=2.0)
+    cert = certificate(found, Secure(), version="0")
+    for group in found.groups():
+        for delta, value in cert["epsilon_at"].items():
+            assert found.epsilon_of(group, float(delta)) <= value * (1 + 1e-3)
+        assert account.guess(group.releases, found.privacy.adjacency) <= cert["guess"] + 1e-6
+
+
+def test_a_schedule_that_can_be_guessed_is_not_certified():
+    secret = plan(**PLANS["users, add-remove"])
+    assert certificate(secret, Secure(), version="0")["certified"]
+    for seed in (0, 7, 2**31):
+        assert not certificate(replace(secret, schedule_seed=seed), Secure(), version="0")["certified"]
+    seen = replace(plan(batch="poisson:4", who="poisson:0.5"), schedule_seed=7)  # public: nothing is claimed for it
+    assert certificate(seen, Secure(), version="0")["certified"]
+
+
+@pytest.mark.xfail(strict=True, reason="the spec in the model's file holds schedule_seed")
+def test_the_model_handed_out_does_not_tell_the_cohorts(tmp_path):
+    keys = {"method": "dp-fedgd", "data": "digits", "participation": "poisson:0.3", "rounds": 2, "seed": None}
+    job = runs.prepare(Spec.of({**keys, **USER, **ADD}))
+    runs.start(job, tmp_path)
+    assert runs.finish(job, tmp_path, list(runs.rounds(job, tmp_path)))["certified"]
+    with safe_open(tmp_path / "model.safetensors", "pt") as store:
+        about = json.loads(store.metadata()["sordino"])
+    assert str(job.plan.schedule_seed) not in json.dumps(about)
+
+
+@pytest.mark.xfail(strict=True, reason="k sampled runs are calibrated as if each were a Gaussian, on one schedule")
+def test_a_paid_search_knows_no_sampled_runs():
+    values = {"method": "dp-fedgd", "data": "digits", "participation": "poisson:0.1", "rounds": 2, "epsilon": 2.0}
+    with pytest.raises(SordinoError, match=r"participation|batch"):
+        charge.search({**values, **USER, "schedule_seed": SECRET}, {"lr": (0.5, 1.0)}, load("digits"), "public")
