@@ -51,18 +51,20 @@ HEAD = """CIFAR-10 features of ResNet-20, 20 clients (dirichlet:0.5), clip 10, �
 Test accuracy in %, mean ± standard deviation of 3 seeds at equal ε; steps chosen on validation records, not paid for.
 Gradients: of records, in millions. Noise: standard deviation of one coordinate of the mean gradient, in brackets the
 largest noise multiplier of a client (standard deviation over clip)."""
-ANSWER = """At equal ε subsampling does not help DP-FedSOFIM: with as many rounds and the same step, minibatches of a tenth
-are within 0.1 points of all records, for the noise on the mean gradient is the same; five or twenty times the rounds
-move the momentum form by 0.3 points at most under secure aggregation, while the gradient form, like DP-FedGD, gains 1.2
-points there at ε = 5 and 10, from the rounds and not from the sampling. It saves work: a tenth of the gradients
-(poisson:0.1, 70 rounds) costs 0.3 points at most, and against 7 rounds of all records, which are as many gradients, the
-momentum form gains 2.5 to 4.7 points under secure aggregation; against 35 rounds, half the gradients, 0.4 at most.
+ANSWER = """At equal ε subsampling does not help DP-FedSOFIM: with as many rounds and the same step, minibatches of a
+tenth are within 0.1 points of all records, for the noise on the mean gradient is the same; five or twenty
+times the rounds move the momentum form by 0.3 points at most under secure aggregation, while the gradient
+form, like DP-FedGD, gains 1.2 points there at ε = 5 and 10, from the rounds, not from the sampling. It
+saves work: a tenth of the gradients (poisson:0.1, 70 rounds) costs 0.3 points at most, and against 7
+rounds of all records, which are as many gradients, the momentum form gains 2.5 to 4.7 points under secure
+aggregation; against 35 rounds, half the gradients, 0.4 at most.
 
-How far to trust it: steps were chosen by one validation run a setting, which for an untrusted server at ε = 0.5 moves
-a row by about a point (results/table3 has 63.7 for DP-FedGD and for the momentum form with 70 rounds, where this table
-has 62.2 and 62.7): differences there of that size are the choice of the step. Rows of 7 rounds are tuned less well than
-the others (rho stays that of 70 rounds; for the momentum form, an untrusted server and ε = 0.5 and 1, the best step
-tried is the largest; for DP-FedGD at ε = 5 and 10 the grid passes over 0.2), which flatters minibatches."""
+How far to trust it: steps were chosen by one validation run a setting, which for an untrusted server at ε
+= 0.5 moves a row by about a point (results/table3 has 63.7 for DP-FedGD and for the momentum form with 70
+rounds, where this table has 62.2 and 62.7): differences there of that size are the choice of the step.
+Rows of 7 rounds are tuned less well than the others (rho stays that of 70 rounds; for the momentum form,
+an untrusted server and ε = 0.5 and 1, the best step tried is the largest; for DP-FedGD at ε = 5 and 10
+the grid passes over 0.2), which flatters minibatches."""
 MORE = 2  # times that a grid is extended
 
 

@@ -305,11 +305,11 @@ def test_runs_side_by_side_are_single_runs(name, unit, records):
 def test_engines_agree_on_minibatches(name, batch, records):
     """Every method that is proved for them, the fused and the batched path, clients smaller than a minibatch too."""
     method = build(name)
-    try:
-        plan = plan_for(method, records, batch=batch)
-    except SordinoError as error:
-        assert "batch:" in str(error) or "bounds nothing" in str(error)
+    if name in ("dp-ftrl", "fednew", "dp-fednew", "dp-fednew-fc"):
+        with pytest.raises(SordinoError, match="batch:|bounds nothing"):
+            plan_for(method, records, batch=batch)
         return
+    plan = plan_for(method, records, batch=batch)
     slow = list(reference.run(plan, MODEL, records, Seeded(1)))
     assert alike(slow, simulate.run(plan, MODEL, records, Seeded(1), shares=True))
     whole = plan_for(method, records)

@@ -30,7 +30,7 @@ def plan_for(method=None, participation="full", divisor="pooled", rounds=6, **pr
     method = method or build("dp-fedgd", privacy.get("unit", "record"))
     promise = Privacy(**{"epsilon": 2.0, **privacy})
     return Plan(
-        method, rounds, SIZES, promise, Participation.parse(participation), Divisor(divisor), schedule_seed=2**40
+        method, rounds, SIZES, promise, Participation.parse(participation), Divisor(divisor), schedule_seed=2**100
     )
 
 

@@ -263,7 +263,7 @@ def test_a_bad_limit_leaves_no_file(tmp_path, epsilon, delta):
 
 def test_files_of_another_kind_are_refused_and_left_alone(copy, tmp_path):
     tamper(copy, ("PRAGMA user_version = 7",))
-    with pytest.raises(SordinoError, match=r"written by schema 7.*reads schema 1"):
+    with pytest.raises(SordinoError, match=r"written by schema 7.*reads schema 2"):
         Ledger(copy)
 
     foreign, text = tmp_path / "foreign.db", tmp_path / "text.db"

@@ -113,7 +113,7 @@ class Records:
         where[inside] = np.concatenate([self.starts[i] + mine for i, mine in zip(clients, rows, strict=True)])
         at, real = (torch.from_numpy(part).to(self.x.device) for part in (where, inside))
         x = self.x[..., at, :].masked_fill(~real.unsqueeze(-1), 0)
-        return Shard(x, self.y[..., at], real.to(x.dtype))
+        return Shard(x, self.y[..., at], real.to(x.dtype), self.length[..., at].masked_fill(~real, 0))
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class Turn(NamedTuple):
     stds: list[np.ndarray]  # per query, every client's own noise in a cohort of this size
     sampling: Sampling
     rates: np.ndarray  # at which every client's records are drawn into a minibatch
+    grids: list[np.ndarray]  # per query, a public std whose grid a release is rounded to
 
 
 def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
@@ -74,7 +75,9 @@ def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
                     extras = everyone[:1]
                 share = plan.share(len(cohort) + len(extras))
                 own = [std * share for std in stds]
-                yield Turn(t, first, step, stage, facts, cohort, extras, sizes, own, plan.sampling, plan.rates)
+                # A share's own grid would tell how many shares there are.
+                grids = [std * plan.share(plan.clients) for std in stds] if plan.amplified else own
+                yield Turn(t, first, step, stage, facts, cohort, extras, sizes, own, plan.sampling, plan.rates, grids)
             step += bool(len(plan.cohorts[t])) or plan.amplified
         t = first + rounds
 
@@ -134,6 +137,7 @@ class Oracle:
         *,
         sizes: Tensor,
         stds: list[Tensor],
+        grids: list[Tensor] | None = None,
         draw: Draw,
         pick: Pick | None = None,
         rates: Tensor | None = None,
@@ -145,6 +149,7 @@ class Oracle:
     ) -> None:
         self._model, self._all, self._stage = model, cache(shard), stage
         self._sizes, self._stds, self._draw = sizes, stds, draw
+        self._grids = stds if grids is None else grids
         self._pick, self._rates, self._luck = pick, rates, luck  # rates: None where no minibatches are drawn
         self._secret, self.runs = secret, runs
         self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
@@ -160,8 +165,12 @@ class Oracle:
         if not 0 <= number < len(self._batches):
             raise OverspentError("this minibatch was not drawn here; take one from ask.sample()")
         self._uses[number] += 1
-        if self._uses[number] > self._stage.queries[self._number(Kind.GRADIENT)].joint:
+        place = self._number(Kind.GRADIENT)
+        query = self._stage.queries[place]
+        if self._uses[number] > query.joint:
             raise OverspentError("a minibatch was asked about more often than the query's `joint` declares")
+        if sum(map(bool, self._uses)) > query.calls // query.joint and self._spent[place] < query.calls:
+            raise OverspentError("more minibatches were asked about than the query's `calls` over `joint`")
 
         def total(clip: float) -> Tensor:
             with self._chance():
@@ -247,7 +256,8 @@ class Oracle:
         std = along(self._stds[number], axes)
         if not std.any():
             return answer
-        return add(answer, std * self._draw(number, call, tuple(answer.shape[-axes:])), std, secret=self._secret)
+        grid = along(self._grids[number], axes)
+        return add(answer, std * self._draw(number, call, tuple(answer.shape[-axes:])), grid, secret=self._secret)
 
 
 def along(value: Tensor, axes: int) -> Tensor:

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sordino.core import Down, Model, Round, Shard, SordinoError, Tree
+from sordino.core import Down, Model, Round, Shard, SordinoError, Tree, nothing
 from sordino.data.shard import Lazy, Records
 from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, seed_of, turns
-from sordino.privacy.ledger import Ledger
+from sordino.privacy.ledger import Entry, Ledger
 from sordino.privacy.noise import Address, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import pack, tree_map, unpack
+
+NOBODY = "an empty cohort"
 
 
 def run(
@@ -39,7 +41,10 @@ def run(
         if turn.t == turn.first:
             state = rule.init(theta, turn.facts, state)
             memory = [local.init(theta, memory[i]) for i in clients]
-            caches = [local.prepare(oracle(model, records, turn, i, source, inside=True)) for i in clients]
+            bare = local.prepare is nothing
+            caches = [
+                () if bare else local.prepare(oracle(model, records, turn, i, source, inside=True)) for i in clients
+            ]
         down = Down(theta, rule.say(state))
         cohort = [int(i) for i in turn.cohort]
         said = {i: recall(ledger, run_id, i, turn.t, records.x) for i in cohort}
@@ -48,7 +53,13 @@ def run(
         if known and len(turn.extras) and source.private:  # what they said is not on record; two draws would average
             raise SordinoError(f"resume: the noise of absent clients in round {turn.t} is not on record; begin anew.")
         if ledger is not None:
-            ledger.afford([entry for i in cohort if said[i] is None for entry in plan.entries(i, turn.t, run_id)])
+            new = [i for i in cohort if said[i] is None]
+            # A secret cohort is paid for by all, at the rate of its coins: that a client stayed away is what they hide.
+            away = [i for i in clients if i not in said] if plan.amplified else []
+            away = [i for i in away if not ledger.charged(run_id, f"client {i}", turn.t)]
+            ledger.afford([entry for i in (*new, *away) for entry in plan.entries(i, turn.t, run_id)])
+            for i in away:
+                ledger.charge(plan.entries(i, turn.t, run_id))
         parts = []
         for i in cohort:
             message = said[i]
@@ -62,8 +73,13 @@ def run(
             memory[i] = local.remember(message, down, memory[i])
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, message))
         for i in turn.extras if parts or plan.amplified else ():
-            ask = oracle(model, records, turn, int(i), source, empty=True)
-            noise = ask.finish(local.work(ask, down, memory[i], caches[i]))
+            noise = recall(ledger, run_id, NOBODY, turn.t, records.x) if plan.amplified else None
+            if noise is None:
+                ask = oracle(model, records, turn, int(i), source, empty=True)
+                message = local.work(ask, down, memory[i], caches[i])
+                noise = ask.finish(tree_map(torch.zeros_like, message) if plan.amplified else message)
+                if ledger is not None and plan.amplified:  # sent again as it was: else a repetition shows who came
+                    ledger.charge([Entry(NOBODY, turn.t, "noise", 0.0, 1.0, 1, run_id)], pack(noise))
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, noise))
         aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
         if parts:
@@ -72,9 +88,9 @@ def run(
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, tuple(memory)))
 
 
-def recall(ledger: Ledger | None, run_id: str, i: int, t: int, like: Tensor) -> Tree | None:
+def recall(ledger: Ledger | None, run_id: str, i: int | str, t: int, like: Tensor) -> Tree | None:
     """What client i already said in round t."""
-    stored = ledger.release(run_id, f"client {i}", t) if ledger is not None else None
+    stored = ledger.release(run_id, i if isinstance(i, str) else f"client {i}", t) if ledger is not None else None
     return None if stored is None else tree_map(lambda leaf: leaf.to(like), unpack(stored))
 
 
@@ -98,8 +114,9 @@ def oracle(
         return torch.from_numpy(normals(source, query, Address(i, turn.t, number, call), turn.first, shape))
 
     def pick(call: int) -> Shard:
-        coins = source.uniform(Address(i, turn.t, SAMPLING, call), (len(shard.x),))
-        rows = torch.from_numpy(turn.sampling.draw(coins, rate)).to(shard.x.device)
+        coins = source.uniform(Address(i, turn.t, SAMPLING, call), (int(turn.sizes[i]),))  # at the declared rate
+        drawn = turn.sampling.draw(coins, rate)
+        rows = torch.from_numpy(drawn[drawn < len(shard.x)]).to(shard.x.device)
         if not len(rows):  # a minibatch may be empty: one record that does not count
             return Shard(shard.x[:1], shard.y[:1], 0 * shard.mask[:1])
         return Shard(shard.x[rows], shard.y[rows], shard.mask[rows])
@@ -110,6 +127,7 @@ def oracle(
         turn.stage,
         sizes=shard.x.new_tensor(turn.sizes[i]),  # as declared: what it really holds is private
         stds=[torch.tensor(std[i]) for std in turn.stds],
+        grids=[torch.tensor(grid[i]) for grid in turn.grids],
         draw=draw,
         pick=pick if rate < 1 else None,
         rates=shard.x.new_tensor(rate) if rate < 1 else None,

@@ -109,7 +109,10 @@ def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[Turn]:
             width = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
             facts[turn.first] = replace(turn.facts, aggregate_std=width)
         share = plans[0].share(len(turn.cohort) + len(turn.extras))
-        yield turn._replace(facts=facts[turn.first], stds=[share * std for std in stds[turn.first]])
+        own = [share * std for std in stds[turn.first]]
+        least = plans[0].share(plans[0].clients)
+        grids = [least * std for std in stds[turn.first]] if plans[0].amplified else own
+        yield turn._replace(facts=facts[turn.first], stds=own, grids=grids)
 
 
 def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
@@ -212,7 +215,10 @@ class Crowd:
             ask = self._oracle(turn, clients, shard, empty=number >= present)
             mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
             cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.worlds, rows), caches)
-            message = ask.finish(local.work(ask, Down(*near), mine, cache), noise=not once)
+            message = local.work(ask, Down(*near), mine, cache)
+            if number >= present and self.plan.amplified:  # who sends for an empty cohort says nothing
+                message = tree_map(torch.zeros_like, message)
+            message = ask.finish(message, noise=not once)
             if number < present:
                 after = local.remember(message, Down(*near), mine)
                 memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
@@ -247,18 +253,18 @@ class Crowd:
                 size, rate = self.plan.sizes[i], float(turn.rates[i])
                 at = Address(int(i), turn.t, SAMPLING, call)
                 coins = source.uniform(at, (size,)) if rate < 1 else np.zeros(size)
-                rows.append(turn.sampling.draw(coins, rate))
+                drawn = turn.sampling.draw(coins, rate)
+                rows.append(drawn[drawn < self.records.sizes[i]])
         shard = self.records.picked(np.tile(clients, len(self.sources)), rows)
         if not self.lead:
             return shard
-        x, y, mask = (part.view(len(self.sources), -1, *part.shape[1:]) for part in (shard.x, shard.y, shard.mask))
-        return Shard(x, y, mask)
+        return Shard(*(part.view(len(self.sources), -1, *part.shape[1:]) for part in shard))
 
     def _strung(self, turn: Turn, clients: np.ndarray, weight: np.ndarray) -> Any:
         """Minibatches of all clients as one, each record weighted by its owner's."""
         x, y, mask, length = self._picked(turn, clients, 0)
         mask = mask * self._laid(weight[clients]).to(mask).unsqueeze(-1)
-        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), length)
+        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), length.flatten(-2))
 
     def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""
@@ -336,8 +342,9 @@ class Crowd:
             self.model,
             lambda: shard,
             turn.stage,
-            sizes=self._laid(np.asarray(self.plan.sizes, float)[clients]).to(like),
+            sizes=self._laid(turn.sizes[clients].astype(float)).to(like),
             stds=[self._laid(std[..., clients]) for std in turn.stds],
+            grids=[self._laid(grid[..., clients]) for grid in turn.grids],
             draw=draw,
             pick=pick if drawn else None,
             rates=self._laid(turn.rates[clients]).to(like) if drawn else None,

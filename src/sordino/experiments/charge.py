@@ -69,6 +69,8 @@ def search(
         )
     if base.batch != "full":
         raise SordinoError("batch: what k sampled runs cost together is not calibrated here; leave batch at full.")
+    if privacy.unit is Unit.USER and privacy.trust is Trust.TRUSTED_SERVER and base.participation != "full":
+        raise SordinoError("participation: what k runs on secret cohorts cost together is not calibrated; use full.")
     if base.client_epsilon:
         raise SordinoError("client_epsilon: a search that pays knows one budget for all; leave it out.")
     if how == "stopping":

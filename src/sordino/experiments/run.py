@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -369,7 +369,7 @@ def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear | Flat, t
         tensors |= {"public_mean": torch.from_numpy(mean), "public_cov": torch.from_numpy(cov)}
     about = {
         "kind": str(getattr(model, "kind", spec.model)),
-        "spec": spec.toml(),
+        "spec": replace(spec, seed=None, schedule_seed=None).toml(),  # a model does not tell who took part
         "features": model.features,
         "outputs": model.outputs,
         "columns": dataset.features,

@@ -124,7 +124,7 @@ class Spec:
 
     def resolved(self) -> Spec:
         """Nothing left to decide: every option written out, the schedule's seed drawn, files named in full."""
-        seed = self.seed if self.seed is not None else secrets.randbits(62)
+        seed = self.seed if self.seed is not None else secrets.randbits(126)
         law, colon, argument = self.partition.partition(":")
         options = {**entry(self.method).options, **self.options}
         brings_clients = law in ("by-column", "by-site", "counts")

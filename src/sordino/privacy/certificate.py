@@ -64,9 +64,9 @@ def certificate(
         "epsilon": finite(max(own)),
         "delta": delta,
         "mu": finite(worst.mu),
-        "guess": account.guess(worst.releases, plan.privacy.adjacency),
+        "guess": max(account.guess(group.releases, plan.privacy.adjacency) for group in groups),
         "epsilon_asked": finite(plan.privacy.epsilon) if plan.noise is None else None,
-        "epsilon_at": {f"{d:g}": finite(plan.epsilon_of(worst, d)) for d in DELTAS},
+        "epsilon_at": {f"{d:g}": finite(max(plan.epsilon_of(g, d) for g in groups)) for d in DELTAS},
         "unit": str(plan.privacy.unit),
         "adjacency": str(plan.privacy.adjacency),
         "trust": str(plan.privacy.trust),
@@ -130,14 +130,16 @@ def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
         mu = None if group["mu"] is None else root * group["mu"]
         groups.append({**group, "mu": mu, "epsilon": finite(epsilon), "releases": releases})
     worst = max(groups, key=lambda group: math.inf if group["epsilon"] is None else group["epsilon"])
-    seen = listed(worst["releases"])
+    seen = [listed(group["releases"]) for group in groups]
     return {
         **cert,
         "epsilon": worst["epsilon"],
         "epsilon_asked": None,
-        "epsilon_at": {d: finite(account.epsilon(seen, float(d), adjacency)) for d in cert["epsilon_at"]},
+        "epsilon_at": {
+            d: finite(max(account.epsilon(each, float(d), adjacency) for each in seen)) for d in cert["epsilon_at"]
+        },
         "mu": worst["mu"],
-        "guess": account.guess(seen, adjacency),
+        "guess": max(account.guess(each, adjacency) for each in seen),
         "rounds": runs * cert["rounds"],
         "groups": groups,
     }
@@ -185,7 +187,7 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append("not private: the noise is too small for any bound")
     if not source.private:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
-    if plan.amplified and plan.schedule_seed < 2**32:
+    if plan.amplified and plan.schedule_seed < 2**96:
         reasons.append("not proved: who takes part can be guessed from a small schedule_seed; leave it out")
     if plan.by_chance:
         reasons.append(
@@ -210,9 +212,16 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         facts.append("The number of records of each client is public and fixed.")
     if plan.privacy.trust is not Trust.TRUSTED_SERVER:
         facts.append("Who takes part in a round is public.")
-    if plan.samples:
-        whose = "the server keeps to itself who took part" if plan.amplified else "no client tells what they hold"
-        facts.append(f"Samples are drawn anew for every release, by the noise's own secret source, and {whose}.")
+    if plan.amplified:
+        facts.append(
+            "Cohorts are drawn anew every round from a secret seed, which spec.toml holds and the server keeps to "
+            "itself, as it does who took part; no participant tells that it came."
+        )
+    elif plan.samples:
+        facts.append(
+            "Minibatches are drawn anew for every answer by the noise's own secret source, and no client tells what "
+            "they hold."
+        )
     if plan.privacy.trust is Trust.SECURE_AGGREGATION:
         facts.append(
             "Messages are added up by a secure aggregation protocol, which this library does not yet carry out."

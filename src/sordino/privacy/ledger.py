@@ -301,8 +301,8 @@ class Ledger:
         return min(((_mu(*limit), *limit) for limit in limits), default=(math.inf, math.inf, math.nan))
 
     def _affordable(self, entries: Sequence[Entry]) -> None:
-        mu, epsilon, delta = self._limit()
-        if math.isinf(mu):
+        limits = [(_mu(*limit), *limit) for limit in self._ask("SELECT epsilon, delta FROM limits")]
+        if not limits:
             return
         self._catch_up()
         after: dict[str, Spent] = {}
@@ -311,7 +311,9 @@ class Ledger:
                 raise SordinoError(f"std: query '{entry.query}' of {entry.who} has no noise, and the ledger a limit.")
             after.setdefault(entry.who, self._spent.get(entry.who, Spent()).copy()).add(entry)
         for who, spent in after.items():
-            if spent.exceeds(mu, epsilon, delta):
+            for mu, epsilon, delta in limits:  # all that were ever set: sampled releases know no strictest one
+                if not spent.exceeds(mu, epsilon, delta):
+                    continue
                 raise OverspentError(
                     f"{who}: this would bring epsilon to {spent.epsilon(delta):.6g} at delta "
                     f"{delta:g}; the limit is {epsilon:g}. Nothing was charged."

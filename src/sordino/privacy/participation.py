@@ -48,7 +48,7 @@ class Participation:
             ) from None
 
     def __str__(self) -> str:
-        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount:g}"
+        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount!r}".removesuffix(".0")
 
     def rate(self, clients: int) -> float:
         """The expected fraction of clients in a round: a public constant, unlike the realised one."""
@@ -107,7 +107,7 @@ class Sampling:
             raise SordinoError(f"batch: '{text}' lacks a number; write full, poisson:16 or fixed:16.") from None
 
     def __str__(self) -> str:
-        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount:g}"
+        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount!r}".removesuffix(".0")
 
     def rates(self, sizes: np.ndarray) -> np.ndarray:
         """The chance of each client's records to be in a minibatch; 1 where a client has no more than it asks for."""

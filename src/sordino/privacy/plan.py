@@ -306,9 +306,9 @@ class Plan:
         columns = [part for level in levels for part in self._columns(level)]
         accounts, which = np.unique(np.stack([*columns, wishes], 1), axis=0, return_inverse=True)
         found = np.ones(len(accounts))
-        for n, account in enumerate(accounts):
-            drawn, whole = account_of.split(self._releases(levels, account[:-1]), self.privacy.adjacency)
-            if drawn:
+        parts = [account_of.split(self._releases(levels, row[:-1]), self.privacy.adjacency) for row in accounts]
+        for n, (account, (drawn, whole)) in enumerate(zip(accounts, parts, strict=True)):
+            if any(some for some, _ in parts):
                 found[n] = sampled.scale(drawn, account[-1], self.privacy.delta, self.privacy.adjacency, whole)
         relief = np.minimum(found, 1.0)[which.reshape(-1)]
         return np.full(self.clients, relief.max()) if self.sums_only else relief
@@ -333,11 +333,24 @@ class Plan:
             if count and rate < 1:  # answers about one minibatch are one release of all of them
                 joint = level.query.joint
                 found.append(
-                    Release(level.name, float(moved) * joint**0.5, float(seen), int(count) // joint, float(rate), kind)
+                    Release(
+                        level.name,
+                        float(moved) * self._drawn(level.query, kind),
+                        float(seen),
+                        int(count) // joint,
+                        float(rate),
+                        kind,
+                    )
                 )
             elif count:
                 found.append(Release(level.name, float(moved), float(seen), int(count)))
         return tuple(found)
+
+    def _drawn(self, query: Query, sampler: str) -> float:
+        """The factor on a sampled release's sensitivity. By coins, a replaced term is also told from none at all: two
+        terms of length C, semi-definite or not."""
+        apart = query.psd and sampler == Sampler.POISSON and self.privacy.adjacency is Adjacency.REPLACE_ONE
+        return math.sqrt(query.joint * (2 if apart else 1))
 
     def share(self, cohort: int) -> float:
         """The factor on a participant's std: its part of the summed noise, where only sums are seen."""
@@ -459,26 +472,27 @@ class Plan:
 
     @cached_property
     def _path(self) -> np.ndarray:
-        """An upper bound that ends in the truth: each level's most releases so far, moved furthest, at its top rate."""
-        drawn, counts, whole = list[Sampled](), list[np.ndarray](), np.zeros(self.rounds)
-        for level in self.levels:
-            moved, seen, _, rate = self._columns(level)
+        """Epsilon after each round of the clients worst off: of equal clients, those that came most often so far."""
+        whole = [self._path_of(group) for group in self.groups() if group.releases]
+        return np.asarray(np.minimum(np.max(whole, 0), self.epsilon()))
+
+    def _path_of(self, group: Group) -> np.ndarray:
+        drawn, counts, squares = list[Sampled](), list[np.ndarray](), np.zeros(self.rounds)
+        levels = {level.name: level for level in self.levels}
+        for release in group.releases:
+            level = levels[release.query]
             first, rounds = sum(self.stage_rounds[: level.stage]), self.stage_rounds[level.stage]
-            came = np.ones((rounds, 1), bool) if self.amplified else self.taken(level.stage)
+            came = np.ones((rounds, 1), bool) if self.amplified else self.taken(level.stage)[:, list(group.clients)]
             times = np.zeros(self.rounds, dtype=int)
             times[first : first + rounds] = came.cumsum(0).max(1) * level.query.calls
             times = np.maximum.accumulate(times)
-            worst = np.array([(moved / seen).max(), 1.0, level.query.joint, rate.max()])
-            release = self._releases([level], worst)
-            more, mu = account_of.split(release, self.privacy.adjacency)
+            more, mu = account_of.split([release._replace(times=1)], self.privacy.adjacency)
             drawn += more
             counts += [times // level.query.joint] * len(more)
-            whole += mu**2 * times / level.query.joint
-        if drawn:
-            path = sampled.path(drawn, np.stack(counts, 1), self.privacy.delta, self.privacy.adjacency, np.sqrt(whole))
-        else:  # some client has all its records in every minibatch
-            path = np.array([gaussian.epsilon(float(mu), self.privacy.delta) for mu in np.sqrt(whole)])
-        return np.asarray(np.minimum(path, self.epsilon()))
+            squares += mu**2 * times
+        if not drawn:
+            return np.array([gaussian.epsilon(float(mu), self.privacy.delta) for mu in np.sqrt(squares)])
+        return sampled.path(drawn, np.stack(counts, 1), self.privacy.delta, self.privacy.adjacency, np.sqrt(squares))
 
     def entries(self, client: int, t: int, run_id: str) -> list[Entry]:
         """What client pays for round t, one ledger row a query."""
@@ -491,9 +505,10 @@ class Plan:
             calls, joint = level.query.calls, level.query.joint
             rate = float(self._columns(level)[3][client])
             if rate < 1:
-                kind = f"{self.participation.kind if self.amplified else self.sampling.kind} {self.privacy.adjacency}"
-                who = Entry(f"client {client}", t, level.name, moved * joint**0.5, std, calls // joint, run_id)
-                rows.append(who._replace(rate=rate, sampler=kind))
+                kind = self.participation.kind if self.amplified else self.sampling.kind
+                moved *= self._drawn(level.query, kind)
+                who = Entry(f"client {client}", t, level.name, moved, std, calls // joint, run_id)
+                rows.append(who._replace(rate=rate, sampler=f"{kind} {self.privacy.adjacency}"))
                 continue
             sensitivity = std * math.sqrt(self._increment(level, t)[client] / calls) if std else moved
             rows.append(Entry(f"client {client}", t, level.name, sensitivity, std, calls, run_id))

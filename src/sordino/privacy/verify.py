@@ -16,7 +16,7 @@ import numpy as np
 from sordino.core import Adjacency, Kind, Query, SordinoError, Trust, Unit
 from sordino.privacy import gaussian
 from sordino.privacy.certificate import FORMAT
-from sordino.privacy.participation import Sampling
+from sordino.privacy.participation import EVERYONE, Sampling
 from sordino.privacy.sampled import Sampler
 
 TOLERANCE = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
@@ -45,9 +45,8 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
             recomputed = max(recomputed, own)
             _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), own, problems)
         _compare("the worst client", claimed, recomputed, problems)
-        worst = max(cert["groups"], key=lambda group: _limitless(group["epsilon"]))
         for at, value in cert["epsilon_at"].items():
-            found = _pld_epsilon(worst["releases"], float(at), adjacency)
+            found = max(_pld_epsilon(group["releases"], float(at), adjacency) for group in cert["groups"])
             _compare(f"epsilon at delta {at}", _limitless(value), found, problems)
         _check_bounds(cert, problems)
         _check_claims(cert, claimed, problems)
@@ -159,7 +158,10 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 )
             if query["bound"] == "by clip" and not query["stream"]:
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit)
-                joint = int(query["joint"]) if float(release["rate"]) < 1 else 1
+                drawn = float(release["rate"]) < 1
+                apart = drawn and query["semidefinite"] and release["sampler"] == Sampler.POISSON
+                apart = apart and adjacency is Adjacency.REPLACE_ONE
+                joint = (int(query["joint"]) if drawn else 1) * (2 if apart else 1)
                 expected = bound * (high if sums_only else 1.0) * math.sqrt(joint)
                 if not _near(float(release["sensitivity"]), expected):
                     problems.append(
@@ -167,7 +169,24 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                         f"{adjacency} make it {expected:.6g}"
                     )
             _check_rate(cert, kind, name, group, release, problems)
+    _check_rounds(cert, problems)
     _check_totals(cert, problems)
+
+
+def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """Where every client pays for every round, the stages' rounds add up to the run's."""
+    hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.USER
+    if not (hidden or cert["sampler"]["clients"] == EVERYONE) or any(q["stream"] for q in cert["queries"]):
+        return
+    queries = {query["query"]: query for query in cert["queries"]}
+    for group in cert["groups"]:
+        rounds: dict[str, int] = {}
+        for r in group["releases"]:
+            query = queries[r["query"]]
+            joint = int(query["joint"]) if float(r["rate"]) < 1 else 1
+            rounds[r["query"].split(".")[0]] = int(r["times"]) * joint // int(query["calls"])
+        if sum(rounds.values()) != int(cert["rounds"]):
+            problems.append(f"clients {group['clients']}: they paid for {sum(rounds.values())} rounds")
 
 
 def _check_rate(
