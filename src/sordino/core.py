@@ -149,7 +149,8 @@ class Model(Protocol):
         not finite contribute zero. The sums of matrices below are bounded alike, in the Frobenius norm."""
         ...
 
-    # A model that serves second-order methods also has
+    # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
+    # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
 
@@ -166,6 +167,9 @@ class Kind(StrEnum):
     GRAM = "gram"
     COUNT = "count"
     DELTA = "delta"
+
+
+SAMPLED = (Kind.GRADIENT, Kind.COUNT)  # what is asked of minibatches, where a plan draws any; else of all records
 
 
 @dataclass(frozen=True)
@@ -274,6 +278,10 @@ class Ask(Protocol):
 
     def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
         """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records."""
+        ...
+
+    def count(self, theta: Tensor, scale: Tensor) -> Tensor:
+        """Of records whose gradient times `scale` has a norm up to 1, each as 1/2, and of the others, each as -1/2."""
         ...
 
     def curvature(self, theta: Tensor) -> Tensor: ...

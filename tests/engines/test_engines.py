@@ -306,7 +306,7 @@ def test_engines_agree_on_minibatches(name, batch, records):
     """Every method that is proved for them, the fused and the batched path, clients smaller than a minibatch too."""
     method = build(name)
     if name in ("dp-ftrl", "fednew", "dp-fednew", "dp-fednew-fc"):
-        with pytest.raises(SordinoError, match="batch:|bounds nothing"):
+        with pytest.raises(SordinoError, match=r"batch:|bounds nothing"):
             plan_for(method, records, batch=batch)
         return
     plan = plan_for(method, records, batch=batch)

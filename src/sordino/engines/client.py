@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sordino.core import (
     SAFETY,
+    SAMPLED,
     Batch,
     Correlated,
     Facts,
@@ -178,6 +179,10 @@ class Oracle:
 
         return self._answer(Kind.GRADIENT, 1, total)
 
+    def count(self, theta: Tensor, scale: Tensor) -> Tensor:
+        batch = self._batches[self.sample().number]
+        return self._answer(Kind.COUNT, 1, lambda clip: self._model.count_sum(theta, batch, scale))
+
     def curvature(self, theta: Tensor) -> Tensor:
         return self._answer(Kind.CURVATURE, 2, lambda clip: self._model.curvature_sum(theta, self._all(), clip))
 
@@ -227,7 +232,7 @@ class Oracle:
 
     def _divisor(self, kind: Kind) -> Tensor:
         """The number of records an answer is about: all, or those a minibatch is expected to hold."""
-        return self._sizes * self._rates if kind is Kind.GRADIENT and self._rates is not None else self._sizes
+        return self._sizes * self._rates if kind in SAMPLED and self._rates is not None else self._sizes
 
     def _of_each_run(self, answer: Tensor) -> Tensor:
         """An answer that knows no theta, and so no runs, said once for each; a cache is the same for all."""

@@ -41,10 +41,9 @@ def run(
         if turn.t == turn.first:
             state = rule.init(theta, turn.facts, state)
             memory = [local.init(theta, memory[i]) for i in clients]
-            bare = local.prepare is nothing
-            caches = [
-                () if bare else local.prepare(oracle(model, records, turn, i, source, inside=True)) for i in clients
-            ]
+            caches: list[Tree] = [()] * plan.clients
+            if local.prepare is not nothing:
+                caches = [local.prepare(oracle(model, records, turn, i, source, inside=True)) for i in clients]
         down = Down(theta, rule.say(state))
         cohort = [int(i) for i in turn.cohort]
         said = {i: recall(ledger, run_id, i, turn.t, records.x) for i in cohort}

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import (
+    SAMPLED,
     Correlated,
     Down,
     Facts,
@@ -238,7 +239,7 @@ class Crowd:
         return self._whole if len(turn.cohort) == self.plan.clients else self.records.buckets(turn.cohort)
 
     def _only_gradients(self, stage: Stage) -> bool:
-        return {query.kind for query in stage.queries} <= {Kind.GRADIENT, Kind.DELTA} and stage.local.prepare is nothing
+        return {query.kind for query in stage.queries} <= {*SAMPLED, Kind.DELTA} and stage.local.prepare is nothing
 
     def _samples(self, clients: np.ndarray) -> bool:
         return bool((self.plan.rates[clients] < 1).any())
@@ -258,13 +259,15 @@ class Crowd:
         shard = self.records.picked(np.tile(clients, len(self.sources)), rows)
         if not self.lead:
             return shard
-        return Shard(*(part.view(len(self.sources), -1, *part.shape[1:]) for part in shard))
+        runs = len(self.sources)
+        x, y, mask = (part.view(runs, -1, *part.shape[1:]) for part in (shard.x, shard.y, shard.mask))
+        return Shard(x, y, mask, None if shard.length is None else shard.length.view(mask.shape))
 
     def _strung(self, turn: Turn, clients: np.ndarray, weight: np.ndarray) -> Any:
         """Minibatches of all clients as one, each record weighted by its owner's."""
         x, y, mask, length = self._picked(turn, clients, 0)
         mask = mask * self._laid(weight[clients]).to(mask).unsqueeze(-1)
-        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), length.flatten(-2))
+        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), None if length is None else length.flatten(-2))
 
     def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sordino.core import Method, Unit
+from sordino.methods.clipping import tracked
 from sordino.methods.fedgd import served
 from sordino.rules import adam, yogi
 
@@ -17,14 +18,15 @@ def fedadam(
     tau: float = 0.01,
     bias_correction: bool = False,
     tail: float = 0.0,
+    quantile: float = 0.0,
 ) -> Method:
     """theta <- theta - lr m / (sqrt(v) + tau), Adam's moments of G.
 
     lr: the step. beta1, beta2: memories of the moments. tau: floor of the root, and its start. bias_correction: as in
-    Adam. tail: as in dp-fedgd.
+    Adam. tail, quantile: as in dp-fedgd.
     """
     rule = adam(beta1=beta1, beta2=beta2, tau=tau, bias_correction=bias_correction)
-    return served("dp-fedadam", unit, clip, lr, (rule,), tail)
+    return tracked(served("dp-fedadam", unit, clip, lr, (rule,), tail), clip, quantile)
 
 
 def fedyogi(

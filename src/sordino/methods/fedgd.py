@@ -12,6 +12,7 @@ import math
 from torch import Tensor
 
 from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.methods.clipping import tracked
 from sordino.rules import average, chain, scale
 
 
@@ -37,9 +38,12 @@ def served(name: str, unit: Unit, clip: float, lr: float | Tensor, rules: tuple[
     return Method(name, unit, (Stage(Local(gradient), rule, answers),), frozenset((unit, trust) for trust in Trust))
 
 
-def fedgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail: float = 0.0) -> Method:
+def fedgd(
+    *, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail: float = 0.0, quantile: float = 0.0
+) -> Method:
     """theta <- theta - lr G.
 
     lr: the step. tail: the part of the rounds whose iterates are averaged into the model handed out (0: none).
+    quantile: of the gradients' norms, which the clip then follows from where it begins; paid for (0: it stays).
     """
-    return served("dp-fedgd", unit, clip, lr, (), tail)
+    return tracked(served("dp-fedgd", unit, clip, lr, (), tail), clip, quantile)

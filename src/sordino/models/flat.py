@@ -153,6 +153,11 @@ class Flat:
             return self._graphs(self._sum, (theta, x, y, mask, scale), clip)
         return self._sum(theta, x, y, mask, scale, clip)
 
+    def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
+        """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
+        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True)
+
     def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
         """Sum of g g^T over gradients g by the last linear layer, each cut to Frobenius norm `clip`: g to its root."""
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
@@ -170,7 +175,9 @@ class Flat:
 
     # ------------------------------------------------------------------------------------------------------ inside
 
-    def _sum(self, theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None, clip: float) -> Tensor:
+    def _sum(
+        self, theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None, clip: float, count: bool = False
+    ) -> Tensor:
         lead, theta, x, y, mask, scale = _spread(theta, x, y, mask, scale)
         groups, n, apart = len(x), x.shape[1], len(theta) > 1
         # One theta, or layers that take several, or torch.func: all groups in one pass. Elsewhere one after another.
@@ -178,7 +185,7 @@ class Flat:
         mode = "vmap" if apart and n <= self.few * (MANY if x.is_cuda else 1) else self.mode
         mode = "tape" if mode == "two-pass" and scale is not None else mode  # entries differ: the gradients are needed
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
-        most, total = self._rows(theta, mode), theta.new_zeros(groups, self.size)
+        most, total = self._rows(theta, mode), theta.new_zeros(groups, 1 if count else self.size)
         for k in parts(groups, most if together else 1):
             mine = theta[k] if apart else theta
             each, rows = None if scale is None else scale[k], Shard(x[k], y[k], mask[k])
@@ -187,7 +194,7 @@ class Flat:
                 rows = Shard(rows.x[:, here], rows.y[:, here], rows.mask[:, here])
             for j in parts(rows.x.shape[1], max(1, most // len(rows.x))):
                 self._add(mode, total[k], mine, Shard(rows.x[:, j], rows.y[:, j], rows.mask[:, j]), clip, each)
-        return total.reshape(*lead, self.size)
+        return total.reshape(*lead, -1)
 
     def _add(self, mode: str, total: Tensor, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None) -> None:
         """To the total of each group: groups x records that fit into memory."""
@@ -219,6 +226,9 @@ class Flat:
             blocks = [(where, _times(scale[:, where], part.to(theta.dtype), n)) for where, part in blocks]
         for _, part in blocks:
             squares = squares + (bound(part) if lean else measure(part))
+        if total.shape[1] == 1 < self.size:  # a count
+            total += (((squares <= clip**2).view(groups, n).to(mask) - 0.5) * mask).sum(1, keepdim=True)
+            return
         factor, fine = _factor(squares.reshape(groups, n), clip, mask)
         absent = ~fine if x.is_cuda or not bool(fine.all()) else None
         for where, part in blocks:

@@ -145,6 +145,12 @@ class Linear:
         clean = Shard(x, shard.y, shard.mask * usable)
         return self._sum(residual, clean, self._length(clean).nan_to_num(posinf=1), clip, scale)
 
+    def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
+        """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
+        residual = self._residual(theta, shard, self._length(shard))
+        below = self._scaled_norm(residual, shard.x, scale) <= 1
+        return ((below.to(residual.dtype) - 0.5) * shard.mask).sum(-1, keepdim=True)
+
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
         """Sum of u u^T, each cut to Frobenius norm `clip`."""
         return sum_over(self._usable(shard), lambda part: outer(self._long(part, bounded(self._squared(part), clip))))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sordino.core import (
+    SAMPLED,
     Adjacency,
     Correlated,
     Divisor,
@@ -160,7 +161,7 @@ class Plan:
             return ""
         if any(q.bound is not None or isinstance(q.noise, Correlated | Stream) for q in queries):
             return f"{self.method.name}'s bound or noise speaks of all of a client's records; leave batch at full."
-        noised = any(q.kind is Kind.GRADIENT and q.noise is not None for q in queries)
+        noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
         if noised and self.sampling.kind == "fixed" and self.privacy.adjacency is Adjacency.ADD_REMOVE:
             return (
                 f"{self.sampling} under add-remove: one record more changes which others are drawn, and no bound for "
@@ -286,7 +287,7 @@ class Plan:
             scale = query.clip if lemma is None else max(lemma.bound(int(m), Adjacency.ADD_REMOVE) for m in sizes)
             factor = self._counts(s, query)[1].max()
             divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
-            divisor = divisor * self.rates if query.kind is Kind.GRADIENT else divisor
+            divisor = divisor * self.rates if query.kind in SAMPLED else divisor
             weight = self.weights / divisor
             # Each client's own std; without a promise there is none, bounded or not.
             needed = claims * factor * np.sqrt(count / share) / mu if not self.silent else np.zeros(self.clients)
@@ -320,7 +321,7 @@ class Plan:
         rate = np.ones(self.clients)
         if self.unbounded:
             pass
-        elif level.query.kind is Kind.GRADIENT and self.privacy.unit is Unit.RECORD:
+        elif level.query.kind in SAMPLED and self.privacy.unit is Unit.RECORD:
             rate = account_of.coarse(self.rates)
         elif self.amplified:
             rate = np.full(self.clients, self.participation.rate(self.clients))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.core import Adjacency, Kind, Query, SordinoError, Trust, Unit
+from sordino.core import SAMPLED, Adjacency, Kind, Query, SordinoError, Trust, Unit
 from sordino.privacy import gaussian
 from sordino.privacy.certificate import FORMAT
 from sordino.privacy.participation import EVERYONE, Sampling
@@ -202,7 +202,7 @@ def _check_rate(
     rate, sampler, unit = float(release["rate"]), str(release["sampler"]), Unit(cert["unit"])
     if rate == 1:
         return
-    if unit is Unit.RECORD and kind is Kind.GRADIENT:
+    if unit is Unit.RECORD and kind in SAMPLED:
         law = Sampling.parse(cert["sampler"]["records"])
         least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
     elif unit is Unit.USER and cert["trust"] == Trust.TRUSTED_SERVER:

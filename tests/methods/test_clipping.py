@@ -1,0 +1,92 @@
+"""The clip that follows a quantile: paid for, found, and the same in both engines."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sordino import checks
+from sordino.core import Adjacency, Kind, Privacy, SordinoError
+from sordino.data.shard import Records
+from sordino.engines import reference, simulate
+from sordino.methods import build
+from sordino.models.flat import Flat
+from sordino.models.linear import Linear
+from sordino.privacy.noise import Seeded, Silent
+from sordino.privacy.participation import Sampling
+from sordino.privacy.plan import Plan
+
+MODEL = Linear(3, 3)
+
+
+def records(n=60):
+    rng = np.random.default_rng(0)
+    return Records.of(
+        rng.normal(size=(n, 3)), rng.integers(0, 3, n), np.repeat(np.arange(3), n // 3), dtype=torch.float64
+    )
+
+
+def plan_for(data, epsilon=4.0, rounds=4, batch="full", **options):
+    method = build("dp-fedgd", quantile=0.5, **options)
+    return Plan(method, rounds, data.sizes, Privacy(epsilon), sampling=Sampling.parse(batch))
+
+
+def net():
+    torch.manual_seed(0)
+    return Flat(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double())
+
+
+@pytest.mark.parametrize("batch", ["full", "poisson:8"])
+@pytest.mark.parametrize("model", [MODEL, net()], ids=["linear", "network"])
+def test_engines_agree(model, batch):
+    data = records()
+    plan = plan_for(data, batch=batch)
+    theta = model.init().double()
+    slow = list(reference.run(plan, model, data, Seeded(1), theta=theta))
+    fast = list(simulate.run(plan, model, data, Seeded(1), theta=theta, shares=True))
+    for a, b in zip(slow, fast, strict=True):
+        torch.testing.assert_close(a.model, b.model, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(a.checkpoint[1][0], b.checkpoint[1][0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", [MODEL, net()], ids=["linear", "network"])
+def test_the_clip_finds_the_median(model):
+    data = records(300)
+    plan = plan_for(data, epsilon=float("inf"), rounds=300, clip=50.0, lr=1e-9)
+    theta = model.init().double()
+    *_, last = simulate.run(plan, model, data, Silent(0), theta=theta)
+    found = float(last.checkpoint[1][0].exp())
+    grads = torch.stack([torch.func.grad(model.loss)(theta, x, y) for x, y in zip(data.x, data.y, strict=True)])
+    assert abs(float((grads.norm(dim=1) <= found).double().mean()) - 0.5) < 0.02
+
+
+def test_counts_are_paid_for_with_their_share():
+    plan = plan_for(records())
+    squares = {r.query.split()[-1]: r.times * (r.sensitivity / r.std) ** 2 for r in plan.groups()[0].releases}
+    assert squares["count"] / sum(squares.values()) == pytest.approx(0.05)
+    assert plan.epsilon() == pytest.approx(4.0)
+    (count,) = (r for r in plan.groups()[0].releases if r.query.endswith("count"))
+    assert count.sensitivity == 1.0  # one record for another: from -1/2 to 1/2
+
+
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+def test_no_pair_of_neighbours_exceeds_the_claims(adjacency):
+    for found in checks.sensitivity(build("dp-fedgd", quantile=0.5), MODEL, adjacency, trials=16):
+        assert not found.beyond, found
+        assert found.reached >= 0.9, found
+
+
+def test_a_count_that_moves_too_far_is_found_out():
+    method = build("dp-fedgd", quantile=0.5)
+    (stage,) = method.stages
+    halved = tuple(replace(q, clip=0.25) if q.kind is Kind.COUNT else q for q in stage.queries)
+    wrong = method._replace(stages=(stage._replace(queries=halved),))
+    assert any(found.beyond for found in checks.sensitivity(wrong, MODEL, Adjacency.ADD_REMOVE, trials=16))
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(SordinoError, match="quantile"):
+        build("dp-fedgd", "user", quantile=0.5)
+    with pytest.raises(SordinoError, match="quantile"):
+        build("dp-fedadam", quantile=1.5)
