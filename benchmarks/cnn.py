@@ -141,7 +141,8 @@ def report(path: Path) -> str:
             "",
             f"`python benchmarks/cnn.py run DATA_DIR --device cuda`: 26,010 parameters, Dirichlet 0.5, ε = "
             f"{EPSILON:g} (δ = 1e-5, replace-one, every message seen), {ROUNDS} rounds, clip 1, Poisson minibatches "
-            f"of {BATCH}. Test accuracy in percent: median (lowest to highest) of three seeds, which change partition, start and noise.",
+            f"of {BATCH}. Test accuracy in percent: median (lowest to highest) of three seeds, which change partition, "
+            "start and noise.",
             "",
             f"Samples of each of {MIDDLE[0]} clients:",
             "",

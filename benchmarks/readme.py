@@ -45,6 +45,7 @@ def figures() -> dict[str, str]:
         "local": f"{statistics.median(bench['five_local_steps_over_round']['samples']):.1f}",
         "fc": f"{statistics.median(bench['fednew_fc_over_round']['samples']):.1f}",
         "fednew": f"{statistics.median(bench['fednew_over_product']['samples']):.1f}",
+        "hooks": f"{load('deep_cpu.json')['auto_over_opacus_hooks']:.1f}",
         "bet": f"{100 * ndtr(load('demo_certificate.json')['mu'] / 2):.0f}",
     }
     for row in digits["rows"]:

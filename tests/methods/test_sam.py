@@ -58,8 +58,9 @@ def second_of_two(steps, local_lr):
     def work(ask, down, memory, cache):
         y = down.theta
         for _ in range(steps):
-            ask.gradient(y)
-            y = y - local_lr * ask.gradient(y)
+            batch = ask.sample()
+            ask.gradient(y, on=batch)
+            y = y - local_lr * ask.gradient(y, on=batch)
         return y - down.theta
 
     return method._replace(stages=(Stage(Local(work), stage.rule, stage.queries),))
@@ -102,7 +103,10 @@ def test_no_gradient_no_ascent():
     asked = []
 
     class Flat:
-        def gradient(self, at):
+        def sample(self):
+            return None
+
+        def gradient(self, at, on):
             asked.append(at)
             return torch.zeros_like(at)
 

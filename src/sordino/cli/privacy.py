@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
         act,
         "epsilon from noise, or noise from epsilon",
         "sordino privacy --epsilon 1 --rounds 70 --clients 20 --records 2500 --clip 10\n"
-        "sordino privacy --noise 62.4 --rounds 70 --clients 20 --trust secure-aggregation",
+        "sordino privacy --noise 62.4 --rounds 70 --clients 20 --trust secure-aggregation\n"
+        "sordino privacy --noise 1 --rounds 2000 --records 1000 --batch 16 --adjacency add-remove",
     )
     either = parser.add_mutually_exclusive_group(required=True)
     either.add_argument("--epsilon", type=float, metavar="E", help="find the noise for this epsilon")
@@ -36,6 +37,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--rounds", type=int, default=1, metavar="T", help="releases of each client (default: 1)")
     parser.add_argument("--clients", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--records", type=int, help="of each client; gives the noise on the aggregate")
+    parser.add_argument(
+        "--batch", default="full", help="records of a release: full, poisson:16, poisson:0.01, fixed:16"
+    )
     parser.add_argument("--clip", type=float, default=1.0, metavar="C", help="(default: 1)")
     parser.add_argument("--unit", default=str(Unit.RECORD), help=", ".join(Unit))
     parser.add_argument("--adjacency", default=str(Adjacency.REPLACE_ONE), help=", ".join(Adjacency))
@@ -47,6 +51,8 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.core import Privacy
     from sordino.methods import build
+    from sordino.privacy import account
+    from sordino.privacy.participation import EVERYONE, Sampling
     from sordino.privacy.plan import Plan
 
     for name in ("clients", "rounds", "records"):
@@ -61,7 +67,10 @@ def act(arguments: argparse.Namespace) -> int:
     )
     sizes = (arguments.records or 1,) * arguments.clients
     method = build("dp-fedgd", privacy.unit, clip=arguments.clip)
-    plan = Plan(method, arguments.rounds, sizes, privacy, noise=arguments.noise)
+    sampling = Sampling.parse(arguments.batch)
+    if sampling.kind != EVERYONE and arguments.records is None and sampling.amount >= 1:
+        raise SordinoError("--records: a minibatch is a part of a client's records; say how many there are.")
+    plan = Plan(method, arguments.rounds, sizes, privacy, noise=arguments.noise, sampling=sampling)
     noise, own = plan.summed_noise()
     counted = privacy.unit is Unit.USER or arguments.records is not None
     document = {
@@ -70,6 +79,8 @@ def act(arguments: argparse.Namespace) -> int:
         "client_noise": own,
         "aggregate_std": plan.aggregate_std(0) if counted else None,
         "epsilon": plan.epsilon(),
+        "guess": account.guess(plan.worst().releases, plan.privacy.adjacency),
+        "batch": str(sampling),
         "delta": privacy.delta,
         "unit": str(privacy.unit),
         "adjacency": str(privacy.adjacency),
@@ -81,15 +92,14 @@ def act(arguments: argparse.Namespace) -> int:
 
 
 def _tell(plan: Any, found: dict[str, Any]) -> None:
-    from scipy.special import ndtr
-
     page, privacy = console(), plan.privacy
-    page.print(f"ε = {found['epsilon']:.6g} at δ = {privacy.delta:g}   (μ = {found['mu']:.6g})")
+    shown = "" if plan.samples else f"   (μ = {found['mu']:.6g})"
+    page.print(f"ε = {found['epsilon']:.6g} at δ = {privacy.delta:g}{shown}")
     page.print(f"noise          {found['noise']:.6g} × clip on the sum of {plan.clients} clients")
     page.print(f"client noise   {found['client_noise']:.6g} × clip on each client's own message")
     if found["aggregate_std"] is not None:
         page.print(f"aggregate std  {found['aggregate_std']:.6g} per coordinate of the averaged gradient")
-    right = 100 * float(ndtr(found["mu"] / 2))
+    right = 100 * found["guess"]
     page.print(
         f"In words: whether {WHO[privacy.unit]} {CHANGE[privacy.adjacency]} makes no outcome of the {plan.rounds} "
         f"rounds more than e^ε = {math.exp(min(found['epsilon'], 700)):.3g} times as likely, but for a slack of δ. An "
