@@ -193,23 +193,7 @@ def pay(job: Job, out: Path) -> None:
         for group in job.plan.groups():
             who = f"clients {ranges(group.clients)}"
             if group.releases and not ledger.charged(job.identity, who, 0):
-                ledger.charge(
-                    [
-                        Entry(
-                            who,
-                            0,
-                            r.query,
-                            r.sensitivity,
-                            r.std,
-                            r.times,
-                            job.identity,
-                            r.rate,
-                            word if r.rate < 1 else "",
-                        )
-                        for r in group.releases
-                        for word in [f"{r.sampler} {privacy.adjacency}"]
-                    ]
-                )
+                ledger.charge([Entry.of(r, who, 0, job.identity, privacy.adjacency) for r in group.releases])
 
 
 def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:

@@ -83,6 +83,12 @@ class Entry(NamedTuple):
     rate: float = 1.0
     sampler: str = ""
 
+    @staticmethod
+    def of(release: account.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Entry:
+        query, sensitivity, std, times, rate, sampler = release
+        drawn = f"{sampler} {adjacency}" if rate < 1 else ""
+        return Entry(who, round, query, sensitivity, std, times, plan, rate, drawn)
+
 
 class Row(NamedTuple):
     """An entry as it was written. The first row of a charge carries its key and the hash of its payload."""

@@ -308,9 +308,9 @@ class Plan:
         accounts, which = np.unique(np.stack([*columns, wishes], 1), axis=0, return_inverse=True)
         found = np.ones(len(accounts))
         parts = [account_of.split(self._releases(levels, row[:-1]), self.privacy.adjacency) for row in accounts]
-        for n, (account, (drawn, whole)) in enumerate(zip(accounts, parts, strict=True)):
-            if any(some for some, _ in parts):
-                found[n] = sampled.scale(drawn, account[-1], self.privacy.delta, self.privacy.adjacency, whole)
+        if any(drawn for drawn, _ in parts):
+            for n, (drawn, whole) in enumerate(parts):
+                found[n] = sampled.scale(drawn, accounts[n, -1], self.privacy.delta, self.privacy.adjacency, whole)
         relief = np.minimum(found, 1.0)[which.reshape(-1)]
         return np.full(self.clients, relief.max()) if self.sums_only else relief
 
@@ -331,20 +331,11 @@ class Plan:
         kind = Sampler(self.participation.kind if self.amplified else self.sampling.kind)
         found = []
         for level, (moved, seen, count, rate) in zip(levels, account.reshape(-1, 4), strict=True):
+            release = Release(level.name, float(moved), float(seen), int(count))
             if count and rate < 1:  # answers about one minibatch are one release of all of them
-                joint = level.query.joint
-                found.append(
-                    Release(
-                        level.name,
-                        float(moved) * self._drawn(level.query, kind),
-                        float(seen),
-                        int(count) // joint,
-                        float(rate),
-                        kind,
-                    )
-                )
-            elif count:
-                found.append(Release(level.name, float(moved), float(seen), int(count)))
+                times, far = int(count) // level.query.joint, float(moved) * self._drawn(level.query, kind)
+                release = release._replace(sensitivity=far, times=times, rate=float(rate), sampler=kind)
+            found += [release] * bool(count)
         return tuple(found)
 
     def _drawn(self, query: Query, sampler: str) -> float:
@@ -506,10 +497,9 @@ class Plan:
             calls, joint = level.query.calls, level.query.joint
             rate = float(self._columns(level)[3][client])
             if rate < 1:
-                kind = self.participation.kind if self.amplified else self.sampling.kind
-                moved *= self._drawn(level.query, kind)
-                who = Entry(f"client {client}", t, level.name, moved, std, calls // joint, run_id)
-                rows.append(who._replace(rate=rate, sampler=f"{kind} {self.privacy.adjacency}"))
+                kind = Sampler(self.participation.kind if self.amplified else self.sampling.kind)
+                release = Release(level.name, moved * self._drawn(level.query, kind), std, calls // joint, rate, kind)
+                rows.append(Entry.of(release, f"client {client}", t, run_id, self.privacy.adjacency))
                 continue
             sensitivity = std * math.sqrt(self._increment(level, t)[client] / calls) if std else moved
             rows.append(Entry(f"client {client}", t, level.name, sensitivity, std, calls, run_id))
