@@ -224,6 +224,8 @@ def test_verify_catches_what_was_changed(tmp_path):
     assert problems(lambda c: [r.update(times=r["times"] - 1) for g in c["groups"] for r in g["releases"]])
     assert problems(lambda c: [r.update(sensitivity=r["sensitivity"] / 2) for g in c["groups"] for r in g["releases"]])
     assert problems(lambda c: c.update(clip=1.0, queries=[{**c["queries"][0], "clip": 2.0}]))
+    assert problems(lambda c: c.update(queries=[{**c["queries"][0], "joint": 2}]))
+    assert problems(lambda c: c.update(queries=[{**c["queries"][0], "calls": 2}]))
     assert problems(lambda c: c.update(trust="untrusted-server"))
     assert problems(lambda c: c.update(unit="user"))
     assert problems(lambda c: c.update(adjacency="add-remove"))

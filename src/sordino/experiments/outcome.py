@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sordino.core import SordinoError
+from sordino.core import SordinoError, Unit
 from sordino.data.sources import preprocess, read_features
 from sordino.data.text import tokenize
 from sordino.experiments.run import network
 from sordino.experiments.spec import Spec
+from sordino.methods import build
 from sordino.models.flat import Flat
 from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS
@@ -113,6 +114,14 @@ def _against_spec(cert: dict[str, Any], path: Path) -> Iterator[str]:
     for key, law in drawn.items():
         if cert["sampler"][key] != ("all" if law == Sampling() else str(law)):
             yield f"spec.toml draws {key} by {law}, the certificate says {cert['sampler'][key]}"
+    stated = {query["query"]: query for query in cert["queries"]}
+    for s, stage in enumerate(build(spec.method, Unit(spec.unit), **spec.options).stages):
+        for k, query in enumerate(stage.queries):
+            said = stated.get(f"{s}.{k} {query.kind}", {})
+            real: dict[str, float] = {"calls": query.calls, "joint": query.joint}
+            real |= {"clip": query.clip} if query.bound is None else {}
+            if query.noise is not None and any(said.get(key) != value for key, value in real.items()):
+                yield f"{spec.method} asks {s}.{k} {query.kind} otherwise than the certificate says"
 
 
 def _against_ledger(cert: dict[str, Any], path: Path) -> Iterator[str]:
