@@ -19,7 +19,11 @@ def add(commands: Any) -> None:
         "sordino predict runs/mine/model.safetensors new.csv",
     )
     parser.add_argument("model", metavar="MODEL", help="model.safetensors of a run, or the run's directory")
-    parser.add_argument("file", metavar="FILE", help=".csv or .parquet with the training columns, or .npz with x")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help=".csv or .parquet with the training columns, .npz with x, or (text models) .txt, a sentence a line",
+    )
     add_json(parser)
 
 

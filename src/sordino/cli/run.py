@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
         "sordino run\n"
         "sordino run --method dp-fedadam --epsilon 2 --set lr=0.1 --out runs/adam\n"
         "sordino run --data patients.csv --label outcome --partition by-column:hospital --trust secure-aggregation\n"
-        "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.01\n"
+        "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.02 --set evaluate_every=10\n"
         "sordino run spec.toml --json result.json\n"
         "sordino run --resume runs/adam",
     )
@@ -128,6 +128,7 @@ def _score(line: dict[str, Any]) -> str:
 
 def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
     from sordino.experiments import run
+    from sordino.privacy.certificate import ranges
 
     page = console()
     sizes = sorted(job.plan.sizes)
@@ -146,8 +147,18 @@ def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Pa
     page.print(f"final {_score(history[-1])} on {len(job.dataset.y_test):,} test records")
     if not run.beats_guessing(job, history[-1]):
         page.print(
-            "[bold yellow]warning[/]: that is no better than a constant guess. More noise than signal, or features of "
-            "very different scale: see --public-stats and --set normalize=l2 in 'sordino run --help'"
+            "[bold yellow]warning[/]: that is no better than a constant guess. "
+            + (
+                "Try more rounds, another lr or another clip (docs/deep.md)"
+                if job.spec.deep
+                else "More noise than signal, or features of unlike scales: --public-stats, or --set normalize=l2"
+            )
+        )
+    whole = [i for i, rate in enumerate(job.plan.rates) if rate == 1]
+    if job.spec.batch != "full" and whole and cert["records"] is not None:
+        page.print(
+            f"note: batch {job.spec.batch} is all that clients {ranges(whole)} hold; sampling hides nothing of theirs",
+            markup=False,
         )
     if 0 < len(job.names) <= 20:
         page.print("clients: " + "; ".join(f"{i} {name}" for i, name in enumerate(job.names)), markup=False)

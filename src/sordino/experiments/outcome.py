@@ -49,7 +49,11 @@ def predict(model: str | Path, file: str) -> Predictions:
 
 
 def sentences(file: str) -> list[str]:
-    """One a line."""
+    """One a line, without a heading and without labels."""
+    if Path(file).suffix.lower() in (".csv", ".tsv", ".parquet"):
+        raise SordinoError(
+            f"data: '{file}' is a table; give a text file, one sentence a line, or token ids as an .npz."
+        )
     try:
         found = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

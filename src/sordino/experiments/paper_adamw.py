@@ -312,7 +312,7 @@ def _at_hand(table: str, data_dir: str | None) -> list[str]:
     if sets.get("sst2") and package_folder() is not None:
         notes.append(
             "SST-2 and MiniLM are at hand: benchmarks/sst2.py runs this configuration on minilm-lora in place of "
-            "roberta-base-lora; see results/sst2.md"
+            "roberta-base-lora"
         )
     return notes
 

@@ -143,9 +143,17 @@ def network(spec: Spec, features: int, classes: int) -> Flat:
             f"method: {spec.method} asks for a {lacking[0]} matrix, which {spec.model} has no way to give; use a "
             "linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
         )
+    reads_text = spec.model in TRANSFORMERS and TRANSFORMERS[spec.model].text
+    if reads_text and spec.data not in glue.TASKS and not spec.data.endswith(".npz"):
+        raise SordinoError(f"model: {spec.model} reads text ({', '.join(glue.TASKS)}), not '{spec.data}'; use mlp.")
+    if spec.model in ("cnn", "resnet18-gn") and features not in nets.IMAGES:
+        raise SordinoError(
+            f"model: {spec.model} reads images of 8 x 8, 28 x 28 or 32 x 32 x 3 numbers; these rows have {features}. "
+            "Use mlp, or a linear model."
+        )
     if spec.model in NETS:
         return nets.build(spec.model, features, classes, seed=spec.split_seed)
-    return transformers.build(
+    made = transformers.build(
         spec.model,
         classes=classes,
         weights=spec.weights,
@@ -156,6 +164,8 @@ def network(spec: Spec, features: int, classes: int) -> Flat:
         seed=spec.split_seed,
         autocast=torch.bfloat16 if spec.dtype == "bfloat16" else None,
     )
+    made.seen(torch.zeros(1, features))  # refuses rows of another width before anything is begun
+    return made
 
 
 def evaluate(model: Linear | Flat, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:

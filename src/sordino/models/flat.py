@@ -267,6 +267,11 @@ class Flat:
         return {name: part.reshape(*theta.shape[:-1], *shape) for name, part, shape in pieces}
 
     def seen(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.features:
+            shape = " x ".join(map(str, self.shape))
+            raise SordinoError(
+                f"model: it reads rows of {shape} = {self.features:,} numbers; these have {x.shape[-1]:,}."
+            )
         return x.reshape(-1, *self.shape)
 
     def cast(self, theta: Tensor) -> Any:

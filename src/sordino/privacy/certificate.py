@@ -29,6 +29,8 @@ NUMERICS = (
     "the clip more than claimed; dtype = float64 removes that.",
 )
 
+SAMPLES = "What sampling hides is composed numerically: an upper bound, by less than 1 % of epsilon where it is tight."
+
 
 def certificate(
     plan: Plan,
@@ -114,7 +116,7 @@ def certificate(
             for group, epsilon in zip(groups, own, strict=True)
         ],
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
-        "numerics": list(NUMERICS),
+        "numerics": [*NUMERICS, *[SAMPLES] * plan.samples],
         "spec_sha256": spec_sha256,
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }

@@ -159,6 +159,11 @@ def _noise(cert: Mapping[str, Any]) -> str:
 
 def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
     kind = query["query"].split()[-1]
+    if kind == "count":
+        return (
+            "The clip followed a quantile of the gradients' lengths, from counts of those below it, to which every "
+            f"record added {query['clip']:g} or took it away; the counts were noised too."
+        )
     whose = "Each client's message" if kind == "delta" else f"Each record's {kind}"
     if query["bound"] == "by clip":
         return f"{whose} was shortened to length at most {query['clip']:g} (the clip)."
