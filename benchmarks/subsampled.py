@@ -1,6 +1,6 @@
 """Does subsampling help DP-FedSOFIM? Minibatches and more rounds against all records, at the same epsilon.
 
-    OMP_NUM_THREADS=1 python benchmarks/subsampled.py /work/shared/data     # results/subsampled.json and .md
+    OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR     # results/subsampled.json and .md
 
 CIFAR-10 features (50,000 x 64) on 20 clients, delta 1e-5, replace-one. Steps are chosen anew for every row on
 validation records (10 % of the training records, seed 0), around the one that results/table3 has for 70 rounds of all
