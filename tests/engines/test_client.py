@@ -169,3 +169,42 @@ def test_a_long_message_is_clipped_at_every_magnitude(clip):
     for size in (1.0, 1e10, 1e30, 3e37):
         message = torch.randn(50, generator=torch.Generator().manual_seed(0)) * size
         assert float(clipped(message, clip).double().norm()) <= clip
+
+
+def test_chance_inside_a_model_comes_from_the_source_for_every_kind_of_answer():
+    """A dropout mask that others knew by its place in the batch would tell who is in it."""
+    seeds = []
+
+    class Dropping(Linear):
+        random = True
+
+        def clipped_sum(self, *args):
+            seeds.append(torch.initial_seed())
+            return super().clipped_sum(*args)
+
+        def count_sum(self, *args):
+            seeds.append(torch.initial_seed())
+            return super().count_sum(*args)
+
+        def fisher_sum(self, *args):
+            seeds.append(torch.initial_seed())
+            return super().fisher_sum(*args)
+
+    def work(ask, down, memory, cache):
+        ask.count(down.theta, torch.ones_like(down.theta))
+        ask.fisher(down.theta)
+        return ask.gradient(down.theta)
+
+    queries = (Query(Kind.GRADIENT, 1.0), Query(Kind.COUNT, 0.5), Query(Kind.FISHER, 1.0, psd=True))
+    method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), queries),), EVERY)
+    records, before, state = small(torch.float64), torch.initial_seed(), torch.get_rng_state()
+    for engine in (reference, simulate):
+        for source in (Seeded(0), Seeded(1)):
+            next(engine.run(plan_for(records, method), Dropping(3, 2), records, source))
+    assert before not in seeds
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second = (
+        {*part} for part in (seeds[: len(records.sizes) * 3], seeds[len(records.sizes) * 3 :][: len(records.sizes) * 3])
+    )
+    assert len(first) == len(second) == 3 * len(records.sizes)  # one for each client and answer
+    assert not first & second

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sordino import checks
-from sordino.core import Adjacency, Kind, Privacy, SordinoError
+from sordino.core import Adjacency, Kind, Privacy, Shard, SordinoError
 from sordino.data.shard import Records
 from sordino.engines import reference, simulate
 from sordino.methods import build
@@ -83,6 +83,22 @@ def test_a_count_that_moves_too_far_is_found_out():
     halved = tuple(replace(q, clip=0.25) if q.kind is Kind.COUNT else q for q in stage.queries)
     wrong = method._replace(stages=(stage._replace(queries=halved),))
     assert any(found.beyond for found in checks.sensitivity(wrong, MODEL, Adjacency.ADD_REMOVE, trials=16))
+
+
+def test_a_network_of_one_parameter_counts_too():
+    class Slope(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = torch.nn.Linear(1, 1, bias=False)
+
+        def forward(self, x):
+            return torch.cat([self.line(x), 0 * x], -1)
+
+    model = Flat(Slope().double())
+    x = torch.tensor([[0.1], [8.0], [9.0]], dtype=torch.float64)
+    shard = Shard(x, torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.float64))
+    theta = torch.zeros(1, dtype=torch.float64)
+    assert model.count_sum(theta, shard, torch.ones(1)).tolist() == [-0.5]  # one below, two beyond
 
 
 def test_what_cannot_be_is_refused():

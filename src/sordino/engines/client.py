@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -173,11 +173,8 @@ class Oracle:
         if sum(map(bool, self._uses)) > query.calls // query.joint and self._spent[place] < query.calls:
             raise OverspentError("more minibatches were asked about than the query's `calls` over `joint`")
 
-        def total(clip: float) -> Tensor:
-            with self._chance():
-                return cast(Tensor, self._model.clipped_sum(theta, self._batches[number], clip, *rest))
-
-        return self._answer(Kind.GRADIENT, 1, total)
+        batch = self._batches[number]
+        return self._answer(Kind.GRADIENT, 1, lambda clip: self._model.clipped_sum(theta, batch, clip, *rest))
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
         batch = self._batches[self.sample().number]
@@ -225,7 +222,8 @@ class Oracle:
         if call >= query.calls:
             raise OverspentError(f"the {kind} query was declared for {query.calls} calls a round and asked once more")
         self._spent[number] += 1
-        answer = total(query.clip)
+        with self._chance():
+            answer = total(query.clip)
         if query.noise is not None:
             answer = self._noised(answer, number, call, axes)
         return answer / along(self._divisor(kind), axes)
@@ -248,7 +246,7 @@ class Oracle:
             return
         devices = [self._sizes.device] if self._sizes.is_cuda else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(self._luck(sum(self._uses)))
+            torch.manual_seed(self._luck(sum(self._spent)))
             yield
 
     def _number(self, kind: Kind) -> int:

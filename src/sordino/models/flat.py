@@ -193,10 +193,19 @@ class Flat:
                 here = rows.mask[0].nonzero()[:, 0]
                 rows = Shard(rows.x[:, here], rows.y[:, here], rows.mask[:, here])
             for j in parts(rows.x.shape[1], max(1, most // len(rows.x))):
-                self._add(mode, total[k], mine, Shard(rows.x[:, j], rows.y[:, j], rows.mask[:, j]), clip, each)
+                self._add(mode, total[k], mine, Shard(rows.x[:, j], rows.y[:, j], rows.mask[:, j]), clip, each, count)
         return total.reshape(*lead, -1)
 
-    def _add(self, mode: str, total: Tensor, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None) -> None:
+    def _add(
+        self,
+        mode: str,
+        total: Tensor,
+        theta: Tensor,
+        shard: Shard,
+        clip: float,
+        scale: Tensor | None,
+        count: bool = False,
+    ) -> None:
         """To the total of each group: groups x records that fit into memory."""
         x, y, mask, _ = shard
         (groups, n), later, lean = mask.shape, list[Use](), x.is_cuda or self._lean
@@ -226,7 +235,7 @@ class Flat:
             blocks = [(where, _times(scale[:, where], part.to(theta.dtype), n)) for where, part in blocks]
         for _, part in blocks:
             squares = squares + (bound(part) if lean else measure(part))
-        if total.shape[1] == 1 < self.size:  # a count
+        if count:
             total += (((squares <= clip**2).view(groups, n).to(mask) - 0.5) * mask).sum(1, keepdim=True)
             return
         factor, fine = _factor(squares.reshape(groups, n), clip, mask)
