@@ -11,11 +11,11 @@ from typing import Any
 _here: dict[str, Any] = {}
 
 
-def _start(load: Callable[..., Any], words: tuple[Any, ...], device: str) -> None:
+def _start(load: Callable[..., Any], words: tuple[Any, ...], device: str, judge: Callable[..., float] | None) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _here.update(load=load, words=words, device=device)
+    _here.update(load=load, words=words, device=device, judge=judge)
 
 
 def _train(number: int, values: dict[str, Any], seeds: list[int], at: list[int], part: str) -> tuple[int, Any]:
@@ -27,18 +27,28 @@ def _train(number: int, values: dict[str, Any], seeds: list[int], at: list[int],
     began = time.perf_counter()
     specs = [Spec.of({**values, "seed": seed}) for seed in seeds]
     runs = run_many(specs, _here[part], device=_here["device"], at=at)
-    return number, {"scores": [run.scores for run in runs], "seconds": time.perf_counter() - began}
+    scores = [run.scores for run in runs]
+    if _here["judge"]:
+        scores = [{run.plan.rounds: _here["judge"](run, *_here["words"], _here["device"])} for run in runs]
+    return number, {"scores": scores, "seconds": time.perf_counter() - began}
 
 
 def train(
-    jobs: list[dict[str, Any]], load: Callable[..., Any], words: tuple[Any, ...], *, device: str, workers: int
+    jobs: list[dict[str, Any]],
+    load: Callable[..., Any],
+    words: tuple[Any, ...],
+    *,
+    device: str,
+    workers: int,
+    judge: Callable[..., float] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """(number, scores by seed and round, seconds) of each job as it ends; a job that fails says why.
 
     A job: values (keys of a run), seeds, at (rounds to evaluate after) and part (given to `load(part, *words)`).
+    judge: scores a finished run, `judge(run, *words, device)`, instead of its accuracy along the way.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start, (load, words, device)) as pool:
+    with ProcessPoolExecutor(workers, context, _start, (load, words, device, judge)) as pool:
         futures = {pool.submit(_train, k, j["values"], j["seeds"], j["at"], j["part"]): k for k, j in enumerate(jobs)}
         for future in as_completed(futures):
             try:
