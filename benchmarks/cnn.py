@@ -48,12 +48,13 @@ METHODS: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
 
 READING = (
     "Does Fisher preconditioning on the server help without convexity? Hardly. Against FedSGD, the same gradients",
-    "without it, DP-FedSOFIM with K = 1 gains two points where clients hold 250 records each and is level elsewhere",
-    "(differences of medians below the spread of seeds); its momentum form is five to eight points behind. With K = 5",
-    "it loses to plain averaging of the same local steps (DP-FedAvg) except where noise is largest (250 records). Local",
-    "steps help where records are many: DP-FedAdamW leads from 2,500 records a client or ten clients at most, DP-FedAvg",
-    "follows; both fall behind where they are few. FedNewton-head, whose curvature has to be paid for, is far behind.",
-    "The largest step of the grid was chosen for FedSGD, FedHybrid and DP-FedSOFIM alike: a wider grid might lift them.",
+    "without it, DP-FedSOFIM with K = 1 gains two points where clients hold 250 records each and is level",
+    "elsewhere (differences of medians below the spread of seeds); its momentum form is five to eight points",
+    "behind. With K = 5 it loses to plain averaging of the same local steps (DP-FedAvg) except where noise is",
+    "largest (250 records). Local steps help where records are many: DP-FedAdamW leads from 2,500 records a",
+    "client or ten clients at most, DP-FedAvg follows; both fall behind where they are few. FedNewton-head, whose",
+    "curvature has to be paid for, is far behind. The largest step of the grid was chosen for FedSGD, FedHybrid",
+    "and DP-FedSOFIM alike: a wider grid might lift them.",
 )
 
 
