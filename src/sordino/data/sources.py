@@ -63,6 +63,7 @@ def load(
     public_stats: str | Path | None = None,
     normalize: str = "none",
     data_dir: str | Path | None = None,
+    classes: Sequence[str] | None = None,
 ) -> Dataset:
     """Read a source, hold out a test part where it brings none, and preprocess.
 
@@ -78,6 +79,7 @@ def load(
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
       data_dir: a folder with files of published sets; then $SORDINO_DATA and the cache are searched, and what is
         nowhere is downloaded.
+      classes: the public set of labels, where these records alone may not hold all of them.
     """
     _scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
@@ -86,7 +88,10 @@ def load(
 
     x, x_test = _features(raw.x, "x", raw.features), raw.x_test
     _same_length(x, "x", raw.y, "y")
-    y, y_test, classes = (raw.y, raw.y_test, raw.classes) if raw.classes else _encode(raw.y, raw.y_test)
+    y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else _encode(raw.y, raw.y_test)
+    if classes is not None:
+        y, y_test = (None if part is None else _known(part, found, classes) for part in (y, y_test))
+    public_classes = tuple(found if classes is None else classes)
     site = raw.site
     if site is not None:
         _same_length(x, "x", site, "client")
@@ -100,14 +105,14 @@ def load(
         _same_length(x_test, "x_test", y_test, "y_test")
         if x.shape[1] != x_test.shape[1]:
             raise SordinoError(f"x_test: {x_test.shape[1]} features, but x_train has {x.shape[1]}; they must agree.")
-    if classes and len(np.unique(y)) < 2:
+    if classes is None and found and len(np.unique(y)) < 2:
         raise SordinoError(
             "y: all training records have one label; there is nothing to learn. Check the labels or take more data."
         )
 
     public = None if public_stats is None else _public(Path(public_stats).expanduser(), x.shape[1])
     x, x_test = preprocess(x, public, normalize), preprocess(x_test, public, normalize)
-    return Dataset(_name(str(source)), x, y, x_test, y_test, site, classes, tuple(raw.features or ()), public)
+    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, tuple(raw.features or ()), public)
 
 
 def preprocess(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None, normalize: str) -> np.ndarray:
@@ -391,6 +396,15 @@ def _encode(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray, np.nd
             "drop those records or split anew."
         )
     return index.astype(np.int64), place.astype(np.int64), names
+
+
+def _known(y: np.ndarray, found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
+    """Class indices by a public list."""
+    if bool(found) != bool(classes):
+        raise SordinoError(f"classes: the labels are {'classes' if found else 'quantities'}, and were said not to be.")
+    if strangers := sorted(set(found) - set(classes)):
+        raise SordinoError(f"y: the label '{strangers[0]}' is none of the public ones ({', '.join(classes[:10])} …).")
+    return np.array([classes.index(name) for name in found])[y] if found else y
 
 
 def _label(y: np.ndarray, field: str) -> np.ndarray:

@@ -33,12 +33,13 @@ from sordino.core import (
     Tree,
     carries,
 )
+from sordino.privacy import discrete
 from sordino.privacy.noise import Address, Source, add
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
 
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
-SAMPLING, LUCK = 2**16 - 1, 2**16 - 2  # query numbers under which minibatches are drawn, and dropout is seeded
+SAMPLING, LUCK, ROUNDING = 2**16 - 1, 2**16 - 2, 2**16 - 3  # query numbers: of minibatches, of dropout, of dither
 
 Draw = Callable[[int, int, tuple[int, ...]], Tensor]  # (query number, call, shape of one client's draw) -> normals
 Pick = Callable[[int], Shard]  # (number of the minibatch) -> its records
@@ -147,6 +148,7 @@ class Oracle:
         secret: bool,
         runs: tuple[int, ...] = (),
         inside: bool = False,
+        quiet: bool = False,
     ) -> None:
         self._model, self._all, self._stage = model, cache(shard), stage
         self._sizes, self._stds, self._draw = sizes, stds, draw
@@ -154,8 +156,10 @@ class Oracle:
         self._pick, self._rates, self._luck = pick, rates, luck  # rates: None where no minibatches are drawn
         self._secret, self.runs = secret, runs
         self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
+        self._quiet = quiet  # the noise comes later, as integers (`secured`)
         self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
         self._spent = [0] * len(stage.queries)
+        self._said: Tensor | None = None  # the last answer
         self._batches: list[Shard] = []
         self._uses: list[int] = []
         self.facts = facts
@@ -206,6 +210,10 @@ class Oracle:
 
     def finish(self, message: Tree, *, noise: bool = True) -> Tree:
         """Clip and noise the finished message, where that is what the stage releases."""
+        if self._quiet and not any(query.kind is Kind.DELTA for query in self._stage.queries):
+            if message is not self._said:  # what was made of an answer has another sensitivity
+                raise SordinoError("message: integers are noised in place of an answer, so it must be sent as it is.")
+            return message
         for number, query in enumerate(self._stage.queries):
             if query.kind is Kind.DELTA:
                 if not isinstance(message, Tensor) or message.dim() != self._axes:
@@ -226,7 +234,8 @@ class Oracle:
             answer = total(query.clip)
         if query.noise is not None:
             answer = self._noised(answer, number, call, axes)
-        return answer / along(self._divisor(kind), axes)
+        self._said = answer / along(self._divisor(kind), axes)
+        return self._said
 
     def _divisor(self, kind: Kind) -> Tensor:
         """The number of records an answer is about: all, or those a minibatch is expected to hold."""
@@ -257,10 +266,28 @@ class Oracle:
 
     def _noised(self, answer: Tensor, number: int, call: int, axes: int) -> Tensor:
         std = along(self._stds[number], axes)
-        if not std.any():
+        if self._quiet or not std.any():
             return answer
         grid = along(self._grids[number], axes)
         return add(answer, std * self._draw(number, call, tuple(answer.shape[-axes:])), grid, secret=self._secret)
+
+
+def secured(plan: Plan, turn: Turn, i: int, message: Tree, source: Source) -> np.ndarray:
+    """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised."""
+    level = next(level for level in plan.levels if level.stage == plan.stage_of(turn.t))
+    if not isinstance(message, Tensor) or message.shape != (plan.integers and plan.integers.dimension,):
+        raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
+    shape, at = tuple(message.shape), Address(i, turn.t, level.number)
+    steps = 1 / (level.step * level.weight.max())
+    dither = source.uniform(at._replace(query=ROUNDING), shape)
+    whole = discrete.encode(plan.weights[i] * message.double().numpy(), steps, dither)
+    return discrete.modular(whole + discrete.draw(source, at, plan.variance(level), shape))
+
+
+def opened(plan: Plan, turn: Turn, total: np.ndarray) -> Tensor:
+    """The aggregate, from the sum of integers modulo 2^32."""
+    level = next(level for level in plan.levels if level.stage == plan.stage_of(turn.t))
+    return torch.from_numpy(discrete.decode(total, 1 / (level.step * level.weight.max())))
 
 
 def along(value: Tensor, axes: int) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sordino.core import Down, Model, Round, Shard, SordinoError, Tree, nothing
 from sordino.data.shard import Lazy, Records
-from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, seed_of, turns
+from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, opened, secured, seed_of, turns
 from sordino.privacy.ledger import Entry, Ledger
 from sordino.privacy.noise import Address, Source
 from sordino.privacy.plan import Plan
@@ -30,6 +31,8 @@ def run(
 ) -> Iterator[Round]:
     """Yield after every round. With a ledger, a message is stored before it leaves, and one already stored is sent
     again as it was, without touching the data: to resume, run again."""
+    if plan.integers is not None and ledger is not None:
+        raise SordinoError("ledger: a simulation of secure aggregation keeps none; every site has its own.")
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = torch.as_tensor(plan.weights / plan.participation.rate(plan.clients)).to(records.x)
     clients = range(plan.clients)
@@ -59,16 +62,19 @@ def run(
             ledger.afford([entry for i in (*new, *away) for entry in plan.entries(i, turn.t, run_id)])
             for i in away:
                 ledger.charge(plan.entries(i, turn.t, run_id))
-        parts = []
+        parts, total = [], np.uint32(0)
         for i in cohort:
             message = said[i]
             if message is None:
                 if said_before:
                     check_stream(plan, turn.t, source)
-                ask = oracle(model, records, turn, i, source)
+                ask = oracle(model, records, turn, i, source, quiet=plan.integers is not None)
                 message = ask.finish(local.work(ask, down, memory[i], caches[i]))
                 if ledger is not None:
                     ledger.charge(plan.entries(i, turn.t, run_id), pack(message))
+            if plan.integers is not None:
+                total = total + secured(plan, turn, i, message, source)  # modulo 2^32
+                continue
             memory[i] = local.remember(message, down, memory[i])
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, message))
         for i in turn.extras if parts or plan.amplified else ():
@@ -80,6 +86,8 @@ def run(
                 if ledger is not None and plan.amplified:  # sent again as it was: else a repetition shows who came
                     ledger.charge([Entry(NOBODY, turn.t, "noise", 0.0, 1.0, 1, run_id)], pack(noise))
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, noise))
+        if plan.integers is not None:
+            parts = [opened(plan, turn, np.asarray(total)).to(theta)]
         aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
         if parts:
             step, state = rule.update(aggregate, state, theta, turn.step)
@@ -102,8 +110,9 @@ def oracle(
     *,
     inside: bool = False,
     empty: bool = False,
+    quiet: bool = False,
 ) -> Oracle:
-    """Client i's own; `empty`: as if it held no record."""
+    """Client i's own; `empty`: as if it held no record; `quiet`: answers without noise."""
     shard = records.shard(i)
     shard = shard._replace(mask=0 * shard.mask) if empty else shard
     rate = float(turn.rates[i])
@@ -134,4 +143,5 @@ def oracle(
         facts=turn.facts,
         secret=source.private,
         inside=inside,
+        quiet=quiet,
     )

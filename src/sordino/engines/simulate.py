@@ -67,6 +67,8 @@ def run(
     noise; what differs in their methods is in the first plan's method, as tensors with that axis (see `many`).
     """
     plans, plan = (list(plan), plan[0]) if isinstance(plan, Sequence) else ([plan], plan)
+    if plan.integers is not None:
+        raise SordinoError("integers: the reference engine adds them up; this one knows real numbers alone.")
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
     memory: Tree = ()

@@ -9,12 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from sordino.core import Adjacency
-from sordino.privacy import gaussian, sampled
+from sordino.privacy import discrete, gaussian, sampled
+from sordino.privacy.discrete import FAILURE
 from sordino.privacy.sampled import Sampled, Sampler
 
 
 class Release(NamedTuple):
-    """`times` equal Gaussian releases, as the adversary sees them, each about a part of the data drawn at `rate`."""
+    """`times` equal Gaussian releases, as the adversary sees them, each about a part of the data drawn at `rate`.
+
+    `integers`: of sums of integers with discrete Gaussian noise.
+    """
 
     query: str
     sensitivity: float
@@ -22,6 +26,7 @@ class Release(NamedTuple):
     times: int
     rate: float = 1.0
     sampler: Sampler = Sampler.FULL
+    integers: bool = False
 
 
 def mu(releases: Iterable[Release]) -> float:
@@ -31,7 +36,11 @@ def mu(releases: Iterable[Release]) -> float:
 
 
 def epsilon(releases: Sequence[Release], delta: float, adjacency: Adjacency) -> float:
-    """The least that is proved."""
+    """The least that is proved. Discrete noise is accounted for as concentrated DP, and what stands beside it too."""
+    if whole_numbers := sum(r.times for r in releases if r.integers):
+        if any(r.rate < 1 for r in releases) or math.isinf(mu(releases)):
+            return math.inf
+        return discrete.epsilon(mu(releases) ** 2 / 2, delta, whole_numbers)
     drawn, whole = split(releases, adjacency)
     if not drawn or math.isinf(mu(releases)):
         return gaussian.epsilon(mu(releases), delta)
@@ -40,6 +49,9 @@ def epsilon(releases: Sequence[Release], delta: float, adjacency: Adjacency) -> 
 
 def guess(releases: Sequence[Release], adjacency: Adjacency) -> float:
     """How often a guess between two equally likely cases is right, at most: (1 + delta at epsilon 0) / 2."""
+    if whole_numbers := sum(r.times for r in releases if r.integers):
+        rho = mu(releases) ** 2 / 2  # total variation by Pinsker, and by Bretagnolle and Huber
+        return min(1.0, (1 + min(math.sqrt(rho / 2), math.sqrt(-math.expm1(-rho))) + whole_numbers * FAILURE) / 2)
     drawn, whole = split(releases, adjacency)
     if not drawn or math.isinf(mu(releases)):
         return (1 + gaussian.delta(mu(releases), 0.0)) / 2

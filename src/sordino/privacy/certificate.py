@@ -15,7 +15,7 @@ from sordino.core import Adjacency, Correlated, Divisor, Trust, Unit, carries
 from sordino.privacy import account
 from sordino.privacy.noise import Seeded, Source
 from sordino.privacy.participation import EVERYONE
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Group, Plan
 from sordino.privacy.sampled import Sampler
 
 FORMAT = 1
@@ -30,6 +30,12 @@ NUMERICS = (
 )
 
 SAMPLES = "What sampling hides is composed numerically: an upper bound, by less than 1 % of epsilon where it is tight."
+
+INTEGERS = (
+    "Messages are integers modulo 2^32: clipped sums in steps, randomly rounded, with discrete Gaussian noise drawn from "
+    "integers. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; what the rounding's bound "
+    "and the sampler may miss, 2^-64 a release, is part of δ.",
+)
 
 
 def certificate(
@@ -95,6 +101,7 @@ def certificate(
                 "semidefinite": level.query.psd,
                 "stream": isinstance(level.query.noise, Correlated),
                 "carried": carries(level.query.noise),
+                "step": level.step,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
             for level in plan.levels
@@ -115,8 +122,13 @@ def certificate(
             }
             for group, epsilon in zip(groups, own, strict=True)
         ],
+        "secure": _secure(plan, groups),
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
-        "numerics": [*NUMERICS, *[SAMPLES] * plan.samples],
+        "numerics": [
+            *(NUMERICS[1:] if plan.integers else NUMERICS),
+            *[SAMPLES] * plan.samples,
+            *INTEGERS[: bool(plan.integers)],
+        ],
         "spec_sha256": spec_sha256,
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }
@@ -149,6 +161,24 @@ def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
 
 def listed(releases: Sequence[dict[str, Any]]) -> list[account.Release]:
     return [account.Release(**{**release, "sampler": Sampler(release["sampler"])}) for release in releases]
+
+
+def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
+    """Of a sum of integers: whose noise is counted on, and epsilon against the server alone beside the coalition's."""
+    if plan.integers is None:
+        return None
+    how, honest = plan.integers, plan.integers.honest(plan.clients)
+    more = math.sqrt((plan.clients - how.dropouts) / honest)  # against the server alone, colluders' noise counts too
+    alone = [[r._replace(std=r.std * more) for r in group.releases] for group in groups]
+    return {
+        "dimension": how.dimension,
+        "dropouts": how.dropouts,
+        "colluders": how.colluders,
+        "honest": honest,
+        "epsilon_server": finite(
+            max(account.epsilon(each, plan.privacy.delta, plan.privacy.adjacency) for each in alone)
+        ),
+    }
 
 
 def _sampler(plan: Plan) -> dict[str, str]:
@@ -224,10 +254,13 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
             "Minibatches are drawn anew for every answer by the noise's own secret source, and no client tells what "
             "they hold."
         )
-    if plan.privacy.trust is Trust.SECURE_AGGREGATION:
+    if plan.integers is not None:
         facts.append(
-            "Messages are added up by a secure aggregation protocol, which this library does not yet carry out."
+            "The server follows the protocol of secure aggregation, and its computers see nothing else; of the sites at "
+            f"most {plan.integers.colluders} tell the server, or one another, what they know."
         )
+    elif plan.privacy.trust is Trust.SECURE_AGGREGATION:
+        facts.append("Messages are added up by a secure aggregation protocol, which a simulation does not carry out.")
         facts.append("Every participant adds its share of the noise, and none tells its share to the observer.")
     if plan.sums_only and plan.participation.kind != EVERYONE and any(plan.goes_on(t) for t in range(plan.rounds)):
         facts.append("Clients outside a round's cohort send their part of the common noise all the same.")

@@ -29,12 +29,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from sordino.core import Adjacency, OverspentError, SordinoError
-from sordino.privacy import account, gaussian
+from sordino.privacy import account, discrete, gaussian
 from sordino.privacy.sampled import Sampler
 
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # stands before the first row
 TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of a number of planned releases
+DISCRETE = "discrete"  # in place of a sampler: sums of integers with discrete noise, about all of the data
 SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
@@ -85,8 +86,8 @@ class Entry(NamedTuple):
 
     @staticmethod
     def of(release: account.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Entry:
-        query, sensitivity, std, times, rate, sampler = release
-        drawn = f"{sampler} {adjacency}" if rate < 1 else ""
+        query, sensitivity, std, times, rate, sampler, integers = release
+        drawn = f"{sampler} {adjacency}" if rate < 1 else DISCRETE if integers else ""
         return Entry(who, round, query, sensitivity, std, times, plan, rate, drawn)
 
 
@@ -395,7 +396,7 @@ def _checked(entry: Entry) -> Entry:
         ("rate", 0 < entry.rate <= 1, "must lie in (0, 1]"),
         (
             "sampler",
-            entry.rate == 1 or entry.sampler in SAMPLERS,
+            entry.sampler in SAMPLERS if entry.rate < 1 else entry.sampler in ("", DISCRETE),
             "must name a sampler and an adjacency it is bounded for",
         ),
     ):
@@ -410,25 +411,31 @@ class Spent:
     def __init__(self) -> None:
         self.square = 0.0  # mu squared, of all as if nothing had been sampled
         self.parts: dict[tuple[str, float, float, float], int] = {}  # (sampler, rate, sensitivity, std) -> times
+        self.discrete = 0  # releases of integers
 
     def copy(self) -> Spent:
         twin = Spent()
-        twin.square, twin.parts = self.square, dict(self.parts)
+        twin.square, twin.parts, twin.discrete = self.square, dict(self.parts), self.discrete
         return twin
 
     def add(self, entry: Entry) -> None:
         self.square += gaussian.mu_of([(entry.sensitivity, entry.std, entry.times)]) ** 2
+        self.discrete += entry.times * (entry.sampler == DISCRETE)
         sampler = entry.sampler if entry.rate < 1 else ""
         key = (sampler, entry.rate, entry.sensitivity, entry.std)
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def epsilon(self, delta: float) -> float:
         """The least that follows when one sampler's entries count as sampled, and all others as if they were not."""
+        if self.discrete:  # all of it as concentrated DP, as if nothing had been sampled
+            return discrete.epsilon(self.square / 2, delta, self.discrete) if self.square < math.inf else math.inf
         plain = gaussian.epsilon(math.sqrt(self.square), delta)
         return min([plain, *(self._with(name, delta) for name in {key[0] for key in self.parts} - {""})])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
-        return self.square > mu * mu * (1 + TOLERANCE) and self.epsilon(delta) > epsilon * (1 + TOLERANCE)
+        # Without discrete noise a small enough mu needs no further look.
+        fits = not self.discrete and self.square <= mu * mu * (1 + TOLERANCE)
+        return not fits and self.epsilon(delta) > epsilon * (1 + TOLERANCE)
 
     def _with(self, name: str, delta: float) -> float:
         sampler, adjacency = name.split()

@@ -79,6 +79,10 @@ class Source(Protocol):
         """Independent uniforms in (0, 1), from a stream of their own."""
         ...
 
+    def words(self, at: Address, count: int) -> Words:
+        """Independent words of 64 bits, from a stream of their own: what integer noise is made of."""
+        ...
+
     def fresh(self) -> Source:
         """For one run. Noise used in two runs would cancel in their difference: a secret stream is used in one."""
         ...
@@ -96,6 +100,7 @@ class Secure:
         master = secrets.token_bytes(32) if key is None else bytes(key)
         self._normal_key = _derive(master, b"sordino normal")
         self._uniform_key = _derive(master, b"sordino uniform")
+        self._words_key = _derive(master, b"sordino words")
 
     def __repr__(self) -> str:
         return "Secure(key=<hidden>)"
@@ -109,6 +114,9 @@ class Secure:
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
         return _draw(self._uniform_key, at, shape, _to_uniform)
 
+    def words(self, at: Address, count: int) -> Words:
+        return _draw(self._words_key, at, (count,), _to_words).view("<u8").astype(np.uint64, copy=False)
+
 
 class Seeded:
     """Reproducible from a seed, and therefore not private."""
@@ -121,6 +129,7 @@ class Seeded:
         self.seed = int(seed)
         self._normal_prefix = struct.pack("<QI", self.seed, 0)
         self._uniform_prefix = struct.pack("<QI", self.seed, 1)
+        self._words_prefix = struct.pack("<QI", self.seed, 2)
 
     def __repr__(self) -> str:
         return f"Seeded({self.seed})"
@@ -136,6 +145,9 @@ class Seeded:
         _to_uniform(_bits(self._uniform_prefix, at).random_raw(out.size).reshape(shape), out)
         return out
 
+    def words(self, at: Address, count: int) -> Words:
+        return np.asarray(_bits(self._words_prefix, at).random_raw(count), dtype=np.uint64)
+
 
 class Counted:
     """Reproducible from a seed, and not private: number i of a stream is a hash of its place, the same on every device
@@ -145,7 +157,7 @@ class Counted:
 
     def __init__(self, seed: int) -> None:
         self.seed = Seeded(seed).seed
-        self.keys = [_word(struct.pack("<QI", self.seed, purpose), b"sordino key") for purpose in (0, 1)]
+        self.keys = [_word(struct.pack("<QI", self.seed, purpose), b"sordino key") for purpose in (0, 1, 2)]
 
     def __repr__(self) -> str:
         return f"Counted({self.seed})"
@@ -159,6 +171,10 @@ class Counted:
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
         start = torch.tensor([self.keys[1] ^ _word(at.pack())])
         return np.asarray(_fractions(_mix(start), math.prod(shape))[0].numpy()).reshape(shape)
+
+    def words(self, at: Address, count: int) -> Words:
+        start = torch.tensor([self.keys[2] ^ _word(at.pack())])
+        return np.asarray(_hashes(_mix(start), count)[0].numpy()).view(np.uint64)
 
 
 def counted(sources: Sequence[Counted], at: Sequence[Address], size: int, device: str = "cpu") -> Tensor:
@@ -189,6 +205,9 @@ class Silent:
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
         return self._seeded.uniform(at, shape)
+
+    def words(self, at: Address, count: int) -> Words:
+        return self._seeded.words(at, count)
 
 
 def add(value: Tensor, noise: Tensor, std: Tensor | float, *, secret: bool) -> Tensor:
@@ -230,10 +249,15 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-def _fractions(start: Tensor, size: int) -> Tensor:
-    """Uniforms in (0, 1): SplitMix64 from `start`, one stream a row."""
+def _hashes(start: Tensor, size: int) -> Tensor:
+    """Words: SplitMix64 from `start`, one stream a row."""
     index = torch.arange(1, size + 1, device=start.device)
-    words = _mix(start.unsqueeze(-1) + index * _GOLDEN)
+    return _mix(start.unsqueeze(-1) + index * _GOLDEN)
+
+
+def _fractions(start: Tensor, size: int) -> Tensor:
+    """Uniforms in (0, 1) of those words."""
+    words = _hashes(start, size)
     return (((words >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 
@@ -292,3 +316,8 @@ def _to_uniform(words: Words, out: Floats) -> None:
     np.right_shift(words, 12, out=words)
     np.add(words, 0.5, out=out)
     np.multiply(out, 2.0**-52, out=out)
+
+
+def _to_words(words: Words, out: Floats) -> None:
+    """As they are: the answer's memory holds their bits."""
+    out.view("<u8")[:] = words

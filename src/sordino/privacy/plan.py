@@ -40,9 +40,10 @@ from sordino.core import (
     nothing,
 )
 from sordino.privacy import account as account_of
-from sordino.privacy import gaussian, sampled
+from sordino.privacy import discrete, gaussian, integers, sampled
 from sordino.privacy.account import Release
-from sordino.privacy.ledger import Entry
+from sordino.privacy.integers import Integers
+from sordino.privacy.ledger import DISCRETE, Entry
 from sordino.privacy.participation import EVERYONE, Participation, Sampling
 from sordino.privacy.sampled import Sampled, Sampler
 
@@ -59,6 +60,7 @@ class Level(NamedTuple):
     sensitivity: np.ndarray  # of one release of client i, in the units of its clipped sum
     std: np.ndarray  # of client i's own noise; where only sums are seen, of a cohort of one (see Plan.share)
     weight: np.ndarray  # w_i / b_i: how far a unit of client i's sum moves the aggregate
+    step: float = 0.0  # of integers, in units of the heaviest client's sum; 0 where real numbers are sent
 
     @property
     def name(self) -> str:
@@ -88,6 +90,7 @@ class Plan:
     noise: float | None = None  # std of the summed client noise over the clip; None: what epsilon asks for
     uncertified: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    integers: Integers | None = None  # sums are of integers, added up by secure aggregation
 
     def __post_init__(self) -> None:
         if str(self.divisor) not in list(Divisor):
@@ -135,6 +138,20 @@ class Plan:
             )
         if self.unbounded and not (self.uncertified or self.silent):
             raise SordinoError(f"batch: {self.unbounded}")
+        if self.integers is not None:
+            self._check_integers(self.integers)
+
+    def _check_integers(self, how: Integers) -> None:
+        how.honest(self.clients)
+        integers.check(self.method)
+        if self.privacy.trust is not Trust.SECURE_AGGREGATION:
+            raise SordinoError(f"trust: integers are added up under secure-aggregation, not {self.privacy.trust}.")
+        if self.participation.kind != EVERYONE:
+            raise SordinoError(f"participation: secure aggregation is over all sites here, not {self.participation}.")
+        if self.sampling.kind != EVERYONE:
+            raise SordinoError(f"batch: discrete noise has no account of {self.sampling}; leave batch at full.")
+        if self.silent:
+            raise SordinoError("epsilon: secure aggregation without noise is not offered; give epsilon.")
 
     # ------------------------------------------------------------------------------------------------ structure
 
@@ -273,7 +290,7 @@ class Plan:
         for client, epsilon in self.privacy.client_epsilon.items():
             wishes[client] = epsilon
         distinct, which = np.unique(wishes, return_inverse=True)
-        mu = np.array([gaussian.mu(e, self.privacy.delta) for e in distinct])[which]
+        mu = np.array([self._allowed(e, int(releases.sum())) for e in distinct])[which]
         sizes, position = np.unique(self.sizes, return_inverse=True)
         levels = []
         for (s, k, query), share, count in zip(found, shares, releases, strict=True):
@@ -297,10 +314,41 @@ class Plan:
                 parties = 1.0 if self.sums_only else self.participation.rate(self.clients) * self.clients
                 std = spread * self.noise * scale / math.sqrt(parties * (spread**2).mean())
             levels.append(Level(s, k, query, scale, claims, std, weight))
+        if self.integers is not None:
+            return tuple(self._in_steps(level, self.integers) for level in levels)
         if self.noise is None and not self.silent:
             relief = self._relief(levels, wishes)
             levels = [level._replace(std=level.std * relief) for level in levels]
         return tuple(levels)
+
+    def _allowed(self, epsilon: float, releases: int) -> float:
+        """mu of all releases together; of discrete noise what concentrated DP proves, rho = mu^2 / 2."""
+        if self.integers is None:
+            return gaussian.mu(epsilon, self.privacy.delta)
+        return math.sqrt(2 * discrete.rho_of(epsilon, self.privacy.delta, releases)) * (1 - 1e-11)
+
+    def _in_steps(self, level: Level, how: Integers) -> Level:
+        """The same level in integers: as fine as they can be, with noise that covers the rounding too."""
+        records = 1.0 if level.query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
+        reach = float((level.weight * records * level.query.clip).sum())
+        total = float((level.weight * level.std).max())
+        steps = how.steps(reach, total, self.clients)
+        factor = how.lengthened(steps * level.weight * level.sensitivity) if self.noise is None else 1.0
+        level = level._replace(std=level.std * factor, step=1 / (steps * level.weight.max()))
+        variance = self.variance(level)
+        if variance < integers.LEAST:
+            raise SordinoError(
+                f"noise: its variance is {variance:.3g} in integer steps; {integers.LEAST:g} are needed."
+            )
+        if discrete.wraps(reach * steps, variance, self.clients, how.dimension) > integers.WRAPS:
+            raise SordinoError("noise: the sums leave the range of integers too often; use untrusted-server.")
+        return level
+
+    def variance(self, level: Level) -> float:
+        """Of the discrete noise that each client adds, in integer steps."""
+        how = self.integers
+        assert how is not None
+        return float((level.weight * level.std).max() / level.weight.max() / level.step) ** 2 / how.honest(self.clients)
 
     def _relief(self, levels: list[Level], wishes: np.ndarray) -> np.ndarray:
         """What sampling leaves of the noise that the same releases of all data would need, for each client."""
@@ -331,7 +379,7 @@ class Plan:
         kind = Sampler(self.participation.kind if self.amplified else self.sampling.kind)
         found = []
         for level, (moved, seen, count, rate) in zip(levels, account.reshape(-1, 4), strict=True):
-            release = Release(level.name, float(moved), float(seen), int(count))
+            release = Release(level.name, float(moved), float(seen), int(count), integers=self.integers is not None)
             if count and rate < 1:  # answers about one minibatch are one release of all of them
                 times, far = int(count) // level.query.joint, float(moved) * self._drawn(level.query, kind)
                 release = release._replace(sensitivity=far, times=times, rate=float(rate), sampler=kind)
@@ -363,6 +411,8 @@ class Plan:
         rate = self.participation.rate(self.clients)
         arriving = (level.weight * level.std) ** 2
         total = arriving.max() if self.sums_only else arriving.sum() * rate
+        if self.integers is not None:  # all of it, not only what is counted on
+            total *= self.clients / self.integers.honest(self.clients)
         return float(math.sqrt(total)) / rate
 
     def summed_noise(self) -> tuple[float, float]:
@@ -372,7 +422,10 @@ class Plan:
         return float(math.sqrt(self.senders(level.query) * (own**2).mean())), float(own.max())
 
     def senders(self, query: Query) -> float:
-        """Expected number of clients whose noise a round adds up: the cohort, or everyone for a common stream."""
+        """Expected number of clients whose noise a round adds up: the cohort, or everyone for a common stream; under
+        secure aggregation those whose noise is counted on."""
+        if self.integers is not None:
+            return self.integers.honest(self.clients)
         common = self.sums_only and carries(query.noise)
         return self.clients * (1.0 if common else self.participation.rate(self.clients))
 
@@ -398,7 +451,10 @@ class Plan:
             return level.sensitivity, level.std
         heaviest = level.weight.max()
         std = (level.weight * level.std).max() / heaviest
-        return level.sensitivity * level.weight / heaviest, np.full(self.clients, std)
+        moved = level.sensitivity * level.weight / heaviest
+        if self.integers is not None:
+            moved = level.step * self.integers.rounded(moved / level.step)
+        return moved, np.full(self.clients, std)
 
     def groups(self, done: int | None = None) -> tuple[Group, ...]:
         """Clients with equal accounts, after `done` rounds (default: the whole plan)."""
@@ -455,6 +511,8 @@ class Plan:
         """Epsilon of the client worst off once round t is over."""
         if self.samples:
             return float(self._path[t])
+        if self.integers is not None:
+            return discrete.epsilon(float(self._squares[t]) / 2, self.privacy.delta, t + 1)
         return gaussian.epsilon(float(self._squares[t]) ** 0.5, self.privacy.delta)
 
     @cached_property
@@ -502,7 +560,8 @@ class Plan:
                 rows.append(Entry.of(release, f"client {client}", t, run_id, self.privacy.adjacency))
                 continue
             sensitivity = std * math.sqrt(self._increment(level, t)[client] / calls) if std else moved
-            rows.append(Entry(f"client {client}", t, level.name, sensitivity, std, calls, run_id))
+            drawn = DISCRETE if self.integers is not None else ""
+            rows.append(Entry(f"client {client}", t, level.name, sensitivity, std, calls, run_id, sampler=drawn))
         return rows
 
 

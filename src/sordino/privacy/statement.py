@@ -49,7 +49,7 @@ A model was trained with {cert["method"]} over {cert["clients"]} clients\
 
 ## Who is protected, and against whom
 
-The guarantee speaks of {WHO[unit, adjacency]}. It holds against {WHOM[trust]}, whatever else they know, \
+The guarantee speaks of {WHO[unit, adjacency]}. It holds against {WHOM[trust]}{_coalition(cert)}, whatever else they know, \
 unless they can break the cipher that the noise comes from.
 
 ## How well
@@ -81,6 +81,14 @@ def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
         "This was a simulation: all data lay on one machine, and the guarantee is for what a deployment with the same "
         f"settings would let others see.{assumed}"
     )
+
+
+def _coalition(cert: Mapping[str, Any]) -> str:
+    secure = cert.get("secure")
+    if not secure or not secure["colluders"]:
+        return ""
+    who = "one site" if secure["colluders"] == 1 else f"{secure['colluders']} sites"
+    return f", even together with {who} (against the server alone ε is {secure['epsilon_server']:.4g})"
 
 
 def _bullets(lines: Sequence[str]) -> str:
@@ -151,9 +159,20 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
 def _noise(cert: Mapping[str, Any]) -> str:
     if not cert["noise"]:
         return "No noise was added."
+    kind = "Discrete Gaussian" if cert.get("secure") else "Gaussian"
     return (
-        f"Gaussian noise was added to it: its standard deviation is {cert['client_noise']:.4g} times that length for "
-        f"one client (at most), {cert['noise']:.4g} times for the sum over a round's participants."
+        f"{kind} noise was added to it: its standard deviation is {cert['client_noise']:.4g} times that length for "
+        f"one client (at most), {cert['noise']:.4g} times for the sum over a round's participants{_counted_on(cert)}."
+    )
+
+
+def _counted_on(cert: Mapping[str, Any]) -> str:
+    secure = cert.get("secure")
+    if not secure:
+        return ""
+    return (
+        f", counting the noise of {secure['honest']} sites alone: {secure['dropouts']} may fail in any round, and "
+        f"{secure['colluders']} may tell the server their own"
     )
 
 

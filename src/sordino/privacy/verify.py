@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Kind, Query, SordinoError, Trust, Unit
-from sordino.privacy import gaussian
+from sordino.privacy import discrete, gaussian
 from sordino.privacy.certificate import FORMAT
 from sordino.privacy.participation import EVERYONE, Sampling
 from sordino.privacy.sampled import Sampler
@@ -79,6 +79,8 @@ def _pld_epsilon(releases: Sequence[Mapping[str, Any]], delta: float, adjacency:
         return _renyi_epsilon(steps, delta)
     # A release adds mu^2/2 + mu sqrt(2 log 1/delta) to epsilon at most: enough to choose a grid.
     guess = rough / 2 + math.sqrt(2 * rough * math.log(1 / delta))
+    if any(release.get("integers") for release in releases):
+        return _concentrated_epsilon(steps, delta)
     sampled = any(step.rate < 1 for step in steps)
     single = min(step.rate * step.moved / step.std for step in steps if step.moved)  # a small loss needs a finer grid
     interval = min(1e-2, max(1e-6, guess * 1e-4), single / 10 if sampled else 1e-2)
@@ -114,6 +116,21 @@ def _renyi_epsilon(steps: Sequence[Step], delta: float) -> float:
             accountant.compose(event, step.times)
     plain = gaussian.mu_of((step.moved, step.std, step.times) for step in steps)
     return min(float(accountant.get_epsilon(delta)), gaussian.epsilon(plain, delta))
+
+
+def _concentrated_epsilon(steps: Sequence[Step], delta: float) -> float:
+    """Discrete noise: zero-concentrated DP, and 2^-64 a release for what rounding and sampling may miss."""
+    import dp_accounting as dp
+    from dp_accounting.rdp import RdpAccountant
+
+    if any(step.rate < 1 for step in steps):
+        raise SordinoError("certificate: no account is known of discrete noise on a sample.")
+    rho = sum(step.times * (step.moved / step.std) ** 2 / 2 for step in steps)
+    orders = 1 + np.geomspace(1e-3, 1e6, 4000)
+    accountant = RdpAccountant(orders)
+    accountant.compose(dp.ZCDpEvent(rho))
+    left = delta - sum(step.times for step in steps) * 2.0**-64
+    return float(accountant.get_epsilon(left)) if left > 0 else math.inf
 
 
 class Step(NamedTuple):
@@ -162,7 +179,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 apart = drawn and query["semidefinite"] and release["sampler"] == Sampler.POISSON
                 apart = apart and adjacency is Adjacency.REPLACE_ONE
                 joint = (int(query["joint"]) if drawn else 1) * (2 if apart else 1)
-                expected = bound * (high if sums_only else 1.0) * math.sqrt(joint)
+                expected = _after_rounding(cert, query, bound * (high if sums_only else 1.0) * math.sqrt(joint))
                 if not _near(float(release["sensitivity"]), expected):
                     problems.append(
                         f"{name}: the sensitivity is {release['sensitivity']:.6g}, but clip {clip:g}, {unit} level and "
@@ -171,6 +188,16 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             _check_rate(cert, kind, name, group, release, problems)
     _check_rounds(cert, problems)
     _check_totals(cert, problems)
+
+
+def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: float) -> float:
+    """Of integers: randomly rounded, a change of s steps in d numbers is at most this long, but for 2^-80."""
+    secure, step = cert.get("secure"), float(query.get("step", 0.0))
+    if secure is None:
+        return moved
+    if not step > 0 or any(not r.get("integers") for g in cert["groups"] for r in g["releases"]):
+        raise SordinoError("certificate: sums of integers need their step, and releases marked so.")
+    return step * discrete.rounded(moved / step, int(secure["dimension"]))
 
 
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
@@ -261,6 +288,11 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
 
 def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
     """Clients whose noise a round adds up: a common stream has all of them."""
+    if secure := cert.get("secure"):
+        honest = int(cert["clients"]) - int(secure["dropouts"]) - int(secure["colluders"])
+        if honest != int(secure["honest"]) or honest < 2 or min(secure["dropouts"], secure["colluders"]) < 0:
+            raise SordinoError("certificate: the sites whose noise is counted on do not follow from the others.")
+        return float(honest)
     common = query.get("carried", query["stream"]) and cert["trust"] != Trust.UNTRUSTED_SERVER
     return float(cert["clients"] if common else cert["cohort"])
 

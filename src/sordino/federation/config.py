@@ -1,0 +1,119 @@
+"""What each party writes down for itself: a site its data and its limit, a coordinator whom it waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sordino.core import SordinoError, Trust, nearest
+from sordino.federation.terms import NAME
+from sordino.methods import REGISTRY
+
+T = TypeVar("T", bound="_File")
+
+
+@dataclass(frozen=True)
+class _File:
+    """Keys of a TOML file; paths are relative to it."""
+
+    folder: Path
+
+    @classmethod
+    def read(cls: type[T], path: str | Path) -> T:
+        path = Path(path)
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise SordinoError(f"'{path}': there is no such file.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SordinoError(f"'{path}': it is not TOML ({error}).") from None
+        known = {f.name: f for f in dataclasses.fields(cls) if f.name != "folder"}
+        for key, value in values.items():
+            if key not in known:
+                raise SordinoError(f"{key}: not a key of {path.name}.{nearest(key, known)}")
+            values[key] = _typed(key, value, str(known[key].type))
+        for f in known.values():
+            missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            if missing and f.name not in values:
+                raise SordinoError(f"{f.name}: {path.name} must name it.")
+        return cls(folder=path.resolve().parent, **values)
+
+    def path(self, name: str) -> Path:
+        return self.folder / Path(name).expanduser()
+
+
+def _typed(key: str, value: Any, kind: str) -> Any:
+    if kind.startswith("tuple"):
+        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+            raise SordinoError(f"{key}: {value!r} must be a list of words.")
+        return tuple(value)
+    wanted = {"str": str, "int": int, "float": float}[kind.split(" ")[0]]
+    fine = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
+    if not fine or isinstance(value, bool):
+        raise SordinoError(f"{key}: {value!r} must be {'a text' if wanted is str else 'a number'}.")
+    return wanted(value)
+
+
+@dataclass(frozen=True)
+class SiteConfig(_File):
+    """site.toml: all that a site decides for itself. Nothing in it comes from the server."""
+
+    name: str
+    data: str
+    epsilon: float  # limit over all runs on these data
+    delta: float
+    label: str | None = None
+    classes: tuple[str, ...] = ()  # the public set of labels, where these records may not hold all of them
+    test_fraction: float = 0.2  # held out for the site's own eyes
+    run_epsilon: float | None = None  # of any single run: a stricter one than the federation's is added noise for
+    methods: tuple[str, ...] = ()  # that may be run; none named: all that are certified
+    trust: tuple[str, ...] = (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER)
+    most_rounds: int = 1000
+    ledger: str = "ledger.db"
+    identity: str = "identity.key"
+    roster: str = "roster.toml"
+    seed: int | None = None  # for tests: noise that anyone can repeat, and nothing certified
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise SordinoError(f"name: '{self.name}' must be letters, digits, dots and dashes.")
+        if not (0 < self.epsilon <= 1e4 and 0 < self.delta <= 1e-2):
+            raise SordinoError("epsilon, delta: the limit over all runs must lie in (0, 1e4] and (0, 0.01].")
+        if self.run_epsilon is not None and not 0 < self.run_epsilon <= self.epsilon:
+            raise SordinoError(
+                f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."
+            )
+        for word in self.methods:
+            if word not in REGISTRY:
+                raise SordinoError(f"methods: '{word}' is unknown.{nearest(word, REGISTRY)}")
+        for word in self.trust:
+            if word not in (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER):
+                raise SordinoError(f"trust: '{word}' is not one a site can choose.{nearest(word, list(Trust)[:2])}")
+
+
+@dataclass(frozen=True)
+class Federation(_File):
+    """federation.toml: whom the coordinator waits for, and the public shape of their data."""
+
+    sites: tuple[str, ...]
+    features: int
+    classes: tuple[str, ...] = ()
+    dropouts: int = 0  # sites that may fail in a round, which is then opened without them
+    colluders: int = 1
+    deadline: float = 120.0  # seconds a round waits for a site
+    patience: float = 600.0  # seconds to wait for sites to come at all
+    roster: str = "roster.toml"
+    spec: str = "spec.toml"
+    test: str | None = None  # records of the coordinator's own to evaluate on
+    label: str | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if len(set(self.sites)) < len(self.sites) or not self.sites:
+            raise SordinoError("sites: name every site once.")
+        if not (self.deadline > 0 and self.patience > 0):
+            raise SordinoError("deadline, patience: give seconds, more than 0.")
+        if not 0 <= self.dropouts < len(self.sites):
+            raise SordinoError(f"dropouts: {self.dropouts} of {len(self.sites)} sites; some must be left.")

@@ -1,0 +1,564 @@
+"""A site's side: it decides, keeps its own ledger, and answers letters.
+
+The order inside a round: what is asked is held against the terms agreed upon, the ledger is asked, then the data are
+touched; the answer is charged and stored in one step, and only then does it leave. The same letter again gets the same
+bytes again; another letter about the same round gets a refusal. What is told of a refusal is one of a few constant
+texts; the rest stays in the site's own log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sordino
+from sordino import wire
+from sordino.core import Down, OverspentError, SordinoError, Tree, nothing
+from sordino.data.shard import Records
+from sordino.data.sources import Dataset, load
+from sordino.engines.client import Turn, secured, turns
+from sordino.engines.reference import oracle
+from sordino.experiments.run import evaluate, save_model
+from sordino.federation.config import SiteConfig
+from sordino.federation.terms import RUN, Terms
+from sordino.privacy.certificate import certificate
+from sordino.privacy.ledger import Entry, Ledger
+from sordino.privacy.noise import Secure, Seeded, Source
+from sordino.privacy.statement import statement
+from sordino.secagg import keys, protocol
+from sordino.tree import pack, unpack
+
+log = logging.getLogger("sordino.site")
+MOST = 2**30  # bytes of a letter
+ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
+LOG = 2**24  # bytes of the site's own log
+
+REASONS = {
+    "malformed": "the letter cannot be read, or is not of the agreed form",
+    "unknown-run": "no terms of this run were agreed upon",
+    "policy": "the site does not take part in such a run",
+    "changed": "the terms differ from those agreed upon",
+    "replayed": "another letter about this round was answered already",
+    "order": "this round is not to come next",
+    "budget": "the site's own limit does not allow it",
+    "storage": "the site cannot write its ledger",
+    "failed": "the site failed",
+}
+
+
+class Refused(Exception):  # noqa: N818
+    """`detail` stays at the site."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code, self.detail = code, detail
+
+
+class Site:
+    """Answers letters; one at a time."""
+
+    def __init__(self, config: SiteConfig) -> None:
+        self.config = config
+        self.runs = config.folder / "runs"
+        self.runs.mkdir(mode=0o700, exist_ok=True)
+        self._open: dict[str, Run] = {}
+        with self.ledger():  # a limit laxer than the stored one is refused here
+            pass
+
+    def ledger(self) -> Ledger:
+        return Ledger(self.config.path(self.config.ledger), epsilon=self.config.epsilon, delta=self.config.delta)
+
+    def answer(self, letter: bytes) -> bytes:
+        """A reply, whatever the letter; nothing is raised, and no text of an exception leaves."""
+        try:
+            message = wire.decode(letter, MOST)
+            handle = self._handlers.get(message.kind)
+            if handle is None:
+                raise Refused("malformed", f"kind {message.kind[:40]!r}")
+            return handle(message, letter)
+        except Refused as no:
+            return self._refuse(no.code, no.detail)
+        except wire.WireError as error:
+            return self._refuse("malformed", str(error))
+        except OverspentError as error:
+            return self._refuse("budget", str(error))
+        except (SordinoError, OSError) as error:
+            storage = isinstance(error, OSError) or str(error).startswith("ledger ")
+            return self._refuse("storage" if storage else "failed", str(error))
+        except Exception as error:
+            log.exception("the site failed")
+            return self._refuse("failed", repr(error))
+
+    @cached_property
+    def _handlers(self) -> dict[str, Callable[[wire.Message, bytes], bytes]]:
+        return {
+            "hello": self._hello,
+            "terms": self._terms,
+            "round": self._round,
+            "offer": self._offer,
+            "reveal": self._reveal,
+            "finish": self._finish,
+        }
+
+    def _refuse(self, code: str, detail: str) -> bytes:
+        self.note("refused", code=code, detail=detail)
+        return wire.encode("refused", {"code": code, "reason": REASONS[code]})
+
+    def note(self, what: str, **fields: Any) -> None:
+        """Into the site's own log, which stays here and has an end."""
+        log.info("%s %s", what, fields)
+        path = self.config.folder / "events.jsonl"
+        try:
+            if path.exists() and path.stat().st_size > LOG:
+                return
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": _now(), "what": what, **fields}) + "\n")
+        except OSError:
+            log.exception("the log cannot be written")
+
+    # ------------------------------------------------------------------------------------------------- the site's data
+
+    @cached_property
+    def dataset_id(self) -> str:
+        """Of the data's content: under this name they have an account in the ledger."""
+        return f"{self.config.name} {content(self._source)[:32]}"
+
+    @property
+    def _source(self) -> str:
+        path = self.config.path(self.config.data)
+        return str(path) if path.exists() else self.config.data
+
+    def load(self, classes: tuple[str, ...] | None = None, normalize: str = "none") -> Dataset:
+        config = self.config
+        return load(
+            self._source,
+            label=config.label,
+            test_fraction=config.test_fraction,
+            normalize=normalize,
+            classes=classes,
+        )
+
+    @cached_property
+    def records(self) -> int:
+        """Training records: a public number."""
+        return len(self.load(self.config.classes or None).y_train)
+
+    # ------------------------------------------------------------------------------------------------------- letters
+
+    def _hello(self, message: wire.Message, letter: bytes) -> bytes:
+        """Name, number of records and wish: all public."""
+        _only(message, fields=())
+        config = self.config
+        said: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": sordino.__version__}
+        return wire.encode("hello", said | ({"epsilon": config.run_epsilon} if config.run_epsilon else {}))
+
+    def _terms(self, message: wire.Message, letter: bytes) -> bytes:
+        _only(message, fields=("terms",))
+        try:
+            terms = Terms.read(str(message.fields["terms"]))
+        except SordinoError as error:
+            raise Refused("malformed", str(error)) from None
+        folder = self.runs / terms.run
+        if folder.exists():
+            run = self._run(terms.run)
+            if run.terms != terms:
+                raise Refused("changed", f"run {terms.run}")
+        else:
+            self._agree(terms)
+            with self.ledger() as ledger:  # the whole of it, before anything is begun
+                mine = terms.names.index(self.config.name)
+                plan = terms.plan
+                ledger.afford(
+                    [
+                        e._replace(who=self.dataset_id)
+                        for t in range(plan.rounds)
+                        for e in plan.entries(mine, t, terms.run)
+                    ]
+                )
+            run = Run.make(self, terms)
+            self._open[terms.run] = run
+            self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
+        with self.ledger() as ledger:
+            run.settle(ledger, self.dataset_id)
+        arrays = {"offer": _bytes(protocol.offer(run.member, run.next))} if terms.secure else {}
+        return wire.encode("agreed", {"run": terms.run, "terms": terms.sha256(), "next": run.next}, arrays)
+
+    def _agree(self, terms: Terms) -> None:
+        """The site's own rules, before its data are touched."""
+        config = self.config
+        try:
+            spec, plan = terms.parsed, terms.plan
+        except SordinoError as error:
+            raise Refused("policy", str(error)) from None
+        allowed = config.run_epsilon or config.epsilon
+        mine = terms.names.index(config.name) if config.name in terms.names else -1
+        for fine, what in (
+            (mine >= 0, "this site is not among the named"),
+            (not config.methods or spec.method in config.methods, f"method {spec.method} is not among those allowed"),
+            (spec.trust in config.trust, f"trust {spec.trust} is not allowed"),
+            (plan.rounds <= config.most_rounds, f"{plan.rounds} rounds; most_rounds is {config.most_rounds}"),
+            (plan.proved, "the plan is not proved private"),
+            (spec.delta <= config.delta, f"delta {spec.delta:g} is larger than the limit's {config.delta:g}"),
+            (min(spec.epsilon, allowed) == spec.epsilon or terms.wishes.get(config.name) == config.run_epsilon,
+             f"epsilon {spec.epsilon:g} where {allowed:g} is allowed, and the site's wish was left out"),
+            (terms.sizes[mine] == self.records, f"{terms.sizes[mine]} records are claimed; here are {self.records}"),
+        ):  # fmt: skip
+            if not fine:
+                raise Refused("policy", what)
+        if terms.secure:
+            roster = self.roster
+            if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
+                raise Refused("policy", "the roster is not this site's own")
+            try:
+                protocol.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
+            except SordinoError as error:
+                raise Refused("policy", str(error)) from None
+        try:
+            data = self.load(terms.classes, str(spec.normalize))
+        except SordinoError as error:
+            raise Refused("policy", str(error)) from None
+        if data.x_train.shape[1] != terms.features:
+            raise Refused("policy", f"{terms.features} features are asked for; here are {data.x_train.shape[1]}")
+
+    def _round(self, message: wire.Message, letter: bytes) -> bytes:
+        run, t = self._asked(message)
+        offers = _offers(message) if run.terms.secure else {}
+        asked = hashlib.sha256(letter).hexdigest()
+        with self.ledger() as ledger:
+            stored = ledger.release(run.terms.run, self.dataset_id, t)
+            run.settle(ledger, self.dataset_id)
+            if stored is not None:
+                if wire.decode(stored).fields["asked"] != asked:
+                    raise Refused("replayed", f"round {t} of run {run.terms.run}, with another model or other sites")
+                return stored
+            if t < run.next:
+                raise Refused("order", f"round {t} of run {run.terms.run}; the next is {run.next}")
+            entries = [e._replace(who=self.dataset_id) for e in run.plan.entries(run.mine, t, run.terms.run)]
+            if not entries:
+                entries = [Entry(self.dataset_id, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
+            ledger.afford(entries)
+            down = run.down(message)
+            turn = next(turns(run.plan, run.model, t))
+            if run.mine not in turn.cohort:
+                raise Refused("order", f"round {t} is not this site's")
+            said = run.work(turn, down)
+            run.keep(t, turn, said, down)
+            if run.terms.secure:
+                arrays = {"masked": _bytes(protocol.masked(run.member, t, offers, said))}
+                skeleton: Any = []
+            else:
+                skeleton, arrays = wire.from_tree(said, "said")
+            reply = wire.encode("said", {"run": run.terms.run, "t": t, "asked": asked, "tree": skeleton}, arrays)
+            ledger.charge(entries, reply)
+            run.settle(ledger, self.dataset_id)
+        run.look(t, down)
+        return reply
+
+    def _offer(self, message: wire.Message, letter: bytes) -> bytes:
+        """Keys and shares for a round to come; the same whenever they are asked for."""
+        run, t = self._asked(message)
+        if not run.terms.secure:
+            raise Refused("malformed", "nothing is masked in this run")
+        fields = {"run": run.terms.run, "t": t}
+        return wire.encode("offered", fields, {"offer": _bytes(protocol.offer(run.member, t))})
+
+    def _reveal(self, message: wire.Message, letter: bytes) -> bytes:
+        run, t = self._asked(message)
+        if not run.terms.secure:
+            raise Refused("malformed", "nothing is masked in this run")
+        survivors = message.fields.get("survivors")
+        if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
+            raise Refused("malformed", "survivors")
+        with self.ledger() as ledger:
+            stored = ledger.release(run.terms.run, self.dataset_id, t)
+        if stored is None:
+            raise Refused("order", f"round {t} was not answered")
+        made = protocol.reveal(run.member, t, _offers(message), survivors, run.revealed(t))
+        run.will_reveal(t, survivors)
+        arrays = {"reveal": _bytes(made)}
+        if t + 1 < run.plan.rounds:  # saves an exchange
+            arrays["offer"] = _bytes(protocol.offer(run.member, t + 1))
+        return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
+
+    def _finish(self, message: wire.Message, letter: bytes) -> bytes:
+        _only(message, fields=("run", "terms", "done"), arrays=True)
+        run = self._known(message)
+        done = message.fields["done"]
+        if type(done) is not int or not 0 <= done <= run.plan.rounds:
+            raise Refused("malformed", "done")
+        run.finish(run.vector(message, "theta"), done)
+        self._open.pop(run.terms.run, None)
+        return wire.encode("finished", {"run": run.terms.run})
+
+    # --------------------------------------------------------------------------------------------------------- within
+
+    @cached_property
+    def identity(self) -> keys.Identity:
+        return keys.Identity.load(self.config.path(self.config.identity))
+
+    @cached_property
+    def roster(self) -> keys.Roster:
+        return keys.Roster.read(self.config.path(self.config.roster))
+
+    def _asked(self, message: wire.Message) -> tuple[Run, int]:
+        run, t = self._known(message), message.fields.get("t")
+        if type(t) is not int or not 0 <= t < run.plan.rounds:
+            raise Refused("order", f"round {t!r} of {run.plan.rounds}")
+        return run, t
+
+    def _known(self, message: wire.Message) -> Run:
+        name, terms = message.fields.get("run"), message.fields.get("terms")
+        if not (isinstance(name, str) and RUN.fullmatch(name)):
+            raise Refused("unknown-run")
+        run = self._run(name)
+        if terms != run.terms.sha256():
+            raise Refused("changed", f"run {name}")
+        return run
+
+    def _run(self, name: str) -> Run:
+        if name not in self._open:
+            if not (self.runs / name / "terms.json").exists():
+                raise Refused("unknown-run", name)
+            self._open[name] = Run(self, name)
+        return self._open[name]
+
+
+class Run:
+    """A run that was agreed upon, and what the site keeps of it on its own disk."""
+
+    def __init__(self, site: Site, name: str) -> None:
+        self.site, self.folder = site, site.runs / name
+        self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
+        self.plan, self.model = self.terms.plan, self.terms.model
+        self.mine = self.terms.names.index(site.config.name)
+        self._caches: tuple[int, Tree] = (-1, ())
+        if (self.folder / "data").read_text() != site.dataset_id:
+            raise Refused("changed", "the data are not those that the run began with")
+
+    @staticmethod
+    def make(site: Site, terms: Terms) -> Run:
+        """The folder appears whole or not at all."""
+        final = site.runs / terms.run
+        made = site.runs / f".{terms.run}"
+        made.mkdir(mode=0o700, exist_ok=True)
+        write(made / "terms.json", terms.json().encode())
+        write(made / "data", site.dataset_id.encode())
+        write(made / "secret", secrets.token_bytes(32))
+        write(made / "spec.toml", terms.spec.encode())
+        os.rename(made, final)
+        return Run(site, terms.run)
+
+    @cached_property
+    def secret(self) -> bytes:
+        """Of this run alone: noise and masks come from it, so that after a crash they are the same."""
+        try:
+            return (self.folder / "secret").read_bytes()
+        except FileNotFoundError:
+            raise Refused("order", "the run is over, and its secret gone") from None
+
+    def _derived(self, purpose: bytes) -> bytes:
+        return hashlib.blake2b(key=self.secret, person=purpose, digest_size=32).digest()
+
+    @cached_property
+    def source(self) -> Source:
+        seed = self.site.config.seed
+        return Secure(self._derived(b"sordino noise")) if seed is None else Seeded(seed)
+
+    @cached_property
+    def member(self) -> protocol.Member:
+        terms, site = self.terms, self.site
+        session = protocol.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
+        return protocol.Member(site.identity, session, self._derived(b"sordino masks"))
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        return self.site.load(self.terms.classes, str(self.terms.parsed.normalize))
+
+    @cached_property
+    def data(self) -> One:
+        return One(self.mine, Records.of(
+            self.dataset.x_train, self.dataset.y_train, np.zeros(len(self.dataset.y_train), int),
+            dtype=self.terms.parsed.number,
+        ))  # fmt: skip
+
+    @property
+    def next(self) -> int:
+        """The first round after those that were answered."""
+        return self._kept()[0]
+
+    # ------------------------------------------------------------------------------------------------------- a round
+
+    def vector(self, message: wire.Message, name: str) -> Tensor:
+        found = message.arrays.get(name)
+        if found is None or found.shape != (self.model.size,) or found.dtype.kind != "f":
+            raise Refused("malformed", f"{name} is not of the model's size")
+        if not np.isfinite(found).all():
+            raise Refused("malformed", f"{name} is not finite")
+        return torch.from_numpy(found.copy()).to(self.terms.parsed.number)
+
+    def down(self, message: wire.Message) -> Down:
+        theta = self.vector(message, "theta")
+        size = sum(array.nbytes for array in message.arrays.values())
+        if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
+            raise Refused("malformed", "the letter is larger than a round's can be")
+        return Down(theta, wire.to_tree(message.fields.get("word"), message.arrays, "word"))
+
+    def work(self, turn: Turn, down: Down) -> Any:
+        """The message, noised: a tree, or integers under secure aggregation."""
+        local = turn.stage.local
+        _, stage, memory = self._kept()
+        if stage != turn.first:
+            memory = local.init(down.theta, memory)
+        cache = self._cache(turn)
+        ask = oracle(self.model, self.data, turn, self.mine, self.source, quiet=self.terms.secure)  # type: ignore[arg-type]
+        message = ask.finish(local.work(ask, down, memory, cache))
+        return secured(self.plan, turn, self.mine, message, self.source) if self.terms.secure else message
+
+    def _cache(self, turn: Turn) -> Tree:
+        if turn.stage.local.prepare is nothing:
+            return ()
+        if self._caches[0] != turn.first:
+            ask = oracle(self.model, self.data, turn, self.mine, self.source, inside=True)  # type: ignore[arg-type]
+            self._caches = turn.first, turn.stage.local.prepare(ask)
+        return self._caches[1]
+
+    def keep(self, t: int, turn: Turn, said: Any, down: Down) -> None:
+        """What the site will remember once this is charged: what it said."""
+        _, stage, memory = self._kept()
+        if stage != turn.first:
+            memory = turn.stage.local.init(down.theta, memory)
+        if not self.terms.secure:
+            memory = turn.stage.local.remember(said, down, memory)
+        write(self.folder / "pending", pack((torch.tensor([t + 1, turn.first]), memory)))
+
+    def settle(self, ledger: Ledger, who: str) -> None:
+        """A memory whose round was charged is the memory; a kill may have fallen between the two."""
+        pending = self.folder / "pending"
+        if pending.exists():
+            numbers, _ = unpack(pending.read_bytes())
+            if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
+                os.replace(pending, self.folder / "memory")
+
+    def look(self, t: int, down: Down) -> None:
+        """The model on the site's own test records, for its own eyes."""
+        scores = evaluate(self.model, down.theta, *self._test)
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"round": t, **scores}) + "\n")
+
+    @cached_property
+    def _test(self) -> tuple[Tensor, Tensor]:
+        data = self.dataset
+        return torch.from_numpy(data.x_test).to(self.terms.parsed.number), torch.from_numpy(data.y_test)
+
+    def _kept(self) -> tuple[int, int, Tree]:
+        """(next round, first round of its stage, memory)."""
+        path = self.folder / "memory"
+        if not path.exists():
+            return 0, -1, ()
+        numbers, memory = unpack(path.read_bytes())
+        return int(numbers[0]), int(numbers[1]), memory
+
+    # ---------------------------------------------------------------------------------------------- secure aggregation
+
+    def revealed(self, t: int) -> list[str] | None:
+        """For whom shares were revealed in round t, if they were: for no other survivors a second time."""
+        path = self.folder / f"survivors-{t}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def will_reveal(self, t: int, survivors: list[str]) -> None:
+        if self.revealed(t) is None:
+            write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def finish(self, theta: Tensor, done: int) -> None:
+        """Certificate, statement and model; the run's secret goes."""
+        if (self.folder / "certificate.json").exists():
+            return
+        with self.site.ledger() as ledger:
+            cert = certificate(
+                self.plan,
+                self.source,
+                version=sordino.__version__,
+                spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
+                ledger_head=ledger.head(),
+                ledger_rows=len(ledger),
+                names=self.terms.names,
+                execution=f"as a federation of {self.plan.clients} sites; this is the statement of {self.terms.names[self.mine]}",
+            )
+            spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
+        limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
+        cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
+        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
+        write(self.folder / "statement.md", statement(cert).encode())
+        write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+        (self.folder / "secret").unlink(missing_ok=True)
+        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done)
+
+
+class One:
+    """The site's records in the place that the plan gives them."""
+
+    def __init__(self, mine: int, records: Records) -> None:
+        self.mine, self.records, self.x = mine, records, records.x
+
+    def shard(self, i: int) -> Any:
+        assert i == self.mine
+        return self.records.shard(0)
+
+
+def _only(message: wire.Message, fields: tuple[str, ...], arrays: bool = False) -> None:
+    if set(message.fields) != set(fields) or (message.arrays and not arrays):
+        raise Refused("malformed", "fields")
+
+
+def _offers(message: wire.Message) -> dict[str, bytes]:
+    return {k.removeprefix("offer:"): v.tobytes() for k, v in message.arrays.items() if k.startswith("offer:")}
+
+
+def _bytes(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+def content(source: str) -> str:
+    """sha256 of a data file, or of the name of what is no file."""
+    digest = hashlib.sha256()
+    if not Path(source).is_file():
+        digest.update(source.encode())
+        return digest.hexdigest()
+    with open(source, "rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def write(path: Path, data: bytes) -> None:
+    """In one step, and on disk when it returns; for the owner alone."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _now() -> str:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,148 @@
+"""What a run is about, as every party sees it: from these words each computes the same plan, and holds to its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sordino.core import SordinoError, Trust, Unit
+from sordino.data.sources import Dataset
+from sordino.experiments.run import choose_model
+from sordino.experiments.spec import Spec
+from sordino.methods import entry
+from sordino.models.flat import Flat
+from sordino.models.linear import Linear
+from sordino.privacy.integers import Integers
+from sordino.privacy.plan import Plan
+
+FORMAT = 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RUN = re.compile(r"[0-9a-f]{32}")
+# What a spec may not hold here: files of the server's choosing, noise that it knows, and what every site says itself.
+PRIVATE = ("data", "data_dir", "label", "public_stats", "test_fraction", "weights", "seed", "noise", "uncertified")
+LOCAL = ("clients", "partition", "sizes", "client_epsilon", "evaluate_every")
+MOST_SITES, MOST_CLASSES = 10_000, 100_000
+
+
+def federated(values: Mapping[str, Any]) -> Spec:
+    """A spec without what has no place in a federation's."""
+    for key in (*PRIVATE, *LOCAL):
+        if key in values:
+            raise SordinoError(f"{key}: it has no place in the spec of a federation; leave it out.")
+    return Spec.of(values)
+
+
+def written(spec: Spec) -> str:
+    """The spec that is sent: everything decided, and nothing of a single party's."""
+    import tomli_w
+
+    flat = spec.resolved().values()
+    return tomli_w.dumps({k: v for k, v in flat.items() if k not in (*PRIVATE, *LOCAL)})
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Sites in order: their number in this list is their number in the plan."""
+
+    run: str  # 128 random bits, hex
+    spec: str  # TOML
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]  # training records, public
+    wishes: dict[str, float]  # stricter epsilons of single sites
+    features: int
+    classes: tuple[str, ...]  # empty: labels are quantities
+    dropouts: int = 0
+    colluders: int = 1
+    roster: str = ""  # hash of the roster, under secure aggregation
+    format: int = FORMAT
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self.json().encode()).hexdigest()
+
+    @staticmethod
+    def read(text: str) -> Terms:
+        try:
+            values = json.loads(text)
+            made = Terms(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        except (TypeError, ValueError, AttributeError, RecursionError):
+            raise SordinoError("terms: they cannot be read.") from None
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        for fine, what in (
+            (type(self.format) is int and self.format == FORMAT, "their format is not the one known here"),
+            (isinstance(self.run, str) and RUN.fullmatch(self.run), "the run has no proper number"),
+            (isinstance(self.spec, str) and len(self.spec) < 2**16, "there is no spec"),
+            (isinstance(self.names, tuple) and 0 < len(self.names) <= MOST_SITES, "no sites are named"),
+            (all(isinstance(n, str) and NAME.fullmatch(n) for n in self.names), "a site's name is no name"),
+            (len(set(self.names)) == len(self.names), "two sites have one name"),
+            (isinstance(self.sizes, tuple) and len(self.sizes) == len(self.names), "sizes and sites differ in number"),
+            (all(type(size) is int and 0 < size < 2**40 for size in self.sizes), "a site's size is no size"),
+            (isinstance(self.wishes, dict) and set(self.wishes) <= set(self.names), "a wish belongs to nobody"),
+            (all(type(e) in (int, float) and 0 < e < 1e4 for e in self.wishes.values()), "a wish is no epsilon"),
+            (type(self.features) is int and 0 < self.features < 2**24, "the number of features is none"),
+            (isinstance(self.classes, tuple) and len(self.classes) <= MOST_CLASSES, "the classes are no list"),
+            (all(isinstance(c, str) and len(c) < 256 for c in self.classes), "a class has no name"),
+            (len(set(self.classes)) == len(self.classes) != 1, "the classes are fewer than two, or not distinct"),
+            (all(type(k) is int and 0 <= k < MOST_SITES for k in (self.dropouts, self.colluders)), "no such dropouts"),
+            (isinstance(self.roster, str) and len(self.roster) in (0, 64), "the roster's hash is none"),
+        ):
+            if not fine:
+                raise SordinoError(f"terms: {what}.")
+
+    # ------------------------------------------------------------------------------------------------------ meaning
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        try:
+            return tomllib.loads(self.spec)
+        except tomllib.TOMLDecodeError:
+            raise SordinoError("terms: the spec is not TOML.") from None
+
+    @cached_property
+    def parsed(self) -> Spec:
+        spec = federated(self.values)
+        decided = {"rounds", "normalize", "schedule_seed", "epsilon", "delta", *entry(spec.method).options}
+        left = {key for key in decided - self.values.keys() if getattr(spec, key, spec.options.get(key)) is not None}
+        if left or None in (spec.rounds, spec.normalize, spec.schedule_seed):
+            raise SordinoError("terms: the spec leaves something to decide.")
+        if spec.options.get("public"):
+            raise SordinoError("public: a federation's spec names no file.")
+        if Unit(spec.unit) is not Unit.RECORD:
+            raise SordinoError("unit: sites are protected record by record; unit = user has no place here.")
+        if Trust(spec.trust) is Trust.TRUSTED_SERVER:
+            raise SordinoError("trust: trusted-server has no place here; untrusted-server or secure-aggregation.")
+        return spec
+
+    @property
+    def secure(self) -> bool:
+        return Trust(self.parsed.trust) is Trust.SECURE_AGGREGATION
+
+    @cached_property
+    def model(self) -> Linear | Flat:
+        nobody = np.zeros((0, self.features), np.float32)
+        none = np.zeros(0, np.int64)
+        return choose_model(self.parsed, Dataset("sites", nobody, none, nobody, none, None, self.classes))
+
+    @cached_property
+    def plan(self) -> Plan:
+        spec = self.parsed
+        stricter = {str(i): float(self.wishes[n]) for i, n in enumerate(self.names) if n in self.wishes}
+        plan = replace(spec, client_epsilon={i: e for i, e in stricter.items() if e < spec.epsilon}).plan(self.sizes)
+        if plan.silent:
+            raise SordinoError("epsilon: a federation without noise is not offered.")
+        if not self.secure:
+            return plan
+        return replace(plan, integers=Integers(self.model.size, self.dropouts, self.colluders))
