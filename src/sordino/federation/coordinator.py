@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 import sordino
-from sordino import wire
+from sordino import secagg, wire
 from sordino.core import Down, SordinoError, Tree
 from sordino.data.sources import Dataset, load
 from sordino.engines.client import Turn, opened, turns
@@ -31,7 +32,6 @@ from sordino.federation.terms import Terms, federated, written
 from sordino.privacy.certificate import certificate
 from sordino.privacy.noise import Secure
 from sordino.privacy.statement import statement
-from sordino.secagg import keys, protocol
 from sordino.tree import leaves, pack, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
@@ -175,9 +175,14 @@ class Coordinator:
             said = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
             raise SordinoError(f"terms: refused by {said}. The sites' own logs say more.")
 
-    @property
-    def roster(self) -> keys.Roster:
-        return keys.Roster.read(self.config.path(self.config.roster))
+    @cached_property
+    def roster(self) -> secagg.Roster:
+        return secagg.Roster.read(self.config.path(self.config.roster))
+
+    @cached_property
+    def session(self) -> secagg.Session:
+        terms = self.terms
+        return secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
 
     # ------------------------------------------------------------------------------------------------------- the rounds
 
@@ -221,9 +226,7 @@ class Coordinator:
 
     def _secure(self, turn: Turn, down: Down) -> tuple[Tree, list[str]]:
         """Only the sum is seen, and only if as many as planned are in it."""
-        session = protocol.Session.of(
-            self.terms.run, self.roster, self.terms.sha256(), self.terms.dropouts, self.terms.colluders
-        )
+        session = self.session
         offers = self._offers(turn.t)
         if len(offers) < session.threshold:
             self.tell("abandoned", t=turn.t, why="too few offers", came=sorted(offers))
@@ -232,18 +235,20 @@ class Coordinator:
         more = {f"offer:{name}": np.frombuffer(offer, np.uint8) for name, offer in sorted(offers.items())}
         said = self._ask({n: self._letter(turn, down, more) for n in offers if n in self.nodes}, "said")
         masked = {n: f.arrays["masked"].tobytes() for n, f in said.items() if "masked" in f.arrays}
-        masked = {n: data for n, data in masked.items() if protocol.fits(session, turn.t, n, data, offers)}
+        masked = {n: data for n, data in masked.items() if self._fits(session, turn.t, n, data, offers)}
         self.offers = {}
         if len(masked) < session.threshold:
             self.tell("abandoned", t=turn.t, why="too few survivors", came=sorted(masked))
             self._gather(turn.t + 1)
             return (), []
         fields = {"run": self.terms.run, "terms": self.terms.sha256(), "t": turn.t, "survivors": sorted(masked)}
+        fields["seals"] = secagg.seals(session, turn.t, masked)
         found = self._ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields, more)), "revealed")
         self.offers = {n: f.arrays["offer"].tobytes() for n, f in found.items() if "offer" in f.arrays}
         reveals = {n: f.arrays["reveal"].tobytes() for n, f in found.items() if "reveal" in f.arrays}
+        reveals = {n: r for n, r in reveals.items() if self._reads(secagg.read_reveal, session, turn.t, n, r)}
         try:
-            total = protocol.open_sum(session, turn.t, offers, masked, reveals)
+            total = self._open(session, turn.t, offers, masked, reveals)
         except SordinoError as error:
             self.tell("abandoned", t=turn.t, why=str(error), came=sorted(masked))
             self._gather(turn.t + 1)
@@ -252,6 +257,22 @@ class Coordinator:
             self._gather(turn.t + 1)
         return opened(self.plan, turn, total).to(down.theta), sorted(masked)
 
+    def _open(
+        self,
+        session: secagg.Session,
+        t: int,
+        offers: dict[str, bytes],
+        masked: dict[str, bytes],
+        reveals: dict[str, bytes],
+    ) -> np.ndarray:
+        """The sum; whoever sent a wrong share is left out while enough are left."""
+        while True:
+            try:
+                return secagg.open_sum(session, t, offers, masked, reveals)
+            except secagg.WrongShareError as error:
+                self.tell("misfit", site=error.site, t=t)
+                reveals = {name: data for name, data in reveals.items() if name != error.site}
+
     def _offers(self, t: int) -> dict[str, bytes]:
         """Of round t: those on disk, where it was begun already."""
         path = self.out / "offers.json"
@@ -259,12 +280,23 @@ class Coordinator:
             known = json.loads(path.read_text())
             if known["t"] == t:
                 return {name: bytes.fromhex(offer) for name, offer in known["offers"].items()}
-        session = protocol.Session.of(
-            self.terms.run, self.roster, self.terms.sha256(), self.terms.dropouts, self.terms.colluders
-        )
-        mine = {n: o for n, o in self.offers.items() if protocol.offered(session, t, n, o)}
+        session = self.session
+        mine = {n: o for n, o in self.offers.items() if self._reads(secagg.read_offer, session, t, n, o)}
         write(path, json.dumps({"t": t, "offers": {n: o.hex() for n, o in sorted(mine.items())}}).encode())
         return mine
+
+    def _reads(self, read: Callable[..., Any], session: secagg.Session, t: int, name: str, data: bytes) -> Any:
+        try:
+            return read(session, t, name, data)
+        except SordinoError as error:
+            self.tell("misfit", site=name, t=t, why=str(error)[:200])
+            return None
+
+    def _fits(self, session: secagg.Session, t: int, name: str, data: bytes, offers: dict[str, bytes]) -> bool:
+        """Signed by its site, of the model's size, and masked with the offers that were sent out."""
+        found = self._reads(secagg.read_masked, session, t, name, data)
+        same = found and (found.vector.size, found.offers_sha256) == (self.model.size, secagg.offers_sha256(offers))
+        return bool(same)
 
     def _gather(self, t: int) -> None:
         """Offers for round t from sites that have not sent theirs: those that were away may be back."""

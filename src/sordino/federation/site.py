@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import sordino
-from sordino import wire
+from sordino import secagg, wire
 from sordino.core import Down, OverspentError, SordinoError, Tree, nothing
 from sordino.data.shard import Records
 from sordino.data.sources import Dataset, load
@@ -36,7 +36,6 @@ from sordino.privacy.certificate import certificate
 from sordino.privacy.ledger import Entry, Ledger
 from sordino.privacy.noise import Secure, Seeded, Source
 from sordino.privacy.statement import statement
-from sordino.secagg import keys, protocol
 from sordino.tree import pack, unpack
 
 log = logging.getLogger("sordino.site")
@@ -191,7 +190,7 @@ class Site:
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
         with self.ledger() as ledger:
             run.settle(ledger, self.dataset_id)
-        arrays = {"offer": _bytes(protocol.offer(run.member, run.next))} if terms.secure else {}
+        arrays = {"offer": _bytes(secagg.offer(run.member, run.next))} if terms.secure else {}
         return wire.encode("agreed", {"run": terms.run, "terms": terms.sha256(), "next": run.next}, arrays)
 
     def _agree(self, terms: Terms) -> None:
@@ -221,7 +220,7 @@ class Site:
             if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
                 raise Refused("policy", "the roster is not this site's own")
             try:
-                protocol.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
+                secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
             except SordinoError as error:
                 raise Refused("policy", str(error)) from None
         try:
@@ -255,7 +254,7 @@ class Site:
             said = run.work(turn, down)
             run.keep(t, turn, said, down)
             if run.terms.secure:
-                arrays = {"masked": _bytes(protocol.masked(run.member, t, offers, said))}
+                arrays = {"masked": _bytes(_masked(run, t, offers, said))}
                 skeleton: Any = []
             else:
                 skeleton, arrays = wire.from_tree(said, "said")
@@ -271,7 +270,7 @@ class Site:
         if not run.terms.secure:
             raise Refused("malformed", "nothing is masked in this run")
         fields = {"run": run.terms.run, "t": t}
-        return wire.encode("offered", fields, {"offer": _bytes(protocol.offer(run.member, t))})
+        return wire.encode("offered", fields, {"offer": _bytes(secagg.offer(run.member, t))})
 
     def _reveal(self, message: wire.Message, letter: bytes) -> bytes:
         run, t = self._asked(message)
@@ -284,11 +283,15 @@ class Site:
             stored = ledger.release(run.terms.run, self.dataset_id, t)
         if stored is None:
             raise Refused("order", f"round {t} was not answered")
-        made = protocol.reveal(run.member, t, _offers(message), survivors, run.revealed(t))
+        seals = message.fields.get("seals")
+        try:
+            made = secagg.reveal(run.member, t, _offers(message), survivors, run.revealed(t), dict(seals or {}))
+        except SordinoError as error:
+            raise Refused("replayed" if run.revealed(t) else "malformed", str(error)) from None
         run.will_reveal(t, survivors)
         arrays = {"reveal": _bytes(made)}
         if t + 1 < run.plan.rounds:  # saves an exchange
-            arrays["offer"] = _bytes(protocol.offer(run.member, t + 1))
+            arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
         return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
 
     def _finish(self, message: wire.Message, letter: bytes) -> bytes:
@@ -304,12 +307,12 @@ class Site:
     # --------------------------------------------------------------------------------------------------------- within
 
     @cached_property
-    def identity(self) -> keys.Identity:
-        return keys.Identity.load(self.config.path(self.config.identity))
+    def identity(self) -> secagg.Identity:
+        return secagg.Identity.load(self.config.path(self.config.identity))
 
     @cached_property
-    def roster(self) -> keys.Roster:
-        return keys.Roster.read(self.config.path(self.config.roster))
+    def roster(self) -> secagg.Roster:
+        return secagg.Roster.read(self.config.path(self.config.roster))
 
     def _asked(self, message: wire.Message) -> tuple[Run, int]:
         run, t = self._known(message), message.fields.get("t")
@@ -376,10 +379,10 @@ class Run:
         return Secure(self._derived(b"sordino noise")) if seed is None else Seeded(seed)
 
     @cached_property
-    def member(self) -> protocol.Member:
+    def member(self) -> secagg.Member:
         terms, site = self.terms, self.site
-        session = protocol.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
-        return protocol.Member(site.identity, session, self._derived(b"sordino masks"))
+        session = secagg.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
+        return secagg.Member(site.identity, session, self._derived(b"sordino masks"))
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -495,7 +498,7 @@ class Run:
                 ledger_head=ledger.head(),
                 ledger_rows=len(ledger),
                 names=self.terms.names,
-                execution=f"as a federation of {self.plan.clients} sites; this is the statement of {self.terms.names[self.mine]}",
+                execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
             )
             spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
         limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
@@ -525,6 +528,13 @@ def _only(message: wire.Message, fields: tuple[str, ...], arrays: bool = False) 
 
 def _offers(message: wire.Message) -> dict[str, bytes]:
     return {k.removeprefix("offer:"): v.tobytes() for k, v in message.arrays.items() if k.startswith("offer:")}
+
+
+def _masked(run: Run, t: int, offers: dict[str, bytes], vector: np.ndarray) -> bytes:
+    try:
+        return secagg.masked(run.member, t, offers, vector)
+    except SordinoError as error:
+        raise Refused("malformed", str(error)) from None
 
 
 def _bytes(data: bytes) -> np.ndarray:

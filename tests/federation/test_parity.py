@@ -1,0 +1,52 @@
+"""A federation and the simulator, given the same noise, make the same model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.data.shard import Records
+from sordino.engines import reference
+from sordino.experiments.outcome import load_model
+from sordino.privacy.noise import Seeded
+from sordino.privacy.verify import verify
+
+
+def simulated(world, coordinator):
+    terms = coordinator.terms
+    parts = [world.site(name).load(terms.classes, str(terms.parsed.normalize)) for name in terms.names]
+    x, y = (np.concatenate([getattr(part, key) for part in parts]) for key in ("x_train", "y_train"))
+    client = np.repeat(np.arange(len(parts)), [len(part.y_train) for part in parts])
+    records = Records.of(x, y, client, dtype=terms.parsed.number)
+    *_, last = reference.run(terms.plan, terms.model, records, Seeded(world.seed))
+    return last.model
+
+
+CASES = [
+    ("dp-fedsofim", "untrusted-server", {}),
+    ("dp-scaffold", "untrusted-server", {}),
+    ("dp-fednew-fc", "untrusted-server", {}),
+    ("fednewton", "untrusted-server", {"rounds": 6}),
+    ("dp-fedsofim", "secure-aggregation", {}),
+    ("dp-fedadam", "secure-aggregation", {"names": ("a", "b", "c", "d"), "dropouts": 1}),
+]
+
+
+@pytest.mark.parametrize(("method", "trust", "keys"), CASES)
+def test_the_model_is_the_simulators(world, method, trust, keys):
+    world = world(method, trust, **keys)
+    coordinator, _ = world.run()
+    _, theta, *_ = load_model(coordinator.out / "model.safetensors")
+    expected = simulated(world, coordinator)
+    assert torch.isfinite(theta).all()
+    assert theta.abs().max() > 0
+    torch.testing.assert_close(theta, expected, rtol=2e-6, atol=2e-6)
+    for name in world.names:
+        (place,) = (world.place(name) / "runs").iterdir()
+        cert = json.loads((place / "certificate.json").read_text())
+        assert verify(cert).problems == []
+        assert not cert["certified"]  # seeded
+        assert cert["epsilon"] <= 8 * (1 + 1e-9)
+        assert (cert["secure"] is not None) == (trust == "secure-aggregation")
+        assert not (place / "secret").exists()
