@@ -237,6 +237,31 @@ def test_silence():
     assert np.array_equal(Silent(5).uniform(HERE, (9,)), Seeded(5).uniform(HERE, (9,)))
 
 
+def test_words():
+    """Of 64 fair bits, and from a stream of their own."""
+    for stream in (Secure(KEY), Seeded(7), noise.Counted(7), Silent(7)):
+        words = stream.words(HERE, SIZE)
+        assert words.dtype == np.uint64
+        assert words.shape == (SIZE,)
+        assert words.flags.writeable
+        assert all_distinct(words.tolist())
+        bits = np.unpackbits(words.view(np.uint8)).reshape(SIZE, 64)
+        assert np.abs(bits.mean(0) - 0.5).max() <= 4.5 * math.sqrt(0.25 / SIZE)
+        for size in (0, 1, 7, noise._CHUNK + 1):
+            assert np.array_equal(stream.words(HERE, size), words[:size])
+        firsts = [stream.words(at, 1).item() for at in GRID]
+        assert all_distinct(firsts)
+        tops = (words[:1000] >> np.uint64(12)).tolist()
+        uniforms = stream.uniform(HERE, (1000,)) * 2.0**52 - 0.5
+        assert not {*tops} & {*uniforms.astype(np.uint64).tolist()}
+        with pytest.raises(SordinoError, match="round"):
+            stream.words(HERE._replace(round=-1), 1)
+    raw = keystream(noise._derive(KEY, b"sordino words"), HERE.pack(), 800)
+    assert Secure(KEY).words(HERE, 100).tobytes() == raw
+    assert raw != keystream(noise._derive(KEY, b"sordino normal"), HERE.pack(), 800)
+    assert np.array_equal(Silent(7).words(HERE, 9), Seeded(7).words(HERE, 9))
+
+
 def test_without_the_package_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(SordinoError, match=r"pip install cryptography.*seed"):

@@ -18,6 +18,8 @@ from sordino.cli import (
     compare,
     estimate,
     features,
+    federate,
+    ledger,
     methods,
     paper,
     predict,
@@ -28,7 +30,23 @@ from sordino.cli import (
 )
 from sordino.core import OverspentError, SordinoError, nearest
 
-COMMANDS = (run, sweep, compare, paper, predict, privacy, methods, check, audit, verify, estimate, advise, features)
+COMMANDS = (
+    run,
+    sweep,
+    compare,
+    paper,
+    predict,
+    privacy,
+    methods,
+    check,
+    audit,
+    verify,
+    estimate,
+    advise,
+    features,
+    federate,
+    ledger,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "  sordino privacy --epsilon 1 --rounds 70 --clients 20\n"
         "  sordino check --all                          try to break every method's guarantee\n"
         "  sordino audit dp-fedgd                       attack it: a lower bound on epsilon\n"
+        "  sordino federate up --sites 3                a federation on this machine, with secure aggregation\n"
         "  sordino verify runs/mine/certificate.json    recompute a certificate with a second accountant\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,7 +26,7 @@ from sordino.experiments import theory
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import gaussian
-from sordino.privacy.noise import Address, Floats, Seeded
+from sordino.privacy.noise import Address, Floats, Seeded, Words
 from sordino.privacy.plan import Plan
 
 DIM, DELTA = 5, 1e-5
@@ -166,6 +166,9 @@ class Rows:
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
         return self.seeded.uniform(at, shape)
+
+    def words(self, at: Address, count: int) -> Words:
+        return self.seeded.words(at, count)
 
 
 def worlds(kind: str, sizes: Sequence[int], repetitions: Iterable[int], seed: int, device: str = "cpu") -> Records:

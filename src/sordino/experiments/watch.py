@@ -242,6 +242,10 @@ class Common:
             self._drawn[key] = self._factor * whole if name == "normal" else whole
         return self._drawn[key]
 
+    def words(self, at: Address, count: int) -> np.ndarray:
+        """A column a run, so that a longer draw of a run begins with the shorter one."""
+        return self._source.words(at, self._runs * count).reshape(count, self._runs)
+
 
 class Row(NamedTuple):
     """One run's part of a common source."""
@@ -258,6 +262,9 @@ class Row(NamedTuple):
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
         return np.asarray(self.common.rows("uniform", at, shape)[self.run])
+
+    def words(self, at: Address, count: int) -> np.ndarray:
+        return self.common.words(at, count)[:, self.run]
 
     def fresh(self) -> Row:
         return self

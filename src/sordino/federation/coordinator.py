@@ -58,7 +58,12 @@ class Hello(NamedTuple):
 
 def serve(transport: Transport, folder: Path) -> None:
     """Run the federation that `folder` describes, from wherever it stands."""
-    Coordinator(transport, Path(folder)).run()
+    coordinator = Coordinator(transport, Path(folder))
+    try:
+        coordinator.run()
+    except Exception as error:
+        coordinator.tell("failed", why=str(error) if isinstance(error, SordinoError) else type(error).__name__)
+        raise
 
 
 class Coordinator:

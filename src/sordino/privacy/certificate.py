@@ -32,9 +32,9 @@ NUMERICS = (
 SAMPLES = "What sampling hides is composed numerically: an upper bound, by less than 1 % of epsilon where it is tight."
 
 INTEGERS = (
-    "Messages are integers modulo 2^32: clipped sums in steps, randomly rounded, with discrete Gaussian noise drawn from "
-    "integers. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; what the rounding's bound "
-    "and the sampler may miss, 2^-64 a release, is part of δ.",
+    "Messages are integers modulo 2^32: clipped sums in steps, randomly rounded, with discrete Gaussian noise sampled "
+    "exactly. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; what the rounding's "
+    "bound may miss, 2^-64 a release, is part of δ.",
 )
 
 
@@ -124,11 +124,7 @@ def certificate(
         ],
         "secure": _secure(plan, groups),
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
-        "numerics": [
-            *(NUMERICS[1:] if plan.integers else NUMERICS),
-            *[SAMPLES] * plan.samples,
-            *INTEGERS[: bool(plan.integers)],
-        ],
+        "numerics": [*((*NUMERICS[1:], *INTEGERS) if plan.integers else NUMERICS), *[SAMPLES] * plan.samples],
         "spec_sha256": spec_sha256,
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }
@@ -256,8 +252,8 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         )
     if plan.integers is not None:
         facts.append(
-            "The server follows the protocol of secure aggregation, and its computers see nothing else; of the sites at "
-            f"most {plan.integers.colluders} tell the server, or one another, what they know."
+            "The server follows the protocol of secure aggregation; of the sites at most "
+            f"{plan.integers.colluders} tell it, or one another, what they know."
         )
     elif plan.privacy.trust is Trust.SECURE_AGGREGATION:
         facts.append("Messages are added up by a secure aggregation protocol, which a simulation does not carry out.")

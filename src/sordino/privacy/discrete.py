@@ -151,7 +151,7 @@ def rho_of(epsilon: float, delta: float, releases: int = 0) -> float:
 
 def _nats(delta: float, releases: int) -> float:
     """log(1/δ) of what the failures leave; -1 where that is nothing."""
-    left = delta - releases * FAILURE * _UP
+    left = math.nextafter(delta - releases * FAILURE * _UP, 0.0) if releases else delta
     return -math.log(left) * (1 + 2.0**-52) if left > 0 else -1.0
 
 
@@ -422,7 +422,7 @@ def _check(**arguments: float) -> None:
             raise SordinoError(f"delta: {value} must lie between 0 and 1; 1e-5 is usual.")
         if name == "variance" and not LEAST <= value <= MOST:
             raise SordinoError(f"variance: {value} must lie between 1/4 and 2**60; choose another scale.")
-        if name in ("terms", "dimension") and not (value >= 1 and value == int(value)):
+        if name in ("terms", "dimension") and not (value >= 1 and value % 1 == 0):
             raise SordinoError(f"{name}: {value} must be a whole number, at least 1.")
         if not value >= 0:
             raise SordinoError(f"{name}: {value} must not be negative.")

@@ -39,8 +39,8 @@ class Integers:
         left = clients - self.dropouts - self.colluders
         if left < 2:
             raise SordinoError(
-                f"colluders: of {clients} sites {self.dropouts} may drop out and {self.colluders} collude; the noise of "
-                f"{max(left, 0)} is left, which is no better than untrusted-server. Allow fewer, or find more sites."
+                f"colluders: of {clients} sites {self.dropouts} may drop out and {self.colluders} collude; the noise "
+                f"of {max(left, 0)} is left, which is no better than untrusted-server. Allow fewer, or find more sites."
             )
         return left
 

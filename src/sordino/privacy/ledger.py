@@ -207,6 +207,10 @@ class Ledger:
         self._catch_up()
         return self._spent.get(who, Spent()).epsilon(delta)
 
+    def limits(self) -> list[tuple[float, float]]:
+        """Every (epsilon, delta) that was ever set; all hold."""
+        return [(epsilon, delta) for epsilon, delta in self._ask("SELECT epsilon, delta FROM limits ORDER BY seq")]
+
     def people(self) -> list[str]:
         return [who for (who,) in self._ask("SELECT DISTINCT who FROM entries ORDER BY who")]
 

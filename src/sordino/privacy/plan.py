@@ -340,7 +340,7 @@ class Plan:
             raise SordinoError(
                 f"noise: its variance is {variance:.3g} in integer steps; {integers.LEAST:g} are needed."
             )
-        if discrete.wraps(reach * steps, variance, self.clients, how.dimension) > integers.WRAPS:
+        if discrete.wraps(reach * steps + self.clients, variance, self.clients, how.dimension) > integers.WRAPS:
             raise SordinoError("noise: the sums leave the range of integers too often; use untrusted-server.")
         return level
 

@@ -49,8 +49,8 @@ A model was trained with {cert["method"]} over {cert["clients"]} clients\
 
 ## Who is protected, and against whom
 
-The guarantee speaks of {WHO[unit, adjacency]}. It holds against {WHOM[trust]}{_coalition(cert)}, whatever else they know, \
-unless they can break the cipher that the noise comes from.
+The guarantee speaks of {WHO[unit, adjacency]}. It holds against \
+{WHOM[trust]}{_coalition(cert)}, whatever else they know, unless they can break the cipher that the noise comes from.
 
 ## How well
 

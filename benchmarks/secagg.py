@@ -1,0 +1,234 @@
+"""Secure aggregation: what a round costs, and what its readers do with any bytes. Writes results/secagg.json.
+
+    OMP_NUM_THREADS=1 python benchmarks/secagg.py                   # 20 sites, 100,000 numbers, threshold 11
+    OMP_NUM_THREADS=1 python benchmarks/secagg.py --fuzz 150000     # that, and as many spoiled messages
+
+Times are the best of several rounds, on one core; a site's are means over the sites of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+import statistics
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from provenance import provenance
+from sordino.core import SordinoError
+from sordino.secagg import Identity, Member, Roster, Session, open_sum, read_masked, read_offer, read_reveal, seals
+from sordino.secagg import masked as mask_message
+from sordino.secagg import offer as make_offer
+from sordino.secagg import reveal as make_reveal
+from sordino.secagg.messages import _signed
+from sordino.wire import decode
+
+OUT = Path(__file__).parents[1] / "results" / "secagg.json"
+SITES, DIMENSION, DROPOUTS = 20, 100_000, 9
+
+
+def federation(sites: int, dropouts: int) -> list[Member]:
+    identities = [Identity.make(f"site-{i}") for i in range(sites)]
+    session = Session.of("benchmark", Roster(tuple(each.card for each in identities)), "ab" * 32, dropouts)
+    return [Member(each, session, secrets.token_bytes(32)) for each in identities]
+
+
+def timed(make: Callable[[Member], bytes], members: list[Member]) -> tuple[dict[str, bytes], float]:
+    began = time.perf_counter()
+    made = {member.name: make(member) for member in members}
+    return made, (time.perf_counter() - began) / len(members)
+
+
+def one_round(members: list[Member], t: int, dimension: int, gone: int) -> dict[str, float]:
+    """`gone` sites offer and send nothing more; all others stay."""
+    session, rng = members[0].session, np.random.default_rng(t)
+    vectors = {each.name: rng.integers(0, 2**32, dimension, dtype=np.uint32) for each in members}
+    stay = members[: len(members) - gone]
+    offers, offering = timed(lambda each: make_offer(each, t), members)
+    sent, masking = timed(lambda each: mask_message(each, t, offers, vectors[each.name]), stay)
+    began = time.perf_counter()
+    passed = seals(session, t, sent)
+    sealing = time.perf_counter() - began
+    told, revealing = timed(lambda each: make_reveal(each, t, offers, list(sent), seals=passed), stay)
+    began = time.perf_counter()
+    total = open_sum(session, t, offers, sent, told)
+    opening = time.perf_counter() - began
+    assert np.array_equal(total, np.sum([vectors[name] for name in sent], axis=0, dtype=np.uint32))
+    name = stay[0].name
+    return {
+        "offer_s": offering,
+        "masked_s": masking,
+        "reveal_s": revealing,
+        "client_s": offering + masking + revealing,
+        "server_s": sealing + opening,
+        "offer_bytes": len(offers[name]),
+        "masked_bytes": len(sent[name]),
+        "reveal_bytes": len(told[name]),
+        "sent_bytes": len(offers[name]) + len(sent[name]) + len(told[name]),
+        "received_bytes": sum(map(len, offers.values())) + sum(map(len, passed.values())),
+    }
+
+
+def cost(repeats: int) -> dict[str, Any]:
+    members, found = federation(SITES, DROPOUTS), dict[str, Any]()
+    for gone in (0, DROPOUTS):
+        rounds = [one_round(members, t, DIMENSION, gone) for t in range(repeats)]
+        best = {key: min(each[key] for each in rounds) for key in rounds[0]}
+        best["sent_over_unmasked"] = best["sent_bytes"] / (4 * DIMENSION)
+        best["sent_and_received_over_unmasked"] = (best["sent_bytes"] + best["received_bytes"]) / (4 * DIMENSION)
+        best["client_s_median"] = statistics.median(each["client_s"] for each in rounds)
+        found[f"{gone} dropouts"] = best
+    threshold = members[0].session.threshold
+    return {"sites": SITES, "dimension": DIMENSION, "threshold": threshold, "repeats": repeats, **found}
+
+
+# -------------------------------------------------------------------------------------------------------------- fuzz
+
+WORDS = [b"[", b"]", b"{", b"}", b'"', b",", b":", b"-", b"0", b"1e999", b"null", b"true", b"NaN", b"\\ud800", b"\xff"]
+WORDS += [b"2147483648", b"9" * 30, b'"u4"', b'"f8"', b"[[site]]", b"\n", b"[[[[[[[[[", b'"a":', b"SRD1", bytes(8)]
+
+
+def spoiled(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
+    """Bits turned over, bytes cut, doubled, exchanged for words of the formats or parts of other messages."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
+        at, width = rng.randrange(len(out) + 1), rng.choice((0, 1, 1, 2, 4, 16, 64))
+        match rng.randrange(7):
+            case 0 if at < len(out):
+                out[at] ^= 1 << rng.randrange(8)
+            case 1:
+                out[at : at + width] = rng.choice(WORDS)
+            case 2:
+                out[at : at + width] = rng.randbytes(width)
+            case 3:
+                del out[at : at + width]
+            case 4:
+                out[at:at] = out[at : at + width] * rng.choice((1, 2, 50))
+            case 5:
+                other = rng.choice(others)
+                start = rng.randrange(len(other))
+                out[at : at + width] = other[start : start + width]
+            case _:
+                del out[at:]
+    return bytes(out)
+
+
+def headed(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
+    """Its head spoiled, and the head's length put right, so that the spoiling is read."""
+    size = int.from_bytes(data[4:8], "little")
+    head = spoiled(data[8 : 8 + size], others, rng)
+    return data[:4] + struct.pack("<I", len(head)) + head + data[8 + size :]
+
+
+def shaped(data: bytes, rng: random.Random) -> bytes:
+    """The shape of its first array, or all of its arrays, exchanged."""
+    size = int.from_bytes(data[4:8], "little")
+    head = json.loads(data[8 : 8 + size])
+    numbers = rng.choice([(0, 2**31), (0, 1, 3, 66, -1, 2**16, 2**31, 2**31 + 1, 2**63, 1.0, "1")])
+    shape = [rng.choice(numbers) for _ in range(rng.randrange(6))]
+    head["arrays"][0][2] = shape
+    if rng.random() < 0.3:
+        head["arrays"] = [["a", rng.choice(("u1", "u4", "f8", "i8")), shape]]
+    text = json.dumps(head).encode()
+    return data[:4] + struct.pack("<I", len(text)) + text + data[8 + size :]
+
+
+def crowded(data: bytes, rng: random.Random) -> bytes:
+    """A long head of many small things."""
+    many = rng.choice((10_000, 50_000))
+    table = "{" + ",".join(f'"{i}":{{}}' for i in range(many)) + "}"
+    fields = rng.choice(("[" * many, "9" * many, f"[{'[],' * many}0]", table))
+    arrays = ",".join(f'["{i}","u1",[0]]' for i in range(many)) if rng.random() < 0.3 else ""
+    text = f'{{"kind":"a","fields":{{"a":{fields}}},"arrays":[{arrays}]}}'.encode()
+    return data[:4] + struct.pack("<I", len(text)) + text
+
+
+def fuzz(count: int, seed: int = 0) -> dict[str, Any]:
+    """Every reader, in turn. A third of the messages get a right signature afterwards, so that it hides nothing."""
+    members, rng = federation(4, 1), random.Random(seed)
+    session, liar = members[0].session, members[1]
+    offers = {each.name: make_offer(each, 0) for each in members}
+    vectors = np.arange(50, dtype=np.uint32)
+    sent = {each.name: mask_message(each, 0, offers, vectors) for each in members[:3]}
+    told = {each.name: make_reveal(each, 0, offers, list(sent)) for each in members[:3]}
+    roster = session.roster.toml().encode()
+    seeds = {"offer": offers[liar.name], "masked": sent[liar.name], "reveal": told[liar.name], "roster": roster}
+    readers: dict[str, Callable[[bytes], object]] = {
+        "offer": lambda data: read_offer(session, 0, liar.name, data),
+        "masked": lambda data: read_masked(session, 0, liar.name, data),
+        "reveal": lambda data: read_reveal(session, 0, liar.name, data),
+        "roster": Roster.parse,
+        "wire.decode": decode,
+    }
+    seeds["wire.decode"] = seeds["reveal"]
+    others, kinds = list(seeds.values()), list(readers)
+    tally = {kind: {"inputs": 0, "read": 0, "refused": 0, "other_errors": 0, "worst_s": 0.0} for kind in kinds}
+    errors, most, most_per_byte = list[str](), 0, 0.0
+    for i in range(count):
+        kind = kinds[i % len(kinds)]
+        data = seeds[kind]
+        way = 1.0 if kind == "roster" else rng.random()
+        if way < 0.002:
+            data = crowded(data, rng)
+        elif way < 0.05:
+            data = shaped(data, rng)
+        else:
+            data = headed(data, others, rng) if way < 0.6 else spoiled(data, others, rng)
+        if kind in ("offer", "masked", "reveal") and rng.random() < 1 / 3:
+            data = data[:-64] + liar.identity.sign(_signed(data[:-64]))
+        watched = i % 10 < 5 and i >= count // 2  # memory is watched in a quarter of them, where time is not taken
+        row = tally[kind]
+        row["inputs"] += 1
+        if watched:
+            tracemalloc.start()
+        began = time.perf_counter()
+        try:
+            readers[kind](data)
+            row["read"] += 1
+        except SordinoError:
+            row["refused"] += 1
+        except Exception as error:
+            row["other_errors"] += 1
+            errors.append(f"{kind}: {type(error).__name__}: {error}")
+        took = time.perf_counter() - began
+        if watched:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            most, most_per_byte = max(most, peak), max(most_per_byte, peak / max(len(data), 1000))
+        else:
+            row["worst_s"] = max(row["worst_s"], took)
+    return {
+        "inputs": count,
+        "seed": seed,
+        "readers": tally,
+        "other_errors": sum(int(row["other_errors"]) for row in tally.values()),
+        "examples_of_other_errors": sorted(set(errors))[:5],
+        "worst_s": max(row["worst_s"] for row in tally.values()),
+        "peak_bytes": most,
+        "peak_bytes_per_byte": most_per_byte,
+    }
+
+
+def main(repeats: int, inputs: int) -> None:
+    command = "OMP_NUM_THREADS=1 python benchmarks/secagg.py" + (f" --fuzz {inputs}" if inputs else "")
+    found = {"provenance": provenance(command), "round": cost(repeats)}
+    if inputs:
+        found["fuzz"] = fuzz(inputs)
+    OUT.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fuzz", type=int, default=0, metavar="N")
+    arguments = parser.parse_args()
+    main(arguments.repeats, arguments.fuzz)

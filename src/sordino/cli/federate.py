@@ -1,0 +1,281 @@
+"""`sordino federate`: a federation over a real network, or all of one on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.core import SordinoError
+
+
+def add(commands: Any) -> None:
+    parent = command(
+        commands,
+        "federate",
+        act,
+        "train over a real network, between parties that do not trust each other",
+        "sordino federate up --sites 3\n"
+        "sordino federate init study --sites north,south,west --features 64 --classes 0,1\n"
+        "sordino federate keys north site-north\n"
+        "sordino federate doctor site-north/site.toml\n"
+        "sordino federate coordinate study --host coordinator.example.org\n"
+        "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
+    )
+    parts = parent.add_subparsers(title="steps", metavar="STEP", required=True)
+    for add_one in (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join):
+        add_one(parts)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    raise SordinoError("federate: name a step: up, init, keys, doctor, coordinate or join.")
+
+
+# ------------------------------------------------------------------------------------------------------------------ up
+
+
+def _add_up(parts: Any) -> None:
+    parser = command(
+        parts,
+        "up",
+        _up,
+        "run a whole federation on this machine: link, coordinator and sites as processes of their own, over TLS",
+        "sordino federate up --sites 3\nsordino federate up --sites 5 --dropouts 1 --set rounds=20 --out runs/trial",
+    )
+    parser.add_argument("--sites", type=int, default=3, metavar="N", help="number of sites (default: 3)")
+    parser.add_argument("--data", default="digits", metavar="X", help="as in 'sordino run'; divided among the sites")
+    parser.add_argument("--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
+    parser.add_argument("--out", metavar="DIR", help="where everything goes (default: runs/federation-TIME)")
+    parser.add_argument("--resume", metavar="DIR", help="go on with one that was stopped")
+    add_json(parser)
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from sordino.engines.flower import require
+    from sordino.experiments.spec import parse_setting
+    from sordino.federation import folder
+
+    require()
+    if arguments.resume:
+        out = Path(arguments.resume)
+        if not (out / "coordinator" / "federation.toml").exists():
+            raise SordinoError(f"--resume: '{out}' holds no federation; check the path.")
+    else:
+        out = Path(arguments.out or f"runs/federation-{time.strftime('%Y%m%d-%H%M%S')}")
+        if out.exists() and any(out.iterdir()):
+            raise SordinoError(f"--out: '{out}' is not empty; --resume {out} goes on with it.")
+        spec = dict(parse_setting(text) for text in arguments.set)
+        folder.demonstration(out, arguments.sites, spec=spec, data=arguments.data, dropouts=arguments.dropouts)
+    began = time.monotonic()
+    lines = list(_shown(folder.up(out), out))
+    last = lines[-1]
+    if last["what"] == "failed":
+        raise SordinoError(f"{last['why']} (everything is in '{out}')")
+    document = _outcome(out, lines, time.monotonic() - began)
+    if not emit(arguments, document):
+        _tell(out, document)
+    return 0
+
+
+def _shown(lines: Any, out: Path) -> Any:
+    """The same lines, with a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting link and sites", total=None, shown="")
+        for line in lines:
+            if line["what"] == "begun":
+                progress.update(task, description=line["method"], total=line["rounds"], completed=line["start"])
+            elif line["what"] == "round":
+                score = f"accuracy {line['accuracy']:.1%}  " if "accuracy" in line else ""
+                shown = f"{score}ε {line['epsilon']:.3g}  {len(line['came'])} sites"
+                progress.update(task, completed=line["t"] + 1, shown=shown)
+            elif line["what"] in ("refused", "abandoned", "missing"):
+                progress.console.print(f"{line['what']}: {line}", markup=False)
+            yield line
+
+
+def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    import json
+
+    from sordino.experiments.outcome import verify_run
+
+    sites = []
+    for place in sorted((out / "sites").iterdir()):
+        for run in sorted((place / "runs").iterdir()):
+            path = run / "certificate.json"
+            if path.exists():
+                cert = json.loads(path.read_text(encoding="utf-8"))
+                held = not verify_run(path).problems
+                kept = {key: cert[key] for key in ("epsilon", "delta", "certified", "trust", "secure", "site")}
+                sites.append({"certificate": str(path), "verified": held, **kept})
+    rounds = [line for line in lines if line["what"] == "round"]
+    scores = [line["accuracy"] for line in rounds if "accuracy" in line]
+    return {
+        "sites": sites,
+        "rounds": len(rounds),
+        "accuracy": scores[-1] if scores else None,
+        "seconds": seconds,
+        "out": str(out),
+    }
+
+
+def _tell(out: Path, document: dict[str, Any]) -> None:
+    page = console()
+    accuracy = "" if document["accuracy"] is None else f", accuracy {document['accuracy']:.1%} on records of its own"
+    page.print(f"{document['rounds']} rounds in {document['seconds']:.0f} s{accuracy}", markup=False)
+    for site in document["sites"]:
+        secure, own = site["secure"], site["site"]
+        alone = f" (against the server alone {secure['epsilon_server']:.4g})" if secure else ""
+        says = "[bold green]certified[/]" if site["certified"] else "[bold red]not certified[/]"
+        holds = "verified" if site["verified"] else "NOT verified"
+        page.print(
+            f"{own['name']}: {says}: ε = {site['epsilon']:.4g} at δ = {site['delta']:g}, {site['trust']}{alone}; "
+            f"{holds}; spent {own['spent']:.4g} of {own['epsilon']:g}"
+        )
+    page.print(f"each site's certificate.json and statement.md: {out}/sites/*/runs/*/", markup=False)
+
+
+# -------------------------------------------------------------------------------------------------------- the others
+
+
+def _add_init(parts: Any) -> None:
+    parser = command(
+        parts,
+        "init",
+        _init,
+        "write a coordinator's folder: spec.toml, federation.toml, a Flower app, and a README with the commands",
+        "sordino federate init study --sites north,south,west --features 64 --classes 0,1,2",
+    )
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--sites", required=True, metavar="A,B,C", help="names of the sites")
+    parser.add_argument("--features", required=True, type=int, metavar="N", help="numbers of a record: public")
+    parser.add_argument("--classes", default="", metavar="A,B", help="the labels: public; none for a quantity")
+    parser.add_argument("--method", default="dp-fedsofim", metavar="X")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N")
+    parser.add_argument("--epsilon", type=float, default=8.0, metavar="X")
+    parser.add_argument("--trust", default="secure-aggregation", metavar="X")
+    parser.add_argument("--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round")
+    parser.add_argument("--colluders", type=int, default=1, metavar="N", help="sites that may side with the server")
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from sordino.federation import folder
+
+    words = ("features", "method", "rounds", "epsilon", "trust", "dropouts", "colluders")
+    classes = [word for word in arguments.classes.split(",") if word]
+    names = [word.strip() for word in arguments.sites.split(",")]
+    rest = {word: getattr(arguments, word) for word in words}
+    made = folder.init(Path(arguments.folder), names, classes=classes, **rest)
+    console().print("written: " + ", ".join(str(path) for path in made), markup=False)
+    console().print(f"next: {arguments.folder}/README.md", markup=False)
+    return 0
+
+
+def _add_keys(parts: Any) -> None:
+    parser = command(
+        parts,
+        "keys",
+        _keys,
+        "make a site's keys and a site.toml to fill in; prints the public card for the roster",
+        "sordino federate keys north site-north --data patients.csv --label outcome >> roster.toml",
+    )
+    parser.add_argument("name", metavar="NAME")
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--data", default="data.csv", metavar="FILE")
+    parser.add_argument("--label", default="", metavar="COLUMN")
+    parser.add_argument("--classes", default="", metavar="A,B", help="the public set of labels")
+    parser.add_argument("--limit", type=float, default=8.0, metavar="EPSILON", help="over all runs (default: 8)")
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from sordino.engines.flower.keys import node_key
+    from sordino.federation import folder
+    from sordino.secagg import Roster
+
+    place = Path(arguments.folder)
+    classes = [word for word in arguments.classes.split(",") if word]
+    data = str(Path(arguments.data).resolve()) if Path(arguments.data).exists() else arguments.data
+    identity = folder.make_site(
+        place, arguments.name, data=data, classes=classes, epsilon=arguments.limit, label=arguments.label
+    )
+    node_key(place / "node")
+    print(Roster.lines(identity.card))
+    return 0
+
+
+def _add_doctor(parts: Any) -> None:
+    parser = command(
+        parts,
+        "doctor",
+        _doctor,
+        "check a site's data, keys and budget before it joins",
+        "sordino federate doctor site-north/site.toml\nsordino federate doctor site.toml --federation study",
+    )
+    parser.add_argument("site", metavar="SITE.toml")
+    parser.add_argument("--federation", metavar="DIR", help="a coordinator's folder, to see whether it can be afforded")
+    add_json(parser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from sordino.federation import folder
+
+    found = list(folder.doctor(Path(arguments.site), arguments.federation and Path(arguments.federation)))
+    if not emit(arguments, [{"fine": bool(fine), "what": what} for fine, what in found]):
+        for fine, what in found:
+            console().print(("[green]ok[/]    " if fine else "[red]mend[/]  ") + what.replace("[", "\\["))
+    return 0 if all(fine for fine, _ in found) else 1
+
+
+def _add_coordinate(parts: Any) -> None:
+    parser = command(
+        parts,
+        "coordinate",
+        _coordinate,
+        "start the link and the coordinator, and train with the sites that come",
+        "sordino federate coordinate study\nsordino federate coordinate study --host coordinator.example.org",
+    )
+    parser.add_argument("folder", metavar="DIR", help="made by 'sordino federate init'")
+    parser.add_argument("--host", action="append", default=[], metavar="NAME", help="by which sites reach the link")
+    parser.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="(default: loopback, behind a proxy)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N")
+
+
+def _coordinate(arguments: argparse.Namespace) -> int:
+    from sordino.federation import machines
+
+    place = Path(arguments.folder)
+    lines = machines.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
+    *_, last = _shown(lines, place)
+    if last["what"] == "failed":
+        raise SordinoError(str(last["why"]))
+    console().print(f"certificate.json, statement.md and model.safetensors: {place}/run", markup=False)
+    return 0
+
+
+def _add_join(parts: Any) -> None:
+    parser = command(
+        parts,
+        "join",
+        _join,
+        "connect a site to a link and answer its letters, until stopped",
+        "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
+    )
+    parser.add_argument("site", metavar="SITE.toml")
+    parser.add_argument("--link", required=True, metavar="HOST:PORT")
+    parser.add_argument("--authority", required=True, metavar="FILE", help="the coordinator's tls/authority.pem")
+    parser.add_argument("--port", type=int, default=9094, metavar="N", help="a free port of this machine's loopback")
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    from sordino.federation import machines
+
+    machines.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port)
+    return 0

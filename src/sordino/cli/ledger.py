@@ -1,0 +1,91 @@
+"""`sordino ledger`: what was spent, when, for whom."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.core import SordinoError
+
+
+def add(commands: Any) -> None:
+    parent = command(
+        commands,
+        "ledger",
+        act,
+        "show or export what was spent, when, for whom",
+        "sordino ledger show site-north/ledger.db\nsordino ledger export site-north/ledger.db --json ledger.json",
+    )
+    parts = parent.add_subparsers(title="steps", metavar="STEP", required=True)
+    show = command(parts, "show", _show, "the account of every data set, and each run's part", "sordino ledger show F")
+    export = command(parts, "export", _export, "every row, as CSV or JSON", "sordino ledger export F > rows.csv")
+    for parser in (show, export):
+        parser.add_argument("file", metavar="LEDGER.db")
+        add_json(parser)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    raise SordinoError("ledger: name a step: show or export.")
+
+
+def _open(arguments: argparse.Namespace) -> Any:
+    from sordino.privacy.ledger import Ledger
+
+    check_json(arguments)
+    if not Path(arguments.file).is_file():
+        raise SordinoError(f"ledger: there is no file '{arguments.file}'; check the path.")
+    return Ledger(arguments.file)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    with _open(arguments) as ledger:
+        limits, problems, head = ledger.limits(), ledger.audit(), ledger.head()
+        rows = list(ledger.rows())
+        delta = min((d for _, d in limits), default=1e-5)
+        people = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
+    runs: dict[tuple[str, str], list[Any]] = {}
+    for row in rows:
+        runs.setdefault((row.who, row.plan), []).append(row)
+    document = {
+        "limits": [{"epsilon": e, "delta": d} for e, d in limits],
+        "whole": not problems,
+        "problems": problems,
+        "head": head,
+        "rows": len(rows),
+        "delta": delta,
+        "accounts": [{"who": who, "epsilon": epsilon} for who, epsilon in people.items()],
+        "runs": [
+            {"who": who, "run": run, "rounds": len({r.round for r in own}), "first": own[0].time, "last": own[-1].time}
+            for (who, run), own in runs.items()
+        ],
+    }
+    if not emit(arguments, document):
+        page = console()
+        for epsilon, limit in limits:
+            page.print(f"limit: ε = {epsilon:g} at δ = {limit:g}, over all runs", markup=False)
+        table(["account", f"ε at δ = {delta:g}"], [[who, f"{epsilon:.4g}"] for who, epsilon in people.items()])
+        table(
+            ["account", "run", "rounds", "first", "last"],
+            [
+                [str(r["who"]), str(r["run"])[:16], str(r["rounds"]), str(r["first"])[:19], str(r["last"])[:19]]
+                for r in document["runs"]
+            ],
+        )
+        page.print(f"{len(rows)} rows, head {head[:16]}; " + ("whole" if not problems else problems[0]), markup=False)
+    return 0 if not problems else 1
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    with _open(arguments) as ledger:
+        rows = [row._asdict() for row in ledger.rows()]
+    if not emit(arguments, rows):
+        if not rows:
+            return 0
+        writer = csv.DictWriter(sys.stdout, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return 0

@@ -1,0 +1,120 @@
+"""The server's side: a letter to each site, and the replies that came in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from sordino.core import SordinoError
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+    from flwr.serverapp import Grid
+
+RECORD, FIELD = "letter", "bytes"  # where a message keeps its one value
+POLL = 0.15  # seconds between two looks, and more with many sites: a look is a request to the link
+
+
+class Transport(Protocol):
+    def sites(self) -> list[int]:
+        """Numbers of the sites that are connected now; one that died may be listed for another minute."""
+
+    def exchange(
+        self, letters: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
+    ) -> dict[int, bytes]:
+        """Send each site its letter; the replies, once all are there, or `enough` says so, or `seconds` are over.
+
+        A site that failed or was late is missing. Replies that come later are dropped.
+        """
+
+
+class GridTransport:
+    """`Transport` over Flower's Grid.
+
+    failures: for each site missing from the last exchange, a code: "late", "unsent", "error <Flower's number>" or
+    "malformed". Never a text that a site wrote.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.failures: dict[int, str] = {}
+        self._count = 0
+
+    def sites(self) -> list[int]:
+        return sorted(self.grid.get_node_ids())
+
+    def exchange(
+        self, letters: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
+    ) -> dict[int, bytes]:
+        from flwr.app import ConfigRecord, Message, RecordDict
+
+        if not seconds > 0:
+            raise SordinoError(f"seconds: {seconds}; an exchange needs time, so give more than 0.")
+        self._count += 1
+        end = time.monotonic() + seconds
+        nodes = list(letters)
+        messages = [
+            Message(
+                RecordDict({RECORD: ConfigRecord({FIELD: letters[node]})}),
+                dst_node_id=node,
+                message_type="query",
+                ttl=seconds,
+                group_id=str(self._count),
+            )
+            for node in nodes
+        ]
+        sent = list(self.grid.push_messages(messages)) or [""] * len(nodes)
+
+        replies: dict[int, bytes] = {}
+        self.failures = failures = {node: "late" if name else "unsent" for node, name in zip(nodes, sent, strict=True)}
+        changed, over = threading.Condition(), threading.Event()
+
+        def fetch(node: int, name: str) -> None:
+            # Each site has its own thread: a reply whose bytes never follow blocks nobody else, and late ones end here.
+            while not over.wait(max(POLL, 0.02 * len(nodes))):
+                try:
+                    found = next(iter(self.grid.pull_messages([name])), None)
+                except Exception as error:
+                    found, code = None, f"error {type(error).__name__}"
+                else:
+                    if found is None:
+                        continue
+                    code = ""
+                answer, code = (None, code) if found is None else opened(found)
+                with changed:
+                    if not over.is_set():
+                        if answer is None:
+                            failures[node] = code
+                        else:
+                            replies[node] = answer
+                            del failures[node]
+                    waiting.discard(node)
+                    changed.notify()
+                return
+
+        waiting = {node for node, name in zip(nodes, sent, strict=True) if name}
+        for node, name in zip(nodes, sent, strict=True):
+            if name:
+                threading.Thread(target=fetch, args=(node, name), daemon=True).start()
+        with changed:
+            try:
+                while waiting and (left := end - time.monotonic()) > 0:
+                    if enough is not None and replies and enough(dict(replies)):
+                        break
+                    changed.wait(left)
+            finally:
+                over.set()
+        return replies
+
+
+def opened(message: Message) -> tuple[bytes | None, str]:
+    """The bytes of a message, or none and a code."""
+    if message.has_error():
+        return None, f"error {message.error.code}"
+    try:
+        value = message.content.config_records[RECORD][FIELD]
+    except KeyError:
+        value = None
+    return (value, "") if isinstance(value, bytes) else (None, "malformed")

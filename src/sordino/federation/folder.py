@@ -1,0 +1,298 @@
+"""Folders of a federation: the coordinator's, a site's, and a whole one on this machine to see it work."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sordino.core import OverspentError, SordinoError
+from sordino.data.partition import split
+from sordino.data.sources import Dataset, load
+from sordino.federation.config import Federation, SiteConfig
+from sordino.federation.handler import HANDLER
+from sordino.federation.site import Site
+from sordino.federation.terms import NAME, Terms, federated, written
+from sordino.secagg import Identity, Roster
+
+SPEC = """\
+# What is trained, and how private it is. Every site reads this and decides for itself.
+method = "{method}"
+rounds = {rounds}
+epsilon = {epsilon}
+delta = 1e-5
+trust = "{trust}"
+"""
+FEDERATION = """\
+# Whom the coordinator waits for, and the public shape of their data.
+sites = {sites}
+features = {features}
+classes = {classes}
+dropouts = {dropouts}       # sites that may fail in a round, which goes on without them
+colluders = {colluders}      # sites that may tell the server what they know: the noise of the others must do
+deadline = 120.0   # seconds a round waits for a site
+"""
+SITE = """\
+# All that this site decides for itself. Nothing in it comes from the coordinator.
+name = "{name}"
+data = "{data}"          # .csv, .parquet or .npz, beside this file or anywhere on this machine
+{label}classes = {classes}
+epsilon = {epsilon}      # limit over all runs on these data, kept in ledger.db
+delta = 1e-5
+# run_epsilon = 1.0     # of any single run; where the federation's is larger, this site adds more noise
+# methods = ["dp-fedsofim"]
+# trust = ["secure-aggregation"]
+"""
+README = """\
+# A federation
+
+`spec.toml` says what is trained, `federation.toml` with whom. The commands below are for one coordinator and
+{count} sites ({names}), each on a machine of its own with `pip install 'sordino[flower]'`.
+
+## At each site, once
+
+    sordino federate keys NAME SITE_FOLDER     # makes keys; prints the site's card
+    sordino federate doctor SITE_FOLDER/site.toml
+
+Send the card (public) and `SITE_FOLDER/node.pub` to the coordinator. Fill in `site.toml`: data, limit. When all cards
+are collected in one `roster.toml`, compare its hash with the other sites over the telephone, and put it beside
+`site.toml`: peers' keys come from this file, never from the server.
+
+## At the coordinator
+
+    # roster.toml holds all cards; nodes/ holds every site's node.pub as NAME.pub
+    sordino federate coordinate {folder} --host coordinator.example.org
+
+It writes `tls/authority.pem` at the first start (send it to the sites), then waits for them, trains, and leaves
+`run/model.safetensors`, `run/certificate.json` and `run/statement.md`. Killed, it goes on where it was: same command.
+
+## At each site, for the run
+
+    sordino federate join SITE_FOLDER/site.toml --link coordinator.example.org:8000 --authority authority.pem
+
+Afterwards `SITE_FOLDER/runs/` has the site's own certificate and statement; `sordino ledger show SITE_FOLDER/ledger.db`
+tells what was spent.
+
+The link's port also serves Flower's control interface, which has no login: do not open it to the sites directly, but
+put a proxy before it that passes `/v1/fleet/` alone (docs/federation.md of sordino).
+"""
+
+
+def init(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    features: int,
+    classes: Sequence[str],
+    method: str = "dp-fedsofim",
+    rounds: int = 20,
+    epsilon: float = 8.0,
+    trust: str = "secure-aggregation",
+    dropouts: int = 0,
+    colluders: int = 1,
+) -> list[Path]:
+    """The coordinator's folder: spec.toml, federation.toml, a Flower app, and a README with the commands."""
+    from sordino.engines.flower.processes import write_app
+
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise SordinoError(f"sites: '{name}' must be letters, digits, dots and dashes.")
+    if folder.exists() and any(folder.iterdir()):
+        raise SordinoError(f"'{folder}' is not empty; name another directory.")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "nodes").mkdir()
+    texts = {
+        "spec.toml": SPEC.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust),
+        "federation.toml": FEDERATION.format(
+            sites=json.dumps(list(names)),
+            features=features,
+            classes=json.dumps(list(classes)),
+            dropouts=dropouts,
+            colluders=colluders,
+        ),
+        "README.md": README.format(count=len(names), names=", ".join(names), folder=folder),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    Federation.read(folder / "federation.toml")
+    proposed(folder, [1000] * len(names))  # a spec that cannot be is refused now
+    write_app(folder / "app")
+    return [folder / name for name in (*texts, "app")]
+
+
+def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = None) -> Terms:
+    """The terms that a coordinator's folder would propose to sites of these sizes; the plan is calibrated."""
+    from sordino.experiments.spec import read_values
+
+    config = Federation.read(folder / "federation.toml")
+    terms = Terms(
+        run="0" * 32,
+        spec=written(federated(read_values(folder / config.spec))),
+        names=tuple(names or config.sites),
+        sizes=tuple(sizes),
+        wishes={},
+        features=config.features,
+        classes=config.classes,
+        dropouts=config.dropouts,
+        colluders=config.colluders,
+    )
+    terms.plan.levels  # noqa: B018
+    return terms
+
+
+def make_site(
+    folder: Path, name: str, *, data: str, classes: Sequence[str], epsilon: float, label: str = ""
+) -> Identity:
+    """A site's folder with keys and a site.toml to fill in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = Identity.make(name)
+    identity.save(folder / "identity.key")
+    path = folder / "site.toml"
+    if not path.exists():
+        own = f'label = "{label}"\n' if label else ""
+        text = SITE.format(name=name, data=data, label=own, classes=json.dumps(list(classes)), epsilon=epsilon)
+        path.write_text(text, encoding="utf-8")
+    return identity
+
+
+# -------------------------------------------------------------------------------------------------------------- doctor
+
+
+def doctor(path: Path, coordinator: Path | None = None) -> Iterator[tuple[bool, str]]:
+    """(fine, sentence) for each thing a site needs before it joins: data, keys, roster, budget."""
+    config = SiteConfig.read(path)
+    yield True, f"site.toml: {config.name}, limit ε = {config.epsilon:g} at δ = {config.delta:g} over all runs"
+    if config.seed is not None:
+        yield False, "seed: noise that anyone can repeat; nothing will be certified. Take it out"
+    site = None
+    try:
+        site = Site(config)
+        data = site.load(config.classes or None)
+        kinds = f"{len(data.classes)} classes" if data.classes else "a quantity"
+        yield True, f"data: {len(data.y_train):,} training records, {data.x_train.shape[1]} features, {kinds}"
+        yield True, f"data: identity {site.dataset_id}"
+    except (SordinoError, OSError) as error:
+        yield False, f"{error}"
+    yield from _keys(config)
+    if site is not None:
+        yield from _budget(site, coordinator)
+
+
+def _keys(config: SiteConfig) -> Iterator[tuple[bool, str]]:
+    try:
+        identity = Identity.load(config.path(config.identity))
+        yield identity.name == config.name, f"identity.key: of {identity.name}"
+        mode = config.path(config.identity).stat().st_mode & 0o077
+        if mode:
+            yield False, f"identity.key: others on this machine can read it; chmod 600 {config.identity}"
+    except (SordinoError, OSError) as error:
+        yield False, f"{error}"
+        return
+    try:
+        roster = Roster.read(config.path(config.roster))
+        known = config.name in roster.names and roster.card(config.name) == identity.card
+        yield (
+            known,
+            f"roster.toml: {len(roster.names)} sites, hash {roster.sha256()[:16]}"
+            + ("" if known else "; this site's card is not in it, or another one"),
+        )
+    except (SordinoError, OSError) as error:
+        yield "secure-aggregation" not in config.trust, f"{error} It is needed for secure aggregation"
+
+
+def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
+    config = site.config
+    with site.ledger() as ledger:
+        problems = ledger.audit()
+        yield not problems, "ledger.db: whole" if not problems else f"ledger.db: {problems[0]}"
+        spent = ledger.spent_epsilon(site.dataset_id, config.delta)
+        yield spent < config.epsilon, f"budget: ε = {spent:.4g} of {config.epsilon:g} spent on these data"
+        if others := [who for who in ledger.people() if who != site.dataset_id]:
+            yield True, f"ledger.db: {len(others)} earlier versions of the data have accounts of their own"
+        if coordinator is None:
+            return
+        terms = proposed(coordinator, [site.records] * len(Federation.read(coordinator / "federation.toml").sites))
+        mine = terms.names.index(config.name) if config.name in terms.names else -1
+        if mine < 0:
+            yield False, f"federation.toml: it does not name {config.name}"
+            return
+        try:
+            entries = [e for t in range(terms.plan.rounds) for e in terms.plan.entries(mine, t, terms.run)]
+            ledger.afford([entry._replace(who=site.dataset_id) for entry in entries])
+            yield True, f"budget: the run (ε = {terms.plan.epsilon():.4g}) can be afforded, if sites are like this one"
+        except OverspentError as error:
+            yield False, f"budget: {error}"
+
+
+# ------------------------------------------------------------------------------------------------------- all on one
+
+
+def demonstration(folder: Path, count: int, *, spec: dict[str, Any], data: str = "digits", dropouts: int = 0) -> Path:
+    """Folders of a coordinator and of `count` sites, each with its part of the data; the coordinator's."""
+    if count < 2:
+        raise SordinoError(f"sites: {count}; a federation needs two, and three for secure aggregation.")
+    whole = load(data)
+    names = [f"site{k + 1}" for k in range(count)]
+    owner = split(whole, "dirichlet:5", count, sizes="equal", seed=0)
+    coordinator = folder / "coordinator"
+    values = {"method": "dp-fedsofim", "rounds": 10, "epsilon": 8.0, "trust": "secure-aggregation"} | spec
+    keys = ("method", "rounds", "epsilon", "trust")
+    shape = {"features": whole.x_train.shape[1], "classes": whole.classes}
+    init(coordinator, names, **shape, **{k: values[k] for k in keys}, dropouts=dropouts)
+    if rest := {k: v for k, v in values.items() if k not in keys}:
+        import tomli_w
+
+        with open(coordinator / "spec.toml", "a", encoding="utf-8") as file:
+            file.write(tomli_w.dumps(rest))
+        proposed(coordinator, [100] * count)
+    np.savez(coordinator / "test.npz", x=whole.x_test, y=np.array(whole.classes)[whole.y_test])
+    with open(coordinator / "federation.toml", "a", encoding="utf-8") as file:
+        file.write('test = "test.npz"   # the coordinator\'s own, to watch by\n')
+    limit = 2 * float(values["epsilon"])
+    cards = []
+    for k, name in enumerate(names):
+        place = folder / "sites" / name
+        cards.append(make_site(place, name, data="data.npz", classes=whole.classes, epsilon=limit).card)
+        _save(place / "data.npz", whole, owner == k)
+    roster = Roster(tuple(cards))
+    for place in (coordinator, *(folder / "sites" / name for name in names)):
+        roster.write(place / "roster.toml")
+    return coordinator
+
+
+def _save(path: Path, whole: Dataset, mine: np.ndarray) -> None:
+    np.savez(path, x=whole.x_train[mine], y=np.array(whole.classes)[whole.y_train[mine]])
+
+
+def up(folder: Path, seconds: float = 1800.0) -> Iterator[dict[str, Any]]:
+    """Start link, coordinator and sites of a demonstration on loopback, over TLS; yield progress until it is over."""
+    from sordino.engines.flower.processes import Federation as Processes
+
+    coordinator = folder / "coordinator"
+    names = Federation.read(coordinator / "federation.toml").sites
+    server, sites = {"SORDINO_FOLDER": str(coordinator.resolve())}, {"SORDINO_SITES": str((folder / "sites").resolve())}
+    threads = {"OMP_NUM_THREADS": "1"}
+    with Processes(folder / "flower", names, handler=HANDLER, server=server | threads, site=sites | threads) as running:
+        running.run()
+        yield from follow(coordinator / "run" / "progress.jsonl", running, seconds)
+
+
+def follow(path: Path, running: Any, seconds: float) -> Iterator[dict[str, Any]]:
+    """Lines of a coordinator's progress, until it finished or failed."""
+    end, seen = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines[seen:]:
+            found = json.loads(line)
+            yield found
+            if found["what"] in ("finished", "failed"):
+                return
+        seen = len(lines)
+        if (status := running.processes["server"].poll()) is not None:
+            raise SordinoError(f"the coordinator ended with status {status}; see {running.log('server')}.")
+        time.sleep(0.2)
+    raise SordinoError(f"the federation took more than {seconds:g} s; see {running.log('server').parent}.")

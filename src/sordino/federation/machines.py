@@ -1,0 +1,94 @@
+"""A federation over several machines: what the coordinator starts, and what a site starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sordino.core import SordinoError
+from sordino.federation.config import Federation, SiteConfig
+from sordino.federation.folder import follow
+from sordino.federation.handler import HANDLER
+from sordino.federation.site import Site
+
+
+def coordinate(
+    folder: Path, *, hosts: Sequence[str] = (), bind: str = "127.0.0.1", port: int = 8000
+) -> Iterator[dict[str, Any]]:
+    """Link and coordinator, until the run is over; progress as it comes.
+
+    Sites are those whose public node keys lie in `nodes/`. The link keeps no database: its letters are not left on
+    disk, and the run goes on from the coordinator's own files when this is started again.
+    """
+    from sordino.engines.flower.keys import Tls, certificates, secret
+    from sordino.engines.flower.processes import (
+        Processes,
+        called,
+        environment,
+        listening,
+        register_command,
+        run_command,
+        server_command,
+        superlink_command,
+        write_app,
+        write_connection,
+    )
+
+    config = Federation.read(folder / "federation.toml")
+    nodes = {name: folder / "nodes" / f"{name}.pub" for name in config.sites}
+    if missing := [name for name, path in nodes.items() if not path.is_file()]:
+        raise SordinoError(f"nodes: {folder}/nodes/{missing[0]}.pub is not there; it is that site's node.pub.")
+    where = folder / "tls"
+    tls = Tls(where / "authority.pem", where / "link.pem", where / "link.key")
+    if not tls.authority.exists():
+        tls = certificates(where, hosts=hosts, days=365)
+    key = folder / "link.secret"
+    if not key.exists():
+        secret(key)
+    home, address = folder / "flower", f"127.0.0.1:{port}"
+    write_connection(home, address, tls.authority)
+    env = environment(home, {"SORDINO_FOLDER": str(folder.resolve()), "OMP_NUM_THREADS": "1"})
+    with Processes(folder / "logs") as running:
+        running.start("link", superlink_command(tls, key, host=bind, port=port), env)
+        running.wait(lambda: listening(port), 60, "link")
+        running.start("server", server_command(address, tls.authority, key), env)
+        for path in nodes.values():
+            called(register_command(path), env)
+        called(run_command(write_app(folder / "app")), env)
+        yield from follow(folder / "run" / "progress.jsonl", running, config.patience + 30 * 86400)
+
+
+def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
+    """SuperNode and worker of a site, until stopped; started again when they fail."""
+    from sordino.engines.flower.keys import secret
+    from sordino.engines.flower.processes import Processes, environment, supernode_command, worker_command
+
+    config = SiteConfig.read(path)
+    Site(config)  # a limit laxer than the ledger's is told here
+    place = config.folder
+    if not (place / "node").exists():
+        raise SordinoError(f"node: '{place / 'node'}' is not there; `sordino federate keys` makes it.")
+    if not authority.is_file():
+        raise SordinoError(f"--authority: there is no file '{authority}'; the coordinator has it as tls/authority.pem.")
+    key = place / "node.secret"
+    if not key.exists():
+        secret(key)
+    env = environment(place / "flower", {"SORDINO_SITE_FILE": str(path.resolve()), "OMP_NUM_THREADS": "1"})
+    commands = {
+        "node": supernode_command(link, authority.resolve(), (place / "node").resolve(), key.resolve(), port=port),
+        "worker": worker_command(HANDLER, f"127.0.0.1:{port}", key.resolve(), (place / "worker.claim").resolve()),
+    }
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Processes(place / "logs") as running:
+        while True:
+            for name, command in commands.items():
+                if name not in running.processes or running.processes[name].poll() is not None:
+                    if name in running.processes:
+                        print(f"{name} ended; see {os.path.relpath(running.log(name))}; starting it again", flush=True)
+                        time.sleep(5)
+                    running.start(name, command, env)
+            time.sleep(1)

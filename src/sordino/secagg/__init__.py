@@ -1,0 +1,29 @@
+"""Sums of vectors that nobody but their owners sees: pairwise masks (Bonawitz et al. 2017). No network code: functions
+over messages. A round is `offer`, `masked`, `reveal` at the sites and `open_sum` at the server; see `round`."""
+
+from sordino.secagg.keys import Card, Identity, Roster
+from sordino.secagg.messages import Masked, Offer, Reveal, offers_sha256, read_masked, read_offer, read_reveal
+from sordino.secagg.round import WrongShareError, mask, masked, offer, open_sum, reveal, seals
+from sordino.secagg.session import Member, Session
+
+__all__ = [
+    "Card",
+    "Identity",
+    "Masked",
+    "Member",
+    "Offer",
+    "Reveal",
+    "Roster",
+    "Session",
+    "WrongShareError",
+    "mask",
+    "masked",
+    "offer",
+    "offers_sha256",
+    "open_sum",
+    "read_masked",
+    "read_offer",
+    "read_reveal",
+    "reveal",
+    "seals",
+]

@@ -1,0 +1,236 @@
+"""Who a site is: two long-term keys, and the roster in which all sites know each other's public halves.
+
+Sites trust the roster alone for keys, and pass it to each other by other ways than the server: a server that chose the
+keys could sit between any two sites.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from sordino.core import SordinoError, nearest
+from sordino.secagg.derive import low_order, public
+
+SITES = 256  # of a roster at most: every site reads every other's offer, of a size that grows with their number
+LONGEST = 2**17  # bytes of a roster's file
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+_HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_LINE = re.compile(r"""\s*([a-z]+)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?:\#.*)?""", re.ASCII)
+_FIELD = 2**255 - 19
+_EDWARDS = -121665 * pow(121666, -1, _FIELD) % _FIELD
+_EIGHTH = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826  # y of points of order 8, up to sign
+
+
+class Card(NamedTuple):
+    """A site's public part: its name, its Ed25519 key (signatures) and its X25519 key (boxes), as hex."""
+
+    name: str
+    sign: str
+    box: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A site's long-term keys. The file that holds them never leaves the site."""
+
+    name: str
+    sign_key: bytes = field(repr=False)
+    box_key: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        for key, value in (("sign", self.sign_key), ("box", self.box_key)):
+            if not isinstance(value, bytes) or len(value) != 32:
+                raise SordinoError(f"{key}: a secret key has 32 bytes; Identity.make draws them.")
+
+    @staticmethod
+    def make(name: str) -> Identity:
+        return Identity(
+            name, Ed25519PrivateKey.generate().private_bytes_raw(), X25519PrivateKey.generate().private_bytes_raw()
+        )
+
+    @cached_property
+    def card(self) -> Card:
+        signs = Ed25519PrivateKey.from_private_bytes(self.sign_key).public_key().public_bytes_raw()
+        return Card(self.name, signs.hex(), public(self.box_key).hex())
+
+    def sign(self, data: bytes) -> bytes:
+        """Ed25519 draws nothing: the same data give the same signature."""
+        return Ed25519PrivateKey.from_private_bytes(self.sign_key).sign(data)
+
+    def save(self, path: str | Path) -> None:
+        """To a new file that its owner alone may read; one that is there is never overwritten."""
+        text = f"# secret: it stays with '{self.name}'\n" + _lines(
+            Card(self.name, self.sign_key.hex(), self.box_key.hex())
+        )
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise SordinoError(f"identity: '{path}' is there already; keep it, or choose another path.") from None
+        except OSError as error:
+            raise SordinoError(f"identity: '{path}' cannot be written ({error.strerror}).") from None
+        with open(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def load(path: str | Path) -> Identity:
+        data = _file(path, "identity")
+        if os.name == "posix" and os.stat(path).st_mode & 0o077:
+            raise SordinoError(f"identity: others may read '{path}'; run chmod 600 on it, if they have not yet.")
+        tables = _tables(data, "identity")
+        if len(tables) != 1 or tables[0].keys() != set(Card._fields):
+            raise SordinoError(f"identity: '{path}' does not hold name, sign and box; restore it from a copy.")
+        found = Card(**tables[0])
+        for key in ("sign", "box"):
+            _check_hex(getattr(found, key), f"identity: {key}")
+        return Identity(found.name, bytes.fromhex(found.sign), bytes.fromhex(found.box))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The sites, in an order that all share: it numbers the shares and settles the signs of masks."""
+
+    sites: tuple[Card, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sites", tuple(self.sites))
+        if not 1 <= len(self.sites) <= SITES:
+            raise SordinoError(f"roster: {len(self.sites)} sites; it lists 1 to {SITES}.")
+        for card in self.sites:
+            _check_card(card)
+        for key in Card._fields:
+            values = [getattr(card, key) for card in self.sites]
+            for card, value in zip(self.sites, values, strict=True):
+                if values.count(value) > 1:
+                    raise SordinoError(f"roster: two sites have the {key} of '{card.name}'; each needs its own.")
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(card.name for card in self.sites)
+
+    def position(self, name: str) -> int:
+        if name not in self.names:
+            raise SordinoError(f"site: '{_shown(name)}' is not in the roster.{nearest(_shown(name), self.names)}")
+        return self.names.index(name)
+
+    def card(self, name: str) -> Card:
+        return self.sites[self.position(name)]
+
+    def sha256(self) -> str:
+        """Of names, keys and order; sites compare it before a run."""
+        return self._sha256
+
+    @cached_property
+    def _sha256(self) -> str:
+        return hashlib.sha256(json.dumps([list(card) for card in self.sites]).encode()).hexdigest()
+
+    def toml(self) -> str:
+        return "\n".join(f"[[site]]\n{_lines(card)}" for card in self.sites)
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(self.toml())
+
+    @staticmethod
+    def read(path: str | Path) -> Roster:
+        return Roster.parse(_file(path, "roster"))
+
+    @staticmethod
+    def parse(data: bytes) -> Roster:
+        """From TOML, of which only `[[site]]`, `key = "text"` and comments are read: in time linear in its length."""
+        cards = []
+        for number, table in enumerate(_tables(data, "roster", header="[[site]]"), 1):
+            if table.keys() != set(Card._fields):
+                raise SordinoError(f"roster: site {number} needs name, sign and box, and nothing else.")
+            cards.append(Card(**table))
+        return Roster(tuple(cards))
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def _lines(card: Card) -> str:
+    return "".join(f'{key} = "{value}"\n' for key, value in card._asdict().items())
+
+
+def _file(path: str | Path, what: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(LONGEST + 1)
+    except OSError as error:
+        raise SordinoError(f"{what}: '{path}' cannot be read ({error.strerror}); check the path.") from None
+
+
+def _tables(data: bytes, what: str, header: str = "") -> list[dict[str, str]]:
+    """The tables under each header; without one, a single table."""
+    if len(data) > LONGEST:
+        raise SordinoError(f"{what}: {LONGEST:,} bytes are the most.")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise SordinoError(f"{what}: it is not text in UTF-8.") from None
+    tables = list[dict[str, str]]() if header else [{}]
+    for number, line in enumerate(text.split("\n"), 1):
+        bare = line.strip()
+        if not bare or bare.startswith("#"):
+            continue
+        if header and bare.partition("#")[0].rstrip() == header:
+            tables.append({})
+            continue
+        found = _LINE.fullmatch(bare)
+        if found is None or not tables or found[1] in tables[-1]:
+            raise SordinoError(f'{what}: line {number} should be {header or "a setting"}, or a new key = "text".')
+        tables[-1][found[1]] = found[2] if found[2] is not None else found[3]
+    return tables
+
+
+# -------------------------------------------------------------------------------------------------------- valid keys
+
+
+def _shown(name: object) -> str:
+    return ascii(str(name)[:64])[1:-1]
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SordinoError(f"name: '{_shown(name)}' must be 1 to 64 letters, digits, '-', '_' or '.'.")
+
+
+def _check_hex(value: object, what: str) -> None:
+    if not isinstance(value, str) or not _HEX.fullmatch(value):
+        raise SordinoError(f"{what} must be 64 hexadecimal digits, in small letters.")
+
+
+def _check_card(card: Card) -> None:
+    _check_name(card.name)
+    for key in ("sign", "box"):
+        _check_hex(getattr(card, key), f"{key} of '{card.name}'")
+    if not _signs(bytes.fromhex(card.sign)):
+        raise SordinoError(f"sign of '{card.name}': it is no Ed25519 key; copy it from the site's card again.")
+    box = bytes.fromhex(card.box)
+    if int.from_bytes(box, "little") >= _FIELD or low_order(box):
+        raise SordinoError(f"box of '{card.name}': it is no X25519 key; copy it from the site's card again.")
+
+
+def _signs(key: bytes) -> bool:
+    """Is it a point of the curve, written in the one way, and of large order? Under one of low order anyone signs."""
+    y = int.from_bytes(key, "little") % 2**255
+    if y >= _FIELD or y in (0, 1, _FIELD - 1, _EIGHTH, _FIELD - _EIGHTH):
+        return False
+    u, v = y * y - 1, _EDWARDS * y * y + 1  # x² = u / v
+    return pow(u * v, (_FIELD - 1) // 2, _FIELD) == 1

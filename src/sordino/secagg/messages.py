@@ -1,0 +1,256 @@
+"""The three messages of a round, signed: an offer, a masked vector, a reveal.
+
+Each is a wire message whose last array is an Ed25519 signature of all the bytes before it. All say which run, plan,
+roster, threshold, round and sender they are of, so that none serves elsewhere. A reader gives back what it has checked
+to the last field, or raises SordinoError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from numpy.typing import NDArray
+
+from sordino.core import SordinoError
+from sordino.secagg import shamir
+from sordino.secagg.derive import Words, joined, low_order
+from sordino.secagg.session import Member, Session, check_round
+from sordino.wire import Message, decode, encode
+
+DIMENSION = 2**28  # numbers of a vector at most: 1 GiB
+BOX = 2 * shamir.SIZE + 16  # bytes: two shares, and the tag of ChaCha20-Poly1305
+
+_HEAD = 4096  # bytes that a head needs at most, lists of names apart
+_NAME = 64 + 3  # bytes of a name in a list
+_HEX = re.compile(r"(?:[0-9a-f]{2})*", re.ASCII)
+
+
+class Offer(NamedTuple):
+    public: bytes  # the round's X25519 key
+    commitment: bytes  # to the seed of the self-mask
+    boxes: NDArray[np.uint8]  # for each peer in the roster's order, the sender left out: its shares, encrypted
+
+    def box(self, sender: int, receiver: int) -> bytes:
+        """Of two positions in the roster."""
+        return bytes(self.boxes[receiver - (receiver > sender)])
+
+
+class Masked(NamedTuple):
+    vector: Words
+    offers_sha256: str
+    seal: str  # a signature of which offers the vector was masked with, as hex: short enough to pass on
+
+
+class Reveal(NamedTuple):
+    offers_sha256: str
+    seeds: dict[str, int]  # shares of survivors' self-mask seeds
+    keys: dict[str, int]  # shares of the others' ephemeral keys
+
+
+def offers_sha256(offers: Mapping[str, bytes]) -> str:
+    """Of all offers of a round, sorted by name."""
+    parts = [part for name in sorted(offers) for part in (name, hashlib.sha256(offers[name]).digest())]
+    return hashlib.sha256(joined("offers", *parts)).hexdigest()
+
+
+def commitment(session: Session, round: int, name: str, seed: bytes) -> bytes:
+    """It hides the seed, which is 32 random bytes, and fits no other."""
+    return hashlib.sha256(joined("seed", session.context, round, name, seed)).digest()
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def write_offer(member: Member, round: int, offer: Offer) -> bytes:
+    fields = {"public": offer.public.hex(), "commitment": offer.commitment.hex()}
+    return _write(member, "secagg-offer", round, fields, {"boxes": offer.boxes})
+
+
+def write_masked(member: Member, round: int, offers: str, vector: Words) -> bytes:
+    seal = member.identity.sign(_sealed(member.session, round, member.name, offers))
+    fields = {"offers_sha256": offers, "dimension": vector.size, "seal": seal.hex()}
+    return _write(member, "secagg-masked", round, fields, {"vector": vector})
+
+
+def write_reveal(member: Member, round: int, reveal: Reveal) -> bytes:
+    fields = {"offers_sha256": reveal.offers_sha256, "survivors": list(reveal.seeds), "dropped": list(reveal.keys)}
+    arrays = {"seeds": _rows(list(reveal.seeds.values())), "keys": _rows(list(reveal.keys.values()))}
+    return _write(member, "secagg-reveal", round, fields, arrays)
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def read_offer(session: Session, round: int, sender: str, data: bytes) -> Offer:
+    peers = len(session.roster) - 1
+    names = ("public", "commitment"), ("boxes",)
+    message, refuse = _read(session, "secagg-offer", round, sender, data, _HEAD, BOX * peers, *names)
+    public, committed = (_hex(message, key, 32, refuse) for key in names[0])
+    boxes = _array(message, "boxes", np.uint8, (peers, BOX), refuse)
+    if low_order(public):
+        raise refuse("its key is of low order, and would make its masks public")
+    _verify(session, sender, data, refuse)
+    return Offer(public, committed, boxes)
+
+
+def read_masked(session: Session, round: int, sender: str, data: bytes, dimension: int | None = None) -> Masked:
+    """Where the dimension is known beforehand, longer messages are not even decoded."""
+    most = 4 * (DIMENSION if dimension is None else dimension)
+    names = ("offers_sha256", "dimension", "seal"), ("vector",)
+    message, refuse = _read(session, "secagg-masked", round, sender, data, _HEAD, most, *names)
+    offers, seal = (_hex(message, key, size, refuse).hex() for key, size in (("offers_sha256", 32), ("seal", 64)))
+    size = message.fields["dimension"]
+    if type(size) is not int or not 1 <= size <= DIMENSION or (dimension is not None and size != dimension):
+        raise refuse("its dimension is another" if dimension is not None else "its dimension is out of bounds")
+    vector = _array(message, "vector", np.uint32, (size,), refuse)
+    _verify(session, sender, data, refuse)
+    check_seal(session, round, sender, offers, seal)
+    return Masked(vector, offers, seal)
+
+
+def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Reveal:
+    sites = len(session.roster)
+    names = ("offers_sha256", "survivors", "dropped"), ("seeds", "keys")
+    head, body = _HEAD + _NAME * sites, shamir.SIZE * sites
+    message, refuse = _read(session, "secagg-reveal", round, sender, data, head, body, *names)
+    offers = _hex(message, "offers_sha256", 32, refuse).hex()
+    found, listed = list[dict[str, int]](), list[str]()
+    for field, array in zip(names[0][1:], names[1], strict=True):
+        sited = message.fields[field]
+        if not isinstance(sited, list) or len(sited) > sites or not all(isinstance(name, str) for name in sited):
+            raise refuse(f"its {field} are no list of names")
+        rows = _array(message, array, np.uint8, (len(sited), shamir.SIZE), refuse)
+        values = [int.from_bytes(row.tobytes(), "little") for row in rows]
+        if not all(value < shamir.PRIME for value in values):
+            raise refuse(f"its {array} are no shares")
+        found.append(dict(zip(sited, values, strict=True)))
+        listed += sited
+    if not set(listed) <= set(session.roster.names):
+        raise refuse("it names sites that are not in the roster")
+    if len(set(listed)) != len(listed):
+        raise refuse("it names a site twice: of each, one kind of share may be revealed")
+    _verify(session, sender, data, refuse)
+    return Reveal(offers, *found)
+
+
+def check_seal(session: Session, round: int, sender: str, offers: str, seal: object) -> None:
+    """Did the sender mask with these offers?"""
+    try:
+        given = bytes.fromhex(seal) if isinstance(seal, str) and len(seal) == 128 and _HEX.fullmatch(seal) else b""
+        _key(session, sender).verify(given, _sealed(session, round, sender, offers))
+    except InvalidSignature:
+        raise SordinoError(
+            f"seal of '{sender}': it did not sign that it masked with the same offers; the server must show all sites "
+            "the same offers, and start the round anew where it did not."
+        ) from None
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+class _Refuse(NamedTuple):
+    kind: str
+    sender: str
+
+    def __call__(self, why: str) -> SordinoError:
+        return SordinoError(
+            f"{self.kind} of '{self.sender}': {why}. Ask it to send the message again; if it sent another than came, "
+            "mistrust whoever carried it."
+        )
+
+
+def _common(session: Session, round: int, sender: str) -> dict[str, str | int]:
+    return {
+        "run": session.run,
+        "plan": session.plan,
+        "roster": session.roster.sha256(),
+        "threshold": session.threshold,
+        "round": round,
+        "sender": sender,
+    }
+
+
+def _write(member: Member, kind: str, round: int, fields: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> bytes:
+    check_round(round)
+    common = _common(member.session, round, member.name)
+    body = encode(kind, {**common, **fields}, {**arrays, "signature": np.zeros(64, np.uint8)})[:-64]
+    return body + member.identity.sign(_signed(body))
+
+
+def _read(
+    session: Session,
+    kind: str,
+    round: int,
+    sender: str,
+    data: bytes,
+    head: int,
+    body: int,
+    fields: Sequence[str],
+    arrays: Sequence[str],
+) -> tuple[Message, _Refuse]:
+    """All but the signature, and the fields of each kind. A head of a few thousand bytes costs little to read."""
+    check_round(round)
+    session.roster.position(sender)
+    refuse = _Refuse(kind.removeprefix("secagg-"), sender)
+    if not isinstance(data, bytes):
+        raise refuse("it is not bytes")
+    if int.from_bytes(data[4:8], "little") > head:
+        raise refuse(f"its head is longer than the {head:,} bytes that it needs at most")
+    try:
+        message = decode(data, 8 + head + body + 64)
+    except ValueError as error:  # a WireError, or numpy's word on a shape that no array has
+        raise refuse(str(error).removeprefix("message: ").rstrip(".")) from None
+    common = _common(session, round, sender)
+    if message.kind != kind or message.fields.keys() != {*common, *fields}:
+        raise refuse("it is of another kind")
+    if list(message.arrays) != [*arrays, "signature"]:
+        raise refuse("its arrays are others")
+    _array(message, "signature", np.uint8, (64,), refuse)
+    for name, wanted in common.items():
+        if type(message.fields[name]) is not type(wanted) or message.fields[name] != wanted:
+            raise refuse(f"its {name} is another")
+    return message, refuse
+
+
+def _verify(session: Session, sender: str, data: bytes, refuse: _Refuse) -> None:
+    try:
+        _key(session, sender).verify(data[-64:], _signed(data[:-64]))
+    except InvalidSignature:
+        raise refuse("its signature is not by the key in the roster") from None
+
+
+def _key(session: Session, sender: str) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(bytes.fromhex(session.roster.card(sender).sign))
+
+
+def _signed(body: bytes) -> bytes:
+    return joined("sordino secagg message") + body
+
+
+def _sealed(session: Session, round: int, sender: str, offers: str) -> bytes:
+    return joined("sordino secagg seal", session.context, round, sender, offers)
+
+
+def _hex(message: Message, field: str, size: int, refuse: _Refuse) -> bytes:
+    value = message.fields[field]
+    if not isinstance(value, str) or len(value) != 2 * size or not _HEX.fullmatch(value):
+        raise refuse(f"its {field} is not {2 * size} hexadecimal digits")
+    return bytes.fromhex(value)
+
+
+def _array(message: Message, name: str, dtype: Any, shape: tuple[int, ...], refuse: _Refuse) -> NDArray[Any]:
+    array = message.arrays[name]
+    if array.dtype != dtype or array.shape != shape:
+        raise refuse(f"its {name} have another type or shape")
+    return array
+
+
+def _rows(values: Sequence[int]) -> NDArray[np.uint8]:
+    data = b"".join(value.to_bytes(shamir.SIZE, "little") for value in values)
+    return np.frombuffer(data, np.uint8).reshape(len(values), shamir.SIZE)

@@ -1,0 +1,313 @@
+"""One round: sites mask their vectors so that the masks cancel in the sum, and only there.
+
+    site     offer      a fresh public key, and for every peer a share of its secret half and of a seed, encrypted
+    site     masked     vector + PRG(seed) ± PRG(what two keys have in common), for every peer with an offer
+    site     reveal     of each survivor a share of its seed, of each other a share of its key
+    server   open_sum   takes the seeds' streams off, and the masks that survivors share with those who dropped out
+
+An offer may travel with the reply of the round before, so a round takes two exchanges. What a site sends is a function
+of its secret, the round and what it was sent: after a crash it sends the same again. What it must keep on its disk
+before sending are `masked`'s bytes and `reveal`'s survivors, for two of either in one round would say too much: two
+vectors under one mask give their difference, and two lists of survivors both kinds of shares. For the same reason a
+round that fails is not tried again: the next one has other keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from sordino.core import SordinoError
+from sordino.secagg import shamir
+from sordino.secagg.derive import Words, add_stream, agree, derive, joined, public
+from sordino.secagg.messages import (
+    BOX,
+    DIMENSION,
+    Masked,
+    Offer,
+    Reveal,
+    check_seal,
+    commitment,
+    offers_sha256,
+    read_masked,
+    read_offer,
+    read_reveal,
+    write_masked,
+    write_offer,
+    write_reveal,
+)
+from sordino.secagg.session import Member, Session
+
+
+class WrongShareError(SordinoError):
+    """A share does not fit the others. `site` revealed it."""
+
+    def __init__(self, site: str, message: str) -> None:
+        super().__init__(message)
+        self.site = site
+
+
+# ------------------------------------------------------------------------------------------------------- at the sites
+
+
+def offer(member: Member, round: int) -> bytes:
+    session, shares = member.session, member.shares(round)
+    ephemeral = public(member.ephemeral(round))
+    committed = commitment(session, round, member.name, member.seed(round))
+    boxes = bytearray()
+    for card, pair in zip(session.roster.sites, shares, strict=True):
+        if card.name != member.name:
+            common = agree(member.identity.box_key, bytes.fromhex(card.box))
+            cipher, nonce, about = _box(session, round, common, member.name, card.name, ephemeral + committed)
+            boxes += cipher.encrypt(nonce, b"".join(share.to_bytes(shamir.SIZE, "little") for share in pair), about)
+    rows = np.frombuffer(bytes(boxes), np.uint8).reshape(len(shares) - 1, BOX)
+    return write_offer(member, round, Offer(ephemeral, committed, rows))
+
+
+def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: Words) -> Words:
+    """The vector under its masks, modulo 2^32. Use `masked`, unless the message is made elsewhere: a second vector
+    under the same masks would give the difference of both."""
+    session, known = member.session, _known(member, round, offers)
+    if not isinstance(vector, np.ndarray) or vector.dtype != np.uint32 or vector.ndim != 1:
+        raise SordinoError("vector: it must be an array of uint32 with one axis.")
+    if not 1 <= vector.size <= DIMENSION:
+        raise SordinoError(f"vector: {vector.size:,} numbers; 1 to {DIMENSION:,} can be masked.")
+    for peer in known:
+        _shares(member, round, peer, known[peer])  # so that it can be revealed later
+    total = vector.copy()
+    add_stream(total, _self_key(session, round, member.name, member.seed(round)), 1)
+    for peer, theirs in known.items():
+        if peer != member.name:
+            key, sign = _pair(session, round, member.name, peer, member.ephemeral(round), theirs.public)
+            add_stream(total, key, sign)
+    return total
+
+
+def masked(
+    member: Member, round: int, offers: Mapping[str, bytes], vector: Words, before: bytes | None = None
+) -> bytes:
+    """The message with `mask`'s vector. `before` is what this site made earlier in this round, from its store: the
+    same comes out again, or nothing."""
+    hidden = mask(member, round, offers, vector)
+    made = write_masked(member, round, offers_sha256(offers), hidden)
+    if before is not None and before != made:
+        raise SordinoError(
+            f"round: '{member.name}' masked another vector, or with other offers, in round {round} before; send "
+            "those bytes again, for two vectors under one mask tell their difference."
+        )
+    return made
+
+
+def seals(session: Session, round: int, masked: Mapping[str, bytes]) -> dict[str, str]:
+    """For the server to pass on with the survivors, as hex: each one's word on which offers it masked with."""
+    return {name: read_masked(session, round, name, data).seal for name, data in masked.items()}
+
+
+def reveal(
+    member: Member,
+    round: int,
+    offers: Mapping[str, bytes],
+    survivors: Sequence[str],
+    before: Sequence[str] | None = None,
+    seals: Mapping[str, str] | None = None,
+) -> bytes:
+    """Of each peer in `offers` one share: of its seed if it survived, else of its key.
+
+    `before` are the survivors that this site revealed for earlier in this round, from its store: another list is
+    refused, as it would give both kinds of shares of one peer. With `seals` (see `seals`) it is also made sure that
+    all survivors masked with these same offers; a server that shows its sites different offers could otherwise single
+    one out.
+    """
+    session, known = member.session, _known(member, round, offers)
+    alive = {name for name in survivors if isinstance(name, str)}
+    if len(alive) != len(survivors) or not alive <= set(known):
+        raise SordinoError("survivors: each must have made an offer, and be named once.")
+    if member.name not in alive:
+        raise SordinoError(f"survivors: '{member.name}' is not among them, and helps to open no sum without its own.")
+    if len(alive) < session.threshold:
+        raise SordinoError(
+            f"survivors: {len(alive)} are too few, {session.threshold} are needed; the round is lost, start the next."
+        )
+    if before is not None and set(before) != alive:
+        raise SordinoError(
+            f"survivors: '{member.name}' revealed for other survivors in round {round} before; send that reveal "
+            "again, for a second list would open single vectors."
+        )
+    digest = offers_sha256(offers)
+    if seals is not None:
+        for name in sorted(alive):
+            check_seal(session, round, name, digest, seals.get(name))
+    seeds, keys = dict[str, int](), dict[str, int]()
+    for name, theirs in known.items():
+        key, seed = _shares(member, round, name, theirs)
+        if name in alive:
+            seeds[name] = seed
+        else:
+            keys[name] = key
+    return write_reveal(member, round, Reveal(digest, seeds, keys))
+
+
+# ------------------------------------------------------------------------------------------------------ at the server
+
+
+def open_sum(
+    session: Session,
+    round: int,
+    offers: Mapping[str, bytes],
+    masked: Mapping[str, bytes],
+    reveals: Mapping[str, bytes],
+) -> Words:
+    """The sum of the survivors' vectors modulo 2^32; survivors are those in `masked`.
+
+    What was reconstructed is held against what was offered, so a wrong share cannot spoil the sum unnoticed.
+    """
+    known, digest = _offers(session, round, offers), offers_sha256(offers)
+    _enough(session, "masked", masked, known)
+    _enough(session, "reveals", reveals, masked)
+    vectors = {name: read_masked(session, round, name, masked[name]) for name in _sorted(session, masked)}
+    _agree(vectors, digest)
+    told = {name: read_reveal(session, round, name, reveals[name]) for name in _sorted(session, reveals)}
+    for name, each in told.items():
+        if each.offers_sha256 != digest:
+            raise SordinoError(f"reveal of '{name}': it is for other offers; leave it out.")
+        if each.seeds.keys() != vectors.keys() or each.keys.keys() != known.keys() - vectors.keys():
+            raise SordinoError(f"reveal of '{name}': it is for other survivors; leave it out.")
+
+    total = np.zeros_like(next(iter(vectors.values())).vector)
+    for name, sent in vectors.items():
+        np.add(total, sent.vector, out=total)
+        shares = {by: each.seeds[name] for by, each in told.items()}
+        seed = _recover(session, f"the seed of '{name}'", shares, partial(_is_seed, session, round, name, known[name]))
+        add_stream(total, _self_key(session, round, name, seed), -1)
+    for gone in known.keys() - vectors.keys():
+        shares = {by: each.keys[gone] for by, each in told.items()}
+        key = _recover(session, f"the key of '{gone}'", shares, partial(_is_key, known[gone]))
+        for name in vectors:
+            pair, sign = _pair(session, round, gone, name, key, known[name].public)
+            add_stream(total, pair, sign)  # its own sign: the opposite of the one that the survivor used
+    return total
+
+
+def _is_seed(session: Session, round: int, name: str, offered: Offer, seed: bytes) -> bool:
+    return commitment(session, round, name, seed) == offered.commitment
+
+
+def _is_key(offered: Offer, key: bytes) -> bool:
+    return public(key) == offered.public  # up to the bits that X25519 sets itself
+
+
+def _recover(session: Session, what: str, shares: dict[str, int], right: Callable[[bytes], bool]) -> bytes:
+    """From t shares. Where they do not fit and there is one to spare, each is left out in turn."""
+
+    def tried(names: Sequence[str]) -> bytes | None:
+        found = shamir.join([(session.roster.position(name) + 1, shares[name]) for name in names])
+        secret = found.to_bytes(32, "little") if found < 2**256 else b""
+        return secret if secret and right(secret) else None
+
+    names, t = list(shares), session.threshold
+    if (secret := tried(names[:t])) is not None:
+        return secret
+    for bad in names[:t] if len(names) > t else ():
+        if tried([name for name in names[: t + 1] if name != bad]) is not None:
+            raise WrongShareError(
+                bad,
+                f"reveal of '{bad}': its share of {what} is wrong, or was dealt so; open again without it.",
+            )
+    raise SordinoError(
+        f"reveals: {what} does not come out of the shares; whoever dealt it, or some that revealed, sent wrong ones. "
+        "The round is lost; start the next."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def _offers(session: Session, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
+    """Verified, in the roster's order."""
+    _enough(session, "offers", offers, session.roster.names)
+    return {name: read_offer(session, round, name, offers[name]) for name in _sorted(session, offers)}
+
+
+def _known(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
+    """Verified, and this site's own as it made it."""
+    if offers.get(member.name) != offer(member, round):
+        raise SordinoError(
+            f"offer of '{member.name}': it is missing, or not as this site made it; the server must show it unchanged."
+        )
+    return _offers(member.session, round, offers)
+
+
+def _enough(
+    session: Session, what: str, given: Mapping[str, bytes], known: Sequence[str] | Mapping[str, object]
+) -> None:
+    for name in given:
+        if name not in known:
+            session.roster.position(name)
+            raise SordinoError(f"{what}: '{name}' took no part in the step before; leave it out.")
+    if len(given) < session.threshold:
+        raise SordinoError(
+            f"{what}: there are {len(given)}, and {session.threshold} are needed; wait, or start the next round."
+        )
+
+
+def _sorted(session: Session, names: Mapping[str, object]) -> list[str]:
+    return [name for name in session.roster.names if name in names]
+
+
+def _agree(vectors: Mapping[str, Masked], digest: str) -> None:
+    size = next(iter(vectors.values())).vector.size
+    for name, each in vectors.items():
+        if each.offers_sha256 != digest:
+            raise SordinoError(f"masked of '{name}': it is masked with other offers; leave it out.")
+        if each.vector.size != size:
+            raise SordinoError(f"masked of '{name}': it has {each.vector.size} numbers, others {size}; leave it out.")
+
+
+def _box(
+    session: Session, round: int, common: bytes, sender: str, receiver: str, offered: bytes
+) -> tuple[ChaCha20Poly1305, bytes, bytes]:
+    """Cipher, nonce and associated data of one box.
+
+    Nothing is drawn, so that a box made twice is the same; and no key and nonce ever serve two texts: both are derived
+    for one run, plan, round, sender, receiver and offered key, and from that key's secret the text follows. Even a site
+    that lost its secret and drew another offers another key.
+    """
+    about = joined("box", session.context, round, sender, receiver)
+    both = derive(common, about, salt=offered, size=32 + 12)
+    return ChaCha20Poly1305(both[:32]), both[32:], about
+
+
+def _shares(member: Member, round: int, dealer: str, theirs: Offer) -> tuple[int, int]:
+    """That this site holds of a dealer's ephemeral key and seed."""
+    session = member.session
+    if dealer == member.name:
+        return member.shares(round)[member.position]
+    card = session.roster.card(dealer)
+    common = agree(member.identity.box_key, bytes.fromhex(card.box))
+    cipher, nonce, about = _box(session, round, common, dealer, member.name, theirs.public + theirs.commitment)
+    try:
+        text = cipher.decrypt(nonce, theirs.box(session.roster.position(dealer), member.position), about)
+    except InvalidTag:
+        text = b""
+    key, seed = (int.from_bytes(half, "little") for half in (text[: shamir.SIZE], text[shamir.SIZE :]))
+    if len(text) != 2 * shamir.SIZE or not (key < shamir.PRIME and seed < shamir.PRIME):
+        raise SordinoError(
+            f"offer of '{dealer}': the shares it holds for '{member.name}' cannot be read; start the next round "
+            f"without '{dealer}'."
+        )
+    return key, seed
+
+
+def _self_key(session: Session, round: int, name: str, seed: bytes) -> bytes:
+    return derive(seed, "self mask", session.context, round, name)
+
+
+def _pair(session: Session, round: int, mine: str, peer: str, private: bytes, theirs: bytes) -> tuple[bytes, int]:
+    """The key of a pair's mask, the same for both, and the sign of the first: + for who comes earlier in the roster."""
+    first, second = sorted((mine, peer), key=session.roster.position)
+    key = derive(agree(private, theirs), "pair mask", session.context, round, first, second)
+    return key, 1 if mine == first else -1

@@ -1,0 +1,129 @@
+"""One run of a federation, and one site in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from sordino.core import SordinoError
+from sordino.secagg import shamir
+from sordino.secagg.derive import derive, joined
+from sordino.secagg.keys import Identity, Roster
+
+ROUNDS = 2**32
+
+_RUN = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+_PLAN = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all sites and the server agree on: the run, its sites, how many shares open a secret, the plan's sha256."""
+
+    run: str
+    roster: Roster
+    threshold: int
+    plan: str
+
+    def __post_init__(self) -> None:
+        sites = len(self.roster)
+        if not isinstance(self.run, str) or not _RUN.fullmatch(self.run):
+            raise SordinoError("run: it must be 1 to 128 letters, digits, '-', '_' or '.'.")
+        if not isinstance(self.plan, str) or not _PLAN.fullmatch(self.plan):
+            raise SordinoError("plan: it must be a sha256, 64 hexadecimal digits in small letters.")
+        if type(self.threshold) is not int or not (2 <= self.threshold <= sites and 2 * self.threshold > sites):
+            raise SordinoError(
+                f"threshold: {self.threshold!r} of {sites} sites; it must be at least 2 and more than half of them: "
+                "take Session.of."
+            )
+
+    @staticmethod
+    def of(run: str, roster: Roster, plan: str, dropouts: int = 0, colluders: int = 0) -> Session:
+        """The threshold t that `dropouts` sites of a round may fall short of, where `colluders` work with the server.
+
+        A server that has t shares of a site's self-mask and t of its key reads that site's vector. It may tell every
+        site another list of survivors, but an honest site reveals one kind of share of each peer, and colluders both:
+        n - colluders + 2 colluders shares at most. So 2t > n + colluders keeps the kinds apart.
+        """
+        sites = len(roster)
+        for name, value in (("dropouts", dropouts), ("colluders", colluders)):
+            if type(value) is not int or value < 0:
+                raise SordinoError(f"{name}: {value!r} must be an integer from 0.")
+        if sites < 2 or colluders > sites - 2:
+            raise SordinoError(
+                f"colluders: {colluders} of {sites} sites; where fewer than two are honest, a sum is a vector: "
+                "ask more sites to join."
+            )
+        threshold = sites - dropouts
+        least = max(2, (sites + colluders) // 2 + 1)
+        if threshold < least:
+            raise SordinoError(
+                f"dropouts: {dropouts} of {sites} sites leave a threshold of {threshold}, and {least} are needed "
+                f"against a server and {colluders} colluders; allow {sites - least} dropouts at most."
+            )
+        return Session(run, roster, threshold, plan)
+
+    @cached_property
+    def context(self) -> bytes:
+        """Part of every derived key: another run, plan, roster or threshold has other keys throughout."""
+        return joined("session", self.run, self.plan, self.roster.sha256(), self.threshold)
+
+    def points(self) -> range:
+        """Where the sites' shares are taken: position + 1, for the secret lies at 0."""
+        return range(1, len(self.roster) + 1)
+
+
+def check_round(round: int) -> None:
+    if type(round) is not int or not 0 <= round < ROUNDS:
+        raise SordinoError(f"round: {round!r} must be an integer from 0 to 2**32 - 1.")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A site in a run. `secret` is 32 bytes (`secrets.token_bytes(32)`) drawn for this run and kept on its disk.
+
+    A round's secrets are all derived from it, so a site that crashed makes the same messages again, byte for byte,
+    and there is never a second version of a key or a share. Anyone who has the secret has the site's masks.
+    """
+
+    identity: Identity
+    session: Session
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.session.roster.card(self.identity.name) != self.identity.card:
+            raise SordinoError(
+                f"identity: the roster has other keys for '{self.identity.name}'; load the identity that its card "
+                "was taken from."
+            )
+        if not isinstance(self.secret, bytes) or len(self.secret) != 32:
+            raise SordinoError("secret: 32 bytes are needed; draw them once a run with secrets.token_bytes(32).")
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    @cached_property
+    def position(self) -> int:
+        return self.session.roster.position(self.name)
+
+    def ephemeral(self, round: int) -> bytes:
+        """The round's X25519 key: what it has in common with a peer's is their mask."""
+        return self._secret(round, "ephemeral")
+
+    def seed(self, round: int) -> bytes:
+        """Of the self-mask, which covers the vector should the server learn the pairwise masks."""
+        return self._secret(round, "seed")
+
+    def shares(self, round: int) -> list[tuple[int, int]]:
+        """For every site of the roster, this one too: of the ephemeral key, and of the seed."""
+        ways = [
+            shamir.deal(secret, self.session.threshold, self.session.points(), self._secret(round, f"{what} shares"))
+            for what, secret in (("ephemeral", self.ephemeral(round)), ("seed", self.seed(round)))
+        ]
+        return list(zip(*ways, strict=True))
+
+    def _secret(self, round: int, what: str) -> bytes:
+        check_round(round)
+        return derive(self.secret, what, self.session.context, self.name, round)

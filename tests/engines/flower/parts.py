@@ -1,0 +1,36 @@
+"""What the processes of the tests run: a site's handler, and a server that does what is asked of it by files."""
+
+import os
+import pickle
+import time
+from pathlib import Path
+
+
+def handle(letter: bytes) -> bytes:
+    """The letter backwards; or what it says."""
+    word, _, rest = letter[:100].partition(b" ")
+    if word == b"raise":
+        raise ValueError(f"patient {rest.decode()}")
+    if word == b"sleep":
+        Path(os.environ["BEGUN"], os.environ["SORDINO_SITE"]).touch()
+        time.sleep(float(rest))
+    return letter[::-1]
+
+
+def serve(transport, folder: Path) -> None:
+    """Each file N.ask holds (letters, seconds, enough); N.told gets (replies, failures, sites)."""
+    number = 0
+    while True:
+        number += 1
+        while not (folder / f"{number}.ask").exists():
+            time.sleep(0.05)
+        question = pickle.loads((folder / f"{number}.ask").read_bytes())
+        if question is None:
+            return
+        letters, seconds, enough = question
+        replies = transport.exchange(
+            letters, seconds, (lambda got, least=enough: len(got) >= least) if enough else None
+        )
+        told = (replies, dict(transport.failures), transport.sites())
+        (folder / "told").write_bytes(pickle.dumps(told))
+        (folder / "told").rename(folder / f"{number}.told")
