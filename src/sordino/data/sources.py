@@ -90,7 +90,7 @@ def load(
     _same_length(x, "x", raw.y, "y")
     y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else _encode(raw.y, raw.y_test)
     if classes is not None:
-        y, y_test = (None if part is None else _known(part, found, classes) for part in (y, y_test))
+        y, y_test = _known(y, found, classes), None if y_test is None else _known(y_test, found, classes)
     public_classes = tuple(found if classes is None else classes)
     site = raw.site
     if site is not None:

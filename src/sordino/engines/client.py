@@ -275,13 +275,14 @@ class Oracle:
 def secured(plan: Plan, turn: Turn, i: int, message: Tree, source: Source) -> np.ndarray:
     """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised."""
     level = next(level for level in plan.levels if level.stage == plan.stage_of(turn.t))
-    if not isinstance(message, Tensor) or message.shape != (plan.integers and plan.integers.dimension,):
+    if not isinstance(message, Tensor) or plan.integers is None or tuple(message.shape) != (plan.integers.dimension,):
         raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
-    shape, at = tuple(message.shape), Address(i, turn.t, level.number)
+    shape, at = (message.numel(),), Address(i, turn.t, level.number)
     steps = 1 / (level.step * level.weight.max())
     dither = source.uniform(at._replace(query=ROUNDING), shape)
     whole = discrete.encode(plan.weights[i] * message.double().numpy(), steps, dither)
-    return discrete.modular(whole + discrete.draw(source, at, plan.variance(level), shape))
+    whole += discrete.draw(source, at, plan.variance(level), shape)
+    return discrete.modular(whole)
 
 
 def opened(plan: Plan, turn: Turn, total: np.ndarray) -> Tensor:

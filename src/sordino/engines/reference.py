@@ -62,7 +62,7 @@ def run(
             ledger.afford([entry for i in (*new, *away) for entry in plan.entries(i, turn.t, run_id)])
             for i in away:
                 ledger.charge(plan.entries(i, turn.t, run_id))
-        parts, total = [], np.uint32(0)
+        parts, total = [], np.zeros(1, np.uint32)
         for i in cohort:
             message = said[i]
             if message is None:
@@ -87,7 +87,7 @@ def run(
                     ledger.charge([Entry(NOBODY, turn.t, "noise", 0.0, 1.0, 1, run_id)], pack(noise))
             parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, noise))
         if plan.integers is not None:
-            parts = [opened(plan, turn, np.asarray(total)).to(theta)]
+            parts = [opened(plan, turn, total).to(theta)]
         aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
         if parts:
             step, state = rule.update(aggregate, state, theta, turn.step)

@@ -239,9 +239,14 @@ def demonstration(folder: Path, count: int, *, spec: dict[str, Any], data: str =
     names = [f"site{k + 1}" for k in range(count)]
     owner = split(whole, "dirichlet:5", count, sizes="equal", seed=0)
     coordinator = folder / "coordinator"
-    values = {"method": "dp-fedsofim", "rounds": 10, "epsilon": 8.0, "trust": "secure-aggregation"} | spec
+    values: dict[str, Any] = {
+        "method": "dp-fedsofim",
+        "rounds": 10,
+        "epsilon": 8.0,
+        "trust": "secure-aggregation",
+    } | spec
     keys = ("method", "rounds", "epsilon", "trust")
-    shape = {"features": whole.x_train.shape[1], "classes": whole.classes}
+    shape: dict[str, Any] = {"features": whole.x_train.shape[1], "classes": whole.classes}
     init(coordinator, names, **shape, **{k: values[k] for k in keys}, dropouts=dropouts)
     if rest := {k: v for k, v in values.items() if k not in keys}:
         import tomli_w

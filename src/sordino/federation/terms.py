@@ -73,8 +73,8 @@ class Terms:
     @staticmethod
     def read(text: str) -> Terms:
         try:
-            values = json.loads(text)
-            made = Terms(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            values: dict[str, Any] = json.loads(text)
+            made = Terms(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
         except (TypeError, ValueError, AttributeError, RecursionError):
             raise SordinoError("terms: they cannot be read.") from None
         made._check()

@@ -37,7 +37,7 @@ class Bench:
         self.folder = federation.folder / "coordinator"
         self.begun = federation.folder / "begun"
 
-    def ask(self, letters, seconds=20.0, enough=0):
+    def ask(self, letters, seconds=45.0, enough=0):
         """Ask for an exchange; `told` has its outcome."""
         self.number += 1
         nodes = self.federation.nodes
@@ -52,12 +52,12 @@ class Bench:
         names = {node: name for name, node in self.federation.nodes.items()}
         return {names[n]: v for n, v in replies.items()}, {names[n]: v for n, v in failures.items()}, sites
 
-    def exchange(self, letters, seconds=20.0, enough=0):
+    def exchange(self, letters, seconds=45.0, enough=0):
         self.ask(letters, seconds, enough)
         return self.told()[:2]
 
     def wait_begun(self, name):
-        self.federation.wait((self.begun / name).exists, 20, "link")
+        self.federation.wait((self.begun / name).exists, 45, "link")
         (self.begun / name).unlink()
 
 
@@ -79,7 +79,7 @@ def bench(tmp_path):
 
 def echoes(bench):
     letters = {"a": b"", "b": os.urandom(5_000_000), "c": bytes(range(256))}
-    replies, failures = bench.exchange(letters, 30)
+    replies, failures = bench.exchange(letters)
     assert replies == {name: letter[::-1] for name, letter in letters.items()}
     assert failures == {}
     same = dict.fromkeys("abc", b"the same for all")
@@ -96,30 +96,27 @@ def an_exception_stays_at_the_site(bench):
 
 
 def late_replies_are_dropped(bench):
-    replies, failures = bench.exchange({"a": b"sleep 4", "b": b"ab", "c": b"cd"}, seconds=2.5)
-    assert replies == {"b": b"ba", "c": b"dc"}
-    assert failures == {"a": "late"}
-    replies, _ = bench.exchange({"a": b"new", "b": b"ab"})
-    assert replies == {"a": b"wen", "b": b"ba"}
     replies, failures = bench.exchange({"a": b"sleep 3", "b": b"ab", "c": b"cd"}, enough=2)
     assert replies == {"b": b"ba", "c": b"dc"}
     assert failures == {"a": "late"}
+    bench.wait_begun("a")
+    replies, failures = bench.exchange({"a": b"new", "b": b"ab"})
+    assert replies == {"a": b"wen", "b": b"ba"}
+    assert failures == {}
 
 
 def a_killed_worker_costs_its_own_reply(bench):
     federation = bench.federation
-    bench.wait_begun("a")
-    bench.exchange({"a": b"", "b": b"", "c": b""})
-    bench.ask({"a": b"sleep 60", "b": b"sleep 1", "c": b"cd"}, seconds=5)
+    bench.ask({"a": b"sleep 600", "b": b"sleep 1", "c": b"cd"}, seconds=8)
     bench.wait_begun("a")
     os.kill(federation.processes["worker-a"].pid, signal.SIGKILL)
     federation.processes["worker-a"].wait()
-    replies, failures, _ = bench.told()
-    assert replies == {"b": b"1 peels", "c": b"dc"}
-    assert failures == {"a": "late"}
     assert (federation.folder / "a.claim").stat().st_mode & 0o777 == 0o600
     federation.start_worker("a")
-    replies, _ = bench.exchange({"a": b"again", "b": b"ab"}, seconds=30)
+    replies, failures, _ = bench.told()
+    assert replies == {"b": b"1 peels", "c": b"dc"}
+    assert failures in ({"a": "late"}, {"a": "error 2"})  # whichever comes first: the deadline, or the next worker
+    replies, _ = bench.exchange({"a": b"again", "b": b"ab"})
     assert replies == {"a": b"niaga", "b": b"ba"}
 
 
@@ -150,7 +147,7 @@ def strangers_are_refused(bench):
         command[-1] = str(port)
         federation.start(f"node-{name}", command, federation.env)
     for name in commands:
-        assert federation.processes.pop(f"node-{name}").wait(30) != 0
+        assert federation.processes.pop(f"node-{name}").wait(60) != 0
         log = federation.log(f"node-{name}").read_text()
         assert "Failed to initialize the connection" in log
         assert "SuperNode ID" not in log

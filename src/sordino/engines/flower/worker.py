@@ -30,7 +30,7 @@ from sordino.engines.flower.transport import FIELD, RECORD, opened
 
 if TYPE_CHECKING:
     from flwr.app import Message
-    from flwr.serverapp import Grid
+    from flwr.superlink.grid import HttpGrid
 
 FAILED = "The site could not answer."  # all that a server ever reads of a failure
 HEARTBEAT = 10.0  # seconds; the SuperNode gives a silent worker up after 60
@@ -95,7 +95,7 @@ class Runtime:
         push_task_output(self.client, None, status, "")
         self.token = ""
 
-    def grid(self) -> Grid:
+    def grid(self) -> HttpGrid:
         """The link as the server's task sees it; the bundle that came with the task is dropped."""
         from flwr.common.serde import run_from_proto
         from flwr.proto.runtime_pb2 import PullTaskInputRequest
