@@ -96,6 +96,9 @@ WORDS = [b"[", b"]", b"{", b"}", b'"', b",", b":", b"-", b"0", b"1e999", b"null"
 WORDS += [b"2147483648", b"9" * 30, b'"u4"', b'"f8"', b"[[site]]", b"\n", b"[[[[[[[[[", b'"a":', b"SRD1", bytes(8)]
 
 
+WORST = {"worst_s": 0.0, "peak_bytes": 0, "peak_bytes_per_byte": 0.0}
+
+
 def spoiled(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
     """Bits turned over, bytes cut, doubled, exchanged for words of the formats or parts of other messages."""
     out = bytearray(data)
@@ -170,8 +173,8 @@ def fuzz(count: int, seed: int = 0) -> dict[str, Any]:
     }
     seeds["wire.decode"] = seeds["reveal"]
     others, kinds = list(seeds.values()), list(readers)
-    tally = {kind: {"inputs": 0, "read": 0, "refused": 0, "other_errors": 0, "worst_s": 0.0} for kind in kinds}
-    errors, most, most_per_byte = list[str](), 0, 0.0
+    tally = {kind: {"inputs": 0, "read": 0, "refused": 0, "other_errors": 0, **WORST} for kind in kinds}
+    errors = list[str]()
     for i in range(count):
         kind = kinds[i % len(kinds)]
         data = seeds[kind]
@@ -202,7 +205,8 @@ def fuzz(count: int, seed: int = 0) -> dict[str, Any]:
         if watched:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-            most, most_per_byte = max(most, peak), max(most_per_byte, peak / max(len(data), 1000))
+            row["peak_bytes"] = max(row["peak_bytes"], peak)
+            row["peak_bytes_per_byte"] = max(row["peak_bytes_per_byte"], peak / max(len(data), 1000))
         else:
             row["worst_s"] = max(row["worst_s"], took)
     return {
@@ -211,9 +215,7 @@ def fuzz(count: int, seed: int = 0) -> dict[str, Any]:
         "readers": tally,
         "other_errors": sum(int(row["other_errors"]) for row in tally.values()),
         "examples_of_other_errors": sorted(set(errors))[:5],
-        "worst_s": max(row["worst_s"] for row in tally.values()),
-        "peak_bytes": most,
-        "peak_bytes_per_byte": most_per_byte,
+        **{key: max(row[key] for row in tally.values()) for key in WORST},
     }
 
 
@@ -228,7 +230,7 @@ def main(repeats: int, inputs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--fuzz", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
     main(arguments.repeats, arguments.fuzz)

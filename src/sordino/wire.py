@@ -24,6 +24,7 @@ MAGIC = b"SRD1"
 HEAD = 2**22  # bytes of a head at most
 MOST = 2**31  # bytes of a message at most; a reader may set less
 DEPTH = 8  # of lists and tables in a head, and of trees
+ARRAYS = 4096  # of a message at most
 TYPES = {"f4": np.float32, "f8": np.float64, "i8": np.int64, "u4": np.uint32, "u1": np.uint8}
 
 
@@ -46,7 +47,11 @@ def encode(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray
         body = np.ascontiguousarray(array, dtype=np.dtype(TYPES[code]).newbyteorder("<"))
         listed.append([name, code, list(np.shape(array))])
         bodies.append(body.tobytes())
-    head = json.dumps({"kind": kind, "fields": dict(fields), "arrays": listed}, separators=(",", ":")).encode()
+    try:
+        said = {"kind": kind, "fields": dict(fields), "arrays": listed}
+        head = json.dumps(said, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        raise WireError("message: NaN and infinities are sent in arrays only.") from None
     if len(head) > HEAD:
         raise WireError(f"message: a head of {len(head):,} bytes; {HEAD:,} are the most.")
     return b"".join([MAGIC, struct.pack("<I", len(head)), head, *bodies])
@@ -67,7 +72,7 @@ def decode(data: bytes, most: int = MOST) -> Message:
     if not isinstance(head, dict) or head.keys() != {"kind", "fields", "arrays"} or not _shallow(head, DEPTH):
         raise WireError("message: its head is not made of kind, fields and arrays.")
     kind, fields, listed = head["kind"], head["fields"], head["arrays"]
-    if not (isinstance(kind, str) and isinstance(fields, dict) and isinstance(listed, list)):
+    if not (isinstance(kind, str) and isinstance(fields, dict) and isinstance(listed, list) and len(listed) <= ARRAYS):
         raise WireError("message: its head is not made of kind, fields and arrays.")
     arrays, at = dict[str, np.ndarray](), 8 + size
     for item in listed:
@@ -90,7 +95,8 @@ def _described(item: Any) -> tuple[str, str, tuple[int, ...]]:
     shape = item[2] if fine else None
     if not isinstance(shape, list) or len(shape) > 4:
         raise WireError("message: an array is not described by name, type and shape.")
-    if any(type(k) is not int or not 0 <= k <= MOST for k in shape) or math.prod(shape) > MOST:
+    # Axes of length 0 count as 1 here: numpy refuses what would not fit in memory without them.
+    if any(type(k) is not int or not 0 <= k <= MOST for k in shape) or math.prod(max(k, 1) for k in shape) > MOST:
         raise WireError("message: an array's shape is no shape.")
     return item[0], item[1], tuple(shape)
 
@@ -114,11 +120,14 @@ def from_tree(tree: Tree, name: str) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 def to_tree(skeleton: Any, arrays: Mapping[str, np.ndarray], name: str) -> Tree:
+    numbers = iter(range(2**31))
+
     def build(node: Any) -> Tree:
         if isinstance(node, list):
             return tuple(build(part) for part in node)
-        if type(node) is not int or f"{name}{node}" not in arrays:
-            raise WireError(f"message: {name} names an array that is not there.")
+        # In order, each once: a small skeleton that names one array a million times would fill the memory.
+        if type(node) is not int or node != next(numbers) or f"{name}{node}" not in arrays:
+            raise WireError(f"message: {name} names an array that is not there, or not in order.")
         return torch.from_numpy(arrays[f"{name}{node}"].copy())
 
     return build(skeleton)

@@ -1,14 +1,27 @@
 """A federation in one process: sites and a coordinator that exchange letters by function calls."""
 
+import json
+import os
+import shutil
+import tempfile
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tomli_w
 from sklearn.datasets import load_digits
 
+from sordino import wire
 from sordino.federation.config import SiteConfig
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.site import Site
+from sordino.federation.terms import Terms, federated, written
+from sordino.privacy.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
+FEDERATION = ("dropouts", "colluders", "names", "seed")
 CLASSES = [str(k) for k in range(10)]
 
 
@@ -31,41 +44,52 @@ class Loopback:
         return found
 
 
+def few(sites):
+    """Records of four features and three classes, 24 a site."""
+    rng = np.random.default_rng(1)
+    y = np.arange(24 * sites) % 3
+    return rng.normal(4 * np.eye(4)[y], 4), y
+
+
 class World:
     """Folders of a coordinator and of its sites."""
 
-    def __init__(self, folder, spec, names=("north", "south", "west"), seed=7, **federation):
-        self.folder, self.names, self.seed = folder, names, seed
+    def __init__(self, folder, spec, names=("north", "south", "west"), seed=7, tiny=False, **federation):
+        self.folder, self.names, self.seed, self.tiny = folder, names, seed, tiny
         self.coordinator = folder / "coordinator"
         self.coordinator.mkdir(parents=True)
-        data = load_digits()
+        x, y = few(len(names)) if tiny else load_digits(return_X_y=True)
         rng = np.random.default_rng(0)
-        order = rng.permutation(len(data.target))
+        order = rng.permutation(len(y))
         identities = [Identity.make(name) for name in names]
         self.roster = Roster(tuple(identity.card for identity in identities))
-        edges = np.linspace(0, len(order), len(names) + 1).astype(int) + np.array([0, *[20] * (len(names) - 1), 0])
+        shift = np.array([0, *[4 if tiny else 20] * (len(names) - 1), 0])
+        edges = np.linspace(0, len(order), len(names) + 1).astype(int) + shift
         for k, (name, identity) in enumerate(zip(names, identities, strict=True)):
             place = self.place(name)
             place.mkdir()
             mine = order[edges[k] : edges[k + 1]]
-            np.savez(place / "data.npz", x=(data.data[mine] / 16).astype(np.float32), y=data.target[mine])
+            np.savez(place / "data.npz", x=(x[mine] / 16).astype(np.float32), y=y[mine])
             identity.save(place / "identity.key")
             self.roster.write(place / "roster.toml")
             self.configure(name)
         self.roster.write(self.coordinator / "roster.toml")
-        import tomli_w
-
+        self.spec = spec
         (self.coordinator / "spec.toml").write_text(tomli_w.dumps(spec))
-        about = {"sites": list(names), "features": 64, "classes": CLASSES, "deadline": 5.0, "patience": 5.0}
-        (self.coordinator / "federation.toml").write_text(tomli_w.dumps(about | federation))
+        about = {"sites": list(names), "features": x.shape[1], "classes": self.classes}
+        about |= {"deadline": 5.0, "patience": 5.0}
+        self.about = about | federation
+        (self.coordinator / "federation.toml").write_text(tomli_w.dumps(self.about))
+
+    @property
+    def classes(self):
+        return CLASSES[: 3 if self.tiny else 10]
 
     def place(self, name):
         return self.folder / name
 
     def configure(self, name, **keys):
-        import tomli_w
-
-        own = {"name": name, "data": "data.npz", "epsilon": 50.0, "delta": 1e-3, "classes": CLASSES}
+        own = {"name": name, "data": "data.npz", "epsilon": 50.0, "delta": 1e-3, "classes": self.classes}
         own |= {} if self.seed is None else {"seed": self.seed}
         (self.place(name) / "site.toml").write_text(tomli_w.dumps({**own, **keys}))
 
@@ -81,12 +105,116 @@ class World:
         coordinator.run()
         return coordinator, transport
 
+    # ------------------------------------------------------------------------------------------------ looking at sites
+
+    def terms(self, spec=(), **changes):
+        """As the coordinator would propose them, with some of the spec's keys and of the terms changed."""
+        values = tomllib.loads(written(federated(self.spec))) | {"schedule_seed": 1}
+        values = {k: v for k, v in (values | dict(spec)).items() if v is not None}
+        secure = self.spec["trust"] == "secure-aggregation"
+        made = Terms(
+            run="ab" * 16,
+            spec=tomli_w.dumps(values),
+            names=tuple(self.names),
+            sizes=tuple(self.site(name).records for name in self.names),
+            wishes={},
+            features=self.about["features"],
+            classes=tuple(self.about["classes"]),
+            dropouts=self.about.get("dropouts", 0),
+            colluders=self.about.get("colluders", 1),
+            roster=self.roster.sha256() if secure else "",
+        )
+        return replace(made, **changes)
+
+    def ledger(self, name):
+        return Ledger(self.place(name) / "ledger.db")
+
+    def charged(self, name):
+        """(run, round) of every charge, in order; each row of the ledger that carries a payload is one."""
+        with self.ledger(name) as ledger:
+            assert ledger.audit() == []
+            return [(row.plan, row.round) for row in ledger.rows() if row.key]
+
+    def events(self, name):
+        path = self.place(name) / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def progress(self, what=None):
+        lines = (self.coordinator / "run" / "progress.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if what in (None, line["what"])]
+
+    def folder_of(self, name):
+        (only,) = (path for path in (self.place(name) / "runs").iterdir() if not path.name.startswith("."))
+        return only
+
+    def certificate(self, name):
+        return json.loads((self.folder_of(name) / "certificate.json").read_text())
+
+
+class Talk:
+    """The server's words to one site, letter by letter."""
+
+    def __init__(self, site, terms):
+        self.site, self.terms = site, terms
+
+    def say(self, kind, fields, arrays=None):
+        return wire.decode(self.site.answer(wire.encode(kind, fields, arrays)))
+
+    def propose(self, terms=None):
+        return self.say("terms", {"terms": (terms or self.terms).json()})
+
+    def letter(self, t, fields=(), arrays=(), word=None):
+        """A round's; `None` takes a field or an array away."""
+        theta = np.zeros(self.terms.model.size, np.float32)
+        own = {"run": self.terms.run, "terms": self.terms.sha256(), "t": t, "word": [] if word is None else 0}
+        both = {"theta": theta} | ({} if word is None else {"word0": word})
+        return wire.encode(
+            "round",
+            {k: v for k, v in (own | dict(fields)).items() if v is not None},
+            {k: v for k, v in (both | dict(arrays)).items() if v is not None},
+        )
+
+    def round(self, t, *args, **keys):
+        return wire.decode(self.site.answer(self.letter(t, *args, **keys)))
+
+
+@pytest.fixture
+def fast():
+    """A folder in memory where there is one: syncing a disk is most of what a small federation does."""
+    place = tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    yield place
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture
+def talk():
+    return Talk
+
+
+@pytest.fixture
+def loopback():
+    return Loopback
+
+
+@pytest.fixture
+def tiny(fast):
+    """Worlds of few records; every call makes another."""
+    made = []
+
+    def make(method="dp-fedsofim", trust="untrusted-server", rounds=3, **keys):
+        spec = {"method": method, "rounds": rounds, "epsilon": 8.0, "delta": 1e-5, "trust": trust}
+        federation = {k: keys.pop(k) for k in (*FEDERATION, "deadline", "patience") if k in keys}
+        made.append(Path(fast) / str(len(made)))
+        return World(made[-1], spec | keys, tiny=True, **federation)
+
+    return make
+
 
 @pytest.fixture
 def world(tmp_path):
     def make(method="dp-fedsofim", trust="untrusted-server", rounds=4, **keys):
         spec = {"method": method, "rounds": rounds, "epsilon": 8.0, "delta": 1e-5, "trust": trust}
-        federation = {k: keys.pop(k) for k in ("dropouts", "colluders", "names", "seed") if k in keys}
+        federation = {k: keys.pop(k) for k in FEDERATION if k in keys}
         return World(tmp_path / "world", spec | keys, **federation)
 
     return make

@@ -60,6 +60,7 @@ def test_a_roster_comes_back_from_its_file(tmp_path):
     assert Roster.read(tmp_path / "roster.toml") == ROSTER
     with open(tmp_path / "roster.toml", "rb") as file:
         assert [Card(**site) for site in tomllib.load(file)["site"]] == list(ROSTER.sites)  # it is TOML
+    assert Roster.parse("\n".join(map(Roster.lines, ROSTER.sites)).encode()) == ROSTER
     loose = f'# sites\n\n [[site]] # one\r\nbox=\'{A.card.box}\'\n\tname = "a" # hers\nsign="{A.card.sign}"\n'
     assert Roster.parse(loose.encode()) == Roster((A.card,))
 

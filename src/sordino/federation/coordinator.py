@@ -10,8 +10,9 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +75,7 @@ class Coordinator:
         self.out.mkdir(mode=0o700, exist_ok=True)
         self.nodes: dict[str, int] = {}
         self.offers: dict[str, bytes] = {}
+        self.forms: dict[int, Any] = {}  # of messages that a stage's rule took
 
     def run(self) -> None:
         began = time.perf_counter()
@@ -83,6 +85,8 @@ class Coordinator:
         self.plan, self.model = terms.plan, terms.model
         self._agree()
         start, theta, state = self._restore()
+        if terms.secure and start < self.plan.rounds:
+            self._begin(start)
         self.tell("begun", run=terms.run, method=self.plan.method.name, rounds=self.plan.rounds, start=start)
         for turn in turns(self.plan, self.model, start):
             if turn.t == turn.first:
@@ -90,14 +94,28 @@ class Coordinator:
             down = Down(theta, turn.stage.rule.say(state))
             aggregate, came = (self._secure if terms.secure else self._plain)(turn, down)
             if came:
-                step, state = turn.stage.rule.update(aggregate, state, theta, turn.step)
-                theta = theta + step
+                theta, state = self._moved(turn, aggregate, theta, state)
             model = turn.stage.rule.model(theta, state)
             self._store(turn.t + 1, theta, state)
             scores = evaluate(self.model, model, *self._test) if self._test else {}
             seconds = round(time.perf_counter() - began, 3)
             self.tell("round", t=turn.t, came=came, epsilon=self.plan.spent(turn.t), seconds=seconds, **scores)
         self._finish(model if start < self.plan.rounds else self._last_model(theta, state))
+
+    def _moved(self, turn: Turn, aggregate: Tree, theta: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        """The step, if there is one: what sites made up moves nothing."""
+        try:
+            step, after = turn.stage.rule.update(aggregate, state, theta, turn.step)
+            there = theta + step
+            if there.shape != theta.shape or not all(
+                bool(torch.isfinite(part).all()) for part in leaves((there, after))
+            ):
+                raise SordinoError("the step is not finite, or not of the model's size.")
+        except Exception as error:  # a rule fails in many ways on messages of a form it does not know
+            self.tell("abandoned", t=turn.t, why=str(error)[:200] or type(error).__name__, came=[])
+            return theta, state
+        self.forms[turn.first] = _form(aggregate)
+        return there, after
 
     def tell(self, what: str, **fields: Any) -> None:
         """Progress, for whoever watches the folder."""
@@ -201,33 +219,32 @@ class Coordinator:
         names = [self.terms.names[i] for i in turn.cohort]
         letter = self._letter(turn, down)
         share = self.plan.weights / self.plan.participation.rate(self.plan.clients)
-        parts, came, shape = [], [], None
-        for name, found in self._ask({n: letter for n in names if n in self.nodes}, "said").items():
-            message = self._message(found, turn)
-            if message is None:
-                continue
-            like = [tuple(leaf.shape) for leaf in leaves(message)]
-            if shape is not None and like != shape:
+        replies = self._ask({n: letter for n in names if n in self.nodes}, "said")
+        said = {name: self._message(replies[name], turn, down) for name in names if name in replies}
+        counted = Counter(_form(message) for message in said.values() if message is not None)
+        form = self.forms.get(turn.first) or (counted.most_common(1)[0][0] if counted else None)
+        parts, came = [], []
+        for i, name in sorted((self.terms.names.index(name), name) for name in said):
+            message = said[name]
+            if message is None or _form(message) != form:
                 self.tell("misfit", site=name, t=turn.t)
                 continue
-            shape = like
-            w = float(share[self.terms.names.index(name)])
-            parts.append(tree_map(lambda leaf, w=w: (w * leaf).to(down.theta), message))
+            parts.append(tree_map(lambda leaf, w=float(share[i]): w * leaf, message))
             came.append(name)
-        order = np.argsort([self.terms.names.index(name) for name in came])
-        parts, came = [parts[k] for k in order], [came[k] for k in order]
         return (tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()), came
 
-    def _message(self, found: wire.Message, turn: Turn) -> Tree | None:
-        """What a site said, if it is made of finite numbers and of this round."""
+    def _message(self, found: wire.Message, turn: Turn, down: Down) -> Tree | None:
+        """What a site said, if it is made of finite numbers of the model's type and of this round."""
         if found.fields.get("t") != turn.t or found.fields.get("run") != self.terms.run:
             return None
         try:
             message = wire.to_tree(found.fields.get("tree"), found.arrays, "said")
         except wire.WireError:
             return None
-        fine = all(leaf.is_floating_point() and bool(torch.isfinite(leaf).all()) for leaf in leaves(message))
-        return message if fine and leaves(message) else None
+        if not leaves(message) or not all(leaf.is_floating_point() for leaf in leaves(message)):
+            return None
+        message = tree_map(lambda leaf: leaf.to(down.theta), message)
+        return message if all(bool(torch.isfinite(leaf).all()) for leaf in leaves(message)) else None
 
     def _secure(self, turn: Turn, down: Down) -> tuple[Tree, list[str]]:
         """Only the sum is seen, and only if as many as planned are in it."""
@@ -251,7 +268,7 @@ class Coordinator:
         found = self._ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields, more)), "revealed")
         self.offers = {n: f.arrays["offer"].tobytes() for n, f in found.items() if "offer" in f.arrays}
         reveals = {n: f.arrays["reveal"].tobytes() for n, f in found.items() if "reveal" in f.arrays}
-        reveals = {n: r for n, r in reveals.items() if self._reads(secagg.read_reveal, session, turn.t, n, r)}
+        reveals = {n: r for n, r in reveals.items() if self._answers(session, turn.t, n, r, offers, masked)}
         try:
             total = self._open(session, turn.t, offers, masked, reveals)
         except SordinoError as error:
@@ -299,9 +316,36 @@ class Coordinator:
 
     def _fits(self, session: secagg.Session, t: int, name: str, data: bytes, offers: dict[str, bytes]) -> bool:
         """Signed by its site, of the model's size, and masked with the offers that were sent out."""
-        found = self._reads(secagg.read_masked, session, t, name, data)
+        read = partial(secagg.read_masked, dimension=self.model.size)
+        found = self._reads(read, session, t, name, data)
         same = found and (found.vector.size, found.offers_sha256) == (self.model.size, secagg.offers_sha256(offers))
         return bool(same)
+
+    def _answers(
+        self,
+        session: secagg.Session,
+        t: int,
+        name: str,
+        data: bytes,
+        offers: dict[str, bytes],
+        masked: dict[str, bytes],
+    ) -> bool:
+        """Signed by its site, and about these offers and survivors."""
+        found = self._reads(secagg.read_reveal, session, t, name, data)
+        if not found:
+            return False
+        about = found.offers_sha256, found.seeds.keys(), found.keys.keys()
+        if same := about == (secagg.offers_sha256(offers), masked.keys(), offers.keys() - masked.keys()):
+            return same
+        self.tell("misfit", site=name, t=t, why="its reveal is about other offers or survivors")
+        return False
+
+    def _begin(self, t: int) -> None:
+        """Offers for the first round to come: a site that was away when others answered sent one for another round."""
+        session = self.session
+        self.offers = {n: o for n, o in self.offers.items() if self._reads(secagg.read_offer, session, t, n, o)}
+        if len(self.offers) < len(self.terms.names):
+            self._gather(t)
 
     def _gather(self, t: int) -> None:
         """Offers for round t from sites that have not sent theirs: those that were away may be back."""
@@ -392,6 +436,11 @@ class Coordinator:
         write(self.out / "statement.md", statement(cert).encode())
         write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))
+
+
+def _form(tree: Tree) -> Any:
+    """Of a message: how it is nested, and the shapes of its parts."""
+    return tuple(_form(part) for part in tree) if isinstance(tree, tuple) else ("of", *tree.shape)
 
 
 def json_sha(text: str) -> str:

@@ -27,7 +27,7 @@ from sordino import secagg, wire
 from sordino.core import Down, OverspentError, SordinoError, Tree, nothing
 from sordino.data.shard import Records
 from sordino.data.sources import Dataset, load
-from sordino.engines.client import Turn, secured, turns
+from sordino.engines.client import Turn, blocks, secured, turns
 from sordino.engines.reference import oracle
 from sordino.experiments.run import evaluate, save_model
 from sordino.federation.config import SiteConfig
@@ -36,7 +36,7 @@ from sordino.privacy.certificate import certificate
 from sordino.privacy.ledger import Entry, Ledger
 from sordino.privacy.noise import Secure, Seeded, Source
 from sordino.privacy.statement import statement
-from sordino.tree import pack, unpack
+from sordino.tree import leaves, pack, tree_map, unpack
 
 log = logging.getLogger("sordino.site")
 MOST = 2**30  # bytes of a letter
@@ -131,6 +131,9 @@ class Site:
     @cached_property
     def dataset_id(self) -> str:
         """Of the data's content: under this name they have an account in the ledger."""
+        return self.identify()
+
+    def identify(self) -> str:
         return f"{self.config.name} {content(self._source)[:32]}"
 
     @property
@@ -190,31 +193,36 @@ class Site:
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
         with self.ledger() as ledger:
             run.settle(ledger, self.dataset_id)
-        arrays = {"offer": _bytes(secagg.offer(run.member, run.next))} if terms.secure else {}
+        offers = terms.secure and not run.over
+        arrays = {"offer": _bytes(secagg.offer(run.member, run.next))} if offers else {}
         return wire.encode("agreed", {"run": terms.run, "terms": terms.sha256(), "next": run.next}, arrays)
 
     def _agree(self, terms: Terms) -> None:
         """The site's own rules, before its data are touched."""
         config = self.config
+        if config.name not in terms.names:
+            raise Refused("policy", "this site is not among the named")
         try:
-            spec, plan = terms.parsed, terms.plan
+            spec = terms.parsed
         except SordinoError as error:
             raise Refused("policy", str(error)) from None
-        allowed = config.run_epsilon or config.epsilon
-        mine = terms.names.index(config.name) if config.name in terms.names else -1
+        allowed, rounds = config.run_epsilon or config.epsilon, int(spec.rounds or 0)
         for fine, what in (
-            (mine >= 0, "this site is not among the named"),
             (not config.methods or spec.method in config.methods, f"method {spec.method} is not among those allowed"),
             (spec.trust in config.trust, f"trust {spec.trust} is not allowed"),
-            (plan.rounds <= config.most_rounds, f"{plan.rounds} rounds; most_rounds is {config.most_rounds}"),
-            (plan.proved, "the plan is not proved private"),
+            (rounds <= config.most_rounds, f"{rounds} rounds; most_rounds is {config.most_rounds}"),
             (spec.delta <= config.delta, f"delta {spec.delta:g} is larger than the limit's {config.delta:g}"),
             (min(spec.epsilon, allowed) == spec.epsilon or terms.wishes.get(config.name) == config.run_epsilon,
              f"epsilon {spec.epsilon:g} where {allowed:g} is allowed, and the site's wish was left out"),
-            (terms.sizes[mine] == self.records, f"{terms.sizes[mine]} records are claimed; here are {self.records}"),
         ):  # fmt: skip
             if not fine:
                 raise Refused("policy", what)
+        try:
+            proved = terms.plan.proved  # only now: a plan of too many rounds can take long to make
+        except SordinoError as error:
+            raise Refused("policy", str(error)) from None
+        if not proved:
+            raise Refused("policy", "the plan is not proved private")
         if terms.secure:
             roster = self.roster
             if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
@@ -223,6 +231,8 @@ class Site:
                 secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
             except SordinoError as error:
                 raise Refused("policy", str(error)) from None
+        if (claimed := terms.sizes[terms.names.index(config.name)]) != self.records:
+            raise Refused("policy", f"{claimed} records are claimed; here are {self.records}")
         try:
             data = self.load(terms.classes, str(spec.normalize))
         except SordinoError as error:
@@ -231,6 +241,7 @@ class Site:
             raise Refused("policy", f"{terms.features} features are asked for; here are {data.x_train.shape[1]}")
 
     def _round(self, message: wire.Message, letter: bytes) -> bytes:
+        _only(message, fields=("run", "terms", "t", "word"), arrays=True)
         run, t = self._asked(message)
         offers = _offers(message) if run.terms.secure else {}
         asked = hashlib.sha256(letter).hexdigest()
@@ -261,11 +272,15 @@ class Site:
             reply = wire.encode("said", {"run": run.terms.run, "t": t, "asked": asked, "tree": skeleton}, arrays)
             ledger.charge(entries, reply)
             run.settle(ledger, self.dataset_id)
-        run.look(t, down)
+        try:
+            run.look(t, down)
+        except Exception:  # for the site's own eyes alone: what was paid for leaves all the same
+            log.exception("the model could not be looked at")
         return reply
 
     def _offer(self, message: wire.Message, letter: bytes) -> bytes:
         """Keys and shares for a round to come; the same whenever they are asked for."""
+        _only(message, fields=("run", "terms", "t"))
         run, t = self._asked(message)
         if not run.terms.secure:
             raise Refused("malformed", "nothing is masked in this run")
@@ -273,19 +288,21 @@ class Site:
         return wire.encode("offered", fields, {"offer": _bytes(secagg.offer(run.member, t))})
 
     def _reveal(self, message: wire.Message, letter: bytes) -> bytes:
+        _only(message, fields=("run", "terms", "t", "survivors", "seals"), arrays=True)
         run, t = self._asked(message)
         if not run.terms.secure:
             raise Refused("malformed", "nothing is masked in this run")
-        survivors = message.fields.get("survivors")
+        survivors, seals = message.fields["survivors"], message.fields["seals"]
         if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
             raise Refused("malformed", "survivors")
+        if not isinstance(seals, dict) or not all(isinstance(seal, str) for seal in seals.values()):
+            raise Refused("malformed", "seals")
         with self.ledger() as ledger:
             stored = ledger.release(run.terms.run, self.dataset_id, t)
         if stored is None:
             raise Refused("order", f"round {t} was not answered")
-        seals = message.fields.get("seals")
         try:
-            made = secagg.reveal(run.member, t, _offers(message), survivors, run.revealed(t), dict(seals or {}))
+            made = secagg.reveal(run.member, t, _offers(message), survivors, run.revealed(t), seals)
         except SordinoError as error:
             raise Refused("replayed" if run.revealed(t) else "malformed", str(error)) from None
         run.will_reveal(t, survivors)
@@ -384,8 +401,14 @@ class Run:
         session = secagg.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
         return secagg.Member(site.identity, session, self._derived(b"sordino masks"))
 
+    @property
+    def over(self) -> bool:
+        return not (self.folder / "secret").exists()
+
     @cached_property
     def dataset(self) -> Dataset:
+        if self.site.dataset_id != self.site.identify():
+            raise Refused("changed", "the data were changed while the site was running")
         return self.site.load(self.terms.classes, str(self.terms.parsed.normalize))
 
     @cached_property
@@ -404,18 +427,36 @@ class Run:
 
     def vector(self, message: wire.Message, name: str) -> Tensor:
         found = message.arrays.get(name)
-        if found is None or found.shape != (self.model.size,) or found.dtype.kind != "f":
+        if found is None or found.shape != (self.model.size,):
             raise Refused("malformed", f"{name} is not of the model's size")
-        if not np.isfinite(found).all():
+        vector = torch.from_numpy(found.copy())
+        if vector.dtype != self.terms.parsed.number:
+            raise Refused("malformed", f"{name} is not of the agreed type")
+        if not torch.isfinite(vector).all():
             raise Refused("malformed", f"{name} is not finite")
-        return torch.from_numpy(found.copy()).to(self.terms.parsed.number)
+        return vector
 
     def down(self, message: wire.Message) -> Down:
         theta = self.vector(message, "theta")
         size = sum(array.nbytes for array in message.arrays.values())
         if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
             raise Refused("malformed", "the letter is larger than a round's can be")
-        return Down(theta, wire.to_tree(message.fields.get("word"), message.arrays, "word"))
+        return Down(theta, self._word(message))
+
+    def _word(self, message: wire.Message) -> Tree:
+        """Finite vectors. A table of them would be taken for many models at once, all noised with the same draw."""
+        word = wire.to_tree(message.fields["word"], message.arrays, "word")
+        parts, lengths = leaves(word), {1, int(blocks(self.model).max()) + 1, self.model.size}
+        for part in parts:
+            if not part.is_floating_point() or part.dim() > 1 or part.numel() not in lengths:
+                raise Refused("malformed", "a word is no vector of a known length")
+        word = tree_map(lambda part: part.to(self.terms.parsed.number), word)
+        if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
+            raise Refused("malformed", "a word is not finite")
+        known = {"theta", *(f"word{k}" for k in range(len(parts)))}
+        if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
+            raise Refused("malformed", "arrays")
+        return word
 
     def work(self, turn: Turn, down: Down) -> Any:
         """The message, noised: a tree, or integers under secure aggregation."""
@@ -488,6 +529,7 @@ class Run:
     def finish(self, theta: Tensor, done: int) -> None:
         """Certificate, statement and model; the run's secret goes."""
         if (self.folder / "certificate.json").exists():
+            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have fallen between the two
             return
         with self.site.ledger() as ledger:
             cert = certificate(

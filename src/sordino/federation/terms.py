@@ -77,7 +77,10 @@ class Terms:
             made = Terms(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
         except (TypeError, ValueError, AttributeError, RecursionError):
             raise SordinoError("terms: they cannot be read.") from None
-        made._check()
+        try:
+            made._check()
+        except (TypeError, AttributeError):  # a number where a list belongs, and the like
+            raise SordinoError("terms: they are not of the known form.") from None
         return made
 
     def _check(self) -> None:
@@ -108,7 +111,7 @@ class Terms:
     def values(self) -> Mapping[str, Any]:
         try:
             return tomllib.loads(self.spec)
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             raise SordinoError("terms: the spec is not TOML.") from None
 
     @cached_property

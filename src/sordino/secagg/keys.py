@@ -140,8 +140,13 @@ class Roster:
     def _sha256(self) -> str:
         return hashlib.sha256(json.dumps([list(card) for card in self.sites]).encode()).hexdigest()
 
+    @staticmethod
+    def lines(card: Card) -> str:
+        """A site's part of the file."""
+        return f"[[site]]\n{_lines(card)}"
+
     def toml(self) -> str:
-        return "\n".join(f"[[site]]\n{_lines(card)}" for card in self.sites)
+        return "\n".join(map(self.lines, self.sites))
 
     def write(self, path: str | Path) -> None:
         Path(path).write_text(self.toml())

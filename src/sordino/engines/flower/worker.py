@@ -38,6 +38,20 @@ HEARTBEAT = 10.0  # seconds; the SuperNode gives a silent worker up after 60
 log = logging.getLogger("sordino.engines.flower.worker")
 
 
+class Again:
+    """A request that was cut off is made again: the other side closes idle connections, now and then in that moment."""
+
+    def invoke(self, send: Callable[[], Any]) -> Any:
+        import httpx
+
+        for seconds in (0.1, 0.5, 2.0):
+            try:
+                return send()
+            except httpx.TransportError:
+                time.sleep(seconds)
+        return send()
+
+
 class Runtime:
     """The interface by which a process takes tasks: the one place that touches what Flower calls private."""
 
@@ -59,8 +73,10 @@ class Runtime:
         if secret:
             methods = {"/flwr.proto.Runtime/AcquireTask"}
             chain.append(SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=methods))
-        # No retry helper of Flower's: on a refusal that one interrupts the whole process.
-        self.client = RuntimeHttpClient.from_server_address(address, authority is None, authority, chain)
+        # Not Flower's own retry helper: on a refusal that one interrupts the whole process.
+        again: Any = Again()
+        plain = authority is None
+        self.client = RuntimeHttpClient.from_server_address(address, plain, authority, chain, retry_invoker=again)
 
     def __enter__(self) -> Self:
         return self
@@ -259,12 +275,11 @@ def _one(handle: Callable[[bytes], bytes], runtime: Runtime, claim: Path | None,
             claim.unlink()
     if not runtime.acquire():
         return False
-    message = runtime.pull()
-    if claim:
-        runtime.keep(claim, message)
     with runtime.alive():
-        reply = answer(handle, message, slack)
-    runtime.push(reply)
+        message = runtime.pull()
+        if claim:
+            runtime.keep(claim, message)
+        runtime.push(answer(handle, message, slack))
     if claim:
         claim.unlink()
     return True
