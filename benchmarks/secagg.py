@@ -84,7 +84,8 @@ def cost(repeats: int) -> dict[str, Any]:
         best = {key: min(each[key] for each in rounds) for key in rounds[0]}
         best["sent_over_unmasked"] = best["sent_bytes"] / (4 * DIMENSION)
         best["sent_and_received_over_unmasked"] = (best["sent_bytes"] + best["received_bytes"]) / (4 * DIMENSION)
-        best["client_s_median"] = statistics.median(each["client_s"] for each in rounds)
+        best["client_samples_s"] = [each["client_s"] for each in rounds]
+        best["client_s_median"] = statistics.median(best["client_samples_s"])
         found[f"{gone} dropouts"] = best
     threshold = members[0].session.threshold
     return {"sites": SITES, "dimension": DIMENSION, "threshold": threshold, "repeats": repeats, **found}

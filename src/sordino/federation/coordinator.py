@@ -181,6 +181,8 @@ class Coordinator:
             colluders=config.colluders,
             roster=roster,
         )
+        if roster:
+            secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
         terms.plan.levels  # noqa: B018  what cannot be calibrated is refused before anybody is asked
         write(path, terms.json().encode())
         write(self.out / "spec.toml", terms.spec.encode())
@@ -267,6 +269,7 @@ class Coordinator:
         fields["seals"] = secagg.seals(session, turn.t, masked)
         found = self._ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields, more)), "revealed")
         self.offers = {n: f.arrays["offer"].tobytes() for n, f in found.items() if "offer" in f.arrays}
+        self._keep_offers(turn.t + 1)
         reveals = {n: f.arrays["reveal"].tobytes() for n, f in found.items() if "reveal" in f.arrays}
         reveals = {n: r for n, r in reveals.items() if self._answers(session, turn.t, n, r, offers, masked)}
         try:
@@ -342,10 +345,13 @@ class Coordinator:
 
     def _begin(self, t: int) -> None:
         """Offers for the first round to come: a site that was away when others answered sent one for another round."""
-        session = self.session
-        self.offers = {n: o for n, o in self.offers.items() if self._reads(secagg.read_offer, session, t, n, o)}
+        self._keep_offers(t)
         if len(self.offers) < len(self.terms.names):
             self._gather(t)
+
+    def _keep_offers(self, t: int) -> None:
+        session = self.session
+        self.offers = {n: o for n, o in self.offers.items() if self._reads(secagg.read_offer, session, t, n, o)}
 
     def _gather(self, t: int) -> None:
         """Offers for round t from sites that have not sent theirs: those that were away may be back."""

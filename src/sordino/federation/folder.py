@@ -170,11 +170,12 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[tuple[bool, 
         yield False, "seed: noise that anyone can repeat; nothing will be certified. Take it out"
     site = None
     try:
-        site = Site(config)
-        data = site.load(config.classes or None)
+        here = Site(config)
+        data = here.load(config.classes or None)
         kinds = f"{len(data.classes)} classes" if data.classes else "a quantity"
         yield True, f"data: {len(data.y_train):,} training records, {data.x_train.shape[1]} features, {kinds}"
-        yield True, f"data: identity {site.dataset_id}"
+        yield True, f"data: identity {here.dataset_id}"
+        site = here
     except (SordinoError, OSError) as error:
         yield False, f"{error}"
     yield from _keys(config)

@@ -117,6 +117,9 @@ class Terms:
     @cached_property
     def parsed(self) -> Spec:
         spec = federated(self.values)
+        for key, words in (("unit", Unit), ("trust", Trust)):
+            if getattr(spec, key) not in list(words):
+                raise SordinoError(f"{key}: it is none that is known.")
         decided = {"rounds", "normalize", "schedule_seed", "epsilon", "delta", *entry(spec.method).options}
         left = {key for key in decided - self.values.keys() if getattr(spec, key, spec.options.get(key)) is not None}
         if left or None in (spec.rounds, spec.normalize, spec.schedule_seed):

@@ -1,0 +1,576 @@
+"""The coordinator goes on: without sites that fail or lie, and after a kill from wherever it stood; so do the sites."""
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from sordino import secagg, wire
+from sordino.core import SordinoError
+from sordino.experiments.outcome import load_model
+from sordino.federation import site as module
+from sordino.federation.coordinator import Coordinator
+from sordino.privacy.ledger import Ledger
+from sordino.secagg.messages import write_reveal
+
+FOUR, FIVE = ("a", "b", "c", "d"), ("a", "b", "c", "d", "e")
+PLAIN = {"method": "dp-scaffold"}  # its sites remember
+SECURE = {"trust": "secure-aggregation", "names": FOUR, "dropouts": 1}
+
+
+class Kill(BaseException):
+    """Of a process: nothing in it catches this."""
+
+
+def model_of(world):
+    return load_model(world.coordinator / "run" / "model.safetensors")[1]
+
+
+def came(world):
+    return [line["came"] for line in world.progress("round")]
+
+
+def once(world, rounds=3, sites=None):
+    """Every site's ledger holds each round once."""
+    for name in sites or world.names:
+        assert [t for _, t in world.charged(name)] == list(range(rounds)), name
+
+
+def altered(reply, fields=(), arrays=(), kind=None):
+    found = wire.decode(reply)
+    return wire.encode(kind or found.kind, found.fields | dict(fields), found.arrays | dict(arrays))
+
+
+def fault_at(kind, how, nodes=(100,)):
+    """Replies of some nodes to letters of one kind, changed by `how(reply, letter)`."""
+
+    def fault(node, letter, answer):
+        reply = answer(letter)
+        return how(reply, letter) if node in nodes and wire.decode(letter).kind == kind else reply
+
+    return fault
+
+
+# ------------------------------------------------------------------------------------------------- messages in the open
+
+SIZE = 15
+BIG = np.zeros(2**20, np.float32)
+
+
+def nested(reply, letter):
+    return altered(reply, {"tree": [[0]]})
+
+
+def of(name, value):
+    def how(reply, letter):
+        array = wire.decode(reply).arrays["said0"].copy()
+        array[2] = value
+        return altered(reply, arrays={"said0": array})
+
+    return pytest.param(how, id=name)
+
+
+def first_reply():
+    """What was said in round 0, whatever is asked."""
+    kept = []
+
+    def how(reply, letter):
+        kept.append(reply)
+        return kept[0] if len(kept) > 1 else None
+
+    return how
+
+
+BAD = [
+    pytest.param(lambda r, _: b"", id="nothing"),
+    pytest.param(lambda r, _: b"\x00" * 1000, id="zeros"),
+    pytest.param(lambda r, _: r[:-1], id="cut off"),
+    pytest.param(lambda r, _: r + b"x", id="too long"),
+    pytest.param(lambda r, letter: letter, id="the letter itself"),
+    pytest.param(lambda r, _: wire.encode("refused", {"code": "policy", "reason": "x" * 10**6}), id="a refusal"),
+    pytest.param(lambda r, _: wire.encode("refused", {}), id="a bare refusal"),
+    pytest.param(lambda r, _: altered(r, kind="finished"), id="another kind"),
+    pytest.param(lambda r, _: altered(r, {"run": "00" * 16}), id="another run"),
+    pytest.param(lambda r, _: altered(r, {"t": 7}), id="another round"),
+    pytest.param(lambda r, _: altered(r, {"t": [[]]}), id="a round that is a list"),
+    pytest.param(lambda r, _: altered(r, {"tree": []}), id="an empty tree"),
+    pytest.param(lambda r, _: altered(r, {"tree": [0, 0, 0]}), id="one array many times"),
+    pytest.param(lambda r, _: altered(r, {"tree": {"a": 0}}), id="a tree of tables"),
+    pytest.param(lambda r, _: altered(r, {"tree": -1}), id="a leaf that is not there"),
+    pytest.param(nested, id="nested once more"),
+    pytest.param(lambda r, _: altered(r, {"tree": [0, 1]}, {"said1": np.zeros(SIZE, np.float32)}), id="two vectors"),
+    pytest.param(lambda r, _: altered(r, arrays={"said0": BIG}), id="a vector of a million"),
+    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros((5, SIZE), np.float32)}), id="five vectors"),
+    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros(1, np.float32)}), id="one number"),
+    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros((), np.float32)}), id="no axis"),
+    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros(SIZE, np.int64)}), id="integers"),
+    pytest.param(lambda r, _: altered(r, arrays={"said0": np.full(SIZE, 1e300)}), id="beyond float32"),
+    of("NaN", np.nan),
+    of("infinity", np.inf),
+    pytest.param(first_reply(), id="a round before"),
+]
+
+
+@pytest.fixture(scope="module")
+def without():
+    """Models of federations whose first site is never heard in a round; made once for each kind."""
+    return {}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_reply_that_is_no_message_counts_as_none_and_the_run_goes_on(tiny, without, how):
+    if "plain" not in without:
+        silent = tiny(**PLAIN)
+        silent.run(fault_at("round", lambda reply, letter: None))
+        without["plain"] = model_of(silent)
+    world = tiny(**PLAIN)
+    world.run(fault_at("round", how))
+    assert came(world) == [["south", "west"]] * 3
+    assert torch.equal(model_of(world), without["plain"])
+    once(world)  # at the first site as well: it answered, and what left it is paid for
+
+
+def test_numbers_so_large_that_no_model_is_left_move_nothing(tiny):
+    world = tiny(rounds=3)
+
+    def how(reply, letter):
+        array = np.full(SIZE, np.finfo(np.float32).max)
+        return altered(reply, arrays={"said0": array}) if wire.decode(letter).fields["t"] == 1 else reply
+
+    world.run(fault_at("round", how, (100, 101, 102)))
+    assert torch.isfinite(model_of(world)).all()
+    assert [line["t"] for line in world.progress("abandoned")] == [1]
+    once(world)
+
+
+def test_sites_that_agree_on_a_wrong_form_spoil_a_round_and_not_the_run(tiny):
+    world = tiny(rounds=3)
+
+    def how(reply, letter):
+        spoiled = altered(reply, {"tree": [0, 1]}, {"said1": np.zeros(2, np.float32)})
+        return spoiled if wire.decode(letter).fields["t"] == 0 else reply
+
+    world.run(fault_at("round", how, (100, 101, 102)))
+    assert [line["t"] for line in world.progress("abandoned")] == [0]
+    assert model_of(world).abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"name": 7}, {"name": "nobody"}, {"records": "many"}, {"records": True}, {"epsilon": "none"}, {"epsilon": []}],
+)
+def test_who_does_not_say_who_it_is_is_not_met(tiny, fields):
+    world = tiny(patience=0.01)
+    with pytest.raises(SordinoError, match="north did not come in time"):
+        world.run(fault_at("hello", lambda reply, letter: altered(reply, fields)))
+    assert not (world.coordinator / "run" / "terms.json").exists()
+
+
+def test_terms_that_a_site_refuses_begin_nothing(tiny):
+    world = tiny()
+    world.configure("south", most_rounds=1)
+    with pytest.raises(SordinoError, match="south: the site does not take part in such a run"):
+        world.run()
+    assert all(world.charged(name) == [] for name in world.names)
+
+
+def test_a_site_that_refuses_every_round_is_left_out(tiny):
+    world = tiny()
+
+    def fault(node, letter, answer):
+        if node == 101 and wire.decode(letter).kind == "round":
+            letter = altered(letter, {"terms": "00" * 32})
+        return answer(letter)
+
+    world.run(fault)
+    assert came(world) == [["north", "west"]] * 3
+    assert {line["site"] for line in world.progress("refused")} == {"south"}
+    assert world.charged("south") == []
+    once(world, sites=("north", "west"))
+
+
+def test_nobody_at_all_moves_nothing_and_the_run_ends(tiny):
+    world = tiny()
+    world.run(fault_at("round", lambda reply, letter: None, (100, 101, 102)))
+    assert came(world) == [[]] * 3
+    assert not model_of(world).any()
+    once(world)
+
+
+# ------------------------------------------------------------------------------------------------------ under the masks
+
+
+def flipped(key):
+    def how(reply, letter):
+        array = wire.decode(reply).arrays[key].copy()
+        array[len(array) // 2] ^= 1
+        return altered(reply, arrays={key: array})
+
+    return how
+
+
+def as_floats(key):
+    return lambda reply, letter: altered(reply, arrays={key: np.full(40, np.nan)})
+
+
+SPOILT = [
+    pytest.param(lambda key: lambda r, _: None, id="lost"),
+    pytest.param(lambda key: lambda r, _: r[: len(r) // 2], id="cut off"),
+    pytest.param(lambda key: lambda r, _: altered(r, arrays={key: np.zeros(0, np.uint8)}), id="empty"),
+    pytest.param(flipped, id="a bit flipped"),
+    pytest.param(as_floats, id="floats"),
+    pytest.param(lambda key: first_reply(), id="a round before"),
+    pytest.param(lambda key: lambda r, _: wire.encode("refused", {"code": "failed", "reason": ""}), id="refused"),
+]
+
+
+@pytest.mark.parametrize("make", SPOILT)
+def test_a_masked_vector_that_is_none_counts_as_dropped_out(tiny, without, make):
+    if "masked" not in without:
+        silent = tiny(**SECURE)
+        silent.run(fault_at("round", lambda reply, letter: None))
+        without["masked"] = model_of(silent)
+    world = tiny(**SECURE)
+    world.run(fault_at("round", make("masked")))
+    assert came(world) == [["b", "c", "d"]] * 3
+    assert torch.equal(model_of(world), without["masked"])
+    once(world)
+
+
+@pytest.mark.parametrize("make", SPOILT)
+def test_a_reveal_that_is_none_is_not_needed(tiny, without, make):
+    if "clean" not in without:
+        clean = tiny(**SECURE)
+        clean.run()
+        without["clean"] = model_of(clean)
+    world = tiny(**SECURE)
+    world.run(fault_at("reveal", make("reveal")))
+    assert came(world) == [list(FOUR)] * 3
+    assert torch.equal(model_of(world), without["clean"])
+    once(world)
+
+
+@pytest.mark.parametrize("what", ["a wrong share", "other survivors", "other offers"])
+def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
+    if "clean" not in without:
+        clean = tiny(**SECURE)
+        clean.run()
+        without["clean"] = model_of(clean)
+    world = tiny(**SECURE)
+    liar = world.site("a")
+
+    def how(reply, letter):
+        asked, found = wire.decode(letter), wire.decode(reply)
+        run, t = liar._run(asked.fields["run"]), asked.fields["t"]
+        said = secagg.read_reveal(run.member.session, t, "a", found.arrays["reveal"].tobytes())
+        if what == "a wrong share":
+            said = said._replace(seeds={name: (share + 1) % 2**200 for name, share in said.seeds.items()})
+        elif what == "other survivors":
+            gone = said.seeds.pop("d")
+            said = said._replace(keys={"d": gone})
+        else:
+            said = said._replace(offers_sha256="00" * 32)
+        signed = np.frombuffer(write_reveal(run.member, t, said), np.uint8)
+        return altered(reply, arrays={"reveal": signed})
+
+    answers = world.sites() | {100: liar.answer}
+    world.run(fault_at("reveal", how), answers)
+    assert came(world) == [list(FOUR)] * 3
+    assert torch.equal(model_of(world), without["clean"])
+    assert [(line["site"], line["t"]) for line in world.progress("misfit")] == [("a", t) for t in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["round", "reveal"])
+def test_too_many_missing_lose_the_round_which_stays_paid_for_and_the_run_goes_on(tiny, kind):
+    world = tiny(**SECURE)
+
+    def how(reply, letter):
+        return None if wire.decode(letter).fields["t"] == 1 else reply
+
+    world.run(fault_at(kind, how, (100, 103)))
+    assert [line["t"] for line in world.progress("abandoned")] == [1]
+    assert came(world) == [list(FOUR), [], list(FOUR)]
+    assert model_of(world).abs().max() > 0
+    once(world)
+    plan_epsilon = world.certificate("a")["epsilon"]
+    site = world.site("a")
+    with site.ledger() as ledger:
+        spent = ledger.spent_epsilon(site.dataset_id, 1e-5)
+    assert spent == pytest.approx(plan_epsilon, rel=1e-6)  # nothing was given back
+
+
+STEPS = ["terms", "round", "reveal", "offer", "finish"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("delivered", [True, False], ids=["reply lost", "letter lost"])
+def test_as_many_as_may_fail_fail_at_each_step_of_a_secure_round(tiny, step, count, delivered):
+    world = tiny(trust="secure-aggregation", names=FIVE, dropouts=2, rounds=2)
+    lost, seen = {100 + k for k in range(count)}, set()
+
+    def fault(node, letter, answer):
+        kind = wire.decode(letter).kind
+        if step == "offer" and kind == "reveal" and node in lost:
+            return None  # so that offers are asked for
+        if kind == step and node in lost and (node, kind) not in seen:
+            seen.add((node, kind))
+            if delivered:
+                answer(letter)
+            return None
+        return answer(letter)
+
+    world.run(fault)
+    assert len(seen) == count
+    assert world.progress("abandoned") == []
+    (*_, done) = world.progress("finished")
+    away = {FIVE[node - 100] for node in lost}
+    assert set(done["sites"]) == set(FIVE) - (away if step == "finish" else set()) - (
+        away if step == "terms" and not delivered else set()
+    )
+    for name in FIVE:
+        rounds = [t for _, t in world.charged(name)]
+        assert rounds == sorted(set(rounds))
+        if name not in away:
+            assert rounds == [0, 1]
+    assert all(len(names) >= 3 for names in came(world))
+    if step in ("terms", "offer", "finish") and delivered:
+        expected = list(FIVE) if step != "offer" else sorted(set(FIVE) - away)
+        assert came(world)[-1] == expected
+
+
+@pytest.mark.parametrize("step", ["terms", "round", "finish"])
+@pytest.mark.parametrize("delivered", [True, False], ids=["reply lost", "letter lost"])
+def test_in_the_open_any_number_may_fail_at_each_step(tiny, step, delivered):
+    for count in (1, 2):
+        world = tiny(**PLAIN)
+        lost, seen = {100 + k for k in range(count)}, set()
+
+        def fault(node, letter, answer, lost=lost, seen=seen):
+            kind = wire.decode(letter).kind
+            if kind == step and node in lost and node not in seen:
+                seen.add(node)
+                if delivered:
+                    answer(letter)
+                return None
+            return answer(letter)
+
+        world.run(fault)
+        assert world.progress("finished")
+        assert torch.isfinite(model_of(world)).all()
+        away = set(world.names[:count])
+        assert came(world)[-1] == sorted(set(world.names) - (away if step == "terms" and not delivered else set()))
+        once(world, sites=set(world.names) - away)
+
+
+# --------------------------------------------------------------------------------------------- kills of the coordinator
+
+
+@dataclass
+class Killing:
+    """A transport that ends the coordinator at one exchange: before any letter leaves, midway, or before replies come."""
+
+    answers: dict
+    at: int
+    when: str
+    count: int = 0
+    letters: dict = field(default_factory=dict)
+
+    def sites(self):
+        return list(self.answers)
+
+    def exchange(self, letters, seconds, enough=None):
+        self.count += 1
+        now = self.count == self.at
+        if now and self.when == "before":
+            raise Kill
+        found = {}
+        for k, (node, letter) in enumerate(letters.items()):
+            if now and self.when == "midway" and k == 1:
+                raise Kill
+            found[node] = self.answers[node](letter)
+            about = wire.decode(letter)
+            if about.kind in ("round", "reveal"):
+                self.letters.setdefault((node, about.kind, about.fields["t"]), set()).add((letter, found[node]))
+        if now:
+            raise Kill
+        return found
+
+
+@pytest.mark.parametrize("when", ["before", "midway", "after"])
+@pytest.mark.parametrize("keys", [PLAIN, SECURE], ids=["plain", "secure"])
+def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, without, keys, when):
+    rounds = 2
+    if (name := f"resumed {keys}") not in without:
+        clean = tiny(**keys, rounds=rounds)
+        clean.run()
+        without[name] = model_of(clean), [clean.certificate(site)["epsilon"] for site in clean.names]
+    model, epsilons = without[name]
+    at = 0
+    while True:
+        at += 1
+        world = tiny(**keys, rounds=rounds)
+        transport = Killing(world.sites(), at, when)
+        try:
+            Coordinator(transport, world.coordinator).run()
+        except Kill:
+            Coordinator(transport, world.coordinator).run()
+        else:
+            break
+        assert torch.equal(model_of(world), model), at
+        assert [world.certificate(site)["epsilon"] for site in world.names] == epsilons
+        assert world.progress("abandoned") == []
+        once(world, rounds)
+        for told in transport.letters.values():  # one letter and one reply, however often
+            assert len(told) == 1
+        assert not any((world.folder_of(site) / "secret").exists() for site in world.names)
+    assert at > (5 if keys is PLAIN else 7)
+
+
+def test_a_coordinator_killed_after_a_lost_round_asks_for_the_offers_it_lacks(tiny):
+    """The site that was away made its last offer for a round that is over."""
+    world = tiny(**SECURE, rounds=3)
+    answers, state = world.sites(), {"down": True}
+
+    def fault(node, letter, answer):
+        about = wire.decode(letter)
+        if about.kind == "round" and about.fields["t"] == 1 and node in (100, 101):
+            return None  # not delivered: the round is lost
+        if about.kind == "offer" and about.fields["t"] == 2 and state.pop("down", False):
+            raise Kill
+        return answer(letter)
+
+    with pytest.raises(Kill):
+        world.run(fault, answers)
+    world.run(fault, answers)
+    assert came(world)[-1] == list(FOUR)
+    assert [t for _, t in world.charged("a")] == [0, 2]
+    assert [t for _, t in world.charged("c")] == [0, 1, 2]
+
+
+# --------------------------------------------------------------------------------------------------- kills of a site
+
+POINTS = ("write", "charge", "replace", "rename", "note")
+
+
+def killed_at(monkeypatch, at):
+    """Ends the site before or after its `at`-th step that changes something on disk; gives the number of steps."""
+    count = [0]
+
+    def around(real):
+        def step(*args, **keys):
+            count[0] += 1
+            if count[0] == at:
+                raise Kill
+            made = real(*args, **keys)
+            count[0] += 1
+            if count[0] == at:
+                raise Kill
+            return made
+
+        return step
+
+    monkeypatch.setattr(module, "write", around(module.write))
+    monkeypatch.setattr(Ledger, "charge", around(Ledger.charge))
+    monkeypatch.setattr(os, "replace", around(os.replace))
+    monkeypatch.setattr(os, "rename", around(os.rename))
+    monkeypatch.setattr(module, "save_model", around(module.save_model))
+    monkeypatch.setattr(module.Run, "look", around(module.Run.look))
+    return count
+
+
+def scripted(world, terms, at=None, monkeypatch=None):
+    """Terms, three rounds and the end, each letter until it is answered; replies, and how many kills there were."""
+    replies, kills, c = [], 0, np.zeros(SIZE, np.float32)
+    site = world.site("north")
+    with monkeypatch.context() as patch:
+        count = killed_at(patch, at)
+        fields = {"run": terms.run, "terms": terms.sha256()}
+        letters = [("terms", {"terms": terms.json()}, {})]
+        letters += [("round", fields | {"t": t, "word": 0}, {"theta": c + t, "word0": c - t}) for t in range(3)]
+        letters += [("finish", fields | {"done": 3}, {"theta": c})]
+        for letter in letters:
+            data = wire.encode(*letter)
+            try:
+                reply = site.answer(data)
+            except Kill:
+                kills += 1
+                site = world.site("north")
+                reply = site.answer(data)
+            assert wire.decode(reply).kind != "refused", (at, letter[0], world.events("north")[-1])
+            assert letter[0] == "finish" or site.answer(data) == reply  # and once more
+            replies.append(reply)
+    memory = (world.folder_of("north") / "memory").read_bytes()
+    return replies, memory, kills, count[0]
+
+
+def test_a_site_killed_at_any_step_says_and_remembers_what_it_would_have(tiny, monkeypatch):
+    world = tiny(**PLAIN)
+    terms = world.terms()
+    replies, memory, kills, steps = scripted(world, terms, None, monkeypatch)
+    assert (kills, steps > 30) == (0, True)
+    for at in range(1, steps + 1):
+        world = tiny(**PLAIN)
+        again, remembered, kills, _ = scripted(world, terms, at, monkeypatch)
+        assert kills == 1
+        assert again == replies, at
+        assert remembered == memory, at
+        once(world, sites=["north"])
+        assert not (world.folder_of("north") / "secret").exists()
+
+
+def test_a_site_killed_between_its_charge_and_its_reply_keeps_what_it_owes(tiny, talk, monkeypatch):
+    """With noise that nobody can repeat: the bytes can only come from the ledger."""
+    world = tiny(**PLAIN, seed=None)
+    talk = talk(world.site("north"), world.terms())
+    talk.propose()
+    letter = talk.letter(0, word=np.zeros(SIZE, np.float32))
+    stored, charge = [], Ledger.charge
+
+    def killed(self, entries, payload):
+        charge(self, entries, payload)
+        stored.append(payload)
+        raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge", killed)
+        with pytest.raises(Kill):
+            talk.site.answer(letter)
+    folder = world.folder_of("north")
+    assert (folder / "pending").exists()
+    assert not (folder / "memory").exists()
+    site = world.site("north")
+    assert [site.answer(letter)] == stored
+    assert (folder / "memory").exists()
+    once(world, 1, ["north"])
+
+
+def test_a_site_killed_before_its_charge_forgets_what_it_did_not_say(tiny, talk, monkeypatch):
+    world = tiny(**PLAIN, seed=None)
+    talk = talk(world.site("north"), world.terms())
+    talk.propose()
+    c = np.zeros(SIZE, np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge", lambda *args: (_ for _ in ()).throw(Kill()))
+        with pytest.raises(Kill):
+            talk.site.answer(talk.letter(0, word=c))
+    assert world.charged("north") == []
+    talk.site = world.site("north")
+    assert talk.propose().fields["next"] == 0
+    reply = talk.round(0, arrays={"theta": c + 1}, word=c)  # it left nothing, so another model is another first one
+    assert reply.kind == "said"
+    _, _, memory = talk.site._run(talk.terms.run)._kept()
+    np.testing.assert_allclose(memory.numpy(), reply.arrays["said0"] / 2.0, rtol=1e-6)  # zeta / (K local_lr)
+    once(world, 1, ["north"])
+
+
+@pytest.mark.parametrize("keys", [PLAIN, SECURE], ids=["plain", "secure"])
+def test_sites_that_restart_before_every_letter_make_the_same_model(tiny, keys):
+    clean, world = tiny(**keys), tiny(**keys)
+    clean.run()
+    answers = {100 + k: lambda letter, name=name: world.site(name).answer(letter) for k, name in enumerate(world.names)}
+    world.run(answers=answers)
+    assert torch.equal(model_of(world), model_of(clean))
+    once(world)

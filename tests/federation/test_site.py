@@ -1,0 +1,762 @@
+"""The site decides: what it refuses, when, and that nothing but what is listed here ever leaves it."""
+
+import json
+import os
+import sqlite3
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import sordino
+from sordino import secagg, wire
+from sordino.core import OverspentError, SordinoError
+from sordino.federation import site as module
+from sordino.federation.site import REASONS, Run
+from sordino.privacy import ledger as ledgers
+from sordino.privacy.ledger import Entry, Ledger
+from sordino.secagg import Identity, Roster
+
+NORTH = "north"
+
+
+@pytest.fixture
+def touched(monkeypatch):
+    """Who read the records, in order: nobody, where a refusal comes first."""
+    seen = []
+    load, oracle = module.load, module.oracle
+    monkeypatch.setattr(module, "load", lambda *a, **k: (seen.append("load"), load(*a, **k))[1])
+    monkeypatch.setattr(module, "oracle", lambda *a, **k: (seen.append("oracle"), oracle(*a, **k))[1])
+    return seen
+
+
+def refused(world, reply, code, name=NORTH):
+    """With a code and a constant text, and a line in the site's own log."""
+    assert reply.kind == "refused", reply.kind
+    assert reply.fields == {"code": code, "reason": REASONS[code]}
+    assert reply.arrays == {}
+    last = world.events(name)[-1]
+    assert (last["what"], last["code"]) == ("refused", code)
+    return last["detail"]
+
+
+# --------------------------------------------------------------------------------------------------------------- terms
+
+SPEC = [  # what a server may not write into a spec, and a word of the site's own log about it
+    ({"method": "dp-magic"}, "unknown"),
+    ({"method": None}, "method"),
+    ({"uncertified": True}, "uncertified"),
+    ({"seed": 1}, "seed"),
+    ({"weights": "/etc/passwd"}, "weights"),
+    ({"public_stats": "/etc/passwd"}, "public_stats"),
+    ({"data": "/etc/passwd"}, "data"),
+    ({"data_dir": "/etc"}, "data_dir"),
+    ({"label": "y"}, "label"),
+    ({"test_fraction": 0.01}, "test_fraction"),
+    ({"noise": 1e-6}, "noise"),
+    ({"epsilon": None, "noise": 1e-6}, "noise"),
+    ({"epsilon": float("inf")}, "epsilon"),
+    ({"epsilon": float("nan")}, ""),
+    ({"epsilon": -1.0}, ""),
+    ({"epsilon": None}, "decide"),
+    ({"delta": 0.0}, ""),
+    ({"client_epsilon": {"0": 1e6}}, "client_epsilon"),
+    ({"clients": 2}, "clients"),
+    ({"partition": "iid"}, "partition"),
+    ({"sizes": "equal"}, "sizes"),
+    ({"evaluate_every": 1}, "evaluate_every"),
+    ({"unit": "user"}, "unit"),
+    ({"trust": "trusted-server"}, "trust"),
+    ({"trust": "nobody"}, ""),
+    ({"rounds": None}, "decide"),
+    ({"rounds": 0}, ""),
+    ({"rounds": 10**6}, "most_rounds"),
+    ({"normalize": None}, "decide"),
+    ({"schedule_seed": None}, "decide"),
+    ({"clip": float("inf")}, ""),
+    ({"clip": "wide"}, ""),
+    ({"stranger": 1}, "stranger"),
+    ({"model": "/etc/passwd"}, "model"),
+]
+
+
+@pytest.mark.parametrize(("spec", "word"), SPEC, ids=[str(spec) for spec, _ in SPEC])
+def test_a_spec_with_what_has_no_place_in_it_is_refused_before_the_data_are_touched(tiny, talk, touched, spec, word):
+    world = tiny()
+    terms = world.terms(spec)
+    talk = talk(world.site(NORTH), terms)
+    touched.clear()
+    assert word in refused(world, talk.propose(), "policy")
+    assert touched == []
+    assert list((world.place(NORTH) / "runs").iterdir()) == []
+    assert world.charged(NORTH) == []
+
+
+def test_a_method_that_takes_a_file_gets_none_from_the_server(tiny, talk, touched):
+    world = tiny("dp-adadps")
+    talk = talk(world.site(NORTH), world.terms({"public": "/etc/passwd"}))
+    touched.clear()
+    assert "file" in refused(world, talk.propose(), "policy")
+    assert touched == []
+
+
+SITE = [  # what the site wrote into site.toml, and what its log says of the terms then
+    ({"methods": ["dp-scaffold"]}, {}, "method"),
+    ({"trust": ["secure-aggregation"]}, {}, "trust"),
+    ({"most_rounds": 2}, {}, "most_rounds"),
+    ({"run_epsilon": 7.9}, {}, "wish"),
+    ({"run_epsilon": 4.0}, {"wishes": {"north": 4.1}}, "wish"),
+    ({"run_epsilon": 4.0}, {"wishes": {"south": 4.0}}, "wish"),
+    ({"delta": 1e-6}, {}, "delta"),
+    ({}, {"names": ("east", "south", "west")}, "named"),
+]
+
+
+@pytest.mark.parametrize(("keys", "changes", "word"), SITE)
+def test_the_sites_own_rules_come_before_its_data(tiny, talk, touched, keys, changes, word):
+    world = tiny()
+    terms = world.terms(**changes)
+    world.configure(NORTH, **keys)
+    talk = talk(world.site(NORTH), terms)
+    touched.clear()
+    assert word in refused(world, talk.propose(), "policy")
+    assert touched == []
+    assert world.charged(NORTH) == []
+
+
+def test_a_record_count_that_is_not_the_sites_own_would_change_its_noise_and_is_refused(tiny, talk, touched):
+    world = tiny()
+    terms = world.terms()
+    for sizes in ((terms.sizes[0] + 1, *terms.sizes[1:]), (terms.sizes[0] - 1, *terms.sizes[1:])):
+        reply = talk(world.site(NORTH), replace(terms, sizes=sizes)).propose()
+        assert "records" in refused(world, reply, "policy")
+    assert "oracle" not in touched
+
+
+@pytest.mark.parametrize("changes", [{"features": 5}, {"classes": ("0", "1")}, {"classes": ()}])
+def test_data_of_another_form_are_not_bent(tiny, talk, touched, changes):
+    world = tiny()
+    refused(world, talk(world.site(NORTH), world.terms(**changes)).propose(), "policy")
+    assert "oracle" not in touched
+
+
+@pytest.mark.parametrize("how", ["another hash", "none", "another order", "a stranger's card", "a threshold too low"])
+def test_the_roster_is_the_sites_own(tiny, talk, touched, how):
+    names = ("a", "b", "c", "d")
+    world = tiny(trust="secure-aggregation", names=names)
+    terms = world.terms()
+    if how == "another hash":
+        terms = replace(terms, roster="0" * 64)
+    elif how == "none":
+        terms = replace(terms, roster="")
+    elif how == "another order":
+        terms = replace(terms, names=("a", "c", "b", "d"))
+    elif how == "a threshold too low":  # of four, two must be honest and there
+        terms = replace(terms, dropouts=2)
+    else:  # the server's own key in the place of d's
+        roster = Roster((*world.roster.sites[:3], Identity.make("d").card))
+        terms = replace(terms, roster=roster.sha256())
+    touched.clear()
+    refused(world, talk(world.site("a"), terms).propose(), "policy", "a")
+    assert touched == []
+
+
+def test_an_unproved_plan_is_refused_though_it_could_be_run(tiny, talk, touched):
+    world = tiny("dp-fednew", limit_by="paper-xi")
+    talk = talk(world.site(NORTH), world.terms())
+    touched.clear()
+    assert "proved" in refused(world, talk.propose(), "policy")
+    assert touched == []
+
+
+def test_terms_that_were_agreed_upon_cannot_be_changed_and_may_be_said_again(tiny, talk):
+    world = tiny()
+    terms = world.terms()
+    talk = talk(world.site(NORTH), terms)
+    first = talk.propose()
+    assert first.kind == "agreed"
+    assert talk.propose().fields == first.fields
+    for other in (world.terms({"clip": 2.0}), world.terms({"rounds": 4}), replace(terms, wishes={"south": 1.0})):
+        refused(world, talk.propose(other), "changed")
+    assert json.loads((world.folder_of(NORTH) / "terms.json").read_text())["spec"] == terms.spec
+
+
+def test_a_run_that_the_ledger_cannot_pay_to_its_end_is_refused_at_its_beginning(tiny, talk, touched):
+    world = tiny()
+    world.configure(NORTH, epsilon=2.0)
+    terms = world.terms()
+    talk = talk(world.site(NORTH), terms)
+    touched.clear()
+    refused(world, talk.propose(), "budget")
+    assert "oracle" not in touched
+    assert list((world.place(NORTH) / "runs").iterdir()) == []
+    assert talk.round(0).fields["code"] == "unknown-run"
+
+
+def test_a_limit_is_not_loosened_by_editing_site_toml(tiny, talk):
+    world = tiny()
+    world.configure(NORTH, epsilon=2.0)
+    world.site(NORTH)
+    world.configure(NORTH, epsilon=50.0)
+    with pytest.raises(SordinoError, match="only be tightened"):
+        world.site(NORTH)
+    world.configure(NORTH, epsilon=1.0)
+    refused(world, talk(world.site(NORTH), world.terms()).propose(), "budget")
+
+
+# -------------------------------------------------------------------------------------------------------------- rounds
+
+SIZE = 15  # of tiny worlds' models: four features and a bias, three classes
+NUMBERS = np.zeros(SIZE, np.float32)
+
+
+def put(value):
+    theta = NUMBERS.copy()
+    theta[3] = value
+    return theta
+
+
+ROUNDS = [
+    ("unknown-run", {"run": "00" * 16}, {}),
+    ("unknown-run", {"run": "../../etc"}, {}),
+    ("unknown-run", {"run": ["ab" * 16]}, {}),
+    ("unknown-run", {"run": 7}, {}),
+    ("malformed", {"run": None}, {}),
+    ("changed", {"terms": "00" * 32}, {}),
+    ("changed", {"terms": ["x"]}, {}),
+    ("malformed", {"terms": None}, {}),
+    ("order", {"t": -1}, {}),
+    ("order", {"t": 3}, {}),
+    ("order", {"t": 10**30}, {}),
+    ("order", {"t": True}, {}),
+    ("order", {"t": 0.0}, {}),
+    ("order", {"t": "0"}, {}),
+    ("order", {"t": [0]}, {}),
+    ("malformed", {"t": None}, {}),
+    ("malformed", {"word": None}, {}),
+    ("malformed", {"stranger": 1}, {}),
+    ("malformed", {"word": 0}, {}),
+    ("malformed", {"word": 10**30}, {}),
+    ("malformed", {"word": "theta"}, {}),
+    ("malformed", {"word": {"a": [[]]}}, {}),
+    ("malformed", {"word": [[[[0, 0, 0]]]]}, {"word0": NUMBERS}),
+    ("malformed", {"word": [1, 0]}, {"word0": NUMBERS, "word1": NUMBERS}),
+    ("malformed", {}, {"theta": None}),
+    ("malformed", {}, {"theta": put(np.nan)}),
+    ("malformed", {}, {"theta": put(np.inf)}),
+    ("malformed", {}, {"theta": put(-np.inf)}),
+    ("malformed", {}, {"theta": NUMBERS[:-1]}),
+    ("malformed", {}, {"theta": np.zeros(2**20, np.float32)}),
+    ("malformed", {}, {"theta": NUMBERS[None]}),
+    ("malformed", {}, {"theta": np.zeros((3, SIZE), np.float32)}),
+    ("malformed", {}, {"theta": NUMBERS.astype(np.float64)}),
+    ("malformed", {}, {"theta": NUMBERS.astype(np.float64) + 1e300}),
+    ("malformed", {}, {"theta": NUMBERS.astype(np.int64)}),
+    ("malformed", {}, {"theta": NUMBERS.astype(np.uint8)}),
+    ("malformed", {}, {"stranger": NUMBERS}),
+    ("malformed", {}, {"word0": NUMBERS}),
+    ("malformed", {}, {"offer:south": np.zeros(4, np.uint8)}),
+]
+
+
+def test_a_letter_that_is_not_of_the_agreed_form_is_refused_before_the_data_are_touched(tiny, talk, touched):
+    world = tiny()
+    talk = talk(world.site(NORTH), world.terms())
+    assert talk.propose().kind == "agreed"
+    touched.clear()
+    for code, fields, arrays in ROUNDS:
+        refused(world, talk.round(0, fields, arrays), code)
+    assert touched == []
+    assert world.charged(NORTH) == []
+    assert talk.round(0).kind == "said"  # and the site is as well as before
+    assert world.charged(NORTH) == [(talk.terms.run, 0)]
+
+
+WORDS = [
+    np.zeros((5, SIZE), np.float32),  # five models at once, whose answers would share one draw of noise
+    np.zeros((1, SIZE), np.float32),
+    np.zeros(2, np.float32),
+    np.zeros(0, np.float32),
+    np.zeros(2 * SIZE, np.float32),
+    put(np.nan),
+    put(np.inf),
+    np.full(SIZE, 1e300),  # beyond what float32 holds
+    np.zeros(SIZE, np.int64),
+]
+
+
+@pytest.mark.parametrize("k", range(len(WORDS)))
+def test_a_word_is_a_finite_vector_of_the_models(tiny, talk, touched, k):
+    world = tiny("dp-scaffold", steps=2)
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    touched.clear()
+    refused(world, talk.round(0, word=WORDS[k]), "malformed")
+    assert touched == []
+    assert world.charged(NORTH) == []
+    assert talk.round(0, word=NUMBERS).arrays["said0"].shape == (SIZE,)
+
+
+def test_a_round_is_answered_once_and_the_same_letter_gets_the_same_bytes(tiny, talk):
+    world = tiny()
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    letter = talk.letter(1)
+    reply = talk.site.answer(letter)
+    for again in (talk.site, world.site(NORTH)):  # also after a restart
+        assert again.answer(letter) == reply
+        talk.site = again
+        refused(world, talk.round(1, arrays={"theta": put(1)}), "replayed")
+        refused(world, talk.round(0), "order")  # rounds do not go back
+        refused(world, talk.round(0, arrays={"theta": put(1)}), "order")
+    assert world.charged(NORTH) == [(talk.terms.run, 1)]
+    assert talk.round(2).kind == "said"
+    refused(world, talk.round(3), "order")  # more than planned
+    assert world.charged(NORTH) == [(talk.terms.run, 1), (talk.terms.run, 2)]
+
+
+def test_another_clip_than_agreed_is_another_run(tiny, talk):
+    world = tiny()
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    refused(world, talk.round(0, {"terms": world.terms({"clip": 100.0}).sha256()}), "changed")
+    assert world.charged(NORTH) == []
+
+
+def test_a_round_is_refused_when_the_ledger_was_spent_elsewhere_in_between(tiny, talk, touched):
+    world = tiny()
+    world.configure(NORTH, epsilon=9.0, delta=1e-5)
+    talk = talk(world.site(NORTH), world.terms())
+    assert talk.propose().kind == "agreed"
+    assert talk.round(0).kind == "said"
+    with talk.site.ledger() as ledger:
+        ledger.charge([Entry(talk.site.dataset_id, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
+    touched.clear()
+    refused(world, talk.round(1), "budget")
+    assert touched == []
+    assert talk.round(0).kind == "said"  # paid for already
+
+
+def test_other_data_are_another_account_and_a_running_run_refuses_them(tiny, talk):
+    world = tiny()
+    talk = talk(world.site(NORTH), world.terms())
+    assert talk.propose().kind == "agreed"
+    change(world, NORTH, lambda x, y: x.__setitem__((0, 0), x[0, 0] + 1))
+    assert "while the site was running" in refused(world, talk.round(0), "changed")
+    assert world.charged(NORTH) == []
+    old, talk.site = talk.site.dataset_id, world.site(NORTH)
+    assert talk.site.dataset_id != old
+    refused(world, talk.round(0), "changed")
+    refused(world, talk.propose(), "changed")
+    assert world.charged(NORTH) == []
+    assert talk.propose(replace(talk.terms, run="cd" * 16)).kind == "agreed"
+
+
+def change(world, name, how):
+    path = world.place(name) / "data.npz"
+    with np.load(path) as stored:
+        x, y = stored["x"], stored["y"]
+    how(x, y)
+    np.savez(path, x=x, y=y)
+
+
+def test_secure_rounds_are_revealed_once_and_only_after_they_were_answered(tiny, talk):
+    names = ("a", "b", "c", "d")
+    world = tiny(trust="secure-aggregation", names=names, dropouts=1)
+    terms = world.terms()
+    talks = {name: talk(world.site(name), terms) for name in names}
+    offers = {f"offer:{name}": each.propose().arrays["offer"] for name, each in talks.items()}
+    said = {name: each.round(0, arrays=offers) for name, each in talks.items()}
+    masked = {name: reply.arrays["masked"].tobytes() for name, reply in said.items()}
+    session = secagg.Session.of(terms.run, world.roster, terms.sha256(), 1, 1)
+    a = talks["a"]
+
+    def reveal(t, survivors, arrays=offers, **more):
+        fields = {"run": terms.run, "terms": terms.sha256(), "t": t, "survivors": survivors}
+        fields["seals"] = secagg.seals(session, 0, {n: masked[n] for n in survivors})
+        return a.say("reveal", fields | more.get("wrong", {}), arrays)
+
+    full = sorted(names)
+    refused(world, reveal(1, full), "order", "a")
+    for wrong in (
+        {"survivors": full[:2]},  # fewer than the threshold
+        {"survivors": full[1:]},  # without this site's own
+        {"survivors": ["a", "a", "b", "c"]},
+        {"survivors": [*full, "e"]},
+        {"survivors": "abcd"},
+        {"survivors": [["a"]]},
+        {"seals": {}},
+        {"seals": dict.fromkeys(full, "00" * 64)},
+        {"seals": [["a", "b"]]},
+        {"seals": None},
+        {"stranger": 1},
+    ):
+        refused(world, reveal(0, full, wrong=wrong), "malformed", "a")
+    refused(world, reveal(0, full, {}), "malformed", "a")
+    first = reveal(0, full[:3])  # d is said to have dropped out
+    assert first.kind == "revealed"
+    again = reveal(0, full[:3])
+    assert all((again.arrays[k] == first.arrays[k]).all() for k in ("reveal", "offer"))
+    refused(world, reveal(0, full), "replayed", "a")  # both kinds of d's shares would open its message
+    a.site = world.site("a")
+    refused(world, reveal(0, full), "replayed", "a")
+    assert world.charged("a") == [(terms.run, 0)]
+
+
+# ------------------------------------------------------------------------------------------------- what a site may wish
+
+
+def test_a_stricter_site_adds_more_noise_and_pays_no_more_than_it_wished(tiny):
+    world = tiny()
+    world.configure(NORTH, run_epsilon=2.0)
+    world.run()
+    cert = world.certificate(NORTH)
+    (own,) = (group for group in cert["groups"] if group["clients"] == [0] or group["clients"] == "0")
+    others = [group for group in cert["groups"] if group is not own]
+    assert own["epsilon"] <= 2.0 * (1 + 1e-9)
+    assert all(group["epsilon"] > 4 for group in others)
+    (std,), (lax, *_) = own["own_std"].values(), [v for group in others for v in group["own_std"].values()]
+    assert std > 2 * lax
+    ratios = {}
+    for name in world.names:
+        site = world.site(name)
+        with site.ledger() as ledger:
+            rows = list(ledger.rows())
+            ratios[name] = {row.std / row.sensitivity for row in rows}
+            spent = ledger.spent_epsilon(site.dataset_id, 1e-5)
+        assert spent <= (2.0 if name == NORTH else 8.0) * (1 + 1e-9)
+        assert len(rows) == 3
+    assert min(ratios[NORTH]) > 2 * max(ratios["south"])
+
+
+# -------------------------------------------------------------------------------------------------- nothing else leaves
+
+MARK = "SECRET-MARKER-of-a-record"
+PLACES = [  # where something fails, and on which letter
+    ("terms", "sordino.federation.site.Terms.read"),
+    ("terms", "sordino.federation.site.Site.load"),
+    ("terms", "sordino.federation.site.Run.make"),
+    ("terms", "sordino.federation.site.secagg.offer"),
+    ("hello", "sordino.federation.site.load"),
+    ("round", "sordino.federation.site.oracle"),
+    ("round", "sordino.federation.site.secured"),
+    ("round", "sordino.federation.site.Run.vector"),
+    ("round", "sordino.federation.site.Run.keep"),
+    ("round", "sordino.federation.site.secagg.masked"),
+    ("round", "sordino.federation.site.Ledger.charge"),
+    ("round", "sordino.federation.site.Ledger.afford"),
+    ("round", "sordino.federation.site.wire.encode"),
+    ("finish", "sordino.federation.site.certificate"),
+    ("finish", "sordino.federation.site.save_model"),
+]
+ERRORS = (ValueError, SordinoError, OSError, OverspentError, wire.WireError, sqlite3.OperationalError, MemoryError)
+
+
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_what_an_exception_says_stays_at_the_site(tiny, talk, monkeypatch, kind, place):
+    names = ("a", "b", "c", "d")
+    world = tiny(trust="secure-aggregation", names=names)
+    terms = world.terms()
+    talks = {name: talk(world.site(name), terms) for name in names}
+    letters = {"hello": wire.encode("hello", {}), "terms": wire.encode("terms", {"terms": terms.json()})}
+    if kind in ("round", "finish"):
+        offers = {f"offer:{name}": each.propose().arrays["offer"] for name, each in talks.items()}
+        letters["round"] = talks["a"].letter(0, arrays=offers)
+    fields = {"run": terms.run, "terms": terms.sha256(), "done": 3}
+    letters["finish"] = wire.encode("finish", fields, {"theta": NUMBERS})
+    encode = wire.encode
+    for error in ERRORS:
+
+        def fail(*args, error=error, **keys):
+            if place.endswith("wire.encode") and args[0] == "refused":
+                return encode(*args, **keys)
+            raise error(MARK)
+
+        site = world.site("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(place, fail)
+            reply = site.answer(letters[kind])
+        assert MARK.encode() not in reply
+        found = wire.decode(reply)
+        assert found.kind == "refused"
+        assert found.fields["reason"] == REASONS[found.fields["code"]]
+        assert MARK in world.events("a")[-1]["detail"]
+    assert world.charged("a") == []
+
+
+def test_a_disk_that_is_full_refuses_and_nothing_leaves(tiny, talk, monkeypatch):
+    world = tiny()
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    execute = sqlite3.Connection.execute
+
+    class Full(sqlite3.Connection):
+        def execute(self, sql, *values):
+            if sql.startswith("INSERT INTO entries"):
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorname = "SQLITE_FULL"
+                raise error
+            return execute(self, sql, *values)
+
+    connect = sqlite3.connect
+    with monkeypatch.context() as patch:
+        patch.setattr(ledgers.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Full, **k))
+        for _ in range(2):
+            assert "free some disk space" in refused(world, talk.round(0), "storage")
+    assert world.charged(NORTH) == []
+    with monkeypatch.context() as patch:
+
+        def no_space(*args):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "fsync", no_space)  # the site's own files
+        refused(world, talk.round(0), "storage")
+    assert world.charged(NORTH) == []
+    assert talk.round(0).kind == "said"
+    assert world.charged(NORTH) == [(talk.terms.run, 0)]
+
+
+def test_a_look_at_the_model_that_fails_does_not_hold_back_what_was_paid_for(tiny, talk, monkeypatch):
+    world = tiny()
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    monkeypatch.setattr(module, "evaluate", lambda *args: 1 / 0)
+    assert talk.round(0).kind == "said"
+
+
+def test_a_clock_that_jumps_back_a_year_allows_nothing_more(tiny, talk, monkeypatch):
+    world = tiny()
+    world.configure(NORTH, epsilon=9.0, delta=1e-5)
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    letter = talk.letter(0)
+    reply = talk.site.answer(letter)
+    monkeypatch.setattr(ledgers, "_now", lambda: "1999-01-01T00:00:00.000000+00:00")
+    monkeypatch.setattr(module, "_now", lambda: "1999-01-01T00:00:00+00:00")
+    talk.site = world.site(NORTH)
+    assert talk.site.answer(letter) == reply
+    refused(world, talk.round(0, arrays={"theta": put(1)}), "replayed")
+    assert talk.round(1).kind == "said"
+    refused(world, talk.propose(replace(talk.terms, run="cd" * 16)), "budget")
+    world.configure(NORTH, epsilon=10.0, delta=1e-5)
+    with pytest.raises(SordinoError, match="tightened"):
+        world.site(NORTH)
+    assert world.charged(NORTH) == [(talk.terms.run, 0), (talk.terms.run, 1)]
+
+
+# Everything that a site says, by kind, and why it may. What is not here must not leave.
+FIELDS = {
+    "hello": {
+        "name": "the site's own name, which the coordinator waits for",
+        "records": "the number of training records, public: noise and weights are computed from it",
+        "sordino": "the version of this program",
+        "epsilon": "a stricter epsilon for a single run: a rule of the site's, not of its data",
+    },
+    "agreed": {
+        "run": "the server's own word",
+        "terms": "the hash of the server's own words",
+        "next": "how many rounds were answered: the server saw them",
+    },
+    "said": {
+        "run": "the server's own word",
+        "t": "the server's own word",
+        "asked": "the hash of the server's own letter",
+        "tree": "how the arrays are nested: a fact about the method",
+    },
+    "revealed": {"run": "the server's own word", "t": "the server's own word"},
+    "offered": {"run": "the server's own word", "t": "the server's own word"},
+    "finished": {"run": "the server's own word"},
+    "refused": {"code": "one of a few words", "reason": "the constant text of that word"},
+}
+ARRAYS = {
+    "hello": {},
+    "agreed": {"offer": "a fresh public key and encrypted shares of keys: made without the data"},
+    "said": {
+        "said0": "the message: clipped, noised and paid for",
+        "masked": "the message: clipped, noised, paid for, and under masks",
+    },
+    "revealed": {
+        "reveal": "shares of mask keys and seeds, of which the sum alone comes out",
+        "offer": "keys of the next round, as above",
+    },
+    "offered": {"offer": "as above"},
+    "finished": {},
+    "refused": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "trust", "keys"),
+    [
+        ("dp-fedsofim", "untrusted-server", {}),
+        ("dp-scaffold", "untrusted-server", {"steps": 2}),
+        ("dp-fedsofim", "secure-aggregation", {"names": ("a", "b", "c", "d"), "dropouts": 1}),
+    ],
+)
+def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
+    world = tiny(method, trust, **keys)
+    first = world.names[0]
+    world.configure(first, run_epsilon=7.0)
+    lost = iter([True])
+
+    def fault(node, letter, answer):
+        reply = answer(letter)
+        return None if node == 100 and wire.decode(letter).kind == "reveal" and next(lost, False) else reply
+
+    coordinator, transport = world.run(fault)
+    terms, secure, seen = coordinator.terms, trust == "secure-aggregation", {}
+    for node, letter, reply in transport.log:
+        if reply is None:
+            continue
+        asked, found = wire.decode(letter), wire.decode(reply)
+        seen.setdefault(found.kind, set()).update(found.fields, found.arrays)
+        assert found.fields.keys() <= FIELDS[found.kind].keys(), found.kind
+        assert found.arrays.keys() <= ARRAYS[found.kind].keys(), found.kind
+        # And each is what it is said to be.
+        name = world.names[node - 100]
+        known = {
+            "name": name,
+            "records": len(world.site(name).load(terms.classes).y_train),
+            "sordino": sordino.__version__,
+            "epsilon": 7.0,
+            "run": terms.run,
+            "terms": terms.sha256(),
+            "next": 0,
+            "t": asked.fields.get("t"),
+            "asked": module.hashlib.sha256(letter).hexdigest(),
+            "tree": [] if secure else 0,
+        }
+        for field, value in found.fields.items():
+            assert value == known[field], (found.kind, field)
+        for key, array in found.arrays.items():
+            if key == "said0":
+                assert (array.dtype, array.shape) == (np.float32, (SIZE,))
+            else:  # its size depends on nothing but the model and the number of sites
+                assert (array.dtype, array.ndim) == (np.uint8, 1)
+    wanted = {"hello", "agreed", "said", "finished"} | ({"revealed", "offered"} if secure else set())
+    assert seen.keys() == wanted
+    assert ("masked" in seen["said"], "said0" in seen["said"]) == (secure, not secure)
+    for name in world.names:  # each site looked at the models, and told nobody
+        scores = [json.loads(line) for line in (world.folder_of(name) / "metrics.jsonl").read_text().splitlines()]
+        assert len(scores) == 3
+        told = b"".join(reply for _, _, reply in transport.log if reply)
+        for line in scores:
+            for word, value in line.items():
+                if word != "round":
+                    assert word.encode() not in told
+                    assert len(repr(value)) < 5 or repr(value).encode() not in told
+
+
+# ----------------------------------------------------------------------------------------- models that single one out
+
+
+def answered(world, talk, terms, letters):
+    talk = talk(world.site(NORTH), terms)
+    assert talk.propose().kind == "agreed"
+    return [wire.decode(talk.site.answer(letter)) for letter in letters(talk)]
+
+
+METHODS = [  # method, options, the number of words
+    ("dp-fedsofim", {}, 0),
+    ("dp-scaffold", {}, 1),
+    ("dp-fedgd", {"quantile": 0.5}, 1),
+    ("dp-fednew", {}, 1),
+    ("dp-fedavg", {"steps": 1}, 0),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "words"), METHODS, ids=[m for m, *_ in METHODS])
+def test_a_model_made_to_single_out_a_record_learns_no_more_of_it_than_the_clip(tiny, talk, method, options, words):
+    """Two sites that differ in one record, and the same draw of noise: messages differ by the sensitivity at most."""
+    worlds = [tiny(method, rounds=12, **options) for _ in range(2)]
+    out = module.load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
+    with np.load(worlds[0].place(NORTH) / "data.npz") as stored:
+        row = int(np.flatnonzero((stored["x"] == out).all(1))[0])
+
+    def other(x, y):
+        x[row], y[row] = -100 * x[row], (y[row] + 1) % 3
+
+    change(worlds[1], NORTH, other)
+    terms = worlds[0].terms()
+    assert worlds[1].terms() == terms
+    away = np.append(out, 1)[:, None] * np.array([1, -1, 0])
+    thetas = [np.zeros(SIZE), away.ravel(), 1e3 * away.ravel(), 1e30 * away.ravel(), -1e6 * away.ravel()]
+    thetas += [np.full(SIZE, 3e38), np.random.default_rng(0).normal(0, 1e20, SIZE), 1e-30 * away.ravel()]
+    told = {0: [None], 1: [0.0, 1e3, 1.0, -1e30]}[words]
+
+    def letters(talk):
+        for t, theta in enumerate(thetas):
+            length = 1 if "quantile" in options else SIZE
+            word = None if told[0] is None else np.full(length, told[t % len(told)], np.float32)
+            if "quantile" in options:
+                word = np.full(1, [0.0, 3.0, -3.0][t % 3], np.float32)
+            yield talk.letter(t, arrays={"theta": theta.astype(np.float32)}, word=word)
+
+    one, two = (answered(world, talk, terms, letters) for world in worlds)
+    plan, moved = terms.plan, []
+    level = plan.levels[0]
+    n = terms.sizes[0]
+    per = n if level.query.kind == "gradient" else 1  # answers are means, and messages themselves
+    local_lr = {"dp-scaffold": 2.0, "dp-fedavg": entry_default("dp-fedavg", "local_lr")}.get(method, 1.0)
+    for t, (a, b) in enumerate(zip(one, two, strict=True)):
+        assert (a.kind, b.kind) == ("said", "said")
+        assert a.fields == b.fields
+        width = np.exp([0.0, 3.0, -3.0][t % 3]) if "quantile" in options else local_lr
+        left, right = (m.arrays["said0"].astype(float) / width for m in (a, b))
+        assert np.isfinite(left).all() or method != "dp-fedsofim"
+        moved.append(np.linalg.norm(left - right) * per / level.sensitivity[0])
+    slack = 1e-3  # float32 around a large word
+    assert max(moved) <= 1 + slack
+    assert max(moved) > 0.1  # and the record was there to be seen
+    for world in worlds:
+        assert len(world.charged(NORTH)) == len(thetas)
+
+
+def entry_default(method, option):
+    return sordino.methods.entry(method).options[option]
+
+
+def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
+    names = ("north", "b", "c", "d")
+    worlds = [tiny(trust="secure-aggregation", names=names, rounds=6) for _ in range(2)]
+
+    def other(x, y):
+        x[row], y[row] = -100 * x[row], (y[row] + 1) % 3
+
+    out = module.load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
+    with np.load(worlds[0].place(NORTH) / "data.npz") as stored:
+        row = int(np.flatnonzero((stored["x"] == out).all(1))[0])
+    change(worlds[1], NORTH, other)
+    terms = worlds[0].terms()
+    vectors = ([], [])
+    for k, world in enumerate(worlds):
+        run = Run.make(world.site(NORTH), terms)
+        for t, factor in enumerate((0, 1, 1e3, -1e6, 1e30)):
+            theta = (factor * np.append(out, 1)[:, None] * np.array([1, -1, 0])).ravel().astype(np.float32)
+            turn = next(module.turns(run.plan, run.model, t))
+            down = module.Down(module.torch.from_numpy(theta), ())
+            vectors[k].append(run.work(turn, down))
+    plan = terms.plan
+    (level,) = plan.levels
+    (entry,) = plan.entries(0, 0, terms.run)
+    noise = np.sqrt(float(plan.variance(level)) * plan.integers.honest(plan.clients))
+    moved = [
+        np.linalg.norm((a - b).view(np.int32).astype(float)) / noise / (entry.sensitivity / entry.std)
+        for a, b in zip(*vectors, strict=True)
+    ]
+    assert max(moved) <= 1 + 1e-9
+    assert max(moved) > 0.2
+
+
+def test_a_ledger_is_asked_before_the_message_is_made_and_holds_it_before_it_leaves(tiny, talk, monkeypatch):
+    world = tiny()
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    order = []
+    for owner, name in ((Ledger, "afford"), (Run, "work"), (Run, "keep"), (Ledger, "charge"), (Run, "settle")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *a, real=real, name=name: (order.append(name), real(self, *a))[1])
+    reply = talk.site.answer(talk.letter(0))
+    assert order == ["settle", "afford", "work", "keep", "charge", "settle"]
+    with talk.site.ledger() as ledger:
+        assert ledger.release(talk.terms.run, talk.site.dataset_id, 0) == reply
