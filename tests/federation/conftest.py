@@ -165,7 +165,7 @@ class Talk:
 
     def letter(self, t, fields=(), arrays=(), word=None):
         """A round's; `None` takes a field or an array away."""
-        theta = np.zeros(self.terms.model.size, np.float32)
+        theta = np.zeros(self.terms.model.size, str(self.terms.number).removeprefix("torch."))
         own = {"run": self.terms.run, "terms": self.terms.sha256(), "t": t, "word": [] if word is None else 0}
         both = {"theta": theta} | ({} if word is None else {"word0": word})
         return wire.encode(

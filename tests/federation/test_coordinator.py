@@ -10,12 +10,13 @@ import torch
 from sordino import secagg, wire
 from sordino.core import SordinoError
 from sordino.experiments.outcome import load_model
+from sordino.federation import coordinator as coordinators
 from sordino.federation import site as module
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.ledger import Ledger
 from sordino.secagg.messages import write_reveal
 
-FOUR, FIVE = ("a", "b", "c", "d"), ("a", "b", "c", "d", "e")
+FOUR, SIX = tuple("abcd"), tuple("abcdef")
 PLAIN = {"method": "dp-scaffold"}  # its sites remember
 SECURE = {"trust": "secure-aggregation", "names": FOUR, "dropouts": 1}
 
@@ -161,7 +162,8 @@ def test_sites_that_agree_on_a_wrong_form_spoil_a_round_and_not_the_run(tiny):
     "fields",
     [{"name": 7}, {"name": "nobody"}, {"records": "many"}, {"records": True}, {"epsilon": "none"}, {"epsilon": []}],
 )
-def test_who_does_not_say_who_it_is_is_not_met(tiny, fields):
+def test_who_does_not_say_who_it_is_is_not_met(tiny, monkeypatch, fields):
+    monkeypatch.setattr(coordinators, "POLL", 1e-3)
     world = tiny(patience=0.01)
     with pytest.raises(SordinoError, match="north did not come in time"):
         world.run(fault_at("hello", lambda reply, letter: altered(reply, fields)))
@@ -282,6 +284,14 @@ def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
     assert [(line["site"], line["t"]) for line in world.progress("misfit")] == [("a", t) for t in range(3)]
 
 
+def test_a_threshold_that_no_site_would_accept_is_refused_before_anybody_is_asked(tiny):
+    world = tiny(trust="secure-aggregation", names=tuple("abcde"), dropouts=2)
+    asked = []
+    with pytest.raises(SordinoError, match="dropouts: 2 of 5 sites"):
+        world.run(lambda node, letter, answer: (asked.append(wire.decode(letter).kind), answer(letter))[1])
+    assert set(asked) == {"hello"}
+
+
 @pytest.mark.parametrize("kind", ["round", "reveal"])
 def test_too_many_missing_lose_the_round_which_stays_paid_for_and_the_run_goes_on(tiny, kind):
     world = tiny(**SECURE)
@@ -308,7 +318,7 @@ STEPS = ["terms", "round", "reveal", "offer", "finish"]
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("delivered", [True, False], ids=["reply lost", "letter lost"])
 def test_as_many_as_may_fail_fail_at_each_step_of_a_secure_round(tiny, step, count, delivered):
-    world = tiny(trust="secure-aggregation", names=FIVE, dropouts=2, rounds=2)
+    world = tiny(trust="secure-aggregation", names=SIX, dropouts=2, rounds=2)
     lost, seen = {100 + k for k in range(count)}, set()
 
     def fault(node, letter, answer):
@@ -326,18 +336,18 @@ def test_as_many_as_may_fail_fail_at_each_step_of_a_secure_round(tiny, step, cou
     assert len(seen) == count
     assert world.progress("abandoned") == []
     (*_, done) = world.progress("finished")
-    away = {FIVE[node - 100] for node in lost}
-    assert set(done["sites"]) == set(FIVE) - (away if step == "finish" else set()) - (
+    away = {SIX[node - 100] for node in lost}
+    assert set(done["sites"]) == set(SIX) - (away if step == "finish" else set()) - (
         away if step == "terms" and not delivered else set()
     )
-    for name in FIVE:
+    for name in SIX:
         rounds = [t for _, t in world.charged(name)]
         assert rounds == sorted(set(rounds))
         if name not in away:
             assert rounds == [0, 1]
-    assert all(len(names) >= 3 for names in came(world))
+    assert all(len(names) >= 4 for names in came(world))
     if step in ("terms", "offer", "finish") and delivered:
-        expected = list(FIVE) if step != "offer" else sorted(set(FIVE) - away)
+        expected = list(SIX) if step != "offer" else sorted(set(SIX) - away)
         assert came(world)[-1] == expected
 
 
@@ -370,7 +380,7 @@ def test_in_the_open_any_number_may_fail_at_each_step(tiny, step, delivered):
 
 @dataclass
 class Killing:
-    """A transport that ends the coordinator at one exchange: before any letter leaves, midway, or before replies come."""
+    """A transport that ends the coordinator at one exchange: before letters leave, midway, or before replies come."""
 
     answers: dict
     at: int
@@ -399,8 +409,10 @@ class Killing:
         return found
 
 
-@pytest.mark.parametrize("when", ["before", "midway", "after"])
-@pytest.mark.parametrize("keys", [PLAIN, SECURE], ids=["plain", "secure"])
+KILLS = [(PLAIN, "before"), (PLAIN, "midway"), (PLAIN, "after"), (SECURE, "before"), (SECURE, "after")]
+
+
+@pytest.mark.parametrize(("keys", "when"), KILLS)
 def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, without, keys, when):
     rounds = 2
     if (name := f"resumed {keys}") not in without:
@@ -451,8 +463,6 @@ def test_a_coordinator_killed_after_a_lost_round_asks_for_the_offers_it_lacks(ti
 
 
 # --------------------------------------------------------------------------------------------------- kills of a site
-
-POINTS = ("write", "charge", "replace", "rename", "note")
 
 
 def killed_at(monkeypatch, at):

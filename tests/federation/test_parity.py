@@ -15,10 +15,10 @@ from sordino.privacy.verify import verify
 
 def simulated(world, coordinator):
     terms = coordinator.terms
-    parts = [world.site(name).load(terms.classes, str(terms.parsed.normalize)) for name in terms.names]
+    parts = [world.site(name).load(str(terms.parsed.normalize)) for name in terms.names]
     x, y = (np.concatenate([getattr(part, key) for part in parts]) for key in ("x_train", "y_train"))
     client = np.repeat(np.arange(len(parts)), [len(part.y_train) for part in parts])
-    records = Records.of(x, y, client, dtype=terms.parsed.number)
+    records = Records.of(x, y, client, dtype=terms.number)
     *_, last = reference.run(terms.plan, terms.model, records, Seeded(world.seed))
     return last.model
 

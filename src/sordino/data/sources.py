@@ -79,7 +79,8 @@ def load(
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
       data_dir: a folder with files of published sets; then $SORDINO_DATA and the cache are searched, and what is
         nowhere is downloaded.
-      classes: the public set of labels, where these records alone may not hold all of them.
+      classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
+        they are quantities.
     """
     _scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
@@ -89,7 +90,10 @@ def load(
     x, x_test = _features(raw.x, "x", raw.features), raw.x_test
     _same_length(x, "x", raw.y, "y")
     y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else _encode(raw.y, raw.y_test)
-    if classes is not None:
+    if classes is not None and not classes:
+        found, y = (), _quantity(raw.y)
+        y_test = None if raw.y_test is None else _quantity(raw.y_test)
+    elif classes:
         y, y_test = _known(y, found, classes), None if y_test is None else _known(y_test, found, classes)
     public_classes = tuple(found if classes is None else classes)
     site = raw.site
@@ -400,11 +404,21 @@ def _encode(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray, np.nd
 
 def _known(y: np.ndarray, found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
     """Class indices by a public list."""
-    if bool(found) != bool(classes):
-        raise SordinoError(f"classes: the labels are {'classes' if found else 'quantities'}, and were said not to be.")
+    if not found:
+        raise SordinoError("classes: the labels are quantities, and were said to be classes.")
     if strangers := sorted(set(found) - set(classes)):
         raise SordinoError(f"y: the label '{strangers[0]}' is none of the public ones ({', '.join(classes[:10])} …).")
-    return np.array([classes.index(name) for name in found])[y] if found else y
+    return np.asarray([list(classes).index(name) for name in found])[y]  # type: ignore[no-any-return]
+
+
+def _quantity(y: np.ndarray) -> np.ndarray:
+    try:
+        numbers = np.asarray(y, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise SordinoError("y: the labels are no numbers; name the classes.") from None
+    if not np.isfinite(numbers).all():
+        raise SordinoError("y: a label is missing or infinite.")
+    return numbers
 
 
 def _label(y: np.ndarray, field: str) -> np.ndarray:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sordino.core import SordinoError, Trust, nearest
+from sordino.core import Adjacency, SordinoError, Trust, nearest
+from sordino.experiments.spec import MODELS
 from sordino.federation.terms import NAME
 from sordino.methods import REGISTRY
 
@@ -66,12 +67,15 @@ class SiteConfig(_File):
     epsilon: float  # limit over all runs on these data
     delta: float
     label: str | None = None
-    classes: tuple[str, ...] = ()  # the public set of labels, where these records may not hold all of them
+    classes: tuple[str, ...] = ()  # the public list of labels; none: they are quantities
     test_fraction: float = 0.2  # held out for the site's own eyes
     run_epsilon: float | None = None  # of any single run: a stricter one than the federation's is added noise for
     methods: tuple[str, ...] = ()  # that may be run; none named: all that are certified
     trust: tuple[str, ...] = (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER)
+    adjacency: str = Adjacency.REPLACE_ONE  # the ledger adds up one kind alone
+    models: tuple[str, ...] = ("auto", "softmax", "logistic", "squares")  # networks must be named to be allowed
     most_rounds: int = 1000
+    colluders: int = 1  # at least so many sites' noise must not be counted on, under secure aggregation
     ledger: str = "ledger.db"
     identity: str = "identity.key"
     roster: str = "roster.toml"
@@ -86,6 +90,10 @@ class SiteConfig(_File):
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."
             )
+        for name, words, known in (("adjacency", (self.adjacency,), list(Adjacency)), ("models", self.models, MODELS)):
+            for word in words:
+                if word not in known:
+                    raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, known)}")
         for word in self.methods:
             if word not in REGISTRY:
                 raise SordinoError(f"methods: '{word}' is unknown.{nearest(word, REGISTRY)}")

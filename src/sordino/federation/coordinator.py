@@ -397,7 +397,7 @@ class Coordinator:
     def _restore(self) -> tuple[int, Tensor, Tree]:
         path = self.out / "checkpoint"
         if not path.exists():
-            return 0, self.model.init().to(self.terms.parsed.number), ()
+            return 0, self.model.init().to(self.terms.number), ()
         done, theta, state = unpack(path.read_bytes())
         return int(done[0]), theta, state
 
@@ -419,7 +419,7 @@ class Coordinator:
                 normalize=str(spec.normalize),
             )
             x, y = np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
-            self._loaded = torch.from_numpy(x).to(spec.number), torch.from_numpy(y)
+            self._loaded = torch.from_numpy(x).to(self.terms.number), torch.from_numpy(y)
         return self._loaded
 
     def _finish(self, model: Tensor) -> None:

@@ -171,7 +171,7 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[tuple[bool, 
     site = None
     try:
         here = Site(config)
-        data = here.load(config.classes or None)
+        data = here.load()
         kinds = f"{len(data.classes)} classes" if data.classes else "a quantity"
         yield True, f"data: {len(data.y_train):,} training records, {data.x_train.shape[1]} features, {kinds}"
         yield True, f"data: identity {here.dataset_id}"

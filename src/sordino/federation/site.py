@@ -9,11 +9,13 @@ texts; the rest stays in the site's own log.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from sordino.tree import leaves, pack, tree_map, unpack
 log = logging.getLogger("sordino.site")
 MOST = 2**30  # bytes of a letter
 ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
+MOST_CLIP = 1e6
 LOG = 2**24  # bytes of the site's own log
 
 REASONS = {
@@ -79,7 +82,28 @@ class Site:
         return Ledger(self.config.path(self.config.ledger), epsilon=self.config.epsilon, delta=self.config.delta)
 
     def answer(self, letter: bytes) -> bytes:
-        """A reply, whatever the letter; nothing is raised, and no text of an exception leaves."""
+        """A reply, whatever the letter; nothing is raised, and no text of an exception leaves.
+
+        One letter at a time, over all processes: two workers could otherwise answer one round with two messages.
+        """
+        try:
+            with self._alone():
+                return self._answer(letter)
+        except OSError as error:
+            return self._refuse("storage", str(error))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with open(self.config.folder / "lock", "w") as file:
+            try:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except ImportError:  # not a POSIX system
+                pass
+            yield
+
+    def _answer(self, letter: bytes) -> bytes:
         try:
             message = wire.decode(letter, MOST)
             handle = self._handlers.get(message.kind)
@@ -134,27 +158,37 @@ class Site:
         return self.identify()
 
     def identify(self) -> str:
-        return f"{self.config.name} {content(self._source)[:32]}"
+        """Keyed: a bare hash of the content, which stands in certificates, would let others try out records."""
+        path = self.config.folder / "data.key"
+        if not path.exists():
+            write(path, secrets.token_bytes(32))
+        return f"{self.config.name} {content(self._source, path.read_bytes())[:32]}"
 
     @property
     def _source(self) -> str:
         path = self.config.path(self.config.data)
         return str(path) if path.exists() else self.config.data
 
-    def load(self, classes: tuple[str, ...] | None = None, normalize: str = "none") -> Dataset:
+    def load(self, normalize: str = "none") -> Dataset:
+        """By the site's own list of labels: whether the data fit another's is nothing to tell."""
         config = self.config
         return load(
             self._source,
             label=config.label,
             test_fraction=config.test_fraction,
             normalize=normalize,
-            classes=classes,
+            classes=config.classes,
         )
 
     @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Training records and features: public numbers."""
+        rows, columns = self.load().x_train.shape
+        return int(rows), int(columns)
+
+    @property
     def records(self) -> int:
-        """Training records: a public number."""
-        return len(self.load(self.config.classes or None).y_train)
+        return self.shape[0]
 
     # ------------------------------------------------------------------------------------------------------- letters
 
@@ -207,7 +241,13 @@ class Site:
         except SordinoError as error:
             raise Refused("policy", str(error)) from None
         allowed, rounds = config.run_epsilon or config.epsilon, int(spec.rounds or 0)
+        mine = terms.names.index(config.name)
         for fine, what in (
+            (terms.classes == config.classes, "its classes are not those of site.toml"),
+            (spec.model in config.models, f"model {spec.model} is not among those allowed"),
+            (spec.adjacency == config.adjacency, f"adjacency {spec.adjacency}; this site's is {config.adjacency}"),
+            (not spec.options.get("clip", 1.0) > MOST_CLIP, "the clip is too large for sums of floats"),
+            (not terms.secure or terms.colluders >= config.colluders, f"{terms.colluders} colluders are too few"),
             (not config.methods or spec.method in config.methods, f"method {spec.method} is not among those allowed"),
             (spec.trust in config.trust, f"trust {spec.trust} is not allowed"),
             (rounds <= config.most_rounds, f"{rounds} rounds; most_rounds is {config.most_rounds}"),
@@ -217,12 +257,6 @@ class Site:
         ):  # fmt: skip
             if not fine:
                 raise Refused("policy", what)
-        try:
-            proved = terms.plan.proved  # only now: a plan of too many rounds can take long to make
-        except SordinoError as error:
-            raise Refused("policy", str(error)) from None
-        if not proved:
-            raise Refused("policy", "the plan is not proved private")
         if terms.secure:
             roster = self.roster
             if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
@@ -231,14 +265,17 @@ class Site:
                 secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
             except SordinoError as error:
                 raise Refused("policy", str(error)) from None
-        if (claimed := terms.sizes[terms.names.index(config.name)]) != self.records:
-            raise Refused("policy", f"{claimed} records are claimed; here are {self.records}")
-        try:
-            data = self.load(terms.classes, str(spec.normalize))
+        if (claimed := (terms.sizes[mine], terms.features)) != self.shape:  # only now are the data read, and counted
+            raise Refused("policy", f"records and numbers of each: {claimed} are claimed; here are {self.shape}")
+        try:  # only now: a large plan takes long to make
+            plan = terms.plan
+            own = next(group for group in plan.groups() if mine in group.clients)
+            if not plan.proved:
+                raise SordinoError("the plan is not proved private")
+            if plan.epsilon_of(own) > allowed * (1 + 1e-9):
+                raise SordinoError(f"the plan would cost {plan.epsilon_of(own):g}, and {allowed:g} is allowed")
         except SordinoError as error:
             raise Refused("policy", str(error)) from None
-        if data.x_train.shape[1] != terms.features:
-            raise Refused("policy", f"{terms.features} features are asked for; here are {data.x_train.shape[1]}")
 
     def _round(self, message: wire.Message, letter: bytes) -> bytes:
         _only(message, fields=("run", "terms", "t", "word"), arrays=True)
@@ -262,14 +299,10 @@ class Site:
             turn = next(turns(run.plan, run.model, t))
             if run.mine not in turn.cohort:
                 raise Refused("order", f"round {t} is not this site's")
-            said = run.work(turn, down)
-            run.keep(t, turn, said, down)
             if run.terms.secure:
-                arrays = {"masked": _bytes(_masked(run, t, offers, said))}
-                skeleton: Any = []
-            else:
-                skeleton, arrays = wire.from_tree(said, "said")
-            reply = wire.encode("said", {"run": run.terms.run, "t": t, "asked": asked, "tree": skeleton}, arrays)
+                _check_offers(run, t, offers)
+            run.ready()  # what is refused until here costs nothing
+            reply = self._said(run, turn, down, offers, asked)
             ledger.charge(entries, reply)
             run.settle(ledger, self.dataset_id)
         try:
@@ -277,6 +310,26 @@ class Site:
         except Exception:  # for the site's own eyes alone: what was paid for leaves all the same
             log.exception("the model could not be looked at")
         return reply
+
+    def _said(self, run: Run, turn: Turn, down: Down, offers: dict[str, bytes], asked: str) -> bytes:
+        """The answer to a round. From here on the data are touched, so that whatever comes of it is charged: a failure
+        that could be had for nothing, again and again, would be a question about the data."""
+        about = {"run": run.terms.run, "t": turn.t, "asked": asked}
+        try:
+            said = run.work(turn, down)
+            run.keep(turn.t, turn, said, down)
+            if run.terms.secure:
+                masked = secagg.masked(run.member, turn.t, offers, said)
+                return wire.encode("said", {**about, "tree": []}, {"masked": _bytes(masked)})
+            skeleton, arrays = wire.from_tree(said, "said")
+            return wire.encode("said", {**about, "tree": skeleton}, arrays)
+        except OSError:
+            raise
+        except Exception as error:
+            log.exception("the site failed")
+            self.note("failed", run=run.terms.run, t=turn.t, detail=repr(error))
+            (run.folder / "pending").unlink(missing_ok=True)
+            return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
 
     def _offer(self, message: wire.Message, letter: bytes) -> bytes:
         """Keys and shares for a round to come; the same whenever they are asked for."""
@@ -405,17 +458,23 @@ class Run:
     def over(self) -> bool:
         return not (self.folder / "secret").exists()
 
+    def ready(self) -> None:
+        """The run is not over, and the data are those that it began with."""
+        if self.over:
+            raise Refused("order", "the run is over, and its secret gone")
+        self.data  # noqa: B018  read, and asked nothing
+
     @cached_property
     def dataset(self) -> Dataset:
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data were changed while the site was running")
-        return self.site.load(self.terms.classes, str(self.terms.parsed.normalize))
+        return self.site.load(str(self.terms.parsed.normalize))
 
     @cached_property
     def data(self) -> One:
         return One(self.mine, Records.of(
             self.dataset.x_train, self.dataset.y_train, np.zeros(len(self.dataset.y_train), int),
-            dtype=self.terms.parsed.number,
+            dtype=self.terms.number,
         ))  # fmt: skip
 
     @property
@@ -430,7 +489,7 @@ class Run:
         if found is None or found.shape != (self.model.size,):
             raise Refused("malformed", f"{name} is not of the model's size")
         vector = torch.from_numpy(found.copy())
-        if vector.dtype != self.terms.parsed.number:
+        if vector.dtype != self.terms.number:
             raise Refused("malformed", f"{name} is not of the agreed type")
         if not torch.isfinite(vector).all():
             raise Refused("malformed", f"{name} is not finite")
@@ -450,7 +509,7 @@ class Run:
         for part in parts:
             if not part.is_floating_point() or part.dim() > 1 or part.numel() not in lengths:
                 raise Refused("malformed", "a word is no vector of a known length")
-        word = tree_map(lambda part: part.to(self.terms.parsed.number), word)
+        word = tree_map(lambda part: part.to(self.terms.number), word)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
             raise Refused("malformed", "a word is not finite")
         known = {"theta", *(f"word{k}" for k in range(len(parts)))}
@@ -503,7 +562,7 @@ class Run:
     @cached_property
     def _test(self) -> tuple[Tensor, Tensor]:
         data = self.dataset
-        return torch.from_numpy(data.x_test).to(self.terms.parsed.number), torch.from_numpy(data.y_test)
+        return torch.from_numpy(data.x_test).to(self.terms.number), torch.from_numpy(data.y_test)
 
     def _kept(self) -> tuple[int, int, Tree]:
         """(next round, first round of its stage, memory)."""
@@ -572,9 +631,10 @@ def _offers(message: wire.Message) -> dict[str, bytes]:
     return {k.removeprefix("offer:"): v.tobytes() for k, v in message.arrays.items() if k.startswith("offer:")}
 
 
-def _masked(run: Run, t: int, offers: dict[str, bytes], vector: np.ndarray) -> bytes:
+def _check_offers(run: Run, t: int, offers: dict[str, bytes]) -> None:
+    """Before the data are touched: what is masked with must be whole."""
     try:
-        return secagg.masked(run.member, t, offers, vector)
+        secagg.check(run.member, t, offers)
     except SordinoError as error:
         raise Refused("malformed", str(error)) from None
 
@@ -583,9 +643,9 @@ def _bytes(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
-def content(source: str) -> str:
-    """sha256 of a data file, or of the name of what is no file."""
-    digest = hashlib.sha256()
+def content(source: str, key: bytes) -> str:
+    """Keyed hash of a data file, or of the name of what is no file."""
+    digest = hmac.new(key, digestmod="sha256")
     if not Path(source).is_file():
         digest.update(source.encode())
         return digest.hexdigest()

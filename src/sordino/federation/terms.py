@@ -12,9 +12,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
-from sordino.core import SordinoError, Trust, Unit
+from sordino.core import Down, Kind, SordinoError, Trust, Unit
 from sordino.data.sources import Dataset
+from sordino.engines.client import turns
+from sordino.engines.simulate import only_asks_for_the_gradient
 from sordino.experiments.run import choose_model
 from sordino.experiments.spec import Spec
 from sordino.methods import entry
@@ -26,6 +29,7 @@ from sordino.privacy.plan import Plan
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(r"[0-9a-f]{32}")
+LINE = re.compile(r"([a-z0-9_]+ = [^.\[{]?.{0,400})?|[a-z0-9_]+ = \[|    [-+0-9.e]+,|\]", re.ASCII)  # of a flat spec
 # What a spec may not hold here: files of the server's choosing, noise that it knows, and what every site says itself.
 PRIVATE = ("data", "data_dir", "label", "public_stats", "test_fraction", "weights", "seed", "noise", "uncertified")
 LOCAL = ("clients", "partition", "sizes", "client_epsilon", "evaluate_every")
@@ -87,7 +91,8 @@ class Terms:
         for fine, what in (
             (type(self.format) is int and self.format == FORMAT, "their format is not the one known here"),
             (isinstance(self.run, str) and RUN.fullmatch(self.run), "the run has no proper number"),
-            (isinstance(self.spec, str) and len(self.spec) < 2**16, "there is no spec"),
+            (isinstance(self.spec, str) and len(self.spec) < 2**13, "there is no spec"),
+            (all(LINE.fullmatch(line) for line in self.spec.splitlines()), "the spec is not a list of keys"),
             (isinstance(self.names, tuple) and 0 < len(self.names) <= MOST_SITES, "no sites are named"),
             (all(isinstance(n, str) and NAME.fullmatch(n) for n in self.names), "a site's name is no name"),
             (len(set(self.names)) == len(self.names), "two sites have one name"),
@@ -136,6 +141,11 @@ class Terms:
     def secure(self) -> bool:
         return Trust(self.parsed.trust) is Trust.SECURE_AGGREGATION
 
+    @property
+    def number(self) -> torch.dtype:
+        """Of models and sums; for integers they are exact to less than a step, which float32 is not."""
+        return torch.float64 if self.secure else self.parsed.number
+
     @cached_property
     def model(self) -> Linear | Flat:
         nobody = np.zeros((0, self.features), np.float32)
@@ -151,4 +161,20 @@ class Terms:
             raise SordinoError("epsilon: a federation without noise is not offered.")
         if not self.secure:
             return plan
-        return replace(plan, integers=Integers(self.model.size, self.dropouts, self.colluders))
+        plan = replace(plan, integers=Integers(self.model.size, self.dropouts, self.colluders))
+        _check_messages(plan, self.model)
+        return plan
+
+
+def _check_messages(plan: Plan, model: Linear | Flat) -> None:
+    """Integers are noised in place of an answer, so that a message must be the answer itself, or clipped as a whole."""
+    theta, state = model.init(), ()
+    for s, stage in enumerate(plan.stages):
+        turn = next(turns(plan, model, sum(plan.stage_rounds[:s])))
+        state = stage.rule.init(theta, turn.facts, state)
+        whole = any(query.kind is Kind.DELTA for query in stage.queries)
+        if not whole and not only_asks_for_the_gradient(stage, Down(theta, stage.rule.say(state))):
+            raise SordinoError(
+                f"method: {plan.method.name} makes something of its gradient before it sends it; secure aggregation "
+                "needs it as it is. Use dp-fedsofim, dp-fedgd or dp-fedadam, or untrusted-server."
+            )

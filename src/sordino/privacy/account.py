@@ -50,12 +50,17 @@ def epsilon(releases: Sequence[Release], delta: float, adjacency: Adjacency) -> 
 def guess(releases: Sequence[Release], adjacency: Adjacency) -> float:
     """How often a guess between two equally likely cases is right, at most: (1 + delta at epsilon 0) / 2."""
     if whole_numbers := sum(r.times for r in releases if r.integers):
-        rho = mu(releases) ** 2 / 2  # total variation by Pinsker, and by Bretagnolle and Huber
-        return min(1.0, (1 + min(math.sqrt(rho / 2), math.sqrt(-math.expm1(-rho))) + whole_numbers * FAILURE) / 2)
+        return min(1.0, tv_of(mu(releases)) + whole_numbers * FAILURE / 2)
     drawn, whole = split(releases, adjacency)
     if not drawn or math.isinf(mu(releases)):
         return (1 + gaussian.delta(mu(releases), 0.0)) / 2
     return (1 + sampled.delta(drawn, 0.0, adjacency, whole)) / 2
+
+
+def tv_of(mu: float) -> float:
+    """The same of concentrated DP with rho = mu^2 / 2: total variation by Pinsker, and by Bretagnolle and Huber."""
+    rho = mu**2 / 2
+    return (1 + min(math.sqrt(rho / 2), math.sqrt(-math.expm1(-rho)))) / 2
 
 
 def split(releases: Iterable[Release], adjacency: Adjacency) -> tuple[list[Sampled], float]:

@@ -61,10 +61,11 @@ class Integers:
         values, which = np.unique(np.ceil(moved * 2**20) / 2**20, return_inverse=True)
         return np.array([discrete.rounded(float(v), self.dimension) for v in values])[which.reshape(-1)]
 
-    def lengthened(self, moved: np.ndarray) -> float:
-        """The factor by which rounding lengthens the largest sensitivity, given in steps."""
+    def lengthened(self, moved: np.ndarray, needed: np.ndarray) -> float:
+        """The factor that rounding adds to the noise, so that it is enough for everyone: `moved` are sensitivities in
+        steps, `needed` the noise that each would need unrounded."""
         most = float(moved.max())
-        factor = float(self.rounded(np.array([most]))[0]) / most if most > 0 else math.inf
+        factor = float((needed * self.rounded(moved) / moved).max() / needed.max()) if moved.min() > 0 else math.inf
         if not factor <= COARSE:
             raise SordinoError(
                 f"records: integers below 2^32 are too coarse for one record of so many ({most:.3g} steps); rounding "

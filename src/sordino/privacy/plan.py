@@ -313,9 +313,10 @@ class Plan:
                 spread = (weight * claims).max() / weight if self.sums_only else claims
                 parties = 1.0 if self.sums_only else self.participation.rate(self.clients) * self.clients
                 std = spread * self.noise * scale / math.sqrt(parties * (spread**2).mean())
-            levels.append(Level(s, k, query, scale, claims, std, weight))
+            level = Level(s, k, query, scale, claims, std, weight)
+            levels.append(level if self.integers is None else self._in_steps(level, self.integers, needed))
         if self.integers is not None:
-            return tuple(self._in_steps(level, self.integers) for level in levels)
+            return tuple(levels)
         if self.noise is None and not self.silent:
             relief = self._relief(levels, wishes)
             levels = [level._replace(std=level.std * relief) for level in levels]
@@ -327,13 +328,15 @@ class Plan:
             return gaussian.mu(epsilon, self.privacy.delta)
         return math.sqrt(2 * discrete.rho_of(epsilon, self.privacy.delta, releases)) * (1 - 1e-11)
 
-    def _in_steps(self, level: Level, how: Integers) -> Level:
-        """The same level in integers: as fine as they can be, with noise that covers the rounding too."""
+    def _in_steps(self, level: Level, how: Integers, needed: np.ndarray) -> Level:
+        """The same level in integers: as fine as they can be, with noise that covers the rounding too. `needed`: what
+        each client's own promise asks for without rounding, which lengthens a short step more than a long one."""
         records = 1.0 if level.query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
         reach = float((level.weight * records * level.query.clip).sum())
         total = float((level.weight * level.std).max())
         steps = how.steps(reach, total, self.clients)
-        factor = how.lengthened(steps * level.weight * level.sensitivity) if self.noise is None else 1.0
+        own = steps * level.weight * level.sensitivity
+        factor = how.lengthened(own, level.weight * needed) if self.noise is None else 1.0
         level = level._replace(std=level.std * factor, step=1 / (steps * level.weight.max()))
         variance = self.variance(level)
         if variance < integers.LEAST:

@@ -9,6 +9,7 @@ from typing import Any
 from scipy.special import ndtr
 
 from sordino.core import Adjacency, Trust, Unit
+from sordino.privacy.account import tv_of
 
 MOST_GROUPS = 20
 
@@ -151,7 +152,11 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     if unit is Unit.RECORD and sampled:
         lines.append("A person with several records at one client: the guarantee is for one of them.")
     elif unit is Unit.RECORD and cert["mu"] is not None:
-        bets = ", ".join(f"{_percent(float(ndtr(k * cert['mu'] / 2)))} with {k}" for k in (2, 5, 10))
+        # Discrete noise has no exact bet: what concentrated DP proves of it, with k times the sensitivity.
+        several = {
+            k: tv_of(k * cert["mu"]) if cert.get("secure") else float(ndtr(k * cert["mu"] / 2)) for k in (2, 5, 10)
+        }
+        bets = ", ".join(f"{_percent(part)} with {k}" for k, part in several.items())
         lines.append(f"A person with several records at one client: the bet is then won with probability up to {bets}.")
     return lines
 

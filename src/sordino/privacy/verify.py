@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Kind, Query, SordinoError, Trust, Unit
-from sordino.privacy import discrete, gaussian
-from sordino.privacy.certificate import FORMAT
+from sordino.privacy import account, discrete, gaussian
+from sordino.privacy.certificate import FORMAT, listed
+from sordino.privacy.integers import LEAST
 from sordino.privacy.participation import EVERYONE, Sampling
 from sordino.privacy.sampled import Sampler
 
@@ -49,6 +50,7 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
             found = max(_pld_epsilon(group["releases"], float(at), adjacency) for group in cert["groups"])
             _compare(f"epsilon at delta {at}", _limitless(value), found, problems)
         _check_bounds(cert, problems)
+        _check_integers(cert, problems)
         _check_claims(cert, claimed, problems)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SordinoError):
@@ -188,6 +190,32 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             _check_rate(cert, kind, name, group, release, problems)
     _check_rounds(cert, problems)
     _check_totals(cert, problems)
+
+
+def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """Integers throughout or nowhere; their noise is large enough for its account; figures told beside epsilon."""
+    secure, releases = cert.get("secure"), [r for g in cert["groups"] for r in g["releases"]]
+    marks = [bool(r.get("integers")) for r in releases] + [float(q.get("step", 0)) > 0 for q in cert["queries"]]
+    if any(mark != bool(secure) for mark in marks):
+        problems.append("sums of integers are marked in one place and not in another")
+        return
+    seen = [listed(group["releases"]) for group in cert["groups"]]
+    adjacency = Adjacency(cert["adjacency"])
+    if float(cert["guess"]) < max(account.guess(each, adjacency) for each in seen) * (1 - 1e-6):
+        problems.append(f"a bet won at {cert['guess']:.4g} does not follow from the releases")
+    if not secure:
+        return
+    if cert["trust"] != Trust.SECURE_AGGREGATION:
+        problems.append(f"integers are added up under secure-aggregation, not under {cert['trust']}")
+    more = math.sqrt((int(cert["clients"]) - int(secure["dropouts"])) / int(secure["honest"]))
+    alone = [[{**r, "std": more * float(r["std"])} for r in g["releases"]] for g in cert["groups"]]
+    found = max(_pld_epsilon(each, float(cert["delta"]), adjacency) for each in alone)
+    _compare("epsilon against the server alone", _limitless(secure["epsilon_server"]), found, problems)
+    for query in cert["queries"]:
+        name, step = query["query"], float(query["step"])
+        least = min(_span(g["own_std"][name])[0] * _span(g["influence"][name])[0] for g in cert["groups"])
+        if not (least / step) ** 2 >= LEAST * (1 - 1e-6):
+            problems.append(f"{name}: noise of {least / step:.3g} steps is too coarse for its account")
 
 
 def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: float) -> float:

@@ -68,16 +68,22 @@ def offer(member: Member, round: int) -> bytes:
     return write_offer(member, round, Offer(ephemeral, committed, rows))
 
 
+def check(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
+    """Every offer is whole, and holds shares that this site can read, so that it can reveal them later."""
+    known = _known(member, round, offers)
+    for peer in known:
+        _shares(member, round, peer, known[peer])
+    return known
+
+
 def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: Words) -> Words:
     """The vector under its masks, modulo 2^32. Use `masked`, unless the message is made elsewhere: a second vector
     under the same masks would give the difference of both."""
-    session, known = member.session, _known(member, round, offers)
+    session, known = member.session, check(member, round, offers)
     if not isinstance(vector, np.ndarray) or vector.dtype != np.uint32 or vector.ndim != 1:
         raise SordinoError("vector: it must be an array of uint32 with one axis.")
     if not 1 <= vector.size <= DIMENSION:
         raise SordinoError(f"vector: {vector.size:,} numbers; 1 to {DIMENSION:,} can be masked.")
-    for peer in known:
-        _shares(member, round, peer, known[peer])  # so that it can be revealed later
     total = vector.copy()
     add_stream(total, _self_key(session, round, member.name, member.seed(round)), 1)
     for peer, theirs in known.items():
