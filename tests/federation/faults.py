@@ -229,7 +229,7 @@ def run(folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lamb
     from sordino.engines.flower.processes import Federation
 
     sys.path.insert(0, str(Path(__file__).parent))
-    from conftest import World
+    from worlds import World
 
     base = {"method": "dp-fedsofim", "rounds": ROUNDS, "epsilon": 8.0, "delta": 1e-5, "trust": "secure-aggregation"}
     world = World(folder / "world", base, names=NAMES, dropouts=1, deadline=DEADLINE, patience=120.0)

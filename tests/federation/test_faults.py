@@ -4,10 +4,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 import faults
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,14 @@ import torch
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 import tomli_w
+from test_parity import simulated
+from worlds import World
 
 from sordino.engines.flower.processes import Federation
 from sordino.experiments.outcome import load_model
 from sordino.federation.handler import HANDLER
 from sordino.federation.terms import Terms
 from sordino.privacy.verify import verify
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conftest import World
-from test_parity import simulated
 
 CASES = {
     "dp-fedsofim": {},
