@@ -462,6 +462,27 @@ def test_a_coordinator_killed_after_a_lost_round_asks_for_the_offers_it_lacks(ti
     assert [t for _, t in world.charged("c")] == [0, 1, 2]
 
 
+def test_a_round_that_was_begun_without_a_site_is_resumed_without_it(tiny):
+    """Other offers in the letters would be another round, which the sites refuse."""
+    world = tiny(**SECURE, rounds=2)
+    answers, state = world.sites(), {"away": True}
+
+    def fault(node, letter, answer):
+        about = wire.decode(letter)
+        if about.kind == "reveal" and state.pop("away", False):
+            raise Kill
+        if node == 100 and about.kind in ("terms", "offer") and "away" in state:
+            return None
+        return answer(letter)
+
+    with pytest.raises(Kill):
+        world.run(fault, answers)
+    world.run(fault, answers)
+    assert world.progress("abandoned") == []
+    assert came(world) == [["b", "c", "d"], list(FOUR)]
+    assert [t for _, t in world.charged("a")] == [1]
+
+
 # --------------------------------------------------------------------------------------------------- kills of a site
 
 

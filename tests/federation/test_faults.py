@@ -16,7 +16,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", faults.QUICK)
 def test_a_fault_costs_no_privacy(found, name):
     run = found["runs"][name]
-    assert tuple(run["came"]) == faults.SCENARIOS[name].came
+    assert faults.as_expected(name, run["came"])
     assert run["unpaid"] == 0
     assert run["site_certificates"] == 4
 

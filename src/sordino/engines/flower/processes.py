@@ -150,11 +150,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def called(command: list[str], env: Mapping[str, str], seconds: float = 60.0) -> str:
+def called(command: list[str], env: Mapping[str, str], seconds: float = 180.0) -> str:
     """What a short command printed."""
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SordinoError(f"{' '.join(command[:3])} did not end in {seconds:g} s; see the link's log.") from None
     if done.returncode:
         raise SordinoError(f"{' '.join(command[:3])} failed: {done.stdout.strip()[-1000:]}")
     return done.stdout

@@ -1,0 +1,223 @@
+"""Random faults, many at once: whatever happens to letters, sites and the coordinator, what left is paid for, once."""
+
+import random
+import sqlite3
+from collections import Counter
+
+import pytest
+import torch
+
+from sordino import wire
+from sordino.core import SordinoError
+from sordino.experiments.outcome import load_model
+from sordino.federation import coordinator as coordinators
+from sordino.federation.coordinator import Coordinator
+from sordino.privacy.ledger import Ledger
+
+FAULTS = {
+    "letter lost": 4,
+    "reply lost": 4,
+    "duplicate": 4,
+    "late duplicate": 4,
+    "site restarted": 4,
+    "killed before its charge": 2,
+    "killed after its charge": 2,
+    "letter corrupted": 3,
+    "reply corrupted": 3,
+}
+KILLED = 0.04  # of an exchange, before or after it: the coordinator's end
+ATTEMPTS = 12
+TOTAL = Counter()
+
+
+class Kill(BaseException):
+    pass
+
+
+class Weather:
+    """A transport in which each letter may meet a fault, and which looks into every ledger after each exchange."""
+
+    def __init__(self, world, rng, rate):
+        self.world, self.rng, self.rate = world, rng, rate
+        self.sites_by_node = {100 + k: world.site(name) for k, name in enumerate(world.names)}
+        self.late, self.said, self.seen = [], {}, Counter()
+        self.books = {}
+        self.terms = None
+
+    def sites(self):
+        return list(self.sites_by_node)
+
+    def exchange(self, letters, seconds, enough=None):
+        dies = self.rng.random() < KILLED * bool(self.rate)
+        before = dies and self.rng.random() < 0.5
+        found = {}
+        try:
+            if before:
+                raise Kill
+            nodes = list(letters)
+            self.rng.shuffle(nodes)
+            for node in nodes:
+                reply = self.deliver(node, letters[node])
+                if reply is not None:
+                    found[node] = reply
+            if dies:
+                raise Kill
+            return found
+        except Kill:
+            self.seen["coordinator killed"] += 1
+            raise
+        finally:
+            self.look()
+
+    def deliver(self, node, letter):
+        for other, old in [late for late in self.late if self.rng.random() < 0.3]:
+            self.late.remove((other, old))
+            self.ask(other, old)
+        fault = None
+        if self.rng.random() < self.rate:
+            (fault,) = self.rng.choices(list(FAULTS), FAULTS.values())
+            self.seen[fault] += 1
+        if fault == "letter lost":
+            return None
+        if fault == "late duplicate":
+            self.late.append((node, letter))
+        if fault == "site restarted":
+            self.restart(node)
+        if fault == "letter corrupted":
+            letter = self.corrupted(letter)
+        reply = self.ask(node, letter, fault if fault and fault.startswith("killed") else None)
+        if fault == "duplicate":
+            reply = self.ask(node, letter)
+        if fault == "reply lost":
+            return None
+        return self.corrupted(reply) if fault == "reply corrupted" and reply else reply
+
+    def corrupted(self, data):
+        at = self.rng.randrange(len(data))
+        # Terms that were changed and still read are other terms, and another number of records another site's word:
+        # those are cut.
+        alone = b'"kind":"terms"' in data or b'"kind":"hello"' in data
+        how = 0 if alone else self.rng.randrange(3)
+        if how == 0:
+            return data[:at]
+        return data[:at] + bytes([data[at] ^ (1 << self.rng.randrange(8))]) + data[at + (how == 1) :]
+
+    def restart(self, node):
+        self.sites_by_node[node] = self.world.site(self.world.names[node - 100])
+
+    def ask(self, node, letter, kill=None):
+        """The site's answer; what it says has left it, whoever hears it."""
+        DYING[0] = kill
+        try:
+            reply = self.sites_by_node[node].answer(letter)
+        except Kill:
+            self.restart(node)
+            return None
+        finally:
+            DYING[0] = None
+        found = wire.decode(reply)
+        if found.kind == "said":
+            about = node, found.fields["run"], found.fields["t"]
+            self.said.setdefault(about, set()).add(reply)
+        return reply
+
+    def look(self):
+        """Spent >= released: of all that was said, exactly the plan's entries, and each round at most once."""
+        for about, replies in self.said.items():
+            assert len(replies) == 1, about
+        for node, name in enumerate(self.world.names, 100):
+            if node not in self.books:
+                self.books[node] = sqlite3.connect(self.world.place(name) / "ledger.db")
+            rows = self.books[node].execute(
+                "SELECT plan, round, query, sensitivity, std, times, who, key <> '' FROM entries ORDER BY seq"
+            )
+            rounds, plans = {}, {}
+            for plan, t, *entry, keyed in rows.fetchall():
+                rounds.setdefault((plan, t), []).append(entry)
+                plans[plan, t] = plans.get((plan, t), 0) + keyed
+            assert all(count == 1 for count in plans.values()), name
+            for run, t in ((run, t) for who, run, t in self.said if who == node):
+                assert (run, t) in rounds, (name, t)
+            if not rounds:
+                continue
+            terms = self.terms or self.sites_by_node[node]._run(next(iter(rounds))[0]).terms
+            self.terms = terms
+            for (run, t), entries in rounds.items():
+                assert run == terms.run
+                site = self.sites_by_node[node]
+                planned = [e._replace(who=site.dataset_id) for e in terms.plan.entries(node - 100, t, run)]
+                assert entries == [[e.query, e.sensitivity, e.std, e.times, e.who] for e in planned], (name, t)
+
+    def close(self):
+        for book in self.books.values():
+            book.close()
+
+
+DYING = [None]
+
+
+@pytest.fixture(autouse=True)
+def killable(monkeypatch):
+    monkeypatch.setattr(coordinators, "POLL", 1e-4)
+    charge = Ledger.charge
+
+    def charged(self, entries, payload=None):
+        dying, DYING[0] = DYING[0], None
+        if dying == "killed before its charge":
+            raise Kill
+        charge(self, entries, payload)
+        if dying == "killed after its charge":
+            raise Kill
+
+    monkeypatch.setattr(Ledger, "charge", charged)
+
+
+def schedule(tiny, seed):
+    rng = random.Random(seed)
+    secure = rng.random() < 0.3
+    count = rng.choice((3, 4, 4, 5) if secure else (3, 4, 5))
+    keys = {"names": tuple("abcde")[:count], "rounds": rng.choice((3, 4) if not secure else (3,))}
+    keys |= {"deadline": 1e-3, "patience": 0.02}
+    if secure:
+        keys |= {"trust": "secure-aggregation", "dropouts": int(count > 3)}
+    world = tiny(rng.choice(("dp-fedsofim", "dp-scaffold")) if not secure else "dp-fedsofim", **keys)
+    weather = Weather(world, rng, rng.choice((0.05, 0.15, 0.3)))
+    finished = False
+    for attempt in range(ATTEMPTS):
+        if attempt == ATTEMPTS - 1:
+            weather.rate, TOTAL["calmed"] = 0, TOTAL["calmed"] + 1
+        try:
+            Coordinator(weather, world.coordinator).run()
+            finished = True
+            break
+        except Kill:
+            TOTAL["resumed"] += 1
+        except SordinoError as error:  # sites that did not come, or that could not read the terms
+            if not ("did not come" in str(error) or "cannot be read" in str(error)):
+                raise
+            TOTAL["begun again"] += 1
+    weather.look()
+    weather.close()
+    assert finished
+    for name in world.names:
+        rounds = [t for _, t in world.charged(name)]
+        assert rounds == sorted(set(rounds))  # in order, each at most once
+        assert set(rounds) <= set(range(keys["rounds"]))
+        site = world.site(name)
+        with site.ledger() as ledger:
+            assert ledger.spent_epsilon(site.dataset_id, 1e-5) <= 8 * (1 + 1e-6)
+    model = load_model(world.coordinator / "run" / "model.safetensors")[1]
+    assert torch.isfinite(model).all()
+    TOTAL.update(weather.seen)
+    TOTAL["schedules"] += 1
+    TOTAL["secure"] += secure
+    TOTAL["rounds"] += keys["rounds"]
+    TOTAL["abandoned"] += len({line["t"] for line in world.progress("abandoned")})
+    TOTAL["moved"] += bool(model.abs().max() > 0)
+    TOTAL["said"] += len(weather.said)
+
+
+@pytest.mark.parametrize("part", range(25))
+def test_what_left_is_paid_for_once_whatever_fails(tiny, part):
+    for seed in range(10 * part + 1000, 10 * part + 1010):
+        schedule(tiny, seed)
