@@ -262,8 +262,12 @@ def test_the_grid_of_a_release_does_not_tell_how_many_came(engine):
     plan = hidden(rounds=12, participation="poisson:0.25", records=records)
     assert min(map(len, plan.cohorts)) < 4 < max(map(len, plan.cohorts))
     influence = plan.weights[0] / 0.25
-    released = [(r.aggregate / influence).numpy() for r in engine.run(plan, SOFTMAX, records, Secure())]
-    assert len({spacing(values) for values in released}) == 1
+    released = list(engine.run(plan, SOFTMAX, records, Secure()))
+    few, many = ([r for r in released if (len(r.cohort) < 4) == small] for small in (True, False))
+    assert min(len(few), len(many)) >= 3
+    # Of rounds together: the numbers of a single one may all be even by chance.
+    grids = [spacing(np.concatenate([(r.aggregate / influence).numpy() for r in rounds])) for rounds in (few, many)]
+    assert grids[0] == grids[1]
 
 
 def test_a_run_sent_again_does_not_tell_which_cohorts_were_empty(tmp_path):

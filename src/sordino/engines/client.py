@@ -232,6 +232,8 @@ class Oracle:
         self._spent[number] += 1
         with self._chance():
             answer = total(query.clip)
+        if answer.dim() > self._axes - 1 + axes:  # all would carry the same noise, and differ without any
+            raise OverspentError(f"the {kind} query was asked about several models at once")
         if query.noise is not None:
             answer = self._noised(answer, number, call, axes)
         self._said = answer / along(self._divisor(kind), axes)

@@ -430,6 +430,7 @@ class Run:
         write(made / "secret", secrets.token_bytes(32))
         write(made / "spec.toml", terms.spec.encode())
         os.rename(made, final)
+        sync(site.runs)
         return Run(site, terms.run)
 
     @cached_property
@@ -663,11 +664,16 @@ def write(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """What was renamed in it stays renamed after a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def _now() -> str:
