@@ -52,7 +52,33 @@ def test_the_doctor_sees_that_a_run_cannot_be_afforded(three):
     site = three / "sites" / "site1"
     text = (site / "site.toml").read_text()
     (site / "site.toml").write_text(text.replace("epsilon = 16.0", "epsilon = 2.0"))
-    assert any("budget" in what for what in said(site / "site.toml", coordinator=three / "coordinator"))
+    assert any("2 is allowed" in what for what in said(site / "site.toml", coordinator=three / "coordinator"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("# methods = [", "methods = ['dp-fedgd']\n# [", "not among those allowed"),
+        ("# trust = [", "trust = ['untrusted-server']\n# [", "is not allowed"),
+        ("# most_rounds = 1000", "most_rounds = 3", "most_rounds is 3"),
+        ('"8", "9"]', '"9", "8"]', "classes are not those"),
+    ],
+)
+def test_the_doctor_tells_what_the_site_would_refuse(three, old, new, why):
+    site = three / "sites" / "site1" / "site.toml"
+    text = site.read_text()
+    assert old in text
+    site.write_text(text.replace(old, new))
+    assert any(why in what for what in said(site, coordinator=three / "coordinator"))
+    assert not (site.parent / "ledger.db").exists()  # only looking: no limit is set
+
+
+def test_the_doctor_compares_rosters(three):
+    site = three / "sites" / "site1"
+    roster = Roster.read(site / "roster.toml")
+    Roster((roster.sites[0], *roster.sites[:0:-1])).write(site / "roster2.toml")
+    shutil.copy(site / "roster2.toml", site / "roster.toml")
+    assert any("another" in what for what in said(site / "site.toml", coordinator=three / "coordinator"))
 
 
 def test_files_with_unknown_or_missing_keys_are_refused(tmp_path):
@@ -93,7 +119,10 @@ def test_keys_print_a_card_for_the_roster_and_are_never_overwritten(tmp_path, ca
     assert Roster.parse(card.encode()).names == ("north",)
     for name in ("identity.key", "node"):
         assert (tmp_path / "n" / name).stat().st_mode & 0o077 == 0
-    assert main(["federate", "keys", "north", str(tmp_path / "n")]) == 2
+    assert main(["federate", "keys", "north", str(tmp_path / "n")]) == 0
+    assert capsys.readouterr().out == card  # the same once more
+    assert main(["federate", "keys", "south", str(tmp_path / "n")]) == 2
+    assert main(["federate", "keys", "south", str(tmp_path / "s"), "--limit", "0"]) == 2
 
 
 def test_a_ledger_is_shown_and_exported(world, tmp_path, capsys):

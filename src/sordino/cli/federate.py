@@ -195,7 +195,6 @@ def _add_keys(parts: Any) -> None:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from sordino.engines.flower.keys import node_key
     from sordino.federation import folder
     from sordino.secagg import Roster
 
@@ -205,7 +204,6 @@ def _keys(arguments: argparse.Namespace) -> int:
     identity = folder.make_site(
         place, arguments.name, data=data, classes=classes, epsilon=arguments.limit, label=arguments.label
     )
-    node_key(place / "node")
     print(Roster.lines(identity.card))
     return 0
 

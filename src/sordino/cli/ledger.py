@@ -71,7 +71,7 @@ def _show(arguments: argparse.Namespace) -> int:
         table(
             ["account", "run", "rounds", "first", "last"],
             [
-                [str(r["who"]), str(r["run"])[:16], str(r["rounds"]), str(r["first"])[:19], str(r["last"])[:19]]
+                [str(r["who"]), str(r["run"]), str(r["rounds"]), str(r["first"])[:19], str(r["last"])[:19]]
                 for r in document["runs"]
             ],
         )
@@ -82,7 +82,7 @@ def _show(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     with _open(arguments) as ledger:
         rows = [row._asdict() for row in ledger.rows()]
-    if not emit(arguments, rows):
+    if not emit(arguments, rows) and arguments.json is None:
         if not rows:
             return 0
         writer = csv.DictWriter(sys.stdout, list(rows[0]))

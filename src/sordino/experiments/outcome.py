@@ -6,6 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +97,10 @@ def verify_run(path: Path) -> Verdict:
         raise SordinoError(f"certificate: '{path}' does not hold a certificate.")
     verdict = verify(cert)
     spec, ledger = path.with_name("spec.toml"), path.with_name("ledger.db")
-    for beside, compare in ((spec, _against_spec), (ledger, _against_ledger)):
+    against = _against_ledger
+    if "site" in cert and len(path.absolute().parents) > 2:  # a site's own: runs/RUN/certificate.json
+        ledger, against = path.absolute().parents[2] / "ledger.db", partial(_against_site, path.absolute().parent.name)
+    for beside, compare in ((spec, _against_spec), (ledger, against)):
         if beside.is_file():
             verdict.problems.extend(compare(cert, beside))
         else:
@@ -126,6 +130,28 @@ def _against_spec(cert: dict[str, Any], path: Path) -> Iterator[str]:
             real |= {"clip": query.clip} if query.bound is None else {}
             if query.noise is not None and any(said.get(key) != value for key, value in real.items()):
                 yield f"{spec.method} asks {s}.{k} {query.kind} otherwise than the certificate says"
+
+
+def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
+    """A site's ledger has a row a round; each is a release of its group, and no more of them."""
+    with Ledger(path) as book:
+        yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
+        rows = [row for row in book.rows() if row.plan == run]
+    mine = next(g for g in cert["groups"] if cert["site"]["client"] in _numbers(g["clients"]))
+    for release in mine["releases"]:
+        own = [row for row in rows if row.query == release["query"]]
+        if sum(row.times for row in own) > release["times"]:
+            yield f"the ledger holds more releases of {release['query']} than the certificate"
+        if any(abs(row.sensitivity / row.std / (release["sensitivity"] / release["std"]) - 1) > 1e-6 for row in own):
+            yield f"the ledger holds other noise for {release['query']} than the certificate"
+    if {row.query for row in rows} - {release["query"] for release in mine["releases"]} - {"nothing"}:
+        yield "the ledger holds releases that the certificate does not name"
+
+
+def _numbers(text: str) -> set[int]:
+    """Of '0-4, 7'."""
+    spans = (part.split("-") for part in text.split(", "))
+    return {k for span in spans for k in range(int(span[0]), int(span[-1]) + 1)}
 
 
 def _against_ledger(cert: dict[str, Any], path: Path) -> Iterator[str]:

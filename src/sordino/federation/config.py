@@ -121,6 +121,8 @@ class Federation(_File):
     def __post_init__(self) -> None:
         if len(set(self.sites)) < len(self.sites) or not self.sites:
             raise SordinoError("sites: name every site once.")
+        if not 1 <= self.features < 2**24:
+            raise SordinoError(f"features: {self.features} must be the number of columns beside the label.")
         if not (self.deadline > 0 and self.patience > 0):
             raise SordinoError("deadline, patience: give seconds, more than 0.")
         if not 0 <= self.dropouts < len(self.sites):

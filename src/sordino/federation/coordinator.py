@@ -36,6 +36,7 @@ from sordino.privacy.statement import statement
 from sordino.tree import leaves, pack, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
+LOST = 3  # rounds in a row that may come to nothing before the run stops
 POLL = 1.0  # seconds between looks for sites
 Arrays = dict[str, np.ndarray]
 
@@ -87,12 +88,14 @@ class Coordinator:
         start, theta, state = self._restore()
         if terms.secure and start < self.plan.rounds:
             self._begin(start)
+        lost = 0
         self.tell("begun", run=terms.run, method=self.plan.method.name, rounds=self.plan.rounds, start=start)
         for turn in turns(self.plan, self.model, start):
             if turn.t == turn.first:
                 state = turn.stage.rule.init(theta, turn.facts, state)
             down = Down(theta, turn.stage.rule.say(state))
             aggregate, came = (self._secure if terms.secure else self._plain)(turn, down)
+            lost = 0 if came else lost + 1
             if came:
                 theta, state = self._moved(turn, aggregate, theta, state)
             model = turn.stage.rule.model(theta, state)
@@ -100,6 +103,11 @@ class Coordinator:
             scores = evaluate(self.model, model, *self._test) if self._test else {}
             seconds = round(time.perf_counter() - began, 3)
             self.tell("round", t=turn.t, came=came, epsilon=self.plan.spent(turn.t), seconds=seconds, **scores)
+            if lost == LOST and turn.t + 1 < self.plan.rounds:
+                raise SordinoError(
+                    f"sites: {LOST} rounds in a row came to nothing; no more is spent on this. Look at the sites' "
+                    f"logs and start again: the run goes on with round {turn.t + 1}."
+                )
         self._finish(model if start < self.plan.rounds else self._last_model(theta, state))
 
     def _moved(self, turn: Turn, aggregate: Tree, theta: Tensor, state: Tree) -> tuple[Tensor, Tree]:
@@ -368,7 +376,7 @@ class Coordinator:
         if not letters:
             return {}
         by_node = {self.nodes[name]: letter for name, letter in letters.items()}
-        replies = self.transport.exchange(by_node, self.config.deadline)
+        replies = self._exchange(by_node)
         found = {}
         for name in letters:
             message = self._read(replies.get(self.nodes[name], b""), kind)
@@ -381,6 +389,20 @@ class Coordinator:
             else:
                 found[name] = message
         return found
+
+    def _exchange(self, letters: dict[int, bytes]) -> dict[int, bytes]:
+        """Until the deadline; a site that left the link is waited for, and asked again when it is back."""
+        until = time.monotonic() + self.config.deadline
+        replies = self.transport.exchange(letters, self.config.deadline)
+        while True:
+            here = set(self.transport.sites())
+            away = [node for node in letters if node not in replies and node not in here]
+            if not away or time.monotonic() + POLL > until:
+                return replies
+            time.sleep(POLL)
+            back = {node: letters[node] for node in away if node in self.transport.sites()}
+            if back:
+                replies |= self.transport.exchange(back, max(POLL, until - time.monotonic()))
 
     def _read(self, reply: bytes, kind: str) -> wire.Message | None:
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import numpy as np
 from sordino.core import OverspentError, SordinoError
 from sordino.data.partition import split
 from sordino.data.sources import Dataset, load
+from sordino.engines.flower.keys import node_key
 from sordino.federation.config import Federation, SiteConfig
 from sordino.federation.handler import HANDLER
-from sordino.federation.site import Site
+from sordino.federation.site import Refused, Site
 from sordino.federation.terms import NAME, Terms, federated, written
+from sordino.privacy.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
 SPEC = """\
@@ -46,6 +50,7 @@ delta = 1e-5
 # run_epsilon = 1.0     # of any single run; where the federation's is larger, this site adds more noise
 # methods = ["dp-fedsofim"]
 # trust = ["secure-aggregation"]
+# most_rounds = 1000
 """
 README = """\
 # A federation
@@ -55,12 +60,12 @@ README = """\
 
 ## At each site, once
 
-    sordino federate keys NAME SITE_FOLDER     # makes keys; prints the site's card
-    sordino federate doctor SITE_FOLDER/site.toml
+    sordino federate keys NAME SITE_FOLDER --data FILE --label COLUMN --classes A,B --limit 8
 
-Send the card (public) and `SITE_FOLDER/node.pub` to the coordinator. Fill in `site.toml`: data, limit. When all cards
-are collected in one `roster.toml`, compare its hash with the other sites over the telephone, and put it beside
-`site.toml`: peers' keys come from this file, never from the server.
+makes keys, and prints the site's card. Send the card (public) and `SITE_FOLDER/node.pub` to the coordinator, and look
+through `site.toml`: data, classes, limit. When all cards are collected in one `roster.toml`, put it beside `site.toml`
+and compare its hash, which `sordino federate doctor SITE_FOLDER/site.toml` prints, with the other sites over the
+telephone: peers' keys come from this file, never from the server.
 
 ## At the coordinator
 
@@ -68,7 +73,8 @@ are collected in one `roster.toml`, compare its hash with the other sites over t
     sordino federate coordinate {folder} --host coordinator.example.org
 
 It writes `tls/authority.pem` at the first start (send it to the sites), then waits for them, trains, and leaves
-`run/model.safetensors`, `run/certificate.json` and `run/statement.md`. Killed, it goes on where it was: same command.
+`run/model.safetensors`, `run/certificate.json` and `run/statement.md`. Stopped, or failed and mended, it goes on where
+it was: same command. For another run, give `run/` another name.
 
 ## At each site, for the run
 
@@ -103,8 +109,6 @@ def init(
             raise SordinoError(f"sites: '{name}' must be letters, digits, dots and dashes.")
     if folder.exists() and any(folder.iterdir()):
         raise SordinoError(f"'{folder}' is not empty; name another directory.")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "nodes").mkdir()
     texts = {
         "spec.toml": SPEC.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust),
         "federation.toml": FEDERATION.format(
@@ -116,10 +120,13 @@ def init(
         ),
         "README.md": README.format(count=len(names), names=", ".join(names), folder=folder),
     }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    Federation.read(folder / "federation.toml")
-    proposed(folder, [1000] * len(names))  # a spec that cannot be is refused now
+    with tempfile.TemporaryDirectory() as trial:  # what cannot be is refused before anything is made
+        for place in (Path(trial), folder):
+            place.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (place / name).write_text(text, encoding="utf-8")
+            proposed(place, [1000] * len(names))
+    (folder / "nodes").mkdir()
     write_app(folder / "app")
     return [folder / name for name in (*texts, "app")]
 
@@ -149,8 +156,16 @@ def make_site(
 ) -> Identity:
     """A site's folder with keys and a site.toml to fill in."""
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "identity.key").exists():
+        identity = Identity.load(folder / "identity.key")
+        if identity.name != name:
+            raise SordinoError(f"name: '{folder}' is the folder of {identity.name}; name another for {name}.")
+        return identity
+    if not 0 < epsilon <= 1e4:
+        raise SordinoError(f"limit: {epsilon:g} must lie in (0, 1e4].")
     identity = Identity.make(name)
     identity.save(folder / "identity.key")
+    node_key(folder / "node")
     path = folder / "site.toml"
     if not path.exists():
         own = f'label = "{label}"\n' if label else ""
@@ -170,7 +185,7 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[tuple[bool, 
         yield False, "seed: noise that anyone can repeat; nothing will be certified. Take it out"
     site = None
     try:
-        here = Site(config)
+        here = Site(config, only_looking=True)
         data = here.load()
         kinds = f"{len(data.classes)} classes" if data.classes else "a quantity"
         yield True, f"data: {len(data.y_train):,} training records, {data.x_train.shape[1]} features, {kinds}"
@@ -187,6 +202,11 @@ def _keys(config: SiteConfig) -> Iterator[tuple[bool, str]]:
     try:
         identity = Identity.load(config.path(config.identity))
         yield identity.name == config.name, f"identity.key: of {identity.name}"
+        if not (config.folder / "node").exists():
+            yield (
+                False,
+                "node: the key that lets this site into the link is not there; `sordino federate keys` makes it",
+            )
         mode = config.path(config.identity).stat().st_mode & 0o077
         if mode:
             yield False, f"identity.key: others on this machine can read it; chmod 600 {config.identity}"
@@ -206,27 +226,63 @@ def _keys(config: SiteConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
-    config = site.config
-    with site.ledger() as ledger:
+    config, terms = site.config, None
+    if coordinator is not None:
+        try:
+            terms = _offered(site, coordinator)
+            site._agree(terms)
+            yield True, "the federation asks for nothing that site.toml does not allow"
+        except Refused as no:
+            yield False, f"the site would refuse: {no.detail}"
+            terms = None
+        except SordinoError as error:
+            yield False, str(error)
+    path = config.path(config.ledger)
+    if not path.exists():
+        yield True, "ledger.db: none yet; the first start of `join` makes it, with the limit of site.toml"
+        if terms is not None and terms.plan.epsilon() > config.epsilon:
+            yield False, f"budget: the run costs ε = {terms.plan.epsilon():.4g}, the limit is {config.epsilon:g}"
+        return
+    with Ledger(path) as ledger:
         problems = ledger.audit()
         yield not problems, "ledger.db: whole" if not problems else f"ledger.db: {problems[0]}"
+        for epsilon, delta in ledger.limits():
+            if (config.epsilon, config.delta) > (epsilon, delta) and config.epsilon > epsilon:
+                yield False, f"epsilon: the ledger's limit is {epsilon:g}; it can be lowered, never raised"
         spent = ledger.spent_epsilon(site.dataset_id, config.delta)
         yield spent < config.epsilon, f"budget: ε = {spent:.4g} of {config.epsilon:g} spent on these data"
         if others := [who for who in ledger.people() if who != site.dataset_id]:
-            yield True, f"ledger.db: {len(others)} earlier versions of the data have accounts of their own"
-        if coordinator is None:
-            return
-        terms = proposed(coordinator, [site.records] * len(Federation.read(coordinator / "federation.toml").sites))
-        mine = terms.names.index(config.name) if config.name in terms.names else -1
-        if mine < 0:
-            yield False, f"federation.toml: it does not name {config.name}"
+            new = "" if spent else "; these data have none yet. Was data.key lost, or the file merely rewritten?"
+            kept = f"ledger.db: {len(others)} other contents of the data have accounts of their own"
+            yield bool(spent), f"{kept}, and what was spent there on the same records counts too{new}"
+        if terms is None:
             return
         try:
+            mine = terms.names.index(config.name)
             entries = [e for t in range(terms.plan.rounds) for e in terms.plan.entries(mine, t, terms.run)]
             ledger.afford([entry._replace(who=site.dataset_id) for entry in entries])
             yield True, f"budget: the run (ε = {terms.plan.epsilon():.4g}) can be afforded, if sites are like this one"
         except OverspentError as error:
             yield False, f"budget: {error}"
+
+
+def _offered(site: Site, coordinator: Path) -> Terms:
+    """What the federation would propose, were all sites as large as this one."""
+    config, federation = site.config, Federation.read(coordinator / "federation.toml")
+    if config.name not in federation.sites:
+        raise SordinoError(f"federation.toml: it does not name {config.name}.")
+    terms = proposed(coordinator, [site.records] * len(federation.sites))
+    wish = config.run_epsilon
+    if wish is not None and wish < terms.parsed.epsilon:
+        terms = replace(terms, wishes={config.name: wish})
+    if not terms.secure:
+        return terms
+    if set(site.roster.names) != set(federation.sites):
+        raise SordinoError(f"roster.toml: it names {', '.join(site.roster.names)}, federation.toml others.")
+    theirs = coordinator / federation.roster
+    if theirs.exists() and Roster.read(theirs).sha256() != site.roster.sha256():
+        raise SordinoError("roster.toml: the coordinator's is another; compare the hashes.")
+    return replace(terms, names=site.roster.names, roster=site.roster.sha256())
 
 
 # ------------------------------------------------------------------------------------------------------- all on one
@@ -282,14 +338,21 @@ def up(folder: Path, seconds: float = 1800.0) -> Iterator[dict[str, Any]]:
     names = Federation.read(coordinator / "federation.toml").sites
     server, sites = {"SORDINO_FOLDER": str(coordinator.resolve())}, {"SORDINO_SITES": str((folder / "sites").resolve())}
     threads = {"OMP_NUM_THREADS": "1"}
-    with Processes(folder / "flower", names, handler=HANDLER, server=server | threads, site=sites | threads) as running:
+    progress = coordinator / "run" / "progress.jsonl"
+    seen = count_lines(progress)
+    place = next(p for k in range(10_000) if not (p := folder / f"flower{k or ''}").exists())
+    with Processes(place, names, handler=HANDLER, server=server | threads, site=sites | threads) as running:
         running.run()
-        yield from follow(coordinator / "run" / "progress.jsonl", running, seconds)
+        yield from follow(progress, running, seconds, seen)
 
 
-def follow(path: Path, running: Any, seconds: float) -> Iterator[dict[str, Any]]:
-    """Lines of a coordinator's progress, until it finished or failed."""
-    end, seen = time.monotonic() + seconds, 0
+def count_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+
+
+def follow(path: Path, running: Any, seconds: float, seen: int = 0) -> Iterator[dict[str, Any]]:
+    """Lines of a coordinator's progress after the first `seen`, until it finished or failed."""
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in lines[seen:]:

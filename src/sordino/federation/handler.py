@@ -7,7 +7,7 @@ SORDINO_SITES, SORDINO_SITE   or a folder of sites, and the name of one of them
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from sordino.core import SordinoError
@@ -17,15 +17,21 @@ from sordino.federation.site import Site
 HANDLER = "sordino.federation.handler:handle"
 
 
-@cache
-def site() -> Site:
-    if file := os.environ.get("SORDINO_SITE_FILE"):
-        return Site(SiteConfig.read(file))
+def file() -> Path:
+    if named := os.environ.get("SORDINO_SITE_FILE"):
+        return Path(named)
     folder, name = os.environ.get("SORDINO_SITES"), os.environ.get("SORDINO_SITE")
     if not (folder and name):
         raise SordinoError("SORDINO_SITE_FILE is not set: name the site's site.toml where its worker is started.")
-    return Site(SiteConfig.read(Path(folder) / name / "site.toml"))
+    return Path(folder) / name / "site.toml"
+
+
+@lru_cache(1)
+def site(path: Path, changed: int) -> Site:
+    return Site(SiteConfig.read(path))
 
 
 def handle(letter: bytes) -> bytes:
-    return site().answer(letter)
+    """By the site's rules as they stand now: site.toml is read again when it was changed."""
+    path = file()
+    return site(path, path.stat().st_mtime_ns).answer(letter)

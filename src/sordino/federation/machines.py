@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,7 @@ from typing import Any
 
 from sordino.core import SordinoError
 from sordino.federation.config import Federation, SiteConfig
-from sordino.federation.folder import follow
+from sordino.federation.folder import count_lines, follow
 from sordino.federation.handler import HANDLER
 from sordino.federation.site import Site
 
@@ -39,6 +41,12 @@ def coordinate(
     )
 
     config = Federation.read(folder / "federation.toml")
+    if (folder / "run" / "certificate.json").exists():
+        raise SordinoError(
+            f"'{folder}': this run is over, see {folder}/run; for another give that folder another name."
+        )
+    if listening(port):
+        raise SordinoError(f"--port: something listens on {port} already, perhaps a link left over; stop it first.")
     nodes = {name: folder / "nodes" / f"{name}.pub" for name in config.sites}
     if missing := [name for name, path in nodes.items() if not path.is_file()]:
         raise SordinoError(f"nodes: {folder}/nodes/{missing[0]}.pub is not there; it is that site's node.pub.")
@@ -52,6 +60,8 @@ def coordinate(
     home, address = folder / "flower", f"127.0.0.1:{port}"
     write_connection(home, address, tls.authority)
     env = environment(home, {"SORDINO_FOLDER": str(folder.resolve()), "OMP_NUM_THREADS": "1"})
+    progress = folder / "run" / "progress.jsonl"
+    seen = count_lines(progress)
     with Processes(folder / "logs") as running:
         running.start("link", superlink_command(tls, key, host=bind, port=port), env)
         running.wait(lambda: listening(port), 60, "link")
@@ -59,14 +69,18 @@ def coordinate(
         for path in nodes.values():
             called(register_command(path), env)
         called(run_command(write_app(folder / "app")), env)
-        yield from follow(folder / "run" / "progress.jsonl", running, config.patience + 30 * 86400)
+        yield from follow(progress, running, config.patience + 30 * 86400, seen)
 
 
 def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
     """SuperNode and worker of a site, until stopped; started again when they fail."""
     from sordino.engines.flower.keys import secret
-    from sordino.engines.flower.processes import Processes, environment, supernode_command, worker_command
+    from sordino.engines.flower.processes import Processes, environment, listening, supernode_command, worker_command
 
+    if not re.fullmatch(r"[^:/\s]+:\d+", link):
+        raise SordinoError(f"--link: '{link}' must be HOST:PORT.")
+    if listening(port):
+        raise SordinoError(f"--port: something listens on {port} already, perhaps another join; name a free one.")
     config = SiteConfig.read(path)
     Site(config)  # a limit laxer than the ledger's is told here
     place = config.folder
@@ -83,8 +97,18 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
         "worker": worker_command(HANDLER, f"127.0.0.1:{port}", key.resolve(), (place / "worker.claim").resolve()),
     }
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    events = place / "events.jsonl"
+    seen = count_lines(events)
+    print(f"{config.name}: joining {link}; stop with Ctrl-C", flush=True)
     with Processes(place / "logs") as running:
         while True:
+            lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
+            for line in lines[seen:]:
+                told = {key: value for key, value in json.loads(line).items() if key != "time"}
+                print(
+                    f"{config.name}: {told.pop('what')} " + ", ".join(f"{k} {v}" for k, v in told.items()), flush=True
+                )
+            seen = len(lines)
             for name, command in commands.items():
                 if name not in running.processes or running.processes[name].poll() is not None:
                     if name in running.processes:

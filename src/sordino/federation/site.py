@@ -50,7 +50,7 @@ REASONS = {
     "malformed": "the letter cannot be read, or is not of the agreed form",
     "unknown-run": "no terms of this run were agreed upon",
     "policy": "the site does not take part in such a run",
-    "changed": "the terms differ from those agreed upon",
+    "changed": "the terms, or the data, are not those agreed upon",
     "replayed": "another letter about this round was answered already",
     "order": "this round is not to come next",
     "budget": "the site's own limit does not allow it",
@@ -70,13 +70,15 @@ class Refused(Exception):  # noqa: N818
 class Site:
     """Answers letters; one at a time."""
 
-    def __init__(self, config: SiteConfig) -> None:
+    def __init__(self, config: SiteConfig, *, only_looking: bool = False) -> None:
+        """only_looking: write no ledger, and so no limit, yet."""
         self.config = config
         self.runs = config.folder / "runs"
-        self.runs.mkdir(mode=0o700, exist_ok=True)
         self._open: dict[str, Run] = {}
-        with self.ledger():  # a limit laxer than the stored one is refused here
-            pass
+        if not only_looking:
+            self.runs.mkdir(mode=0o700, exist_ok=True)
+            with self.ledger():  # a limit laxer than the stored one is refused here
+                pass
 
     def ledger(self) -> Ledger:
         return Ledger(self.config.path(self.config.ledger), epsilon=self.config.epsilon, delta=self.config.delta)
@@ -157,6 +159,13 @@ class Site:
         """Of the data's content: under this name they have an account in the ledger."""
         return self.identify()
 
+    def _look_again(self) -> None:
+        """The data may have been changed since: then they have another name, number and account."""
+        if "dataset_id" in self.__dict__ and self.dataset_id != self.identify():
+            self.__dict__.pop("dataset_id", None)
+            self.__dict__.pop("shape", None)
+            self._open.clear()
+
     def identify(self) -> str:
         """Keyed: a bare hash of the content, which stands in certificates, would let others try out records."""
         path = self.config.folder / "data.key"
@@ -195,12 +204,14 @@ class Site:
     def _hello(self, message: wire.Message, letter: bytes) -> bytes:
         """Name, number of records and wish: all public."""
         _only(message, fields=())
+        self._look_again()
         config = self.config
         said: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": sordino.__version__}
         return wire.encode("hello", said | ({"epsilon": config.run_epsilon} if config.run_epsilon else {}))
 
     def _terms(self, message: wire.Message, letter: bytes) -> bytes:
         _only(message, fields=("terms",))
+        self._look_again()
         try:
             terms = Terms.read(str(message.fields["terms"]))
         except SordinoError as error:
@@ -603,7 +614,9 @@ class Run:
                 execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
             )
             spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
+            paid = len({row.round for row in ledger.rows() if row.plan == self.terms.run})
         limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
+        limit |= {"rounds": paid}
         cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
         save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
         write(self.folder / "statement.md", statement(cert).encode())

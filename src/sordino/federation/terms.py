@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sordino.core import Down, Kind, SordinoError, Trust, Unit
+from sordino.core import Down, Kind, SordinoError, Trust, Unit, nearest
 from sordino.data.sources import Dataset
 from sordino.engines.client import turns
 from sordino.engines.simulate import only_asks_for_the_gradient
@@ -124,7 +124,9 @@ class Terms:
         spec = federated(self.values)
         for key, words in (("unit", Unit), ("trust", Trust)):
             if getattr(spec, key) not in list(words):
-                raise SordinoError(f"{key}: it is none that is known.")
+                raise SordinoError(
+                    f"{key}: '{getattr(spec, key)}' is unknown.{nearest(str(getattr(spec, key)), words)}"
+                )
         decided = {"rounds", "normalize", "schedule_seed", "epsilon", "delta", *entry(spec.method).options}
         left = {key for key in decided - self.values.keys() if getattr(spec, key, spec.options.get(key)) is not None}
         if left or None in (spec.rounds, spec.normalize, spec.schedule_seed):
