@@ -24,7 +24,7 @@ import numpy as np
 from sordino import wire
 
 NAMES = ("alpha", "beta", "gamma", "delta")
-DEADLINE, ROUNDS = 8.0, 3
+DEADLINE, ROUNDS = 15.0, 3
 BACK = -1  # with the one that died, if it is back in time, or without
 
 
