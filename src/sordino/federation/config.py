@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,7 +116,7 @@ class Federation(_File):
     roster: str = "roster.toml"
     spec: str = "spec.toml"
     test: str | None = None  # records of the coordinator's own to evaluate on
-    label: str | None = field(default=None)
+    label: str | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.sites)) < len(self.sites) or not self.sites:

@@ -6,6 +6,7 @@ more, byte for byte, and sites answer with what they had stored: nothing is nois
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import secrets
@@ -452,7 +453,7 @@ class Coordinator:
             self.plan,
             Secure(),  # the sites' own; the coordinator draws none
             version=sordino.__version__,
-            spec_sha256=json_sha(self.terms.spec),
+            spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
             names=self.terms.names,
             execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
             assumes=["Every site drew its noise from a secret source; each says so in a certificate of its own."],
@@ -469,9 +470,3 @@ class Coordinator:
 def _form(tree: Tree) -> Any:
     """Of a message: how it is nested, and the shapes of its parts."""
     return tuple(_form(part) for part in tree) if isinstance(tree, tuple) else ("of", *tree.shape)
-
-
-def json_sha(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode()).hexdigest()
