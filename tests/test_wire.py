@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from sordino import wire
 from sordino.core import SordinoError
 from sordino.federation.config import SiteConfig
-from sordino.federation.site import REASONS, Site
+from sordino.federation.refusal import REASONS
+from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
 from sordino.tree import leaves
 from sordino.wire import HEAD, MAGIC, WireError, decode, encode, from_tree, to_tree
@@ -373,7 +374,7 @@ def test_a_spec_made_to_exhaust_its_reader_is_refused(site, spec):
 
 
 def test_the_sites_log_has_an_end(site, monkeypatch):
-    monkeypatch.setattr("sordino.federation.site.LOG", 10_000)
+    monkeypatch.setattr("sordino.federation.premises.LOG", 10_000)
     for _ in range(300):
         site.answer(b"x" * 100)
     path = site.config.folder / "events.jsonl"

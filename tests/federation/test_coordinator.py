@@ -11,7 +11,7 @@ from sordino import secagg, wire
 from sordino.core import SordinoError
 from sordino.experiments.outcome import load_model
 from sordino.federation import coordinator as coordinators
-from sordino.federation import site as module
+from sordino.federation import run as module
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.ledger import Ledger
 from sordino.secagg.messages import write_reveal

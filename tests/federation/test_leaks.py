@@ -10,7 +10,8 @@ from worlds import CLASSES, Loopback
 
 from sordino import wire
 from sordino.federation.coordinator import Coordinator
-from sordino.federation.site import Run, Site
+from sordino.federation.run import Run
+from sordino.federation.site import Site
 
 
 def first_terms(world):

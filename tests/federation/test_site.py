@@ -1,5 +1,6 @@
 """The site decides: what it refuses, when, and that nothing but what is listed here ever leaves it."""
 
+import hashlib
 import json
 import os
 import sqlite3
@@ -7,12 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import OverspentError, SordinoError
-from sordino.federation import site as module
-from sordino.federation.site import REASONS, Run
+from sordino.core import Down, OverspentError, SordinoError
+from sordino.data.sources import load
+from sordino.engines.client import turns
+from sordino.federation import premises as data_module
+from sordino.federation import run as run_module
+from sordino.federation.refusal import REASONS
+from sordino.federation.run import Run
 from sordino.privacy import ledger as ledgers
 from sordino.privacy.ledger import Entry, Ledger
 from sordino.secagg import Identity, Roster
@@ -24,9 +30,9 @@ NORTH, FOUR = "north", tuple("abcd")
 def touched(monkeypatch):
     """Who read the records, in order: nobody, where a refusal comes first."""
     seen = []
-    load, oracle = module.load, module.oracle
-    monkeypatch.setattr(module, "load", lambda *a, **k: (seen.append("load"), load(*a, **k))[1])
-    monkeypatch.setattr(module, "oracle", lambda *a, **k: (seen.append("oracle"), oracle(*a, **k))[1])
+    oracle = run_module.oracle
+    monkeypatch.setattr(data_module, "load", lambda *a, **k: (seen.append("load"), load(*a, **k))[1])
+    monkeypatch.setattr(run_module, "oracle", lambda *a, **k: (seen.append("oracle"), oracle(*a, **k))[1])
     return seen
 
 
@@ -449,17 +455,17 @@ PLACES = [  # where something fails, and on which letter
     ("terms", "sordino.federation.site.Site.load"),
     ("terms", "sordino.federation.site.Run.make"),
     ("terms", "sordino.federation.site.secagg.offer"),
-    ("hello", "sordino.federation.site.load"),
-    ("round", "sordino.federation.site.oracle"),
-    ("round", "sordino.federation.site.secured"),
+    ("hello", "sordino.federation.premises.load"),
+    ("round", "sordino.federation.run.oracle"),
+    ("round", "sordino.federation.run.secured"),
     ("round", "sordino.federation.site.Run.vector"),
     ("round", "sordino.federation.site.Run.keep"),
     ("round", "sordino.federation.site.secagg.masked"),
-    ("round", "sordino.federation.site.Ledger.charge"),
-    ("round", "sordino.federation.site.Ledger.afford"),
+    ("round", "sordino.federation.premises.Ledger.charge"),
+    ("round", "sordino.federation.premises.Ledger.afford"),
     ("round", "sordino.federation.site.wire.encode"),
-    ("finish", "sordino.federation.site.certificate"),
-    ("finish", "sordino.federation.site.save_model"),
+    ("finish", "sordino.federation.run.certificate"),
+    ("finish", "sordino.federation.run.save_model"),
 ]
 ERRORS = (ValueError, SordinoError, OSError, OverspentError, wire.WireError, sqlite3.OperationalError, MemoryError)
 
@@ -559,7 +565,7 @@ def test_a_look_at_the_model_that_fails_does_not_hold_back_what_was_paid_for(tin
     world = tiny()
     talk = talk(world.site(NORTH), world.terms())
     talk.propose()
-    monkeypatch.setattr(module, "evaluate", lambda *args: 1 / 0)
+    monkeypatch.setattr(run_module, "evaluate", lambda *args: 1 / 0)
     assert talk.round(0).kind == "said"
 
 
@@ -571,7 +577,7 @@ def test_a_clock_that_jumps_back_a_year_allows_nothing_more(tiny, talk, monkeypa
     letter = talk.letter(0)
     reply = talk.site.answer(letter)
     monkeypatch.setattr(ledgers, "_now", lambda: "1999-01-01T00:00:00.000000+00:00")
-    monkeypatch.setattr(module, "_now", lambda: "1999-01-01T00:00:00+00:00")
+    monkeypatch.setattr(data_module, "_now", lambda: "1999-01-01T00:00:00+00:00")
     talk.site = world.site(NORTH)
     assert talk.site.answer(letter) == reply
     refused(world, talk.round(0, arrays={"theta": put(1)}), "replayed")
@@ -662,7 +668,7 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
             "terms": terms.sha256(),
             "next": 0,
             "t": asked.fields.get("t"),
-            "asked": module.hashlib.sha256(letter).hexdigest(),
+            "asked": hashlib.sha256(letter).hexdigest(),
             "tree": [] if secure else 0,
         }
         for field, value in found.fields.items():
@@ -708,7 +714,7 @@ METHODS = [  # method, options, the number of words
 def test_a_model_made_to_single_out_a_record_learns_no_more_of_it_than_the_clip(tiny, talk, method, options, words):
     """Two sites that differ in one record, and the same draw of noise: messages differ by the sensitivity at most."""
     worlds = [tiny(method, rounds=12, **options) for _ in range(2)]
-    out = module.load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
+    out = load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
     with np.load(worlds[0].place(NORTH) / "data.npz") as stored:
         row = int(np.flatnonzero((stored["x"] == out).all(1))[0])
 
@@ -762,7 +768,7 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
     def other(x, y):
         x[row], y[row] = -100 * x[row], (y[row] + 1) % 3
 
-    out = module.load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
+    out = load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
     with np.load(worlds[0].place(NORTH) / "data.npz") as stored:
         row = int(np.flatnonzero((stored["x"] == out).all(1))[0])
     change(worlds[1], NORTH, other)
@@ -772,8 +778,8 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
         run = Run.make(world.site(NORTH), terms)
         for t, factor in enumerate((0, 1, 1e3, -1e6, 1e30)):
             theta = (factor * np.append(out, 1)[:, None] * np.array([1, -1, 0])).ravel()
-            turn = next(module.turns(run.plan, run.model, t))
-            down = module.Down(module.torch.from_numpy(theta), ())
+            turn = next(turns(run.plan, run.model, t))
+            down = Down(torch.from_numpy(theta), ())
             vectors[k].append(run.work(turn, down))
     plan = terms.plan
     (level,) = plan.levels

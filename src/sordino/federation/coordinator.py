@@ -29,7 +29,7 @@ from sordino.engines.client import Turn, opened, turns
 from sordino.experiments.run import evaluate, save_model
 from sordino.experiments.spec import read_values
 from sordino.federation.config import Federation
-from sordino.federation.site import write
+from sordino.federation.disk import write
 from sordino.federation.terms import Terms, federated, written
 from sordino.privacy.certificate import certificate
 from sordino.privacy.noise import Secure

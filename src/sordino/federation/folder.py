@@ -18,7 +18,9 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.flower.keys import node_key
 from sordino.federation.config import Federation, SiteConfig
 from sordino.federation.handler import HANDLER
-from sordino.federation.site import Refused, Site
+from sordino.federation.policy import agree
+from sordino.federation.refusal import Refused
+from sordino.federation.site import Site
 from sordino.federation.terms import NAME, Terms, federated, written
 from sordino.privacy.ledger import Ledger
 from sordino.secagg import Identity, Roster
@@ -230,7 +232,7 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
     if coordinator is not None:
         try:
             terms = _offered(site, coordinator)
-            site._agree(terms)
+            agree(site, terms)
             yield True, "the federation asks for nothing that site.toml does not allow"
         except Refused as no:
             yield False, f"the site would refuse: {no.detail}"

@@ -9,79 +9,41 @@ texts; the rest stays in the site's own log.
 from __future__ import annotations
 
 import hashlib
-import hmac
-import json
 import logging
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Down, OverspentError, SordinoError, Tree, nothing
-from sordino.data.shard import Records
-from sordino.data.sources import Dataset, load
-from sordino.engines.client import Turn, blocks, secured, turns
-from sordino.engines.reference import oracle
-from sordino.experiments.run import evaluate, save_model
+from sordino.core import Down, OverspentError, SordinoError
+from sordino.engines.client import Turn, turns
 from sordino.federation.config import SiteConfig
+from sordino.federation.policy import agree
+from sordino.federation.premises import Premises
+from sordino.federation.refusal import REASONS, Refused
+from sordino.federation.run import Run
 from sordino.federation.terms import RUN, Terms
-from sordino.privacy.certificate import certificate
-from sordino.privacy.ledger import Entry, Ledger
-from sordino.privacy.noise import Secure, Seeded, Source
-from sordino.privacy.statement import statement
-from sordino.tree import leaves, pack, tree_map, unpack
+from sordino.privacy.ledger import Entry
 
 log = logging.getLogger("sordino.site")
 MOST = 2**30  # bytes of a letter
-ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
-MOST_CLIP = 1e6
-LOG = 2**24  # bytes of the site's own log
-
-REASONS = {
-    "malformed": "the letter cannot be read, or is not of the agreed form",
-    "unknown-run": "no terms of this run were agreed upon",
-    "policy": "the site does not take part in such a run",
-    "changed": "the terms, or the data, are not those agreed upon",
-    "replayed": "another letter about this round was answered already",
-    "order": "this round is not to come next",
-    "budget": "the site's own limit does not allow it",
-    "storage": "the site cannot write its ledger",
-    "failed": "the site failed",
-}
 
 
-class Refused(Exception):  # noqa: N818
-    """`detail` stays at the site."""
-
-    def __init__(self, code: str, detail: str = "") -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code, self.detail = code, detail
-
-
-class Site:
+class Site(Premises):
     """Answers letters; one at a time."""
 
     def __init__(self, config: SiteConfig, *, only_looking: bool = False) -> None:
         """only_looking: write no ledger, and so no limit, yet."""
-        self.config = config
-        self.runs = config.folder / "runs"
+        super().__init__(config)
         self._open: dict[str, Run] = {}
         if not only_looking:
             self.runs.mkdir(mode=0o700, exist_ok=True)
             with self.ledger():  # a limit laxer than the stored one is refused here
                 pass
-
-    def ledger(self) -> Ledger:
-        return Ledger(self.config.path(self.config.ledger), epsilon=self.config.epsilon, delta=self.config.delta)
 
     def answer(self, letter: bytes) -> bytes:
         """A reply, whatever the letter; nothing is raised, and no text of an exception leaves.
@@ -140,65 +102,6 @@ class Site:
         self.note("refused", code=code, detail=detail)
         return wire.encode("refused", {"code": code, "reason": REASONS[code]})
 
-    def note(self, what: str, **fields: Any) -> None:
-        """Into the site's own log, which stays here and has an end."""
-        log.info("%s %s", what, fields)
-        path = self.config.folder / "events.jsonl"
-        try:
-            if path.exists() and path.stat().st_size > LOG:
-                return
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": _now(), "what": what, **fields}) + "\n")
-        except OSError:
-            log.exception("the log cannot be written")
-
-    # ------------------------------------------------------------------------------------------------- the site's data
-
-    @cached_property
-    def dataset_id(self) -> str:
-        """Of the data's content: under this name they have an account in the ledger."""
-        return self.identify()
-
-    def _look_again(self) -> None:
-        """The data may have been changed since: then they have another name, number and account."""
-        if "dataset_id" in self.__dict__ and self.dataset_id != self.identify():
-            self.__dict__.pop("dataset_id", None)
-            self.__dict__.pop("shape", None)
-            self._open.clear()
-
-    def identify(self) -> str:
-        """Keyed: a bare hash of the content, which stands in certificates, would let others try out records."""
-        path = self.config.folder / "data.key"
-        if not path.exists():
-            write(path, secrets.token_bytes(32))
-        return f"{self.config.name} {content(self._source, path.read_bytes())[:32]}"
-
-    @property
-    def _source(self) -> str:
-        path = self.config.path(self.config.data)
-        return str(path) if path.exists() else self.config.data
-
-    def load(self, normalize: str = "none") -> Dataset:
-        """By the site's own list of labels: whether the data fit another's is nothing to tell."""
-        config = self.config
-        return load(
-            self._source,
-            label=config.label,
-            test_fraction=config.test_fraction,
-            normalize=normalize,
-            classes=config.classes,
-        )
-
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        """Training records and features: public numbers."""
-        rows, columns = self.load().x_train.shape
-        return int(rows), int(columns)
-
-    @property
-    def records(self) -> int:
-        return self.shape[0]
-
     # ------------------------------------------------------------------------------------------------------- letters
 
     def _hello(self, message: wire.Message, letter: bytes) -> bytes:
@@ -222,7 +125,7 @@ class Site:
             if run.terms != terms:
                 raise Refused("changed", f"run {terms.run}")
         else:
-            self._agree(terms)
+            agree(self, terms)
             with self.ledger() as ledger:  # the whole of it, before anything is begun
                 mine = terms.names.index(self.config.name)
                 plan = terms.plan
@@ -241,52 +144,6 @@ class Site:
         offers = terms.secure and not run.over
         arrays = {"offer": _bytes(secagg.offer(run.member, run.next))} if offers else {}
         return wire.encode("agreed", {"run": terms.run, "terms": terms.sha256(), "next": run.next}, arrays)
-
-    def _agree(self, terms: Terms) -> None:
-        """The site's own rules, before its data are touched."""
-        config = self.config
-        if config.name not in terms.names:
-            raise Refused("policy", "this site is not among the named")
-        try:
-            spec = terms.parsed
-        except SordinoError as error:
-            raise Refused("policy", str(error)) from None
-        allowed, rounds = config.run_epsilon or config.epsilon, int(spec.rounds or 0)
-        mine = terms.names.index(config.name)
-        for fine, what in (
-            (terms.classes == config.classes, "its classes are not those of site.toml"),
-            (spec.model in config.models, f"model {spec.model} is not among those allowed"),
-            (spec.adjacency == config.adjacency, f"adjacency {spec.adjacency}; this site's is {config.adjacency}"),
-            (not spec.options.get("clip", 1.0) > MOST_CLIP, "the clip is too large for sums of floats"),
-            (not terms.secure or terms.colluders >= config.colluders, f"{terms.colluders} colluders are too few"),
-            (not config.methods or spec.method in config.methods, f"method {spec.method} is not among those allowed"),
-            (spec.trust in config.trust, f"trust {spec.trust} is not allowed"),
-            (rounds <= config.most_rounds, f"{rounds} rounds; most_rounds is {config.most_rounds}"),
-            (spec.delta <= config.delta, f"delta {spec.delta:g} is larger than the limit's {config.delta:g}"),
-            (min(spec.epsilon, allowed) == spec.epsilon or terms.wishes.get(config.name) == config.run_epsilon,
-             f"epsilon {spec.epsilon:g} where {allowed:g} is allowed, and the site's wish was left out"),
-        ):  # fmt: skip
-            if not fine:
-                raise Refused("policy", what)
-        if terms.secure:
-            roster = self.roster
-            if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
-                raise Refused("policy", "the roster is not this site's own")
-            try:
-                secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
-            except SordinoError as error:
-                raise Refused("policy", str(error)) from None
-        if (claimed := (terms.sizes[mine], terms.features)) != self.shape:  # only now are the data read, and counted
-            raise Refused("policy", f"records and numbers of each: {claimed} are claimed; here are {self.shape}")
-        try:  # only now: a large plan takes long to make
-            plan = terms.plan
-            own = next(group for group in plan.groups() if mine in group.clients)
-            if not plan.proved:
-                raise SordinoError("the plan is not proved private")
-            if plan.epsilon_of(own) > allowed * (1 + 1e-9):
-                raise SordinoError(f"the plan would cost {plan.epsilon_of(own):g}, and {allowed:g} is allowed")
-        except SordinoError as error:
-            raise Refused("policy", str(error)) from None
 
     def _round(self, message: wire.Message, letter: bytes) -> bytes:
         _only(message, fields=("run", "terms", "t", "word"), arrays=True)
@@ -387,13 +244,12 @@ class Site:
 
     # --------------------------------------------------------------------------------------------------------- within
 
-    @cached_property
-    def identity(self) -> secagg.Identity:
-        return secagg.Identity.load(self.config.path(self.config.identity))
-
-    @cached_property
-    def roster(self) -> secagg.Roster:
-        return secagg.Roster.read(self.config.path(self.config.roster))
+    def _look_again(self) -> None:
+        """The data may have been changed since: then they have another name, number and account."""
+        if "dataset_id" in self.__dict__ and self.dataset_id != self.identify():
+            self.__dict__.pop("dataset_id", None)
+            self.__dict__.pop("shape", None)
+            self._open.clear()
 
     def _asked(self, message: wire.Message) -> tuple[Run, int]:
         run, t = self._known(message), message.fields.get("t")
@@ -418,224 +274,6 @@ class Site:
         return self._open[name]
 
 
-class Run:
-    """A run that was agreed upon, and what the site keeps of it on its own disk."""
-
-    def __init__(self, site: Site, name: str) -> None:
-        self.site, self.folder = site, site.runs / name
-        self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
-        self.plan, self.model = self.terms.plan, self.terms.model
-        self.mine = self.terms.names.index(site.config.name)
-        self._caches: tuple[int, Tree] = (-1, ())
-        if (self.folder / "data").read_text() != site.dataset_id:
-            raise Refused("changed", "the data are not those that the run began with")
-
-    @staticmethod
-    def make(site: Site, terms: Terms) -> Run:
-        """The folder appears whole or not at all."""
-        final = site.runs / terms.run
-        made = site.runs / f".{terms.run}"
-        made.mkdir(mode=0o700, exist_ok=True)
-        write(made / "terms.json", terms.json().encode())
-        write(made / "data", site.dataset_id.encode())
-        write(made / "secret", secrets.token_bytes(32))
-        write(made / "spec.toml", terms.spec.encode())
-        os.rename(made, final)
-        sync(site.runs)
-        return Run(site, terms.run)
-
-    @cached_property
-    def secret(self) -> bytes:
-        """Of this run alone: noise and masks come from it, so that after a crash they are the same."""
-        try:
-            return (self.folder / "secret").read_bytes()
-        except FileNotFoundError:
-            raise Refused("order", "the run is over, and its secret gone") from None
-
-    def _derived(self, purpose: bytes) -> bytes:
-        return hashlib.blake2b(key=self.secret, person=purpose, digest_size=32).digest()
-
-    @cached_property
-    def source(self) -> Source:
-        seed = self.site.config.seed
-        return Secure(self._derived(b"sordino noise")) if seed is None else Seeded(seed)
-
-    @cached_property
-    def member(self) -> secagg.Member:
-        terms, site = self.terms, self.site
-        session = secagg.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
-        return secagg.Member(site.identity, session, self._derived(b"sordino masks"))
-
-    @property
-    def over(self) -> bool:
-        return not (self.folder / "secret").exists()
-
-    def ready(self) -> None:
-        """The run is not over, and the data are those that it began with."""
-        if self.over:
-            raise Refused("order", "the run is over, and its secret gone")
-        self.data  # noqa: B018  read, and asked nothing
-
-    @cached_property
-    def dataset(self) -> Dataset:
-        if self.site.dataset_id != self.site.identify():
-            raise Refused("changed", "the data were changed while the site was running")
-        return self.site.load(str(self.terms.parsed.normalize))
-
-    @cached_property
-    def data(self) -> One:
-        return One(self.mine, Records.of(
-            self.dataset.x_train, self.dataset.y_train, np.zeros(len(self.dataset.y_train), int),
-            dtype=self.terms.number,
-        ))  # fmt: skip
-
-    @property
-    def next(self) -> int:
-        """The first round after those that were answered."""
-        return self._kept()[0]
-
-    # ------------------------------------------------------------------------------------------------------- a round
-
-    def vector(self, message: wire.Message, name: str) -> Tensor:
-        found = message.arrays.get(name)
-        if found is None or found.shape != (self.model.size,):
-            raise Refused("malformed", f"{name} is not of the model's size")
-        vector = torch.from_numpy(found.copy())
-        if vector.dtype != self.terms.number:
-            raise Refused("malformed", f"{name} is not of the agreed type")
-        if not torch.isfinite(vector).all():
-            raise Refused("malformed", f"{name} is not finite")
-        return vector
-
-    def down(self, message: wire.Message) -> Down:
-        theta = self.vector(message, "theta")
-        size = sum(array.nbytes for array in message.arrays.values())
-        if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
-            raise Refused("malformed", "the letter is larger than a round's can be")
-        return Down(theta, self._word(message))
-
-    def _word(self, message: wire.Message) -> Tree:
-        """Finite vectors. A table of them would be taken for many models at once, all noised with the same draw."""
-        word = wire.to_tree(message.fields["word"], message.arrays, "word")
-        parts, lengths = leaves(word), {1, int(blocks(self.model).max()) + 1, self.model.size}
-        for part in parts:
-            if not part.is_floating_point() or part.dim() > 1 or part.numel() not in lengths:
-                raise Refused("malformed", "a word is no vector of a known length")
-        word = tree_map(lambda part: part.to(self.terms.number), word)
-        if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
-            raise Refused("malformed", "a word is not finite")
-        known = {"theta", *(f"word{k}" for k in range(len(parts)))}
-        if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
-            raise Refused("malformed", "arrays")
-        return word
-
-    def work(self, turn: Turn, down: Down) -> Any:
-        """The message, noised: a tree, or integers under secure aggregation."""
-        local = turn.stage.local
-        _, stage, memory = self._kept()
-        if stage != turn.first:
-            memory = local.init(down.theta, memory)
-        cache = self._cache(turn)
-        ask = oracle(self.model, self.data, turn, self.mine, self.source, quiet=self.terms.secure)  # type: ignore[arg-type]
-        message = ask.finish(local.work(ask, down, memory, cache))
-        return secured(self.plan, turn, self.mine, message, self.source) if self.terms.secure else message
-
-    def _cache(self, turn: Turn) -> Tree:
-        if turn.stage.local.prepare is nothing:
-            return ()
-        if self._caches[0] != turn.first:
-            ask = oracle(self.model, self.data, turn, self.mine, self.source, inside=True)  # type: ignore[arg-type]
-            self._caches = turn.first, turn.stage.local.prepare(ask)
-        return self._caches[1]
-
-    def keep(self, t: int, turn: Turn, said: Any, down: Down) -> None:
-        """What the site will remember once this is charged: what it said."""
-        _, stage, memory = self._kept()
-        if stage != turn.first:
-            memory = turn.stage.local.init(down.theta, memory)
-        if not self.terms.secure:
-            memory = turn.stage.local.remember(said, down, memory)
-        write(self.folder / "pending", pack((torch.tensor([t + 1, turn.first]), memory)))
-
-    def settle(self, ledger: Ledger, who: str) -> None:
-        """A memory whose round was charged is the memory; a kill may have fallen between the two."""
-        pending = self.folder / "pending"
-        if pending.exists():
-            numbers, _ = unpack(pending.read_bytes())
-            if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
-                os.replace(pending, self.folder / "memory")
-
-    def look(self, t: int, down: Down) -> None:
-        """The model on the site's own test records, for its own eyes."""
-        scores = evaluate(self.model, down.theta, *self._test)
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"round": t, **scores}) + "\n")
-
-    @cached_property
-    def _test(self) -> tuple[Tensor, Tensor]:
-        data = self.dataset
-        return torch.from_numpy(data.x_test).to(self.terms.number), torch.from_numpy(data.y_test)
-
-    def _kept(self) -> tuple[int, int, Tree]:
-        """(next round, first round of its stage, memory)."""
-        path = self.folder / "memory"
-        if not path.exists():
-            return 0, -1, ()
-        numbers, memory = unpack(path.read_bytes())
-        return int(numbers[0]), int(numbers[1]), memory
-
-    # ---------------------------------------------------------------------------------------------- secure aggregation
-
-    def revealed(self, t: int) -> list[str] | None:
-        """For whom shares were revealed in round t, if they were: for no other survivors a second time."""
-        path = self.folder / f"survivors-{t}.json"
-        return json.loads(path.read_text()) if path.exists() else None
-
-    def will_reveal(self, t: int, survivors: list[str]) -> None:
-        if self.revealed(t) is None:
-            write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
-
-    # --------------------------------------------------------------------------------------------------------- the end
-
-    def finish(self, theta: Tensor, done: int) -> None:
-        """Certificate, statement and model; the run's secret goes."""
-        if (self.folder / "certificate.json").exists():
-            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have fallen between the two
-            return
-        with self.site.ledger() as ledger:
-            cert = certificate(
-                self.plan,
-                self.source,
-                version=sordino.__version__,
-                spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
-                ledger_head=ledger.head(),
-                ledger_rows=len(ledger),
-                names=self.terms.names,
-                execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
-            )
-            spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
-            paid = len({row.round for row in ledger.rows() if row.plan == self.terms.run})
-        limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
-        limit |= {"rounds": paid}
-        cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
-        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
-        write(self.folder / "statement.md", statement(cert).encode())
-        write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
-        (self.folder / "secret").unlink(missing_ok=True)
-        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done)
-
-
-class One:
-    """The site's records in the place that the plan gives them."""
-
-    def __init__(self, mine: int, records: Records) -> None:
-        self.mine, self.records, self.x = mine, records, records.x
-
-    def shard(self, i: int) -> Any:
-        assert i == self.mine
-        return self.records.shard(0)
-
-
 def _only(message: wire.Message, fields: tuple[str, ...], arrays: bool = False) -> None:
     if set(message.fields) != set(fields) or (message.arrays and not arrays):
         raise Refused("malformed", "fields")
@@ -655,41 +293,3 @@ def _check_offers(run: Run, t: int, offers: dict[str, bytes]) -> None:
 
 def _bytes(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
-
-
-def content(source: str, key: bytes) -> str:
-    """Keyed hash of a data file, or of the name of what is no file."""
-    digest = hmac.new(key, digestmod="sha256")
-    if not Path(source).is_file():
-        digest.update(source.encode())
-        return digest.hexdigest()
-    with open(source, "rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def write(path: Path, data: bytes) -> None:
-    """In one step, and on disk when it returns; for the owner alone."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
-
-
-def sync(folder: Path) -> None:
-    """What was renamed in it stays renamed after a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _now() -> str:
-    from datetime import UTC, datetime
-
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,250 @@
+"""A run that was agreed upon, and what a site keeps of it on its own disk: noise and masks, memory, certificate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sordino
+from sordino import secagg, wire
+from sordino.core import Down, Tree, nothing
+from sordino.data.shard import Records
+from sordino.data.sources import Dataset
+from sordino.engines.client import Turn, blocks, secured
+from sordino.engines.reference import oracle
+from sordino.experiments.run import evaluate, save_model
+from sordino.federation.disk import sync, write
+from sordino.federation.premises import Premises
+from sordino.federation.refusal import Refused
+from sordino.federation.terms import Terms
+from sordino.privacy.certificate import certificate
+from sordino.privacy.ledger import Ledger
+from sordino.privacy.noise import Secure, Seeded, Source
+from sordino.privacy.statement import statement
+from sordino.tree import leaves, pack, tree_map, unpack
+
+ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
+
+
+class Run:
+    def __init__(self, site: Premises, name: str) -> None:
+        self.site, self.folder = site, site.runs / name
+        self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
+        self.plan, self.model = self.terms.plan, self.terms.model
+        self.mine = self.terms.names.index(site.config.name)
+        self._caches: tuple[int, Tree] = (-1, ())
+        if (self.folder / "data").read_text() != site.dataset_id:
+            raise Refused("changed", "the data are not those that the run began with")
+
+    @staticmethod
+    def make(site: Premises, terms: Terms) -> Run:
+        """The folder appears whole or not at all."""
+        final = site.runs / terms.run
+        made = site.runs / f".{terms.run}"
+        made.mkdir(mode=0o700, exist_ok=True)
+        write(made / "terms.json", terms.json().encode())
+        write(made / "data", site.dataset_id.encode())
+        write(made / "secret", secrets.token_bytes(32))
+        write(made / "spec.toml", terms.spec.encode())
+        os.rename(made, final)
+        sync(site.runs)
+        return Run(site, terms.run)
+
+    @cached_property
+    def secret(self) -> bytes:
+        """Of this run alone: noise and masks come from it, so that after a crash they are the same."""
+        try:
+            return (self.folder / "secret").read_bytes()
+        except FileNotFoundError:
+            raise Refused("order", "the run is over, and its secret gone") from None
+
+    def _derived(self, purpose: bytes) -> bytes:
+        return hashlib.blake2b(key=self.secret, person=purpose, digest_size=32).digest()
+
+    @cached_property
+    def source(self) -> Source:
+        seed = self.site.config.seed
+        return Secure(self._derived(b"sordino noise")) if seed is None else Seeded(seed)
+
+    @cached_property
+    def member(self) -> secagg.Member:
+        terms, site = self.terms, self.site
+        session = secagg.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
+        return secagg.Member(site.identity, session, self._derived(b"sordino masks"))
+
+    @property
+    def over(self) -> bool:
+        return not (self.folder / "secret").exists()
+
+    def ready(self) -> None:
+        """The run is not over, and the data are those that it began with."""
+        if self.over:
+            raise Refused("order", "the run is over, and its secret gone")
+        self.data  # noqa: B018  read, and asked nothing
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        if self.site.dataset_id != self.site.identify():
+            raise Refused("changed", "the data were changed while the site was running")
+        return self.site.load(str(self.terms.parsed.normalize))
+
+    @cached_property
+    def data(self) -> One:
+        return One(self.mine, Records.of(
+            self.dataset.x_train, self.dataset.y_train, np.zeros(len(self.dataset.y_train), int),
+            dtype=self.terms.number,
+        ))  # fmt: skip
+
+    @property
+    def next(self) -> int:
+        """The first round after those that were answered."""
+        return self._kept()[0]
+
+    # ------------------------------------------------------------------------------------------------------- a round
+
+    def vector(self, message: wire.Message, name: str) -> Tensor:
+        found = message.arrays.get(name)
+        if found is None or found.shape != (self.model.size,):
+            raise Refused("malformed", f"{name} is not of the model's size")
+        vector = torch.from_numpy(found.copy())
+        if vector.dtype != self.terms.number:
+            raise Refused("malformed", f"{name} is not of the agreed type")
+        if not torch.isfinite(vector).all():
+            raise Refused("malformed", f"{name} is not finite")
+        return vector
+
+    def down(self, message: wire.Message) -> Down:
+        theta = self.vector(message, "theta")
+        size = sum(array.nbytes for array in message.arrays.values())
+        if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
+            raise Refused("malformed", "the letter is larger than a round's can be")
+        return Down(theta, self._word(message))
+
+    def _word(self, message: wire.Message) -> Tree:
+        """Finite vectors. A table of them would be taken for many models at once, all noised with the same draw."""
+        word = wire.to_tree(message.fields["word"], message.arrays, "word")
+        parts, lengths = leaves(word), {1, int(blocks(self.model).max()) + 1, self.model.size}
+        for part in parts:
+            if not part.is_floating_point() or part.dim() > 1 or part.numel() not in lengths:
+                raise Refused("malformed", "a word is no vector of a known length")
+        word = tree_map(lambda part: part.to(self.terms.number), word)
+        if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
+            raise Refused("malformed", "a word is not finite")
+        known = {"theta", *(f"word{k}" for k in range(len(parts)))}
+        if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
+            raise Refused("malformed", "arrays")
+        return word
+
+    def work(self, turn: Turn, down: Down) -> Any:
+        """The message, noised: a tree, or integers under secure aggregation."""
+        local = turn.stage.local
+        _, stage, memory = self._kept()
+        if stage != turn.first:
+            memory = local.init(down.theta, memory)
+        cache = self._cache(turn)
+        ask = oracle(self.model, self.data, turn, self.mine, self.source, quiet=self.terms.secure)  # type: ignore[arg-type]
+        message = ask.finish(local.work(ask, down, memory, cache))
+        return secured(self.plan, turn, self.mine, message, self.source) if self.terms.secure else message
+
+    def _cache(self, turn: Turn) -> Tree:
+        if turn.stage.local.prepare is nothing:
+            return ()
+        if self._caches[0] != turn.first:
+            ask = oracle(self.model, self.data, turn, self.mine, self.source, inside=True)  # type: ignore[arg-type]
+            self._caches = turn.first, turn.stage.local.prepare(ask)
+        return self._caches[1]
+
+    def keep(self, t: int, turn: Turn, said: Any, down: Down) -> None:
+        """What the site will remember once this is charged: what it said."""
+        _, stage, memory = self._kept()
+        if stage != turn.first:
+            memory = turn.stage.local.init(down.theta, memory)
+        if not self.terms.secure:
+            memory = turn.stage.local.remember(said, down, memory)
+        write(self.folder / "pending", pack((torch.tensor([t + 1, turn.first]), memory)))
+
+    def settle(self, ledger: Ledger, who: str) -> None:
+        """A memory whose round was charged is the memory; a kill may have fallen between the two."""
+        pending = self.folder / "pending"
+        if pending.exists():
+            numbers, _ = unpack(pending.read_bytes())
+            if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
+                os.replace(pending, self.folder / "memory")
+
+    def look(self, t: int, down: Down) -> None:
+        """The model on the site's own test records, for its own eyes."""
+        scores = evaluate(self.model, down.theta, *self._test)
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"round": t, **scores}) + "\n")
+
+    @cached_property
+    def _test(self) -> tuple[Tensor, Tensor]:
+        data = self.dataset
+        return torch.from_numpy(data.x_test).to(self.terms.number), torch.from_numpy(data.y_test)
+
+    def _kept(self) -> tuple[int, int, Tree]:
+        """(next round, first round of its stage, memory)."""
+        path = self.folder / "memory"
+        if not path.exists():
+            return 0, -1, ()
+        numbers, memory = unpack(path.read_bytes())
+        return int(numbers[0]), int(numbers[1]), memory
+
+    # ---------------------------------------------------------------------------------------------- secure aggregation
+
+    def revealed(self, t: int) -> list[str] | None:
+        """For whom shares were revealed in round t, if they were: for no other survivors a second time."""
+        path = self.folder / f"survivors-{t}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def will_reveal(self, t: int, survivors: list[str]) -> None:
+        if self.revealed(t) is None:
+            write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def finish(self, theta: Tensor, done: int) -> None:
+        """Certificate, statement and model; the run's secret goes."""
+        if (self.folder / "certificate.json").exists():
+            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have fallen between the two
+            return
+        with self.site.ledger() as ledger:
+            cert = certificate(
+                self.plan,
+                self.source,
+                version=sordino.__version__,
+                spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
+                ledger_head=ledger.head(),
+                ledger_rows=len(ledger),
+                names=self.terms.names,
+                execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
+            )
+            spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
+            paid = len({row.round for row in ledger.rows() if row.plan == self.terms.run})
+        limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
+        limit |= {"rounds": paid}
+        cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
+        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
+        write(self.folder / "statement.md", statement(cert).encode())
+        write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+        (self.folder / "secret").unlink(missing_ok=True)
+        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done)
+
+
+class One:
+    """The site's records in the place that the plan gives them."""
+
+    def __init__(self, mine: int, records: Records) -> None:
+        self.mine, self.records, self.x = mine, records, records.x
+
+    def shard(self, i: int) -> Any:
+        assert i == self.mine
+        return self.records.shard(0)
