@@ -10,7 +10,7 @@ import torch
 from sordino import secagg, wire
 from sordino.core import SordinoError
 from sordino.experiments.outcome import load_model
-from sordino.federation import coordinator as coordinators
+from sordino.federation import post
 from sordino.federation import run as module
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.ledger import Ledger
@@ -163,7 +163,7 @@ def test_sites_that_agree_on_a_wrong_form_spoil_a_round_and_not_the_run(tiny):
     [{"name": 7}, {"name": "nobody"}, {"records": "many"}, {"records": True}, {"epsilon": "none"}, {"epsilon": []}],
 )
 def test_who_does_not_say_who_it_is_is_not_met(tiny, monkeypatch, fields):
-    monkeypatch.setattr(coordinators, "POLL", 1e-3)
+    monkeypatch.setattr(post, "POLL", 1e-3)
     world = tiny(patience=0.01)
     with pytest.raises(SordinoError, match="north did not come in time"):
         world.run(fault_at("hello", lambda reply, letter: altered(reply, fields)))
@@ -336,16 +336,14 @@ def test_as_many_as_may_fail_fail_at_each_step_of_a_secure_round(tiny, step, cou
     assert world.progress("abandoned") == []
     (*_, done) = world.progress("finished")
     away = {SIX[node - 100] for node in lost}
-    assert set(done["sites"]) == set(SIX) - (away if step == "finish" else set()) - (
-        away if step == "terms" and not delivered else set()
-    )
+    assert set(done["sites"]) == set(SIX)  # whoever missed the terms, or the end, was told again
     for name in SIX:
         rounds = [t for _, t in world.charged(name)]
         assert rounds == sorted(set(rounds))
         if name not in away:
             assert rounds == [0, 1]
     assert all(len(names) >= 4 for names in came(world))
-    if step in ("terms", "offer", "finish") and delivered:
+    if step in ("terms", "offer", "finish"):
         expected = list(SIX) if step != "offer" else sorted(set(SIX) - away)
         assert came(world)[-1] == expected
 
@@ -369,9 +367,43 @@ def test_in_the_open_any_number_may_fail_at_each_step(tiny, step, delivered):
         world.run(fault)
         assert world.progress("finished")
         assert torch.isfinite(model_of(world)).all()
-        away = set(world.names[:count])
-        assert came(world)[-1] == sorted(set(world.names) - (away if step == "terms" and not delivered else set()))
-        once(world, sites=set(world.names) - away)
+        assert came(world)[-1] == sorted(world.names)
+        once(world, sites=world.names[count:])
+
+
+def test_a_site_that_missed_the_terms_and_then_refuses_them_is_left_out(tiny):
+    world = tiny(rounds=3)
+
+    def fault(node, letter, answer):
+        kind = wire.decode(letter).kind
+        if node == 100 and kind == "terms":
+            if not world.progress("begun"):
+                return None
+            world.configure("north", methods=["dp-fedgd"])
+            return world.site("north").answer(letter)
+        return answer(letter)
+
+    world.run(fault)
+    assert came(world) == [["south", "west"]] * 3
+    assert world.charged("north") == []
+
+
+def test_rounds_that_come_to_nothing_stop_the_run_which_goes_on_when_asked(tiny):
+    world = tiny(rounds=6)
+    answers, broken = world.sites(), [True]
+
+    def fault(node, letter, answer):
+        return None if broken[0] and wire.decode(letter).kind == "round" else answer(letter)
+
+    with pytest.raises(SordinoError, match="3 rounds in a row"):
+        world.run(fault, answers)
+    assert came(world) == [[]] * 3
+    assert all(world.charged(name) == [] for name in world.names)
+    broken[0] = False
+    world.run(fault, answers)
+    assert came(world)[3:] == [sorted(world.names)] * 3
+    for name in world.names:
+        assert [t for _, t in world.charged(name)] == [3, 4, 5]
 
 
 # --------------------------------------------------------------------------------------------- kills of the coordinator

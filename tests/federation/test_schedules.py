@@ -10,7 +10,7 @@ import torch
 from sordino import wire
 from sordino.core import SordinoError
 from sordino.experiments.outcome import load_model
-from sordino.federation import coordinator as coordinators
+from sordino.federation import post
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.ledger import Ledger
 
@@ -158,7 +158,7 @@ DYING = [None]
 
 @pytest.fixture(autouse=True)
 def killable(monkeypatch):
-    monkeypatch.setattr(coordinators, "POLL", 1e-4)
+    monkeypatch.setattr(post, "POLL", 1e-4)
     charge = Ledger.charge
 
     def charged(self, entries, payload=None):

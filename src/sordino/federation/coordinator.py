@@ -12,10 +12,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
-from functools import cached_property, partial
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,11 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.client import Turn, opened, turns
 from sordino.experiments.run import evaluate, save_model
 from sordino.experiments.spec import read_values
+from sordino.federation import post
 from sordino.federation.config import Federation
 from sordino.federation.disk import write
+from sordino.federation.post import Post, Transport, about, read
+from sordino.federation.sums import Arrays, Sums, parts
 from sordino.federation.terms import Terms, federated, written
 from sordino.privacy.certificate import certificate
 from sordino.privacy.noise import Secure
@@ -38,18 +41,6 @@ from sordino.tree import leaves, pack, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
 LOST = 3  # rounds in a row that may come to nothing before the run stops
-POLL = 1.0  # seconds between looks for sites
-Arrays = dict[str, np.ndarray]
-
-
-class Transport(Protocol):
-    """Letters to numbered nodes and their replies; who failed or was late is missing."""
-
-    def sites(self) -> list[int]: ...
-
-    def exchange(
-        self, letters: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
-    ) -> dict[int, bytes]: ...
 
 
 class Hello(NamedTuple):
@@ -71,12 +62,11 @@ def serve(transport: Transport, folder: Path) -> None:
 
 class Coordinator:
     def __init__(self, transport: Transport, folder: Path) -> None:
-        self.transport, self.folder = transport, folder
+        self.folder = folder
         self.config = Federation.read(folder / "federation.toml")
         self.out = folder / "run"
         self.out.mkdir(mode=0o700, exist_ok=True)
-        self.nodes: dict[str, int] = {}
-        self.offers: dict[str, bytes] = {}
+        self.post = Post(transport, self.config.deadline, self.tell)
         self.forms: dict[int, Any] = {}  # of messages that a stage's rule took
 
     def run(self) -> None:
@@ -85,13 +75,13 @@ class Coordinator:
         met = self._meet()
         self.terms = terms = self._propose(met)
         self.plan, self.model = terms.plan, terms.model
-        self._agree()
         start, theta, state = self._restore()
-        if terms.secure and start < self.plan.rounds:
-            self._begin(start)
+        self._agree(self.post.nodes, start)
         lost = 0
         self.tell("begun", run=terms.run, method=self.plan.method.name, rounds=self.plan.rounds, start=start)
         for turn in turns(self.plan, self.model, start):
+            if self.post.strangers:  # they missed the terms, and are back
+                self._agree(self.post.strangers, turn.t)
             if turn.t == turn.first:
                 state = turn.stage.rule.init(theta, turn.facts, state)
             down = Down(theta, turn.stage.rule.say(state))
@@ -141,23 +131,25 @@ class Coordinator:
         met: dict[str, Hello] = {}
         asked_alone = 0.0
         while True:
-            new = [node for node in self.transport.sites() if node not in {hello.node for hello in met.values()}]
+            new = [node for node in self.post.transport.sites() if node not in {hello.node for hello in met.values()}]
             if new:
-                replies = self.transport.exchange(dict.fromkeys(new, wire.encode("hello", {})), self.config.deadline)
+                replies = self.post.transport.exchange(
+                    dict.fromkeys(new, wire.encode("hello", {})), self.config.deadline
+                )
                 for node, reply in replies.items():
                     hello = self._hello(node, reply)
                     if hello is not None and hello.name in wanted:
                         met[hello.name] = hello
             if met.keys() == wanted or (len(met) >= least and asked_alone > self.config.deadline):
-                self.nodes = {name: hello.node for name, hello in met.items()}
+                self.post.nodes = {name: hello.node for name, hello in met.items()}
                 return met
             if time.monotonic() > until:
                 raise SordinoError(f"sites: {', '.join(sorted(wanted - met.keys()))} did not come in time.")
-            time.sleep(POLL)
-            asked_alone += POLL
+            time.sleep(post.POLL)
+            asked_alone += post.POLL
 
     def _hello(self, node: int, reply: bytes) -> Hello | None:
-        found = self._read(reply, "hello")
+        found = read(reply, "hello")
         name, records, wish = (found.fields.get(k) if found else None for k in ("name", "records", "epsilon"))
         if not isinstance(name, str) or type(records) is not int or type(wish) not in (float, int, type(None)):
             self.tell("misfit", node=str(node))
@@ -197,32 +189,32 @@ class Coordinator:
         write(self.out / "spec.toml", terms.spec.encode())
         return terms
 
-    def _agree(self) -> None:
+    def _agree(self, names: Iterable[str], t: int) -> None:
+        """Terms, to sites that may not know them yet; round t is the next. Who refuses before the first ends it all."""
         letter = wire.encode("terms", {"terms": self.terms.json()})
-        refused = {}
-        for name, found in self._ask(dict.fromkeys(self.nodes, letter), "agreed").items():
-            if found.kind == "refused":
-                refused[name] = str(found.fields.get("reason"))
-            elif found.fields.get("terms") == self.terms.sha256() and "offer" in found.arrays:
-                self.offers[name] = found.arrays["offer"].tobytes()
-        if refused:
+        found = self.post.ask(dict.fromkeys(names, letter), "agreed")
+        self.post.strangers.clear()
+        refused = {name: str(no.fields.get("reason")) for name, no in found.items() if no.kind == "refused"}
+        if refused and t == 0:
             said = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
             raise SordinoError(f"terms: refused by {said}. The sites' own logs say more.")
+        if self.terms.secure:
+            self.sums.offers |= parts(found, "offer")
+            self.sums.gather(t)
 
     @cached_property
     def roster(self) -> secagg.Roster:
         return secagg.Roster.read(self.config.path(self.config.roster))
 
     @cached_property
-    def session(self) -> secagg.Session:
-        terms = self.terms
-        return secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
+    def sums(self) -> Sums:
+        return Sums(self.terms, self.roster, self.out, self.post)
 
     # ------------------------------------------------------------------------------------------------------- the rounds
 
     def _letter(self, turn: Turn, down: Down, more: Arrays | None = None) -> bytes:
         skeleton, words = wire.from_tree(down.word, "word")
-        fields = {"run": self.terms.run, "terms": self.terms.sha256(), "t": turn.t, "word": skeleton}
+        fields = about(self.terms, t=turn.t, word=skeleton)
         return wire.encode("round", fields, {"theta": down.theta.numpy(), **words, **(more or {})})
 
     def _plain(self, turn: Turn, down: Down) -> tuple[Tree, list[str]]:
@@ -230,7 +222,7 @@ class Coordinator:
         names = [self.terms.names[i] for i in turn.cohort]
         letter = self._letter(turn, down)
         share = self.plan.weights / self.plan.participation.rate(self.plan.clients)
-        replies = self._ask({n: letter for n in names if n in self.nodes}, "said")
+        replies = self.post.ask({n: letter for n in names if n in self.post.nodes}, "said")
         said = {name: self._message(replies[name], turn, down) for name in names if name in replies}
         counted = Counter(_form(message) for message in said.values() if message is not None)
         form = self.forms.get(turn.first) or (counted.most_common(1)[0][0] if counted else None)
@@ -259,158 +251,8 @@ class Coordinator:
 
     def _secure(self, turn: Turn, down: Down) -> tuple[Tree, list[str]]:
         """Only the sum is seen, and only if as many as planned are in it."""
-        session = self.session
-        offers = self._offers(turn.t)
-        if len(offers) < session.threshold:
-            self.tell("abandoned", t=turn.t, why="too few offers", came=sorted(offers))
-            self._gather(turn.t + 1)
-            return (), []
-        more = {f"offer:{name}": np.frombuffer(offer, np.uint8) for name, offer in sorted(offers.items())}
-        said = self._ask({n: self._letter(turn, down, more) for n in offers if n in self.nodes}, "said")
-        masked = {n: f.arrays["masked"].tobytes() for n, f in said.items() if "masked" in f.arrays}
-        masked = {n: data for n, data in masked.items() if self._fits(session, turn.t, n, data, offers)}
-        self.offers = {}
-        if len(masked) < session.threshold:
-            self.tell("abandoned", t=turn.t, why="too few survivors", came=sorted(masked))
-            self._gather(turn.t + 1)
-            return (), []
-        fields = {"run": self.terms.run, "terms": self.terms.sha256(), "t": turn.t, "survivors": sorted(masked)}
-        fields["seals"] = secagg.seals(session, turn.t, masked)
-        found = self._ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields, more)), "revealed")
-        self.offers = {n: f.arrays["offer"].tobytes() for n, f in found.items() if "offer" in f.arrays}
-        self._keep_offers(turn.t + 1)
-        reveals = {n: f.arrays["reveal"].tobytes() for n, f in found.items() if "reveal" in f.arrays}
-        reveals = {n: r for n, r in reveals.items() if self._answers(session, turn.t, n, r, offers, masked)}
-        try:
-            total = self._open(session, turn.t, offers, masked, reveals)
-        except SordinoError as error:
-            self.tell("abandoned", t=turn.t, why=str(error), came=sorted(masked))
-            self._gather(turn.t + 1)
-            return (), []
-        if len(self.offers) < len(self.terms.names):
-            self._gather(turn.t + 1)
-        return opened(self.plan, turn, total).to(down.theta), sorted(masked)
-
-    def _open(
-        self,
-        session: secagg.Session,
-        t: int,
-        offers: dict[str, bytes],
-        masked: dict[str, bytes],
-        reveals: dict[str, bytes],
-    ) -> np.ndarray:
-        """The sum; whoever sent a wrong share is left out while enough are left."""
-        while True:
-            try:
-                return secagg.open_sum(session, t, offers, masked, reveals)
-            except secagg.WrongShareError as error:
-                self.tell("misfit", site=error.site, t=t)
-                reveals = {name: data for name, data in reveals.items() if name != error.site}
-
-    def _offers(self, t: int) -> dict[str, bytes]:
-        """Of round t: those on disk, where it was begun already."""
-        path = self.out / "offers.json"
-        if path.exists():
-            known = json.loads(path.read_text())
-            if known["t"] == t:
-                return {name: bytes.fromhex(offer) for name, offer in known["offers"].items()}
-        session = self.session
-        mine = {n: o for n, o in self.offers.items() if self._reads(secagg.read_offer, session, t, n, o)}
-        write(path, json.dumps({"t": t, "offers": {n: o.hex() for n, o in sorted(mine.items())}}).encode())
-        return mine
-
-    def _reads(self, read: Callable[..., Any], session: secagg.Session, t: int, name: str, data: bytes) -> Any:
-        try:
-            return read(session, t, name, data)
-        except SordinoError as error:
-            self.tell("misfit", site=name, t=t, why=str(error)[:200])
-            return None
-
-    def _fits(self, session: secagg.Session, t: int, name: str, data: bytes, offers: dict[str, bytes]) -> bool:
-        """Signed by its site, of the model's size, and masked with the offers that were sent out."""
-        read = partial(secagg.read_masked, dimension=self.model.size)
-        found = self._reads(read, session, t, name, data)
-        same = found and (found.vector.size, found.offers_sha256) == (self.model.size, secagg.offers_sha256(offers))
-        return bool(same)
-
-    def _answers(
-        self,
-        session: secagg.Session,
-        t: int,
-        name: str,
-        data: bytes,
-        offers: dict[str, bytes],
-        masked: dict[str, bytes],
-    ) -> bool:
-        """Signed by its site, and about these offers and survivors."""
-        found = self._reads(secagg.read_reveal, session, t, name, data)
-        if not found:
-            return False
-        about = found.offers_sha256, found.seeds.keys(), found.keys.keys()
-        if same := about == (secagg.offers_sha256(offers), masked.keys(), offers.keys() - masked.keys()):
-            return same
-        self.tell("misfit", site=name, t=t, why="its reveal is about other offers or survivors")
-        return False
-
-    def _begin(self, t: int) -> None:
-        """Offers for the first round to come: a site that was away when others answered sent one for another round."""
-        self._keep_offers(t)
-        if len(self.offers) < len(self.terms.names):
-            self._gather(t)
-
-    def _keep_offers(self, t: int) -> None:
-        session = self.session
-        self.offers = {n: o for n, o in self.offers.items() if self._reads(secagg.read_offer, session, t, n, o)}
-
-    def _gather(self, t: int) -> None:
-        """Offers for round t from sites that have not sent theirs: those that were away may be back."""
-        if t >= self.plan.rounds:
-            return
-        missing = [n for n in self.nodes if n not in self.offers]
-        fields = {"run": self.terms.run, "terms": self.terms.sha256(), "t": t}
-        for name, found in self._ask(dict.fromkeys(missing, wire.encode("offer", fields)), "offered").items():
-            if "offer" in found.arrays:
-                self.offers[name] = found.arrays["offer"].tobytes()
-
-    def _ask(self, letters: dict[str, bytes], kind: str) -> dict[str, wire.Message]:
-        """Replies by name: of the kind asked for, or refusals (told, and left out but for terms)."""
-        if not letters:
-            return {}
-        by_node = {self.nodes[name]: letter for name, letter in letters.items()}
-        replies = self._exchange(by_node)
-        found = {}
-        for name in letters:
-            message = self._read(replies.get(self.nodes[name], b""), kind)
-            if message is None:
-                self.tell("missing", site=name, kind=kind)
-            elif message.kind == "refused":
-                self.tell("refused", site=name, kind=kind, reason=str(message.fields.get("reason"))[:200])
-                if kind == "agreed":
-                    found[name] = message
-            else:
-                found[name] = message
-        return found
-
-    def _exchange(self, letters: dict[int, bytes]) -> dict[int, bytes]:
-        """Until the deadline; a site that left the link is waited for, and asked again when it is back."""
-        until = time.monotonic() + self.config.deadline
-        replies = self.transport.exchange(letters, self.config.deadline)
-        while True:
-            here = set(self.transport.sites())
-            away = [node for node in letters if node not in replies and node not in here]
-            if not away or time.monotonic() + POLL > until:
-                return replies
-            time.sleep(POLL)
-            back = {node: letters[node] for node in away if node in self.transport.sites()}
-            if back:
-                replies |= self.transport.exchange(back, max(POLL, until - time.monotonic()))
-
-    def _read(self, reply: bytes, kind: str) -> wire.Message | None:
-        try:
-            message = wire.decode(reply)
-        except wire.WireError:
-            return None
-        return message if message.kind in (kind, "refused") else None
+        total, came = self.sums.round(turn.t, lambda offers: self._letter(turn, down, offers))
+        return (() if total is None else opened(self.plan, turn, total).to(down.theta)), came
 
     # ---------------------------------------------------------------------------------------------------------- storing
 
@@ -446,9 +288,11 @@ class Coordinator:
         return self._loaded
 
     def _finish(self, model: Tensor) -> None:
-        fields = {"run": self.terms.run, "terms": self.terms.sha256(), "done": self.plan.rounds}
-        letter = wire.encode("finish", fields, {"theta": model.numpy()})
-        done = self._ask(dict.fromkeys(self.nodes, letter), "finished")
+        letter = wire.encode("finish", about(self.terms, done=self.plan.rounds), {"theta": model.numpy()})
+        done: set[str] = set()
+        for _ in range(LOST):  # who misses this has no certificate
+            missing = [name for name in self.post.nodes if name not in done]
+            done |= self.post.ask(dict.fromkeys(missing, letter), "finished").keys()
         cert = certificate(
             self.plan,
             Secure(),  # the sites' own; the coordinator draws none

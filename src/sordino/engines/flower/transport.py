@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sordino.core import SordinoError
 
@@ -17,21 +17,8 @@ RECORD, FIELD = "letter", "bytes"  # where a message keeps its one value
 POLL = 0.15  # seconds between two looks, and more with many sites: a look is a request to the link
 
 
-class Transport(Protocol):
-    def sites(self) -> list[int]:
-        """Numbers of the sites that are connected now; one that died may be listed for another minute."""
-
-    def exchange(
-        self, letters: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
-    ) -> dict[int, bytes]:
-        """Send each site its letter; the replies, once all are there, or `enough` says so, or `seconds` are over.
-
-        A site that failed or was late is missing. Replies that come later are dropped.
-        """
-
-
 class GridTransport:
-    """`Transport` over Flower's Grid.
+    """Letters over Flower's Grid: what the coordinator calls a `Transport`.
 
     failures: for each site missing from the last exchange, a code: "late", "unsent", "error <Flower's number>" or
     "malformed". Never a text that a site wrote.
