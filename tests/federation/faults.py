@@ -1,17 +1,15 @@
-"""Faults and attacks over real processes: a link, SuperNodes, site workers and a coordinator on loopback.
+"""Faults inflicted from within, at an exact step: what runs in the workers and in the coordinator of `trial.py`.
 
-One federation of four sites (any one may drop out, any one may collude) runs every scenario after another. Faults are
-inflicted from within, at an exact step: a worker or the coordinator kills itself with SIGKILL, hangs, answers rubbish,
-or finds its disk full; whoever died is started again from outside. After each scenario every site's ledger is held
-against what left it: `spent >= released`.
+A worker or the coordinator kills itself with SIGKILL, hangs, answers rubbish, or finds its disk full; the coordinator
+kills the link, breaks the protocol (`attacks.py`), or sends its letters through a storm (`storms.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
@@ -23,80 +21,101 @@ import numpy as np
 
 from sordino import wire
 
-NAMES = ("alpha", "beta", "gamma", "delta")
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon")
+DROPOUTS = 2
 DEADLINE, ROUNDS = 15.0, 3
 BACK = -1  # with the one that died, if it is back in time, or without
 
 
 class Scenario(NamedTuple):
-    """kind, t: the letter that the fault befalls, at `site`; or the exchange of the coordinator."""
+    """at: the letters that the fault befalls, at `sites`; exchange: of the coordinator, where the fault is its own."""
 
     what: str
     do: str = ""
-    kind: str = "round"
-    t: int = 1
+    at: tuple[tuple[str, int | None], ...] = (("round", 1),)
     sites: tuple[str, ...] = ("beta",)
-    exchange: int = -1  # of the coordinator's own
+    exchange: int = -1
     trust: str = "secure-aggregation"
     method: str = "dp-fedsofim"
-    came: tuple[int, ...] = (4, 4, 4)  # sites in each round's sum; 0: not opened
+    came: tuple[int, ...] = (5, 5, 5)  # sites in each round's sum; 0: not opened; (): as the weather will have it
 
 
+PLAIN: dict[str, Any] = {"trust": "untrusted-server", "method": "dp-scaffold"}
+REVEAL, OFFER = (("reveal", 1),), (("reveal", 1), ("offer", 2))
+TWO, THREE = ("beta", "gamma"), ("beta", "gamma", "delta")
 SECURE = {
     "uninterrupted": Scenario("nothing happens"),
-    "site-killed-mid-round": Scenario("kill -9 of a site as a round's letter comes", "kill", came=(4, 3, BACK)),
-    "site-killed-after-charge": Scenario("kill -9 between charge and reply", "kill-after", came=(4, 3, BACK)),
-    "site-killed-before-reveal": Scenario("kill -9 before the shares are revealed", "kill", "reveal"),
-    "site-hangs": Scenario("a site answers after the deadline", "hang", came=(4, 3, 4)),
-    "site-hangs-at-reveal": Scenario("a site reveals after the deadline", "hang", "reveal"),
-    "two-drop-out": Scenario("more sites fail than planned", "silent", sites=("beta", "gamma"), came=(4, 0, 4)),
-    "two-drop-out-at-reveal": Scenario(
-        "more fail before revealing", "silent", "reveal", sites=("beta", "gamma"), came=(4, 0, 4)
+    "site-killed-mid-round": Scenario("kill -9 of a site as a round's letter comes", "kill", came=(5, 4, BACK)),
+    "site-killed-after-charge": Scenario("kill -9 between charge and reply", "kill-after", came=(5, 4, BACK)),
+    "site-killed-before-reveal": Scenario("kill -9 before the shares are revealed", "kill", REVEAL),
+    "site-hangs": Scenario("a site answers after the deadline", "hang", came=(5, 4, 5)),
+    "site-hangs-at-reveal": Scenario("a site reveals after the deadline", "hang", REVEAL),
+    "one-drops-at-terms": Scenario("one site silent at the first offer", "silent", (("terms", None),)),
+    "two-drop-at-terms": Scenario("two sites silent at the first offer", "silent", (("terms", None),), TWO),
+    "three-drop-at-terms": Scenario("three sites silent at the first offer", "silent", (("terms", None),), THREE),
+    "one-drops-at-round": Scenario("one site silent in a round", "silent", came=(5, 4, 5)),
+    "two-drop-at-round": Scenario("two sites silent in a round", "silent", sites=TWO, came=(5, 3, 5)),
+    "three-drop-at-round": Scenario("more silent than planned", "silent", sites=THREE, came=(5, 0, 5)),
+    "one-drops-at-reveal": Scenario("one site silent before revealing", "silent", REVEAL),
+    "two-drop-at-reveal": Scenario("two sites silent before revealing", "silent", REVEAL, TWO),
+    "three-drop-at-reveal": Scenario(
+        "more silent than planned before revealing", "silent", REVEAL, THREE, came=(5, 0, 5)
     ),
-    "disk-full": Scenario("the ledger cannot be written", "full", came=(4, 3, 4)),
+    "one-drops-at-offer": Scenario("one site's offer for the next round is missing", "silent", OFFER, came=(5, 5, 4)),
+    "two-drop-at-offer": Scenario("two sites' offers are missing", "silent", OFFER, TWO, came=(5, 5, 3)),
+    "three-drop-at-offer": Scenario("more offers missing than planned", "silent", OFFER, THREE, came=(5, 0, 0)),
+    "one-drops-at-finish": Scenario("one site silent at the end", "silent", (("finish", None),)),
+    "two-drop-at-finish": Scenario("two sites silent at the end", "silent", (("finish", None),), TWO),
+    "disk-full": Scenario("the ledger cannot be written", "full", came=(5, 4, 5)),
     "clock-skew": Scenario("a site's clock goes a year back", "skew"),
-    "rubbish": Scenario("bytes that are no message", "rubbish", came=(4, 3, 4)),
-    "oversized": Scenario("a message ten times too long", "oversized", came=(4, 3, 4)),
-    "replayed": Scenario("the last round's message once more", "replayed", came=(4, 3, 4)),
-    "forged": Scenario("a masked vector that its site did not sign", "forged", came=(4, 3, 4)),
+    "rubbish": Scenario("bytes that are no message", "rubbish", came=(5, 4, 5)),
+    "oversized": Scenario("a message ten times too long", "oversized", came=(5, 4, 5)),
+    "replayed": Scenario("the last round's message once more", "replayed", came=(5, 4, 5)),
+    "forged": Scenario("a masked vector that its site did not sign", "forged", came=(5, 4, 5)),
     "coordinator-killed-mid-round": Scenario("kill -9 of the coordinator in a round", "kill-after", exchange=3),
     "coordinator-killed-between": Scenario("kill -9 of the coordinator between two rounds", "kill", exchange=4),
+    "link-killed": Scenario("kill -9 of the link in a round", "kill-link", exchange=5),
+    "hostile-server": Scenario("a server that breaks the protocol of masks", "attack"),
 }
-PLAIN = {
-    "plain-uninterrupted": Scenario("nothing happens", trust="untrusted-server", method="dp-scaffold"),
-    "plain-nan": Scenario(
-        "NaN for a message", "nan", trust="untrusted-server", method="dp-scaffold", t=2, came=(4, 4, 3, 4)
-    ),
-    "plain-wrong-shape": Scenario(
-        "a message of another shape", "shape", trust="untrusted-server", method="dp-scaffold", t=2, came=(4, 4, 3, 4)
-    ),
-    "plain-coordinator-killed": Scenario(
-        *("kill -9 of the coordinator in a round", "kill-after"),
-        **{"exchange": 3, "trust": "untrusted-server", "method": "dp-scaffold"},
-    ),
+OPEN = {
+    "open-uninterrupted": Scenario("nothing happens", **PLAIN),
+    "open-nan": Scenario("NaN for a message", "nan", (("round", 2),), came=(5, 5, 4, 5), **PLAIN),
+    "open-wrong-shape": Scenario("a message of another shape", "shape", (("round", 2),), came=(5, 5, 4, 5), **PLAIN),
+    "open-coordinator-killed": Scenario("kill -9 of the coordinator in a round", "kill-after", exchange=3, **PLAIN),
+    "open-hostile-server": Scenario("a server that breaks its word", "attack", trust="untrusted-server"),
 }
-SCENARIOS = {**SECURE, **PLAIN}
-QUICK = ("uninterrupted", "site-killed-mid-round", "coordinator-killed-mid-round", "two-drop-out")
+STORMS = {  # two of five in the open
+    f"storm-{k:02}": Scenario("random faults", "storm", came=(), **(PLAIN if k % 5 in (1, 3) else {}))
+    for k in range(100)
+}
+SCENARIOS = {**SECURE, **OPEN, **STORMS}
 
 
 def as_expected(name: str, came: list[int]) -> bool:
-    return len(came) == len(SCENARIOS[name].came) and all(
-        found == expected or (expected == BACK and found >= 3)
-        for found, expected in zip(came, SCENARIOS[name].came, strict=True)
+    expected = SCENARIOS[name].came
+    if not expected:
+        return True
+    return len(came) == len(expected) and all(
+        found == wanted or (wanted == BACK and found >= len(NAMES) - 1)
+        for found, wanted in zip(came, expected, strict=True)
     )
+
+
+def notes() -> Path:
+    return Path(os.environ["FAULTS"])
 
 
 def once(name: str) -> bool:
     """True the first time, over all processes and their restarts."""
     try:
-        os.close(os.open(Path(os.environ["FAULTS"]) / f"once-{name}", os.O_CREAT | os.O_EXCL))
+        os.close(os.open(notes() / f"once-{name}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     return True
 
 
 def current() -> tuple[str, Scenario]:
-    name = (Path(os.environ["FAULTS"]) / "current").read_text()
+    name = (notes() / "current").read_text()
     return name, SCENARIOS.get(name, Scenario("nothing"))
 
 
@@ -107,20 +126,48 @@ def handle(letter: bytes) -> bytes:
     from sordino.federation import handler
 
     name, scenario = current()
-    me, message = os.environ["SORDINO_SITE"], wire.decode(letter)
-    due = scenario.exchange < 0 and me in scenario.sites and message.kind == scenario.kind
-    due = due and message.fields.get("t") == scenario.t and bool(scenario.do)
-    if not due or not once(f"{name}-{me}"):
-        return record(me, message, handler.handle(letter))
-    return record(me, message, FAULTS[scenario.do](lambda: handler.handle(letter)))
+    me = os.environ["SORDINO_SITE"]
+    message = wire.decode(letter) if letter[:4] == wire.MAGIC and scenario.do not in ("attack", "storm") else None
+    if message is None:  # what comes may be rubbish
+        return record(me, dying(me, lambda: handler.handle(letter)))
+    about = message.kind, message.fields.get("t")
+    due = scenario.exchange < 0 and me in scenario.sites and about in scenario.at and bool(scenario.do)
+    if not due or not once(f"{name}-{me}-{message.kind}"):
+        return record(me, handler.handle(letter))
+    return record(me, FAULTS[scenario.do](lambda: handler.handle(letter)))
 
 
-def record(me: str, asked: wire.Message, reply: bytes) -> bytes:
-    """What left the site, for the invariant."""
+def dying(me: str, answer: Callable[[], bytes]) -> bytes:
+    """As the storm decided: at once, or about a charge; not at all if nothing is charged."""
+    path = notes() / f"dying-{me}"
+    if not path.exists():
+        return answer()
+    how = path.read_text()
+    path.unlink()
+    if how == "site restarted":
+        return die(answer)
+    from sordino.privacy.ledger import Ledger
+
+    charge = Ledger.charge
+
+    def charged(*args: Any) -> None:
+        if how == "killed after its charge":
+            charge(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Ledger.charge = charged  # type: ignore[method-assign, assignment]
+    try:
+        return answer()
+    finally:
+        Ledger.charge = charge  # type: ignore[method-assign]
+
+
+def record(me: str, reply: bytes) -> bytes:
+    """What is about to leave the site, for the invariant."""
     found = wire.decode(reply) if reply[:4] == wire.MAGIC else wire.Message("rubbish", {}, {})
-    line = {"asked": asked.kind, "t": asked.fields.get("t"), "run": asked.fields.get("run"), "kind": found.kind}
-    with open(Path(os.environ["FAULTS"]) / f"left-{me}.jsonl", "a") as file:
-        file.write(json.dumps(line | {"code": found.fields.get("code")}) + "\n")
+    line = {"kind": found.kind, "run": found.fields.get("run"), "t": found.fields.get("t")}
+    with open(notes() / f"left-{me}.jsonl", "a") as file:
+        file.write(json.dumps(line | {"digest": hashlib.sha256(reply).hexdigest()}) + "\n")
     return reply
 
 
@@ -196,7 +243,7 @@ FAULTS: dict[str, Callable[[Callable[[], bytes]], bytes]] = {
 
 
 class Counting:
-    """A transport that kills its process at a given exchange, before or after it."""
+    """A transport that kills its process, or the link, at a given exchange, before or after it."""
 
     def __init__(self, transport: Any, name: str, scenario: Scenario) -> None:
         self.transport, self.name, self.scenario, self.count = transport, name, scenario, 0
@@ -209,115 +256,32 @@ class Counting:
         due = self.count == self.scenario.exchange and once(f"{self.name}-coordinator")
         if due and self.scenario.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if due and self.scenario.do == "kill-link":
+            os.kill(int((notes() / "link.pid").read_text()), signal.SIGKILL)
         found = self.transport.exchange(letters, seconds, enough)
-        if due:
+        if due and self.scenario.do == "kill-after":
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
 
 def serve(transport: Any, folder: Path) -> None:
+    """All the runs in `folder`, one after another, from wherever they stand."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from attacks import attack
+    from storms import weather
+
     from sordino.federation import coordinator
 
     for place in sorted(path for path in folder.iterdir() if (path / "federation.toml").exists()):
-        if (place / "run" / "certificate.json").exists():
-            continue
         name = place.name.partition("-")[2]
-        (Path(os.environ["FAULTS"]) / "current").write_text(name)
-        coordinator.serve(Counting(transport, name, SCENARIOS[name]), place)
+        scenario = SCENARIOS[name]
+        if (place / "run" / "certificate.json").exists() or (place / "attacks.json").exists():
+            continue
+        (notes() / "current").write_text(name)
+        if scenario.do == "attack":
+            attack(transport, place)
+        elif scenario.do == "storm":
+            weather(transport, place, name, notes(), [folder.parent / "world" / site for site in NAMES])
+        else:
+            coordinator.serve(Counting(transport, name, scenario), place)
     (folder / "done").touch()
-
-
-# ------------------------------------------------------------------------------------------------------- from outside
-
-
-def run(folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All scenarios in one federation; what became of each."""
-    import tomli_w
-
-    from sordino.engines.flower.processes import Federation
-
-    sys.path.insert(0, str(Path(__file__).parent))
-    from worlds import World
-
-    base = {"method": "dp-fedsofim", "rounds": ROUNDS, "epsilon": 8.0, "delta": 1e-5, "trust": "secure-aggregation"}
-    world = World(folder / "world", base, names=NAMES, dropouts=1, deadline=DEADLINE, patience=120.0)
-    for name in NAMES:
-        world.configure(name, epsilon=1000.0)
-    places, notes = folder / "coordinators", folder / "notes"
-    notes.mkdir()
-    for k, name in enumerate(names):
-        place, scenario = places / f"{k:02}-{name}", SCENARIOS[name]
-        shutil.copytree(world.coordinator, place)
-        spec = {**base, "method": scenario.method, "trust": scenario.trust}
-        (place / "spec.toml").write_text(tomli_w.dumps(spec | {"rounds": len(scenario.came)}))
-    here = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "FAULTS": str(notes)}
-    server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "faults:serve", **here}
-    site = {"SORDINO_SITES": str(world.folder), **here}
-    restarts, began = [], time.monotonic()
-    with Federation(folder / "flower", NAMES, handler="faults:handle", server=server, site=site) as running:
-        started = time.monotonic() - began
-        running.run()
-        while not (places / "done").exists():
-            for name, process in list(running.processes.items()):
-                if process.poll() is not None:
-                    restarts.append(name)
-                    tell(f"{name} died in {(notes / 'current').read_text()}; starting it again")
-                    restart(running, name, server)
-            if time.monotonic() - began > 60 * len(names) + 120:
-                raise TimeoutError(f"the scenario {(notes / 'current').read_text()} did not end")
-            time.sleep(0.2)
-    found = {name: outcome(world, places / f"{k:02}-{name}", notes) for k, name in enumerate(names)}
-    return {"start_s": started, "seconds": time.monotonic() - began, "restarts": restarts, "runs": found}
-
-
-def restart(running: Any, name: str, server: dict[str, str]) -> None:
-    from sordino.engines.flower.processes import environment, server_command
-
-    if name == "server":
-        command = server_command(running.address, running.tls.authority, running.secret)
-        running.start("server", command, environment(running.folder / "home", server))
-        running.run()
-    elif name.startswith("worker-"):
-        running.start_worker(name.removeprefix("worker-"))
-    else:
-        raise RuntimeError(f"{name} died of itself; see {running.log(name)}")
-
-
-def outcome(world: Any, place: Path, notes: Path) -> dict[str, Any]:
-    """What a scenario came to, and whether the invariant holds."""
-    from sordino.experiments.outcome import load_model
-    from sordino.federation.terms import Terms
-
-    terms = Terms.read((place / "run" / "terms.json").read_text())
-    lines = [json.loads(line) for line in (place / "run" / "progress.jsonl").read_text().splitlines()]
-    rounds = {line["t"]: line for line in lines if line["what"] == "round"}
-    certs = [world.place(n) / "runs" / terms.run / "certificate.json" for n in terms.names]
-    epsilons = [json.loads(path.read_text())["epsilon"] for path in certs if path.exists()]
-    _, theta, *_ = load_model(place / "run" / "model.safetensors")
-    return {
-        "what": SCENARIOS[place.name.partition("-")[2]].what,
-        "came": [len(rounds[t]["came"]) for t in sorted(rounds)],
-        "abandoned": [line["t"] for line in lines if line["what"] == "abandoned"],
-        "seconds": lines[-1].get("seconds") or rounds[max(rounds)]["seconds"],
-        "site_certificates": len(epsilons),
-        "epsilon": max(epsilons, default=None),
-        "unpaid": sum(unpaid(world, terms, name, notes) for name in terms.names),
-        "model": float(theta.double().norm()),
-    }
-
-
-def unpaid(world: Any, terms: Any, name: str, notes: Path) -> int:
-    """Rounds that left a site without standing in its ledger, once and as planned."""
-    path = notes / f"left-{name}.jsonl"
-    left = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    released = {line["t"] for line in left if line["run"] == terms.run and line["asked"] == "round"}
-    released -= {line["t"] for line in left if line["kind"] == "refused" and line["run"] == terms.run}
-    site = world.site(name)
-    mine = terms.names.index(name)
-    with site.ledger() as ledger:
-        rows = [row for row in ledger.rows() if row.plan == terms.run]
-    bad = 0
-    for t in released:
-        planned = sorted((e.query, e.sensitivity, e.std, e.times) for e in terms.plan.entries(mine, t, terms.run))
-        bad += sorted((r.query, r.sensitivity, r.std, r.times) for r in rows if r.round == t) != planned
-    return bad + (len({(r.round, r.query) for r in rows}) != len(rows))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from letters import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
 
 import sordino
 from sordino import secagg, wire
@@ -47,38 +48,6 @@ def refused(world, reply, code, name=NORTH):
 
 
 # --------------------------------------------------------------------------------------------------------------- terms
-
-SPEC = [  # what a server may not write into a spec, and a word of the site's own log about it
-    ({"method": "dp-magic"}, "unknown"),
-    ({"method": None}, "method"),
-    ({"uncertified": True}, "uncertified"),
-    ({"seed": 1}, "seed"),
-    ({"weights": "/etc/passwd"}, "weights"),
-    ({"public_stats": "/etc/passwd"}, "public_stats"),
-    ({"data": "/etc/passwd"}, "data"),
-    ({"data_dir": "/etc"}, "data_dir"),
-    ({"label": "y"}, "label"),
-    ({"test_fraction": 0.01}, "test_fraction"),
-    ({"noise": 1e-6}, "noise"),
-    ({"epsilon": None, "noise": 1e-6}, "noise"),
-    ({"epsilon": float("nan")}, ""),
-    ({"epsilon": None}, "decide"),
-    ({"clients": 2}, "clients"),
-    ({"partition": "iid"}, "partition"),
-    ({"sizes": "equal"}, "sizes"),
-    ({"evaluate_every": 1}, "evaluate_every"),
-    ({"unit": "user"}, "unit"),
-    ({"trust": "trusted-server"}, "trust"),
-    ({"trust": "nobody"}, ""),
-    ({"rounds": None}, "decide"),
-    ({"rounds": 10**6}, "most_rounds"),
-    ({"normalize": None}, "decide"),
-    ({"schedule_seed": None}, "decide"),
-    ({"clip": float("inf")}, ""),
-    ({"clip": "wide"}, ""),
-    ({"stranger": 1}, "stranger"),
-    ({"model": "/etc/passwd"}, "model"),
-]
 
 
 @pytest.mark.parametrize(("spec", "word"), SPEC, ids=[str(spec) for spec, _ in SPEC])
@@ -224,58 +193,6 @@ def test_a_limit_is_not_loosened_by_editing_site_toml(tiny, talk):
 
 # -------------------------------------------------------------------------------------------------------------- rounds
 
-SIZE = 15  # of tiny worlds' models: four features and a bias, three classes
-NUMBERS = np.zeros(SIZE, np.float32)
-
-
-def put(value):
-    theta = NUMBERS.copy()
-    theta[3] = value
-    return theta
-
-
-ROUNDS = [
-    ("unknown-run", {"run": "00" * 16}, {}),
-    ("unknown-run", {"run": "../../etc"}, {}),
-    ("unknown-run", {"run": ["ab" * 16]}, {}),
-    ("unknown-run", {"run": 7}, {}),
-    ("malformed", {"run": None}, {}),
-    ("changed", {"terms": "00" * 32}, {}),
-    ("changed", {"terms": ["x"]}, {}),
-    ("malformed", {"terms": None}, {}),
-    ("order", {"t": -1}, {}),
-    ("order", {"t": 3}, {}),
-    ("order", {"t": 10**30}, {}),
-    ("order", {"t": True}, {}),
-    ("order", {"t": 0.0}, {}),
-    ("order", {"t": "0"}, {}),
-    ("order", {"t": [0]}, {}),
-    ("malformed", {"t": None}, {}),
-    ("malformed", {"word": None}, {}),
-    ("malformed", {"stranger": 1}, {}),
-    ("malformed", {"word": 0}, {}),
-    ("malformed", {"word": 10**30}, {}),
-    ("malformed", {"word": "theta"}, {}),
-    ("malformed", {"word": {"a": [[]]}}, {}),
-    ("malformed", {"word": [[[[0, 0, 0]]]]}, {"word0": NUMBERS}),
-    ("malformed", {"word": [1, 0]}, {"word0": NUMBERS, "word1": NUMBERS}),
-    ("malformed", {}, {"theta": None}),
-    ("malformed", {}, {"theta": put(np.nan)}),
-    ("malformed", {}, {"theta": put(np.inf)}),
-    ("malformed", {}, {"theta": put(-np.inf)}),
-    ("malformed", {}, {"theta": NUMBERS[:-1]}),
-    ("malformed", {}, {"theta": np.zeros(2**20, np.float32)}),
-    ("malformed", {}, {"theta": NUMBERS[None]}),
-    ("malformed", {}, {"theta": np.zeros((3, SIZE), np.float32)}),
-    ("malformed", {}, {"theta": NUMBERS.astype(np.float64)}),
-    ("malformed", {}, {"theta": NUMBERS.astype(np.float64) + 1e300}),
-    ("malformed", {}, {"theta": NUMBERS.astype(np.int64)}),
-    ("malformed", {}, {"theta": NUMBERS.astype(np.uint8)}),
-    ("malformed", {}, {"stranger": NUMBERS}),
-    ("malformed", {}, {"word0": NUMBERS}),
-    ("malformed", {}, {"offer:south": np.zeros(4, np.uint8)}),
-]
-
 
 def test_a_letter_that_is_not_of_the_agreed_form_is_refused_before_the_data_are_touched(tiny, talk, touched):
     world = tiny()
@@ -288,19 +205,6 @@ def test_a_letter_that_is_not_of_the_agreed_form_is_refused_before_the_data_are_
     assert world.charged(NORTH) == []
     assert talk.round(0).kind == "said"  # and the site is as well as before
     assert world.charged(NORTH) == [(talk.terms.run, 0)]
-
-
-WORDS = [
-    np.zeros((5, SIZE), np.float32),  # five models at once, whose answers would share one draw of noise
-    np.zeros((1, SIZE), np.float32),
-    np.zeros(2, np.float32),
-    np.zeros(0, np.float32),
-    np.zeros(2 * SIZE, np.float32),
-    put(np.nan),
-    put(np.inf),
-    np.full(SIZE, 1e300),  # beyond what float32 holds
-    np.zeros(SIZE, np.int64),
-]
 
 
 @pytest.mark.parametrize("k", range(len(WORDS)))

@@ -1,0 +1,201 @@
+"""Faults and attacks over real processes: a link, SuperNodes, site workers and a coordinator on loopback.
+
+One federation of five sites (any two may drop out, any one may collude) runs every scenario of `faults.py`, one after
+another; whoever died is started again from here. After each, every site's ledger is held against what left it:
+`spent >= released`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attacks import singled_out
+from worlds import World
+
+from faults import DEADLINE, DROPOUTS, NAMES, SCENARIOS
+from sordino.data.sources import load
+from sordino.engines.flower.processes import (
+    Federation,
+    called,
+    environment,
+    listening,
+    register_command,
+    server_command,
+    superlink_command,
+)
+from sordino.experiments.outcome import load_model
+from sordino.federation.config import SiteConfig
+from sordino.federation.site import Site
+from sordino.federation.terms import Terms
+
+VICTIM = "alpha"  # one of its records is singled out
+QUICK = (
+    *("uninterrupted", "site-killed-mid-round", "coordinator-killed-mid-round", "three-drop-at-round"),
+    *("hostile-server", "open-hostile-server", "storm-00", "storm-01"),
+)
+
+
+def run(folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All scenarios in one federation; what became of each."""
+    world, places, notes = prepared(folder, names)
+    here = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "FAULTS": str(notes)}
+    server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "faults:serve", **here}
+    site = {"SORDINO_SITES": str(world.folder), **here}
+    restarts: Counter[str] = Counter()
+    began = time.monotonic()
+    with Federation(folder / "flower", NAMES, handler="faults:handle", server=server, site=site) as running:
+        started = time.monotonic() - began
+        (notes / "link.pid").write_text(str(running.processes["link"].pid))
+        running.run()
+        known = ""
+        while not (places / "done").exists():
+            now = (notes / "current").read_text() if (notes / "current").exists() else ""
+            if now != known:
+                known, since = now, time.monotonic()
+                tell(f"{since - began:.0f} s: {now}")
+            for name, process in list(running.processes.items()):
+                if process.poll() is not None:
+                    restarts[name.partition("-")[0]] += 1
+                    tell(f"  {name} died; starting it again")
+                    restart(running, name, server, notes)
+            if time.monotonic() - began > 90 * len(names) + 120:
+                raise TimeoutError(f"the scenario {now} did not end")
+            time.sleep(0.2)
+    found = {name: outcome(world, places / f"{k:03}-{name}", notes) for k, name in enumerate(names)}
+    violations = (notes / "violations.jsonl").read_text() if (notes / "violations.jsonl").exists() else ""
+    seen = (notes / "weather.jsonl").read_text().splitlines() if (notes / "weather.jsonl").exists() else []
+    storm = sum((Counter(json.loads(line)) for line in seen), Counter())
+    about = {"start_s": started, "seconds": time.monotonic() - began, "restarts": dict(restarts)}
+    return {**about, "faults_of_storms": dict(storm), "violations": violations.splitlines(), "runs": found}
+
+
+def prepared(folder: Path, names: tuple[str, ...]) -> tuple[World, Path, Path]:
+    """The sites' folders, one of a coordinator for each scenario, and one for notes."""
+    base = {"method": "dp-fedsofim", "epsilon": 8.0, "delta": 1e-5}
+    world = World(folder / "world", base, names=NAMES, tiny=True, dropouts=DROPOUTS, deadline=DEADLINE, patience=120.0)
+    for name in NAMES:
+        world.configure(name, epsilon=1000.0)
+    places, notes = folder / "coordinators", folder / "notes"
+    notes.mkdir()
+    (notes / "current").write_text("")
+    victim = load(str(world.place(VICTIM) / "data.npz")).x_train[0]
+    for k, name in enumerate(names):
+        place, scenario = places / f"{k:03}-{name}", SCENARIOS[name]
+        shutil.copytree(world.coordinator, place)
+        spec = {**base, "method": scenario.method, "trust": scenario.trust}
+        (place / "spec.toml").write_text(tomli_w.dumps(spec | {"rounds": len(scenario.came) or 3}))
+        np.save(place / "victim.npy", victim)
+    return world, places, notes
+
+
+def restart(running: Federation, name: str, server: dict[str, str], notes: Path) -> None:
+    """As whoever looks after the machine would."""
+    keys = running.folder / "keys"
+    if name == "server":
+        command = server_command(running.address, running.tls.authority, running.secret)
+        running.start("server", command, environment(running.folder / "home", server))
+        running.run()
+    elif name.startswith("worker-"):
+        running.start_worker(name.removeprefix("worker-"))
+    elif name.startswith("node-"):
+        running.start_node(name.removeprefix("node-"))
+    else:  # a link without a database has forgotten its sites
+        port = int(running.address.rpartition(":")[2])
+        link = running.start("link", superlink_command(running.tls, running.secret, port=port), running.env)
+        (notes / "link.pid").write_text(str(link.pid))
+        running.wait(lambda: listening(port), 60, "link")
+        for site in NAMES:
+            called(register_command((keys / site).with_suffix(".pub")), running.env)
+        running.run()
+
+
+# ---------------------------------------------------------------------------------------------------- what came of it
+
+
+def outcome(world: World, place: Path, notes: Path) -> dict[str, Any]:
+    """What a scenario came to, and whether the invariant holds."""
+    scenario = SCENARIOS[place.name.partition("-")[2]]
+    terms = Terms.read((place / "run" / "terms.json").read_text())
+    lines = [json.loads(line) for line in (place / "run" / "progress.jsonl").read_text().splitlines()]
+    certs = [world.place(n) / "runs" / terms.run / "certificate.json" for n in terms.names]
+    epsilons = [json.loads(path.read_text())["epsilon"] for path in certs if path.exists()]
+    about = {"what": scenario.what, "trust": scenario.trust, "site_certificates": len(epsilons)}
+    about |= {"epsilon": max(epsilons, default=None)}
+    about |= {"unpaid": sum(unpaid(world, terms, name, notes) for name in terms.names)}
+    if scenario.do == "attack":
+        return about | attacked(world, place, terms)
+    rounds = {line["t"]: line for line in lines if line["what"] == "round"}
+    _, theta, *_ = load_model(place / "run" / "model.safetensors")
+    return about | {
+        "came": [len(rounds[t]["came"]) for t in sorted(rounds)],
+        "abandoned": sorted({line["t"] for line in lines if line["what"] == "abandoned"}),
+        "seconds": rounds[max(rounds)]["seconds"],
+        "model": float(theta.double().norm()),
+    }
+
+
+def charged(world: World, terms: Terms, name: str) -> list[tuple[Any, ...]]:
+    book = sqlite3.connect(world.place(name) / "ledger.db")
+    words = "SELECT round, query, sensitivity, std, times FROM entries WHERE plan = ? ORDER BY seq"
+    rows = book.execute(words, (terms.run,)).fetchall()
+    book.close()
+    return rows
+
+
+def unpaid(world: World, terms: Terms, name: str, notes: Path) -> int:
+    """Rounds that left a site without standing in its ledger once and as planned, or that were charged twice."""
+    path = notes / f"left-{name}.jsonl"
+    left = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    released = {line["t"] for line in left if line["kind"] == "said" and line["run"] == terms.run}
+    rows, bad = charged(world, terms, name), 0
+    for t in released:
+        planned = terms.plan.entries(terms.names.index(name), t, terms.run)
+        bad += sorted(r[1:] for r in rows if r[0] == t) != sorted(
+            (e.query, e.sensitivity, e.std, e.times) for e in planned
+        )
+    return bad + (len({row[:2] for row in rows}) != len(rows))
+
+
+def attacked(world: World, place: Path, terms: Terms) -> dict[str, Any]:
+    """What was tried, how often it was answered otherwise than it must be, and how far a record moved an answer."""
+    found = json.loads((place / "attacks.json").read_text())
+    wrong = [one for one in found["tries"] if one["answer"] != one["expected"]]
+    paid = {name: sorted({row[0] for row in charged(world, terms, name)}) for name in NAMES}
+    wrong += [
+        {"what": "charges", "site": n, "answer": rounds}
+        for n, rounds in paid.items()
+        if rounds != found["seen"]["charged"]
+    ]
+    out = {"tries": len(found["tries"]), "kinds": len({one["what"] for one in found["tries"]}), "wrong": wrong}
+    if letters := found["seen"]["letters"]:
+        asked = [bytes.fromhex(letter) for letter, _ in letters]
+        answers = [bytes.fromhex(said[VICTIM]) for _, said in letters]
+        moved = singled_out(world, VICTIM, terms, asked, answers, neighbour(world, place))
+        out |= {"moved_of_sensitivity": moved, "wrong": wrong + [m for m in moved if not m <= 1 + 1e-3]}
+    return out
+
+
+def neighbour(world: World, place: Path) -> Site:
+    """The victim's site with another record in its place."""
+    here, there = world.place(VICTIM), place / VICTIM
+    there.mkdir()
+    for name in ("site.toml", "identity.key", "roster.toml"):
+        shutil.copy(here / name, there / name)
+    with np.load(here / "data.npz") as stored:
+        x, y = stored["x"], stored["y"]
+    row = int(np.flatnonzero((x == np.load(place / "victim.npy")).all(1))[0])
+    x[row], y[row] = -100 * x[row], (y[row] + 1) % 3
+    np.savez(there / "data.npz", x=x, y=y)
+    return Site(SiteConfig.read(there / "site.toml"))
