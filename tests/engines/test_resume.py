@@ -1,9 +1,8 @@
 """A federation with a ledger, killed at random moments: nothing is counted twice, nothing forgotten."""
 
 import random
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,9 +43,10 @@ def train(path, source, records=None, epsilon=2.0):
             yield turn
 
 
-if __name__ == "__main__":
-    for _ in train(sys.argv[1], Seeded(3) if sys.argv[2] == "seeded" else Secure()):
-        pass
+WORK = """
+for _ in train(sys.argv[1], Seeded(3) if sys.argv[2] == "seeded" else Secure()):
+    pass
+"""
 
 
 def last(path, source, records=None):
@@ -55,15 +55,15 @@ def last(path, source, records=None):
 
 
 @pytest.mark.parametrize("kind", ["seeded", "secure"])
-def test_kill_nine_and_resume(kind, tmp_path, capsys):
+def test_kill_nine_and_resume(kind, tmp_path, capsys, lives):
     path, rng, kills = tmp_path / "ledger.db", random.Random(1), 0
+    process = lives(Path(__file__).read_text(), WORK, path, kind)
     while kills < 4:
-        process = subprocess.Popen([sys.executable, __file__, str(path), kind], stdout=subprocess.PIPE, text=True)
-        seen = [process.stdout.readline() for _ in range(rng.randint(1, 4) + 5 * kills)]
+        process.begin()
+        seen = [process.line() for _ in range(rng.randint(1, 4) + 5 * kills)]
         time.sleep(rng.random() * 0.01)
         process.kill()
-        process.communicate()
-        assert seen[-1].strip(), "it ended before it was killed: nothing was tested"
+        assert "end" not in seen, "it ended before it was killed: nothing was tested"
         kills += 1
         with Ledger(path) as ledger:
             assert ledger.audit() == []

@@ -1,8 +1,5 @@
 import json
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -82,22 +79,22 @@ def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_
         assert ledger.spent_epsilon("clients 0-2, 4-9", 1e-5) == pytest.approx(8.0)
 
 
-SCRIPT = """
-import sys
+IMPORTS = """
 from pathlib import Path
 from sordino.experiments import run
 from sordino.experiments.spec import Spec
+"""
+RESUME = """
 out = Path(sys.argv[1])
 job = run.prepare(Spec.read(out / "spec.toml"))
 before, *_ = run._restore(out, job.identity)
 for line in run.rounds(job, out):
     if line["round"] > before:
         print(line["round"], flush=True)
-
 """
 
 
-def test_kill_nine_at_random_moments_and_resume(tmp_path):
+def test_kill_nine_at_random_moments_and_resume(tmp_path, lives):
     """The resumed run ends with the very model, metrics and ledger of one that was never interrupted."""
     values = {"rounds": 60, "seed": 5, "method": "dp-fedadam", "tail": 0.5}
     job, cert, history = finished(tmp_path / "whole", **values)
@@ -105,20 +102,18 @@ def test_kill_nine_at_random_moments_and_resume(tmp_path):
     run.start(job, out)
     rng = random.Random(0)
     kills = 0
+    process = lives(IMPORTS, RESUME, out)
     while True:
-        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], stdout=subprocess.PIPE, text=True)
-        for _ in range(rng.randint(1, 18)):
-            process.stdout.readline()
+        process.begin()
+        ended = "end" in (process.line() for _ in range(rng.randint(1, 18)))
         time.sleep(rng.random() * 0.004)
-        if process.poll() is not None:
-            process.communicate()
+        shown = process.kill()
+        if ended:
             break
-        process.send_signal(signal.SIGKILL)
-        shown, _ = process.communicate()
         kills += 1
         done, _, stored = run._restore(out, job.identity)
         assert len(stored) == done
-        assert all(int(t) <= done for t in shown.split()), "nothing is shown before it is stored"
+        assert all(int(t) <= done for t in shown if t != "end"), "nothing is shown before it is stored"
         if done == 60:
             break
     assert kills >= 2

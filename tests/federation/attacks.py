@@ -118,7 +118,7 @@ def in_the_open(server):
     server.finish("an end after more rounds than agreed", "malformed", done=99)
     server.finish("an end with NaN for a model", "malformed", theta=put(np.nan))
     server.finish("an honest end", "finished")
-    server.all("a round after the end", "order", talk.letter(2, arrays={"theta": put(2)}))
+    server.all("another model after the end", "replayed", talk.letter(2, arrays={"theta": put(2)}))
     return {"letters": seen, "charged": [0, 2]}
 
 

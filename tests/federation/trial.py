@@ -1,6 +1,6 @@
 """Faults and attacks over real processes: a link, SuperNodes, site workers and a coordinator on loopback.
 
-One federation of five sites (any two may drop out, any one may collude) runs every scenario of `faults.py`, one after
+One federation of six sites (any two may drop out, any one may collude) runs every scenario of `faults.py`, one after
 another; whoever died is started again from here. After each, every site's ledger is held against what left it:
 `spent >= released`.
 """
@@ -8,6 +8,7 @@ another; whoever died is started again from here. After each, every site's ledge
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import sys
@@ -24,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attacks import singled_out
 from worlds import World
 
-from faults import DEADLINE, DROPOUTS, NAMES, SCENARIOS
+import sordino
+from faults import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
 from sordino.data.sources import load
 from sordino.engines.flower.processes import (
     Federation,
@@ -50,7 +52,8 @@ QUICK = (
 def run(folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """All scenarios in one federation; what became of each."""
     world, places, notes = prepared(folder, names)
-    here = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "FAULTS": str(notes)}
+    paths = f"{Path(__file__).parent}{os.pathsep}{Path(sordino.__file__).parents[1]}"
+    here = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULTS": str(notes)}
     server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "faults:serve", **here}
     site = {"SORDINO_SITES": str(world.folder), **here}
     restarts: Counter[str] = Counter()
@@ -70,6 +73,8 @@ def run(folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lamb
                     restarts[name.partition("-")[0]] += 1
                     tell(f"  {name} died; starting it again")
                     restart(running, name, server, notes)
+            if (notes / "failed").exists():
+                raise RuntimeError((notes / "failed").read_text())
             if time.monotonic() - began > 90 * len(names) + 120:
                 raise TimeoutError(f"the scenario {now} did not end")
             time.sleep(0.2)
@@ -128,7 +133,6 @@ def outcome(world: World, place: Path, notes: Path) -> dict[str, Any]:
     """What a scenario came to, and whether the invariant holds."""
     scenario = SCENARIOS[place.name.partition("-")[2]]
     terms = Terms.read((place / "run" / "terms.json").read_text())
-    lines = [json.loads(line) for line in (place / "run" / "progress.jsonl").read_text().splitlines()]
     certs = [world.place(n) / "runs" / terms.run / "certificate.json" for n in terms.names]
     epsilons = [json.loads(path.read_text())["epsilon"] for path in certs if path.exists()]
     about = {"what": scenario.what, "trust": scenario.trust, "site_certificates": len(epsilons)}
@@ -136,6 +140,7 @@ def outcome(world: World, place: Path, notes: Path) -> dict[str, Any]:
     about |= {"unpaid": sum(unpaid(world, terms, name, notes) for name in terms.names)}
     if scenario.do == "attack":
         return about | attacked(world, place, terms)
+    lines = [json.loads(line) for line in (place / "run" / "progress.jsonl").read_text().splitlines()]
     rounds = {line["t"]: line for line in lines if line["what"] == "round"}
     _, theta, *_ = load_model(place / "run" / "model.safetensors")
     return about | {
@@ -144,6 +149,18 @@ def outcome(world: World, place: Path, notes: Path) -> dict[str, Any]:
         "seconds": rounds[max(rounds)]["seconds"],
         "model": float(theta.double().norm()),
     }
+
+
+def problems(name: str, run: dict[str, Any]) -> list[Any]:
+    """What is otherwise than it must be."""
+    found = list(run.get("wrong", []))
+    if run["unpaid"]:
+        found.append(f"{run['unpaid']} unpaid")
+    if run["site_certificates"] != len(NAMES):
+        found.append(f"{run['site_certificates']} certificates")
+    if "came" in run and not as_expected(name, run["came"]):
+        found.append(f"came {run['came']}, not {SCENARIOS[name].came}")
+    return found
 
 
 def charged(world: World, terms: Terms, name: str) -> list[tuple[Any, ...]]:

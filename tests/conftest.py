@@ -1,0 +1,66 @@
+"""What tests of several folders use."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+LIVES = """
+import atexit, os, sys
+{imports}
+while sys.stdin.readline():
+    if not os.fork():
+        break
+    sys.stdin.readline()
+    os.wait()
+    print("dead", flush=True)
+else:
+    sys.exit()
+print(os.getpid(), flush=True)
+atexit.register(print, "end", flush=True)
+{work}
+"""
+
+
+class Lives:
+    """A process to be killed again and again: `imports` are paid for once, every life that does the `work` is forked
+    from there. What a life prints comes line by line; "end" is the last of them, if it gets that far."""
+
+    def __init__(self, imports, work, *arguments):
+        code = LIVES.format(imports=imports, work=work)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self.process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], **pipes)
+        self.life = 0
+
+    def begin(self):
+        self.process.stdin.write("begin\n")
+        self.life = int(self.line())
+
+    def line(self):
+        line = self.process.stdout.readline().strip()
+        assert line, "the process is gone"
+        return line
+
+    def kill(self):
+        """The lines that were left."""
+        os.kill(self.life, signal.SIGKILL)  # dead already, it lies there still: the number is nobody else's
+        self.process.stdin.write("bury\n")
+        return list(iter(self.line, "dead"))
+
+    def close(self):
+        self.process.communicate()
+
+
+@pytest.fixture
+def lives():
+    made = []
+
+    def make(imports, work, *arguments):
+        made.append(Lives(imports, work, *arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
