@@ -2,10 +2,14 @@
 
 import json
 import shutil
+import sys
+from subprocess import Popen
+from types import SimpleNamespace
 
 import pytest
 
 from sordino.cli import main
+from sordino.core import SordinoError
 from sordino.federation import folder
 from sordino.federation.config import Federation, SiteConfig
 from sordino.secagg import Roster
@@ -138,3 +142,46 @@ def test_a_ledger_is_shown_and_exported(world, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1 + shown["rows"]
     assert main(["ledger", "show", path]) == 0
     assert main(["ledger", "show", str(tmp_path / "nothing.db")]) == 2
+
+
+def test_a_step_must_be_named(capsys):
+    assert main(["federate"]) == 2
+    assert "name a step: up, init" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- following a coordinator
+
+
+@pytest.fixture
+def running(tmp_path):
+    """What `follow` looks at: processes by name, and their logs."""
+    sleepers = {name: Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for name in ("server", "link")}
+    yield SimpleNamespace(processes=sleepers, log=lambda name: tmp_path / f"{name}.log")
+    for process in sleepers.values():
+        process.kill()
+        process.wait()
+
+
+def progress(path, *whats):
+    path.write_text("".join(json.dumps({"what": what}) + "\n" for what in whats))
+    return path
+
+
+def test_a_coordinator_that_failed_before_is_followed_from_its_next_word_on(tmp_path, running):
+    path = progress(tmp_path / "p", "waiting", "failed", "waiting", "round", "finished")
+    assert [line["what"] for line in folder.follow(path, running, 5.0)] == ["waiting", "failed"]
+    seen = folder.count_lines(progress(tmp_path / "q", "waiting", "failed"))
+    assert [line["what"] for line in folder.follow(path, running, 5.0, seen)] == ["waiting", "round", "finished"]
+
+
+@pytest.mark.parametrize("name", ["server", "link"])
+def test_a_process_that_dies_is_told_and_not_waited_for(tmp_path, running, name):
+    running.processes[name].kill()
+    running.processes[name].wait()
+    with pytest.raises(SordinoError, match=rf"ended with status -9; see .*{name}.log.*goes on"):
+        list(folder.follow(progress(tmp_path / "p", "waiting"), running, 30.0))
+
+
+def test_it_is_not_followed_for_ever(tmp_path, running):
+    with pytest.raises(SordinoError, match=r"more than 0\.3 s"):
+        list(folder.follow(tmp_path / "none", running, 0.3))

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from storms import ATTEMPTS, FAULTS, KILLED, RATES, corrupted
 
 from sordino import wire
 from sordino.core import SordinoError
@@ -14,19 +15,6 @@ from sordino.federation import post
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.ledger import Ledger
 
-FAULTS = {
-    "letter lost": 4,
-    "reply lost": 4,
-    "duplicate": 4,
-    "late duplicate": 4,
-    "site restarted": 4,
-    "killed before its charge": 2,
-    "killed after its charge": 2,
-    "letter corrupted": 3,
-    "reply corrupted": 3,
-}
-KILLED = 0.04  # of an exchange, before or after it: the coordinator's end
-ATTEMPTS = 12
 TOTAL = Counter()
 
 
@@ -84,23 +72,13 @@ class Weather:
         if fault == "site restarted":
             self.restart(node)
         if fault == "letter corrupted":
-            letter = self.corrupted(letter)
+            letter = corrupted(self.rng, letter)
         reply = self.ask(node, letter, fault if fault and fault.startswith("killed") else None)
         if fault == "duplicate":
             reply = self.ask(node, letter)
         if fault == "reply lost":
             return None
-        return self.corrupted(reply) if fault == "reply corrupted" and reply else reply
-
-    def corrupted(self, data):
-        at = self.rng.randrange(len(data))
-        # Terms that were changed and still read are other terms, and another number of records another site's word:
-        # those are cut.
-        alone = b'"kind":"terms"' in data or b'"kind":"hello"' in data
-        how = 0 if alone else self.rng.randrange(3)
-        if how == 0:
-            return data[:at]
-        return data[:at] + bytes([data[at] ^ (1 << self.rng.randrange(8))]) + data[at + (how == 1) :]
+        return corrupted(self.rng, reply) if fault == "reply corrupted" and reply else reply
 
     def restart(self, node):
         self.sites_by_node[node] = self.world.site(self.world.names[node - 100])
@@ -181,7 +159,7 @@ def schedule(tiny, seed):
     if secure:
         keys |= {"trust": "secure-aggregation", "dropouts": int(count > 3)}
     world = tiny(rng.choice(("dp-fedsofim", "dp-scaffold")) if not secure else "dp-fedsofim", **keys)
-    weather = Weather(world, rng, rng.choice((0.05, 0.15, 0.3)))
+    weather = Weather(world, rng, rng.choice(RATES))
     finished = False
     for attempt in range(ATTEMPTS):
         if attempt == ATTEMPTS - 1:

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "sordino federate coordinate study --host coordinator.example.org\n"
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
     )
-    parts = parent.add_subparsers(title="steps", metavar="STEP", required=True)
+    parts = parent.add_subparsers(title="steps", metavar="STEP")
     for add_one in (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join):
         add_one(parts)
 

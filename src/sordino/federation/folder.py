@@ -363,7 +363,10 @@ def follow(path: Path, running: Any, seconds: float, seen: int = 0) -> Iterator[
             if found["what"] in ("finished", "failed"):
                 return
         seen = len(lines)
-        if (status := running.processes["server"].poll()) is not None:
-            raise SordinoError(f"the coordinator ended with status {status}; see {running.log('server')}.")
+        for name, what in (("server", "coordinator"), ("link", "link")):
+            if (status := running.processes[name].poll()) is not None:
+                raise SordinoError(
+                    f"the {what} ended with status {status}; see {running.log(name)}. Started again, the run goes on."
+                )
         time.sleep(0.2)
     raise SordinoError(f"the federation took more than {seconds:g} s; see {running.log('server').parent}.")
