@@ -57,31 +57,32 @@ def page(out: dict[str, Any]) -> str:
         text += f"Of {sum(count.values())} rounds {count[6]} had all six sites and {count[0]} came to nothing; "
         text += f"{sum(run['unpaid'] for run in storms.values())} were unpaid. Looks at a ledger, after each exchange, "
         text += f"that found less than had left: {len(out['violations'])}.\n"
+    strangers = ", ".join(f"{name}: {answer}" for name, answer in out["strangers"].items())
+    text += f"\n**Strangers at the link**: {strangers}.\n"
     died = ", ".join(f"{name} {times}" for name, times in sorted(out["restarts"].items()))
     return text + f"\nProcesses killed and started again: {died}. {out['seconds'] / 60:.0f} minutes in all.\n"
 
 
 def main() -> None:
+    import scenarios
     import trial
 
-    import faults
-
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", choices=list(faults.SCENARIOS), default=list(faults.SCENARIOS))
+    parser.add_argument("--only", nargs="*", choices=list(scenarios.SCENARIOS), default=list(scenarios.SCENARIOS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "faults.json")
     parser.add_argument("--keep", type=Path, help="where to leave everything, for a look")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        found = trial.run(words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True))
+        found = trial.run(words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True), True)
     wrong = {name: bad for name, run in found["runs"].items() if (bad := trial.problems(name, run))}
     for name, run in found["runs"].items():
-        run["expected"] = list(faults.SCENARIOS[name].came)
+        run["expected"] = list(scenarios.SCENARIOS[name].came)
         told = f"{run['tries']} tries" if "tries" in run else f"{run['came']}, {run['seconds']:.0f} s"
         print(f"{'NOT' if name in wrong else 'ok '} {name}: {told} {wrong.get(name, '')}")
     out = {"provenance": provenance("python benchmarks/faults.py"), **found, "not_as_expected": wrong}
     words.out.write_text(json.dumps(out, indent=1) + "\n")
     words.out.with_suffix(".md").write_text(page(out))
-    sys.exit(bool(wrong or found["violations"]))
+    sys.exit(bool(wrong or found["violations"] or set(found["strangers"].values()) != {"refused"}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A server that does not keep to the protocol, over real processes: what it tries, and what sites say to that.
 
-It runs in the coordinator's process of `faults.py`. Letters that sites refuse go to one site each, as many at once as
-there are sites; what every site must refuse, or answer once, goes to all.
+It runs in the coordinator's process, for `scenarios.py`. Letters that sites refuse go to one site each, as many at once
+as there are sites; what every site must refuse, or answer once, goes to all.
 """
 
 import hashlib

@@ -4,9 +4,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
+import scenarios
 import trial
-
-import faults
 
 
 def test_faults_cost_no_privacy(tmp_path):
@@ -26,11 +25,11 @@ def test_faults_cost_no_privacy(tmp_path):
 
 
 def test_every_kind_of_fault_is_among_the_scenarios():
-    assert {scenario.do for scenario in faults.SCENARIOS.values()} == {
-        *faults.FAULTS,
+    assert {scenario.do for scenario in scenarios.SCENARIOS.values()} == {
+        *scenarios.FAULTS,
         "",
         "attack",
         "kill-link",
         "storm",
     }
-    assert len(faults.STORMS) == 100
+    assert len(scenarios.STORMS) == 100

@@ -1,4 +1,4 @@
-"""`sordino federate up`, as a user runs it: stopped in the middle by Ctrl-C, and gone on with."""
+"""`sordino federate up`, as a user runs it: stopped in the middle as a service would be, and gone on with."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_a_federation_that_was_stopped_goes_on(tmp_path):
         assert first.poll() is None, first.stderr.read().decode()
         assert time.monotonic() < end
         time.sleep(0.1)
-    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGTERM)
     _, said = first.communicate(timeout=60)
     assert first.returncode not in (0, None)
     assert b"Traceback" not in said

@@ -1,6 +1,6 @@
 """Faults and attacks over real processes: a link, SuperNodes, site workers and a coordinator on loopback.
 
-One federation of six sites (any two may drop out, any one may collude) runs every scenario of `faults.py`, one after
+One federation of six sites (any two may drop out, any one may collude) runs every scenario of `scenarios.py`, one after
 another; whoever died is started again from here. After each, every site's ledger is held against what left it:
 `spent >= released`.
 """
@@ -22,11 +22,13 @@ import numpy as np
 import tomli_w
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "engines" / "flower"))
 from attacks import singled_out
+from scenarios import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
+from strangers import try_all
 from worlds import World
 
 import sordino
-from faults import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
 from sordino.data.sources import load
 from sordino.engines.flower.processes import (
     Federation,
@@ -49,18 +51,21 @@ QUICK = (
 )
 
 
-def run(folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All scenarios in one federation; what became of each."""
+def run(
+    folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None, strangers: bool = False
+) -> dict[str, Any]:
+    """All scenarios in one federation, and strangers at its link; what became of each."""
     world, places, notes = prepared(folder, names)
     paths = f"{Path(__file__).parent}{os.pathsep}{Path(sordino.__file__).parents[1]}"
     here = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULTS": str(notes)}
-    server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "faults:serve", **here}
+    server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "scenarios:serve", **here}
     site = {"SORDINO_SITES": str(world.folder), **here}
     restarts: Counter[str] = Counter()
     began = time.monotonic()
-    with Federation(folder / "flower", NAMES, handler="faults:handle", server=server, site=site) as running:
+    with Federation(folder / "flower", NAMES, handler="scenarios:handle", server=server, site=site) as running:
         started = time.monotonic() - began
         (notes / "link.pid").write_text(str(running.processes["link"].pid))
+        met = try_all(running, NAMES[0]) if strangers else {}
         running.run()
         known = ""
         while not (places / "done").exists():
@@ -83,7 +88,13 @@ def run(folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lamb
     seen = (notes / "weather.jsonl").read_text().splitlines() if (notes / "weather.jsonl").exists() else []
     storm = sum((Counter(json.loads(line)) for line in seen), Counter())
     about = {"start_s": started, "seconds": time.monotonic() - began, "restarts": dict(restarts)}
-    return {**about, "faults_of_storms": dict(storm), "violations": violations.splitlines(), "runs": found}
+    return {
+        **about,
+        "faults_of_storms": dict(storm),
+        "violations": violations.splitlines(),
+        "strangers": met,
+        "runs": found,
+    }
 
 
 def prepared(folder: Path, names: tuple[str, ...]) -> tuple[World, Path, Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,7 +95,6 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
         "node": supernode_command(link, authority.resolve(), (place / "node").resolve(), key.resolve(), port=port),
         "worker": worker_command(HANDLER, f"127.0.0.1:{port}", key.resolve(), (place / "worker.claim").resolve()),
     }
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     events = place / "events.jsonl"
     seen = count_lines(events)
     print(f"{config.name}: joining {link}; stop with Ctrl-C", flush=True)

@@ -3,18 +3,16 @@
 import os
 import pickle
 import signal
-import socket
 import threading
 import time
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import strangers
 
 from sordino.core import SordinoError
 from sordino.engines.flower import processes, worker
-from sordino.engines.flower.keys import certificates, node_key, secret
 
 pytestmark = [
     pytest.mark.skipif(find_spec("flwr") is None, reason="flwr is not installed: pip install 'sordino[flower]'"),
@@ -132,29 +130,9 @@ def a_restarted_supernode_is_found_again(bench):
 
 
 def strangers_are_refused(bench):
-    federation, keys = bench.federation, bench.federation.folder / "keys"
-    node_key(keys / "stranger")
-    other = certificates(keys / "other").authority
-    own, own_secret = federation.tls.authority, secret(keys / "stranger.secret")
-    commands = {
-        "unknown-key": processes.supernode_command(federation.address, own, keys / "stranger", own_secret),
-        "wrong-authority": processes.supernode_command(federation.address, other, keys / "a", own_secret),
-        "no-key": processes.supernode_command(federation.address, own, keys / "stranger", own_secret),
-    }
-    at = commands["no-key"].index("--auth-supernode-private-key")
-    del commands["no-key"][at : at + 2]
-    for (name, command), port in zip(commands.items(), processes.free_ports(3), strict=True):
-        command[-1] = str(port)
-        federation.start(f"node-{name}", command, federation.env)
-    for name in commands:
-        assert federation.processes.pop(f"node-{name}").wait(60) != 0
-        log = federation.log(f"node-{name}").read_text()
-        assert "Failed to initialize the connection" in log
-        assert "SuperNode ID" not in log
-    with socket.create_connection(federation.address.split(":"), timeout=10) as plain:
-        plain.sendall(b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        with suppress(ConnectionResetError):
-            assert not plain.recv(1000).startswith(b"HTTP")
+    federation = bench.federation
+    found = strangers.try_all(federation, "a")
+    assert found == dict.fromkeys(("unknown-key", "wrong-certificate", "no-key", "plain-http"), "refused")
     bench.ask({"a": b"ab"})
     replies, _, sites = bench.told()
     assert replies == {"a": b"ba"}

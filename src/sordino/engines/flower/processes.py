@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -167,7 +168,10 @@ def called(command: list[str], env: Mapping[str, str], seconds: float = 180.0) -
 
 
 class Processes:
-    """Named processes which end together, sites first; a context manager. Each has its log `<name>.log` in `folder`."""
+    """Named processes which end together, sites first; a context manager. Each has its log `<name>.log` in `folder`.
+
+    SIGTERM counts as Ctrl-C meanwhile: a service that is stopped leaves none of them behind.
+    """
 
     def __init__(self, folder: Path) -> None:
         require()
@@ -175,15 +179,20 @@ class Processes:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
+        self._before = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             self._start()
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
 
     def _start(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
