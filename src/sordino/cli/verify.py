@@ -23,9 +23,12 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
+    from rich.console import Console
+
     from sordino.experiments.outcome import verify_run
 
-    verdict = verify_run(Path(arguments.certificate))
+    with Console(stderr=True).status("recomputing the account"):  # seconds, where much was sampled
+        verdict = verify_run(Path(arguments.certificate))
     document = {
         "ok": not verdict.problems,
         "problems": verdict.problems,
