@@ -514,6 +514,34 @@ def test_a_round_that_was_begun_without_a_site_is_resumed_without_it(tiny):
     assert [t for _, t in world.charged("a")] == [1]
 
 
+@pytest.mark.parametrize("keys", [SECURE, {**PLAIN, "names": FOUR, "dropouts": 1}], ids=["secure", "plain"])
+def test_a_site_that_comes_after_the_others_to_a_resumed_run_takes_part_from_then_on(tiny, monkeypatch, keys):
+    monkeypatch.setattr(post, "POLL", 1e-3)
+    world = tiny(**keys, rounds=4, deadline=0.01, patience=5.0)
+    answers, state = world.sites(), {"alive": True}
+
+    def fault(node, letter, answer):
+        about = wire.decode(letter)
+        if about.kind == "round" and about.fields["t"] == 1 and state.pop("alive", False):
+            raise Kill
+        return answer(letter)
+
+    with pytest.raises(Kill):
+        world.run(fault, answers)
+    late = answers.pop(100)
+
+    def back(node, letter, answer):
+        about = wire.decode(letter)
+        if about.kind == "round" and about.fields["t"] == 2:
+            answers[100] = late
+        return answer(letter)
+
+    world.run(back, answers)
+    assert [len(names) for names in came(world)] == [4, 3, 3, 4]
+    assert [t for _, t in world.charged("a")] == [0, 3]
+    assert len(world.progress("finished")[-1]["sites"]) == 4
+
+
 # --------------------------------------------------------------------------------------------------- kills of a site
 
 

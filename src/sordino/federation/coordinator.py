@@ -80,7 +80,9 @@ class Coordinator:
         lost = 0
         self.tell("begun", run=terms.run, method=self.plan.method.name, rounds=self.plan.rounds, start=start)
         for turn in turns(self.plan, self.model, start):
-            if self.post.strangers:  # they missed the terms, and are back
+            if len(self.post.nodes) < len(terms.names):
+                self.post.strangers |= self._greet().keys()
+            if self.post.strangers:  # they missed the terms, or came late
                 self._agree(self.post.strangers, turn.t)
             if turn.t == turn.first:
                 state = turn.stage.rule.init(theta, turn.facts, state)
@@ -126,27 +128,30 @@ class Coordinator:
 
     def _meet(self) -> dict[str, Hello]:
         """Those who say who they are; waits until all are there, or on a resumed run as many as a round needs."""
-        wanted, until = set(self.config.sites), time.monotonic() + self.config.patience
+        wanted = set(self.config.sites)
         least = len(wanted) - self.config.dropouts if (self.out / "terms.json").exists() else len(wanted)
         met: dict[str, Hello] = {}
-        asked_alone = 0.0
+        began = time.monotonic()
         while True:
-            new = [node for node in self.post.transport.sites() if node not in {hello.node for hello in met.values()}]
-            if new:
-                replies = self.post.transport.exchange(
-                    dict.fromkeys(new, wire.encode("hello", {})), self.config.deadline
-                )
-                for node, reply in replies.items():
-                    hello = self._hello(node, reply)
-                    if hello is not None and hello.name in wanted:
-                        met[hello.name] = hello
-            if met.keys() == wanted or (len(met) >= least and asked_alone > self.config.deadline):
-                self.post.nodes = {name: hello.node for name, hello in met.items()}
+            met |= self._greet()
+            waited = time.monotonic() - began
+            if met.keys() == wanted or (len(met) >= least and waited > self.config.deadline):
                 return met
-            if time.monotonic() > until:
+            if waited > self.config.patience:
                 raise SordinoError(f"sites: {', '.join(sorted(wanted - met.keys()))} did not come in time.")
             time.sleep(post.POLL)
-            asked_alone += post.POLL
+
+    def _greet(self) -> dict[str, Hello]:
+        """Sites that were not met before."""
+        known = self.post.nodes
+        new = [node for node in self.post.transport.sites() if node not in known.values()]
+        if not new:
+            return {}
+        replies = self.post.transport.exchange(dict.fromkeys(new, wire.encode("hello", {})), self.config.deadline)
+        said = [hello for node, reply in replies.items() if (hello := self._hello(node, reply)) is not None]
+        met = {hello.name: hello for hello in said if hello.name in self.config.sites}
+        known.update({name: hello.node for name, hello in met.items()})
+        return met
 
     def _hello(self, node: int, reply: bytes) -> Hello | None:
         found = read(reply, "hello")
