@@ -31,9 +31,10 @@ def tracked(method: Method, clip: float, quantile: float, *, pace: float = 0.2, 
         raise SordinoError("quantile: the clip of a user's message is fixed; leave quantile at 0.")
     (stage,) = method.stages
     inner = stage.rule
+    within = math.log(clip) - FARTHEST, math.log(clip) + FARTHEST
 
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
-        C = down.word.exp()
+        C = down.word.clamp(*within).exp()
         unit = (1 / C).expand_as(down.theta)
         return C * ask.gradient(down.theta, scale=unit), ask.count(down.theta, unit)
 
@@ -44,7 +45,7 @@ def tracked(method: Method, clip: float, quantile: float, *, pace: float = 0.2, 
         (g, below), (C, own) = said, state
         step, own = inner.update(g, own, theta, t)
         C = C - pace * (below + 0.5 - quantile)
-        return step, (C.clamp(math.log(clip) - FARTHEST, math.log(clip) + FARTHEST), own)
+        return step, (C.clamp(*within), own)
 
     rule = Rule(init, update, say=lambda state: state[0], model=lambda theta, state: inner.model(theta, state[1]))
     queries = (replace(stage.queries[0], clip=1.0, share=1 - share), Query(Kind.COUNT, 0.5, share=share))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from sordino.core import SAFETY, Shard, SordinoError
-from sordino.models.runs import clipped_sums
+from sordino.models.runs import MODERATE, clipped_sums, shifted
 
 LOG2_E = math.log2(math.e)
-MODERATE = 100.0  # powers of two up to this, and sums of them, are far from the ends of float32
+FARTHEST = 1e15  # of a scale; squares of what is larger would overflow
 
 
 class Loss(StrEnum):
@@ -129,26 +129,23 @@ class Linear:
         length = self._length(shard)
         if scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain:
             shift = theta.is_cuda or not self._moderate(theta, length)
-            sums = clipped_sums(theta, shard, length, clip, self.outputs, shift)
-            if theta.is_cuda or torch.isfinite(sums).all():
-                return sums
-            return torch.stack([self.clipped_sum(each, shard, clip) for each in theta])
-        residual = self._residual(theta, shard, length)
-        total = self._sum(residual, shard, length, clip, scale)
+            return clipped_sums(theta, shard, length, clip, self.outputs, shift)
+        scale = None if scale is None else usable(scale)
+        total = self._sum(self._residual(theta, shard, length), shard, length, clip, scale)
         if torch.isfinite(total).all():
             return total
-        x = shard.x.nan_to_num(0, 0, 0)
-        residual = self._residual(theta, shard._replace(x=x), length)
-        squares = residual.square().sum(-1)
-        usable = torch.isfinite(shard.x).all(-1) & torch.isfinite(squares) & torch.isfinite(squares.sqrt() * length)
-        residual = residual.masked_fill(~usable.unsqueeze(-1), 0)
-        clean = Shard(x, shard.y, shard.mask * usable)
-        return self._sum(residual, clean, self._length(clean).nan_to_num(posinf=1), clip, scale)
+        # The same for every other record as before: what is not finite counts as zero, and changes nothing else.
+        fine = torch.isfinite(shard.x).all(-1) & torch.isfinite(length)
+        clean = shard._replace(x=shard.x.masked_fill(~fine.unsqueeze(-1), 0), mask=shard.mask * fine)
+        length = length.masked_fill(~fine, 1)
+        residual = self._residual(theta, clean, length)
+        residual = residual.masked_fill(~torch.isfinite(residual).all(-1, keepdim=True), 0)
+        return self._sum(residual, clean, length, clip, scale)
 
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
         residual = self._residual(theta, shard, self._length(shard))
-        below = self._scaled_norm(residual, shard.x, scale) <= 1
+        below = self._scaled_norm(residual, shard.x, usable(scale)) <= 1
         return ((below.to(residual.dtype) - 0.5) * shard.mask).sum(-1, keepdim=True)
 
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
@@ -269,18 +266,16 @@ class Linear:
         return norm.square().add_(1).sqrt_() if self.bias else norm
 
     def _moderate(self, theta: Tensor, length: Tensor) -> bool:
-        """No logit can leave the range where exp neither overflows nor loses digits (Cauchy-Schwarz)."""
+        """No logit can leave the range in which `shifted` leaves it alone (Cauchy-Schwarz, and room for rounding)."""
         columns = torch.linalg.vector_norm(theta.reshape(*theta.shape[:-1], -1, self.outputs), dim=-2)
-        return bool(length.amax() * columns.amax() * LOG2_E < MODERATE)
+        return bool(length.amax() * columns.amax() * LOG2_E < 0.99 * MODERATE)
 
     def _residual(self, theta: Tensor, shard: Shard, length: Tensor) -> Tensor:
         """d loss / d logits for every record, in a fresh tensor that may be written to."""
         if self.kind is Loss.SOFTMAX:
             r = self.logits(theta * LOG2_E, shard.x)
             if not self._moderate(theta, length):
-                low, high = r.aminmax()
-                if not (low > -MODERATE and high < MODERATE):  # rare, and dear: also where something is not finite
-                    r.sub_(r.amax(-1, keepdim=True))
+                r = shifted(r, -1)
             r.exp2_()  # cheaper than exp
             r.mul_(r.sum(-1, keepdim=True).reciprocal_())
             labels = shard.y.unsqueeze(-1).expand(*r.shape[:-1], 1)
@@ -320,7 +315,13 @@ class Linear:
         weight, bias = self._split(scale.double().square())
         of_output = x.double().square() @ weight + (0 if bias is None else bias.unsqueeze(-2))
         squares = of_output * residual.double().square()
-        return squares.masked_fill(residual == 0, 0).sum(-1).sqrt()  # a record may be too long and say nothing
+        squares = squares.masked_fill(residual == 0, 0)  # a record may be too long and say nothing
+        return squares.sum(-1).sqrt().nan_to_num(math.inf, math.inf)
+
+
+def usable(scale: Tensor) -> Tensor:
+    """A scale comes from outside, and may be anything; whatever is made of it, the clip must hold."""
+    return scale.nan_to_num(0, FARTHEST, -FARTHEST).clamp(-FARTHEST, FARTHEST)
 
 
 def bounded(norm: Tensor, clip: float) -> Tensor:
