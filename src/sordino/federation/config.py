@@ -75,6 +75,7 @@ class SiteConfig(_File):
     adjacency: str = Adjacency.REPLACE_ONE  # the ledger adds up one kind alone
     models: tuple[str, ...] = ("auto", "softmax", "logistic", "squares")  # networks must be named to be allowed
     most_rounds: int = 1000
+    most_dropouts: int = 10_000  # the more may drop out, the smaller the sum that a lying server can open
     colluders: int = 1  # at least so many sites' noise must not be counted on, under secure aggregation
     ledger: str = "ledger.db"
     identity: str = "identity.key"

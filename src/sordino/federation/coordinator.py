@@ -156,10 +156,13 @@ class Coordinator:
     def _hello(self, node: int, reply: bytes) -> Hello | None:
         found = read(reply, "hello")
         name, records, wish = (found.fields.get(k) if found else None for k in ("name", "records", "epsilon"))
-        if not isinstance(name, str) or type(records) is not int or type(wish) not in (float, int, type(None)):
-            self.tell("misfit", node=str(node))
-            return None
-        return Hello(node, name, records, None if wish is None else float(wish))
+        if isinstance(name, str) and type(records) is int and 0 < records < 2**40:
+            if wish is None:
+                return Hello(node, name, records, None)
+            if type(wish) in (float, int) and 0 < wish < 1e4:
+                return Hello(node, name, records, float(wish))
+        self.tell("misfit", node=str(node))
+        return None
 
     def _propose(self, met: dict[str, Hello]) -> Terms:
         path = self.out / "terms.json"
@@ -189,6 +192,7 @@ class Coordinator:
         )
         if roster:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
+        terms = Terms.read(terms.json())
         terms.plan.levels  # noqa: B018  what cannot be calibrated is refused before anybody is asked
         write(path, terms.json().encode())
         write(self.out / "spec.toml", terms.spec.encode())
@@ -201,6 +205,7 @@ class Coordinator:
         self.post.strangers.clear()
         refused = {name: str(no.fields.get("reason")) for name, no in found.items() if no.kind == "refused"}
         if refused and t == 0:
+            (self.out / "terms.json").unlink()  # nobody was asked anything: others may be proposed
             said = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
             raise SordinoError(f"terms: refused by {said}. The sites' own logs say more.")
         if self.terms.secure:

@@ -8,10 +8,19 @@ from sordino.federation.premises import Premises
 from sordino.federation.refusal import Refused
 from sordino.federation.terms import Terms
 
-MOST_CLIP = 1e6
+CLIPS = ("clip", "covariance_clip", "curvature_clip", "limit", "radius")  # options that bound what a record may do
+RANGE = 1e-6, 1e6  # of these, and of class weights: far from the ends of floats, where bounds do not hold
+MOST_STEPS = 10_000
 
 
 def agree(site: Premises, terms: Terms) -> None:
+    """Everything, before a run begins."""
+    check_rules(site, terms)
+    check_data(site, terms)
+
+
+def check_rules(site: Premises, terms: Terms) -> None:
+    """What site.toml says of the terms; without the data, and so before every round."""
     config = site.config
     if config.name not in terms.names:
         raise Refused("policy", "this site is not among the named")
@@ -20,13 +29,16 @@ def agree(site: Premises, terms: Terms) -> None:
     except SordinoError as error:
         raise Refused("policy", str(error)) from None
     allowed, rounds = config.run_epsilon or config.epsilon, int(spec.rounds or 0)
-    mine = terms.names.index(config.name)
+    sizes = [spec.options[key] for key in CLIPS if key in spec.options] + list(spec.class_weights or ())
+    steps = max(int(spec.options.get(key) or 0) for key in ("steps", "local_steps"))
     for fine, what in (
         (terms.classes == config.classes, "its classes are not those of site.toml"),
         (spec.model in config.models, f"model {spec.model} is not among those allowed"),
         (spec.adjacency == config.adjacency, f"adjacency {spec.adjacency}; this site's is {config.adjacency}"),
-        (not spec.options.get("clip", 1.0) > MOST_CLIP, "the clip is too large for sums of floats"),
+        (all(RANGE[0] <= size <= RANGE[1] for size in sizes), f"clips and weights must lie in {RANGE}"),
+        (steps <= MOST_STEPS, f"{steps} local steps"),
         (not terms.secure or terms.colluders >= config.colluders, f"{terms.colluders} colluders are too few"),
+        (terms.dropouts <= config.most_dropouts, f"{terms.dropouts} dropouts; most_dropouts is {config.most_dropouts}"),
         (not config.methods or spec.method in config.methods, f"method {spec.method} is not among those allowed"),
         (spec.trust in config.trust, f"trust {spec.trust} is not allowed"),
         (rounds <= config.most_rounds, f"{rounds} rounds; most_rounds is {config.most_rounds}"),
@@ -44,10 +56,15 @@ def agree(site: Premises, terms: Terms) -> None:
             secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
         except SordinoError as error:
             raise Refused("policy", str(error)) from None
+
+
+def check_data(site: Premises, terms: Terms) -> None:
+    """The numbers claimed of the data, and what the plan costs them."""
+    mine = terms.names.index(site.config.name)
     if (claimed := (terms.sizes[mine], terms.features)) != site.shape:  # only now are the data read, and counted
         raise Refused("policy", f"records and numbers of each: {claimed} are claimed; here are {site.shape}")
     try:  # only now: a large plan takes long to make
-        plan = terms.plan
+        plan, allowed = terms.plan, site.config.run_epsilon or site.config.epsilon
         own = next(group for group in plan.groups() if mine in group.clients)
         if not plan.proved:
             raise SordinoError("the plan is not proved private")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import os
 import secrets
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from sordino import secagg
+from sordino.core import Adjacency, SordinoError
 from sordino.data.sources import Dataset, load
 from sordino.federation.config import SiteConfig
 from sordino.federation.disk import write
 from sordino.privacy.ledger import Ledger
 
 log = logging.getLogger("sordino.site")
-LOG = 2**24  # bytes of the site's own log
+LOG = 2**24  # bytes of the site's own log, and as much again of what came before
+DETAIL = 400  # characters of a text in it
 
 
 class Premises:
@@ -27,15 +30,20 @@ class Premises:
         self.runs = config.folder / "runs"
 
     def ledger(self) -> Ledger:
-        return Ledger(self.config.path(self.config.ledger), epsilon=self.config.epsilon, delta=self.config.delta)
+        config = self.config
+        limit = {"epsilon": config.epsilon, "delta": config.delta}
+        return Ledger(config.path(config.ledger), **limit, adjacency=Adjacency(config.adjacency))
 
     def note(self, what: str, **fields: Any) -> None:
-        """Into the site's own log, which stays here and has an end."""
+        """Into the site's own log, which stays here and has an end; words of others are cut and escaped."""
+        fields = {
+            key: ascii(value)[1:-1][:DETAIL] if isinstance(value, str) else value for key, value in fields.items()
+        }
         log.info("%s %s", what, fields)
         path = self.config.folder / "events.jsonl"
         try:
             if path.exists() and path.stat().st_size > LOG:
-                return
+                os.replace(path, path.with_suffix(".old.jsonl"))
             with open(path, "a", encoding="utf-8") as file:
                 file.write(
                     json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "what": what, **fields}) + "\n"
@@ -45,7 +53,12 @@ class Premises:
 
     @cached_property
     def identity(self) -> secagg.Identity:
-        return secagg.Identity.load(self.config.path(self.config.identity))
+        found = secagg.Identity.load(self.config.path(self.config.identity))
+        if found.name != self.config.name:
+            raise SordinoError(
+                f"{self.config.identity}: it is the key of {found.name}, and this is {self.config.name}."
+            )
+        return found
 
     @cached_property
     def roster(self) -> secagg.Roster:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from torch import Tensor
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Down, Tree, nothing
+from sordino.core import Down, SordinoError, Tree, carries, nothing
 from sordino.data.shard import Records
 from sordino.data.sources import Dataset
-from sordino.engines.client import Turn, blocks, secured
+from sordino.engines.client import Turn, secured, turns
 from sordino.engines.reference import oracle
 from sordino.experiments.run import evaluate, save_model
 from sordino.federation.disk import sync, write
@@ -53,6 +53,7 @@ class Run:
         write(made / "terms.json", terms.json().encode())
         write(made / "data", site.dataset_id.encode())
         write(made / "secret", secrets.token_bytes(32))
+        write(made / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
         write(made / "spec.toml", terms.spec.encode())
         os.rename(made, final)
         sync(site.runs)
@@ -66,13 +67,16 @@ class Run:
         except FileNotFoundError:
             raise Refused("order", "the run is over, and its secret gone") from None
 
-    def _derived(self, purpose: bytes) -> bytes:
-        return hashlib.blake2b(key=self.secret, person=purpose, digest_size=32).digest()
+    def _derived(self, purpose: bytes, about: str = "") -> bytes:
+        return hashlib.blake2b(about.encode(), key=self.secret, person=purpose, digest_size=32).digest()
 
-    @cached_property
-    def source(self) -> Source:
-        seed = self.site.config.seed
-        return Secure(self._derived(b"sordino noise")) if seed is None else Seeded(seed)
+    def source(self, asked: str = "") -> Source:
+        """Of noise, for the answer to one letter: a folder that was put back to an earlier state would otherwise noise
+        another model with the same draw. Only noise that is carried from round to round cannot be the letter's own."""
+        if seed := (self.folder / "noise").read_text():
+            return Seeded(int(seed))
+        carried = any(carries(query.noise) for stage in self.plan.stages for query in stage.queries)
+        return Secure(self._derived(b"sordino noise", "" if carried else asked))
 
     @cached_property
     def member(self) -> secagg.Member:
@@ -88,13 +92,17 @@ class Run:
         """The run is not over, and the data are those that it began with."""
         if self.over:
             raise Refused("order", "the run is over, and its secret gone")
-        self.data  # noqa: B018  read, and asked nothing
+        if len(self.data.records.x) != self.terms.sizes[self.mine]:  # read, and asked nothing
+            raise Refused("changed", f"{len(self.data.records.x)} training records; test_fraction was changed")
 
     @cached_property
     def dataset(self) -> Dataset:
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data were changed while the site was running")
-        return self.site.load(str(self.terms.parsed.normalize))
+        found = self.site.load(str(self.terms.parsed.normalize))
+        if self.site.dataset_id != self.site.identify():
+            raise Refused("changed", "the data were changed while they were read")
+        return found
 
     @cached_property
     def data(self) -> One:
@@ -121,20 +129,22 @@ class Run:
             raise Refused("malformed", f"{name} is not finite")
         return vector
 
-    def down(self, message: wire.Message) -> Down:
+    def down(self, message: wire.Message, turn: Turn) -> Down:
         theta = self.vector(message, "theta")
         size = sum(array.nbytes for array in message.arrays.values())
         if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
             raise Refused("malformed", "the letter is larger than a round's can be")
-        return Down(theta, self._word(message))
+        return Down(theta, self._word(message, turn))
 
-    def _word(self, message: wire.Message) -> Tree:
-        """Finite vectors. A table of them would be taken for many models at once, all noised with the same draw."""
+    def _word(self, message: wire.Message, turn: Turn) -> Tree:
+        """Finite vectors of the form that the method's own server sends. A table of them would be taken for many models
+        at once, all noised with the same draw."""
         word = wire.to_tree(message.fields["word"], message.arrays, "word")
-        parts, lengths = leaves(word), {1, int(blocks(self.model).max()) + 1, self.model.size}
-        for part in parts:
-            if not part.is_floating_point() or part.dim() > 1 or part.numel() not in lengths:
-                raise Refused("malformed", "a word is no vector of a known length")
+        parts = leaves(word)
+        if [tuple(part.shape) for part in parts] != self._said(turn.first):
+            raise Refused("malformed", "the word is not made of vectors as the method's are")
+        if not all(part.is_floating_point() for part in parts):
+            raise Refused("malformed", "a word is not made of numbers")
         word = tree_map(lambda part: part.to(self.terms.number), word)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
             raise Refused("malformed", "a word is not finite")
@@ -143,22 +153,36 @@ class Run:
             raise Refused("malformed", "arrays")
         return word
 
-    def work(self, turn: Turn, down: Down) -> Any:
+    @lru_cache  # noqa: B019  a run is kept for as long as it lasts
+    def _said(self, first: int) -> list[tuple[int, ...]]:
+        """The shapes of the server's word in the stage that begins in round `first`."""
+        theta, state, begins = self.model.init().to(self.terms.number), (), 0
+        for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
+            state = stage.rule.init(theta, next(turns(self.plan, self.model, begins)).facts, state)
+            if begins == first:
+                break
+            begins += rounds
+        return [tuple(part.shape) for part in leaves(stage.rule.say(state))]
+
+    def work(self, turn: Turn, down: Down, asked: str = "") -> Any:
         """The message, noised: a tree, or integers under secure aggregation."""
+        source = self.source(asked)
         local = turn.stage.local
         _, stage, memory = self._kept()
         if stage != turn.first:
             memory = local.init(down.theta, memory)
         cache = self._cache(turn)
-        ask = oracle(self.model, self.data, turn, self.mine, self.source, quiet=self.terms.secure)  # type: ignore[arg-type]
+        ask = oracle(self.model, self.data, turn, self.mine, source, quiet=self.terms.secure)  # type: ignore[arg-type]
         message = ask.finish(local.work(ask, down, memory, cache))
-        return secured(self.plan, turn, self.mine, message, self.source) if self.terms.secure else message
+        if not all(bool(torch.isfinite(part).all()) for part in leaves(message)):
+            raise SordinoError("message: it is not finite, and noise does not hide that.")
+        return secured(self.plan, turn, self.mine, message, source) if self.terms.secure else message
 
     def _cache(self, turn: Turn) -> Tree:
         if turn.stage.local.prepare is nothing:
             return ()
         if self._caches[0] != turn.first:
-            ask = oracle(self.model, self.data, turn, self.mine, self.source, inside=True)  # type: ignore[arg-type]
+            ask = oracle(self.model, self.data, turn, self.mine, self.source(), inside=True)  # type: ignore[arg-type]
             self._caches = turn.first, turn.stage.local.prepare(ask)
         return self._caches[1]
 
@@ -219,7 +243,7 @@ class Run:
         with self.site.ledger() as ledger:
             cert = certificate(
                 self.plan,
-                self.source,
+                self.source(),
                 version=sordino.__version__,
                 spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
                 ledger_head=ledger.head(),

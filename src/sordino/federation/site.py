@@ -9,6 +9,7 @@ texts; the rest stays in the site's own log.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,12 +23,12 @@ from sordino import secagg, wire
 from sordino.core import Down, OverspentError, SordinoError
 from sordino.engines.client import Turn, turns
 from sordino.federation.config import SiteConfig
-from sordino.federation.policy import agree
+from sordino.federation.policy import agree, check_rules
 from sordino.federation.premises import Premises
 from sordino.federation.refusal import REASONS, Refused
 from sordino.federation.run import Run
 from sordino.federation.terms import RUN, Terms
-from sordino.privacy.ledger import Entry
+from sordino.privacy.ledger import Entry, Ledger
 
 log = logging.getLogger("sordino.site")
 MOST = 2**30  # bytes of a letter
@@ -42,8 +43,18 @@ class Site(Premises):
         self._open: dict[str, Run] = {}
         if not only_looking:
             self.runs.mkdir(mode=0o700, exist_ok=True)
-            with self.ledger():  # a limit laxer than the stored one is refused here
-                pass
+            with self.ledger() as ledger:  # a limit laxer than the stored one is refused here
+                self._check_age(ledger)
+
+    def _check_age(self, ledger: Ledger) -> None:
+        """A ledger that was put back to an earlier state has forgotten what it paid for; the runs have not."""
+        paths = self.runs.glob("[!.]*/certificate.json")
+        known = [json.loads(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
+        newest = max(known, key=lambda found: int(found["rows"]), default=None)
+        if newest and (problems := ledger.audit(newest["head"], newest["rows"])):
+            raise SordinoError(
+                f"ledger {ledger.path}: {problems[0]} It is not the one that {self.runs} knows of; put the newest back."
+            )
 
     def answer(self, letter: bytes) -> bytes:
         """A reply, whatever the letter; nothing is raised, and no text of an exception leaves.
@@ -157,14 +168,17 @@ class Site(Premises):
                 if wire.decode(stored).fields["asked"] != asked:
                     raise Refused("replayed", f"round {t} of run {run.terms.run}, with another model or other sites")
                 return stored
+            if run.next and not ledger.charged(run.terms.run, self.dataset_id, run.next - 1):
+                raise Refused("storage", f"the ledger has forgotten round {run.next - 1}; put the newest back")
             if t < run.next:
                 raise Refused("order", f"round {t} of run {run.terms.run}; the next is {run.next}")
             entries = [e._replace(who=self.dataset_id) for e in run.plan.entries(run.mine, t, run.terms.run)]
             if not entries:
                 entries = [Entry(self.dataset_id, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
             ledger.afford(entries)
-            down = run.down(message)
+            check_rules(self, run.terms)  # site.toml may have become stricter
             turn = next(turns(run.plan, run.model, t))
+            down = run.down(message, turn)
             if run.mine not in turn.cohort:
                 raise Refused("order", f"round {t} is not this site's")
             if run.terms.secure:
@@ -184,7 +198,7 @@ class Site(Premises):
         that could be had for nothing, again and again, would be a question about the data."""
         about = {"run": run.terms.run, "t": turn.t, "asked": asked}
         try:
-            said = run.work(turn, down)
+            said = run.work(turn, down, asked)
             run.keep(turn.t, turn, said, down)
             if run.terms.secure:
                 masked = secagg.masked(run.member, turn.t, offers, said)

@@ -114,11 +114,19 @@ class Row(NamedTuple):
 class Ledger:
     """An append-only account of every release, with one (epsilon, delta) limit for each `who` over all plans.
 
-    The limit is stored with the file: reopening it can tighten the limit, never loosen it. Processes may share a file;
-    a Ledger belongs to the thread that opened it.
+    The limit is stored with the file: reopening it can tighten the limit, never loosen it. So is the adjacency, once it
+    is named: sensitivities under one say nothing of the other. Processes may share a file; a Ledger belongs to the
+    thread that opened it.
     """
 
-    def __init__(self, path: str | Path, *, epsilon: float | None = None, delta: float | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        adjacency: Adjacency | None = None,
+    ) -> None:
         if (epsilon is None) != (delta is None):
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
         wanted = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
@@ -137,6 +145,8 @@ class Ledger:
             self._prepare()
             if wanted is not None:
                 self._restrict(*wanted)
+            if adjacency is not None:
+                self._settle(adjacency)
         except BaseException:
             self.close()
             raise
@@ -305,6 +315,18 @@ class Ledger:
             if mu < stored * (1 - TOLERANCE):
                 row = (_now(), epsilon, delta)
                 self._db.execute("INSERT INTO limits (time, epsilon, delta) VALUES (?, ?, ?)", row)
+
+    def _settle(self, adjacency: Adjacency) -> None:
+        with self._transaction():
+            self._db.execute("CREATE TABLE IF NOT EXISTS adjacency (word TEXT NOT NULL)")
+            stored = [word for (word,) in self._db.execute("SELECT word FROM adjacency")]
+            if not stored:
+                self._db.execute("INSERT INTO adjacency VALUES (?)", (str(adjacency),))
+            elif stored != [str(adjacency)]:
+                raise SordinoError(
+                    f"adjacency: ledger {self.path} adds up what is spent under {stored[0]}; {adjacency} is another "
+                    "measure. Keep to the first, or to a ledger for each."
+                )
 
     def _limit(self) -> tuple[float, float, float]:
         """(mu, epsilon, delta) of the strictest limit ever set."""
