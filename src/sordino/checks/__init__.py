@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from sordino import core
-from sordino.checks.contracts import TOLERANCE, asks, engines, replay
+from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay
 from sordino.checks.search import REACH, TRIALS, Found, sensitivity
 from sordino.checks.twins import WRONG_TWINS, breaks
 from sordino.checks.worlds import claims
@@ -67,13 +67,15 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
         yield Report(name, method.unit, "", "", 0.0, 0.0, 0.0, False, problems)
         return
     problems = replay(method, model, seed=seed)
+    problems += [problem for each in models for problem in apart(method, each, seed=seed)]
     difference = max(engines(method, each, seed=seed) for each in models)
     if not difference <= TOLERANCE:
         problems.append(f"engines: they differ by {difference:.2g}, and {TOLERANCE:g} is allowed")
     rejects: dict[str, Callable[..., bool]] = {
+        "apart": lambda *wrong: bool(apart(*wrong, seed=seed)),
         "asks": lambda *wrong: bool(asks(*wrong, seed=seed)),
         "replay": lambda *wrong: bool(replay(*wrong, seed=seed)),
-        "engines": lambda *wrong: not engines(*wrong, seed=seed) <= TOLERANCE,
+        "engines": lambda *wrong: any(gap > TOLERANCE for gap in gaps(*wrong, seed=seed)),
     }
     for contract, reject in rejects.items():
         problems += [_unseen(contract, twin) for twin in WRONG_TWINS[contract] if not reject(*twin(method, model))]
@@ -117,6 +119,7 @@ __all__ = [
     "WRONG_TWINS",
     "Found",
     "Report",
+    "apart",
     "asks",
     "check",
     "check_all",

@@ -1,20 +1,22 @@
-"""Contracts 2 to 4: what is asked is what was declared, what follows is post-processing, and the engines agree."""
+"""The other contracts: what is asked is what was declared, what follows is post-processing, records are computed apart
+from each other, and the engines agree."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sordino import core
 from sordino.checks.worlds import Space, Through, same, short_plan
-from sordino.core import Divisor, Down, Method, OverspentError, Stage, Tree, Trust
+from sordino.core import Divisor, Down, Method, OverspentError, Shard, Stage, Tree, Trust
 from sordino.engines import reference, simulate
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Seeded
@@ -85,10 +87,42 @@ def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     return problems
 
 
+def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
+    """No record changes how others are computed: whatever a masked one holds, the sum over the rest stays the same.
+
+    The rest are records of which the model is sure, so that nothing is left of them but rounding, and the clip is so
+    small that rounding fills it: what would hardly show elsewhere shows in full.
+    """
+    rng, rows, space = np.random.default_rng(seed), 16, Space.of(model)
+    x = torch.from_numpy(rng.uniform(0.1, 1, size=(rows, space.features)))
+    mask = torch.ones(rows, dtype=torch.float64)
+    mask[0] = 0
+    problems = []
+    for size in (0.0, 1.0, 20.0):
+        theta = torch.zeros(model.size, dtype=torch.float64)
+        theta[:: max(1, getattr(model, "outputs", 1))] = size  # towards the first class, or up
+        for clip in (1.0, 1e-9, 1e-18):
+
+            def rest(value: float, theta: Tensor = theta, clip: float = clip) -> Tensor:
+                held = x.clone()
+                held[0] = value
+                return model.clipped_sum(theta, Shard(held, torch.zeros(rows).long(), mask), clip)
+
+            for value in (1.0, -1e3, 1e3, 1e200, math.inf, math.nan):
+                moved = float((rest(value) - rest(0.0)).norm()) / clip
+                if not moved <= 1e-3:
+                    problems.append(f"apart: a record of {value:g} moves the sum over others by {moved:.2g} clips")
+    return problems[:1]
+
+
 def engines(method: Method, model: core.Model, *, seed: int = 0) -> float:
     """The largest difference between the engines' models, given the same noise, relative to max(1, |theta|)."""
+    return max(0.0, *gaps(method, model, seed=seed))
+
+
+def gaps(method: Method, model: core.Model, *, seed: int = 0) -> Iterator[float]:
+    """The difference after every round, of several plans."""
     records = Space.of(model).records(np.random.default_rng(seed))
-    worst = 0.0
     own, sums = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
     for participation, divisor, trust in (
         ("full", Divisor.CLIENT_MEAN, own),
@@ -101,5 +135,4 @@ def engines(method: Method, model: core.Model, *, seed: int = 0) -> float:
         fast = simulate.run(plan, model, records, Seeded(seed), shares=True)
         for a, b in zip(slow, fast, strict=True):
             gap = float((a.model - b.model).abs().max() / a.model.abs().max().clamp_min(1))
-            worst = max(worst, gap if math.isfinite(gap) else math.inf)
-    return worst
+            yield gap if math.isfinite(gap) else math.inf

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.checks.worlds import SIZES, Space, Through, same, short_plan
-from sordino.core import Adjacency, Down, Kind, Method, Shard, Tree, Unit
+from sordino.checks.worlds import SIZES, Space, Through, bits, same, short_plan
+from sordino.core import Adjacency, Down, Kind, Method, Shard, Tree, Unit, nothing
 from sordino.data.shard import Records
 from sordino.engines import reference
 from sordino.engines.client import Turn, turns
@@ -154,11 +154,20 @@ class Search(NamedTuple):
         first = self.worlds(pair, row)[0]  # puts its noised answers on record
         _release(self.model, scene, client, past, first, Seeded(int(self.rng.integers(2**32))))
 
+        seen: dict[Any, tuple[dict[Call, Tensor], Tree]] = {}
+
+        def release(world: World, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
+            """Made once: many a nudge leaves one world, or both, as they were."""
+            key = world.absent, bits((world.x, world.y, scene.memory[client]))
+            if key not in seen:
+                seen[key] = _release(self.model, scene, client, past, world)
+            return seen[key]
+
         def moved(pair: list[Tensor], scene: Scene) -> tuple[float, Tensor | None]:
             """How far, and where to."""
             here, there = self.worlds(pair, row)
-            sums, message = _release(self.model, scene, client, past, here)
-            others, other = ({}, message) if there is None else _release(self.model, scene, client, past, there)
+            sums, message = release(here, scene)
+            others, other = ({}, message) if there is None else release(there, scene)
             if past and not same(message, other):  # made of the same noised answers, yet not the same
                 return math.inf, None
             gaps = [total - others.get(call, 0.0) for call, total in sums.items() if call[0] == number]
@@ -194,11 +203,12 @@ class Search(NamedTuple):
         return scene._replace(memory=(*scene.memory[:client], mine, *scene.memory[client + 1 :]))
 
     def worlds(self, pair: list[Tensor], row: int) -> tuple[World, World | None]:
-        x, y, other_x, other_y = (part.clone() for part in pair)
+        x, y, other_x, other_y = pair
         ends = np.array([0, len(y)])
-        here = World(pair[0], pair[1], ends)
+        here = World(x, y, ends)
         if self.unit is Unit.USER:
             return here, None if self.adjacency is Adjacency.ADD_REMOVE else World(other_x, other_y, ends)
+        x, y = x.clone(), y.clone()
         if self.adjacency is Adjacency.ADD_REMOVE:
             x[row], y[row] = 0, 0  # as padding is: nothing of the record may be left, not even behind the mask
             return here, World(x, y, ends, absent=row)
@@ -237,7 +247,8 @@ def _release(
     """What client i would release, before its noise, and its message. Answers that are noised, it hears as they are on
     record; those that are not yet on it are put there (with `noise`, as they would be heard)."""
     turn = scene.turn if noise is not None else scene.turn._replace(stds=[0 * std for std in scene.turn.stds])
-    ask, inside = (reference.oracle(model, world, turn, i, noise or Silent(), inside=cache) for cache in (False, True))
+    source = noise or Silent()
+    ask = reference.oracle(model, world, turn, i, source)
     numbers = {str(query.kind): k for k, query in enumerate(turn.stage.queries) if query.noise is not None}
     sums: dict[Call, Tensor] = {}
 
@@ -249,7 +260,10 @@ def _release(
 
     local, listening = turn.stage.local, Through(ask, numbers, overheard)
     try:
-        message = ask.finish(local.work(listening, scene.down, scene.memory[i], local.prepare(inside)))
+        cache: Tree = ()
+        if local.prepare is not nothing:
+            cache = local.prepare(reference.oracle(model, world, turn, i, source, inside=True))
+        message = ask.finish(local.work(listening, scene.down, scene.memory[i], cache))
     except RuntimeError:  # a client that stops has told something
         message = scene.down.theta * math.nan
     return {(numbers[Kind.DELTA], 0): message} if Kind.DELTA in numbers else sums, message

@@ -87,7 +87,10 @@ def short_plan(
     return Plan(method, rounds, SIZES, privacy, Participation.parse(participation), divisor, uncertified=True)
 
 
+def bits(tree: Tree) -> tuple[bytes, ...]:
+    return tuple(leaf.detach().cpu().numpy().tobytes() for leaf in leaves(tree))
+
+
 def same(a: Tree, b: Tree) -> bool:
     """Bit for bit."""
-    ours, theirs = ([leaf.detach().cpu().numpy().tobytes() for leaf in leaves(tree)] for tree in (a, b))
-    return ours == theirs
+    return bits(a) == bits(b)

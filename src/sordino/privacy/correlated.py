@@ -15,7 +15,6 @@ from functools import lru_cache
 import numpy as np
 from scipy.linalg import block_diag, solve_triangular, toeplitz
 from scipy.optimize import minimize
-from scipy.signal import lfilter
 
 from sordino.core import Correlated, SordinoError
 
@@ -144,6 +143,8 @@ def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:
 
 def _toeplitz(rounds: int, coefficients: np.ndarray) -> Correlated:
     """Encoder with these diagonals and columns of norm 1, and its inverse."""
+    from scipy.signal import lfilter  # slow to import, and few methods need it
+
     impulse = np.eye(1, rounds)[0]
     encoder = toeplitz(lfilter(coefficients, [1.0], impulse), 0 * impulse)
     inverse = toeplitz(lfilter([1.0], coefficients, impulse), 0 * impulse)
@@ -157,6 +158,8 @@ def _improved(rounds: int, coefficients: tuple[float, ...]) -> tuple[float, ...]
 
     This is the error, but for the last columns' norms. Further digits do not matter, and differ between computers.
     """
+    from scipy.signal import lfilter
+
     remaining = np.arange(rounds, 0.0, -1.0)
 
     def error(tail: np.ndarray) -> tuple[float, np.ndarray]:

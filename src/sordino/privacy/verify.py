@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,14 +42,15 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
         delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
         adjacency = Adjacency(cert["adjacency"])
-        for group in cert["groups"]:
-            own = _pld_epsilon(group["releases"], delta, adjacency)
+        deltas = (delta, *map(float, cert["epsilon_at"]))
+        found = [_epsilons(group["releases"], deltas, adjacency) for group in cert["groups"]]
+        for group, (own, *_) in zip(cert["groups"], found, strict=True):
             recomputed = max(recomputed, own)
             _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), own, problems)
         _compare("the worst client", claimed, recomputed, problems)
-        for at, value in cert["epsilon_at"].items():
-            found = max(_pld_epsilon(group["releases"], float(at), adjacency) for group in cert["groups"])
-            _compare(f"epsilon at delta {at}", _limitless(value), found, problems)
+        for k, (at, value) in enumerate(cert["epsilon_at"].items(), 1):
+            worst = max(epsilons[k] for epsilons in found)
+            _compare(f"epsilon at delta {at}", _limitless(value), worst, problems)
         _check_bounds(cert, problems)
         _check_integers(cert, problems)
         _check_claims(cert, claimed, problems)
@@ -66,29 +68,55 @@ def _compare(what: str, claimed: float, found: float, problems: list[str]) -> No
         problems.append(f"{what}: {claimed:.6g} is claimed, the raw numbers give {found:.6g}")
 
 
-def _pld_epsilon(releases: Sequence[Mapping[str, Any]], delta: float, adjacency: Adjacency) -> float:
-    """By composing privacy loss distributions. The grid is finer for small epsilon, where relative error counts."""
-    import dp_accounting as dp
-    from dp_accounting.pld import PLDAccountant
+def _epsilons(
+    releases: Sequence[Mapping[str, Any]], deltas: tuple[float, ...], adjacency: Adjacency
+) -> tuple[float, ...]:
+    steps = tuple(Step.of(release, adjacency) for release in releases)
+    return _accounted(steps, any(release.get("integers") for release in releases), deltas, adjacency)
 
-    steps = [Step.of(release, adjacency) for release in releases]
+
+@lru_cache(256)  # of clients alike, and of a certificate that is read again
+def _accounted(
+    steps: tuple[Step, ...], integers: bool, deltas: tuple[float, ...], adjacency: Adjacency
+) -> tuple[float, ...]:
+    """By the other accountant. What it composes, it composes once for all deltas where it can."""
     if any(step.std == 0 and step.moved > 0 and step.times for step in steps):
-        return math.inf
+        return (math.inf,) * len(deltas)
     rough = sum(step.times * (step.moved / step.std * step.rate) ** 2 for step in steps if step.moved)
     if not rough:
-        return 0.0
+        return (0.0,) * len(deltas)
     if any(step.sampler is Sampler.FIXED and step.rate < 1 for step in steps):
-        return _renyi_epsilon(steps, delta)
+        return _by_renyi(steps, deltas)
     # A release adds mu^2/2 + mu sqrt(2 log 1/delta) to epsilon at most: enough to choose a grid.
-    guess = rough / 2 + math.sqrt(2 * rough * math.log(1 / delta))
-    if any(release.get("integers") for release in releases):
-        return _concentrated_epsilon(steps, delta)
+    guesses = [rough / 2 + math.sqrt(2 * rough * math.log(1 / delta)) for delta in deltas]
+    if integers:
+        return _by_concentration(steps, deltas)
+    accountants: dict[float, Any] = {}
+    epsilons = []
+    for delta, guess in zip(deltas, guesses, strict=True):
+        interval = _interval(steps, guess)
+        if interval not in accountants:
+            accountants[interval] = _by_losses(steps, interval, adjacency)
+        epsilons.append(float(accountants[interval].get_epsilon(delta)))
+    return tuple(epsilons)
+
+
+def _interval(steps: Sequence[Step], guess: float) -> float:
+    """Of the grid that losses are rounded to: finer for small epsilon, where relative error counts."""
     sampled = any(step.rate < 1 for step in steps)
     single = min(step.rate * step.moved / step.std for step in steps if step.moved)  # a small loss needs a finer grid
     interval = min(1e-2, max(1e-6, guess * 1e-4), single / 10 if sampled else 1e-2)
     # Nor may it have too many cells: one loss reaches about mu^2 / 2 + 10 mu.
     reach = max(step.moved / step.std for step in steps)
-    interval = max(1e-6, interval, (reach**2 / 2 + 10 * reach) / 1e5)
+    return max(1e-6, interval, (reach**2 / 2 + 10 * reach) / 1e5)
+
+
+def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Any:
+    """Privacy loss distributions, composed."""
+    import dp_accounting as dp
+    from dp_accounting.pld import PLDAccountant
+
+    sampled = any(step.rate < 1 for step in steps)
     # Its replace-one pair for sampled Gaussians is N(0) mixed with N(+1) against N(-1), in units of the clip.
     replaced = sampled and adjacency is Adjacency.REPLACE_ONE
     relation = dp.NeighboringRelation.REPLACE_ONE if replaced else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -100,10 +128,10 @@ def _pld_epsilon(releases: Sequence[Mapping[str, Any]], delta: float, adjacency:
             if sampled:
                 event = dp.PoissonSampledDpEvent(step.rate, event)
             accountant.compose(event, step.times)
-    return float(accountant.get_epsilon(delta))
+    return accountant
 
 
-def _renyi_epsilon(steps: Sequence[Step], delta: float) -> float:
+def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
     """Samples of fixed size under replace-one; the accountant reads a multiplier as std over the whole change, 2 clip.
     The plain account of the same releases holds too."""
     import dp_accounting as dp
@@ -117,10 +145,10 @@ def _renyi_epsilon(steps: Sequence[Step], delta: float) -> float:
                 event = dp.SampledWithoutReplacementDpEvent(10**9, round(step.rate * 10**9), event)
             accountant.compose(event, step.times)
     plain = gaussian.mu_of((step.moved, step.std, step.times) for step in steps)
-    return min(float(accountant.get_epsilon(delta)), gaussian.epsilon(plain, delta))
+    return tuple(min(float(accountant.get_epsilon(delta)), gaussian.epsilon(plain, delta)) for delta in deltas)
 
 
-def _concentrated_epsilon(steps: Sequence[Step], delta: float) -> float:
+def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
     """Discrete noise: zero-concentrated DP, and 2^-64 a release for what rounding and sampling may miss."""
     import dp_accounting as dp
     from dp_accounting.rdp import RdpAccountant
@@ -131,8 +159,8 @@ def _concentrated_epsilon(steps: Sequence[Step], delta: float) -> float:
     orders = 1 + np.geomspace(1e-3, 1e6, 4000)
     accountant = RdpAccountant(orders)
     accountant.compose(dp.ZCDpEvent(rho))
-    left = delta - sum(step.times for step in steps) * 2.0**-64
-    return float(accountant.get_epsilon(left)) if left > 0 else math.inf
+    missed = sum(step.times for step in steps) * 2.0**-64
+    return tuple(float(accountant.get_epsilon(d - missed)) if d > missed else math.inf for d in deltas)
 
 
 class Step(NamedTuple):
@@ -209,7 +237,7 @@ def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"integers are added up under secure-aggregation, not under {cert['trust']}")
     more = math.sqrt((int(cert["clients"]) - int(secure["dropouts"])) / int(secure["honest"]))
     alone = [[{**r, "std": more * float(r["std"])} for r in g["releases"]] for g in cert["groups"]]
-    found = max(_pld_epsilon(each, float(cert["delta"]), adjacency) for each in alone)
+    found = max(_epsilons(each, (float(cert["delta"]),), adjacency)[0] for each in alone)
     _compare("epsilon against the server alone", _limitless(secure["epsilon_server"]), found, problems)
     for query in cert["queries"]:
         name, step = query["query"], float(query["step"])
