@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -153,7 +153,6 @@ class Run:
             raise Refused("malformed", "arrays")
         return word
 
-    @lru_cache  # noqa: B019  a run is kept for as long as it lasts
     def _said(self, first: int) -> list[tuple[int, ...]]:
         """The shapes of the server's word in the stage that begins in round `first`."""
         theta, state, begins = self.model.init().to(self.terms.number), (), 0
