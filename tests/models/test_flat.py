@@ -507,3 +507,24 @@ def test_newtons_step_on_the_head_runs():
     slow = list(reference.run(plan, flat, records, Seeded(1)))
     fast = list(simulate.run(plan, flat, records, Seeded(1), shares=True))
     torch.testing.assert_close(slow[-1].model, fast[-1].model, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_example_changes_how_the_others_are_computed(mode, dtype):
+    """Sure examples leave nothing but rounding, which a small clip makes as large as itself."""
+    net = mlp(dtype)
+    flat, g = Flat(net, mode=mode, chunk=64), torch.Generator().manual_seed(0)
+    x = torch.rand(200, 6, generator=g, dtype=torch.float64).to(dtype)
+    theta = 20 * flat_theta(net)
+    y = flat.logits(theta, x).argmax(-1)
+    for clip in (1.0, 1e-6, 1e-9):
+        for scale in (None, torch.ones(flat.size, dtype=dtype)):
+
+            def total(value, clip=clip, scale=scale):
+                held = x.clone()
+                held[0] = value
+                return flat.clipped_sum(theta, Shard(held, y, torch.ones(200, dtype=dtype)), clip, scale).double()
+
+            for value in (1e3, -1e3, 1e30, math.inf, math.nan):
+                assert float((total(value) - total(0.0)).norm()) <= 2 * clip * (1 + 1e-3), (clip, value)
