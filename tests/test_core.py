@@ -213,3 +213,10 @@ def test_no_noise_is_asked_for_by_infinity():
 def test_nearest():
     assert nearest("dp-fedgt", ["dp-fedgd", "dp-fedyogi"]) == " Did you mean 'dp-fedgd'?"
     assert nearest("zzz", ["b", "a"]) == " Known: a, b."
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, 1e-13, 5e-324, math.nan])
+def test_a_clip_is_a_number_that_floats_can_keep(clip):
+    with pytest.raises(SordinoError, match=r"clip: .* or more"):
+        Query(Kind.GRADIENT, clip)
+    assert Query(Kind.GRADIENT, 1e-12).clip == 1e-12

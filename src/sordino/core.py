@@ -220,6 +220,7 @@ class Lemma:
     bound: Callable[[int, Adjacency], float]
 
 
+LEAST_CLIP = 1e-12  # numbers near the end of floats have too few digits to keep a bound
 SAFETY = 1e-6  # clips are enforced this much below their nominal value, so that rounding cannot exceed it
 
 
@@ -241,6 +242,10 @@ class Query:
     bound: Lemma | None = None
     noise: Independent | Correlated | Stream | None = Independent()
     joint: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.clip >= LEAST_CLIP:
+            raise SordinoError(f"clip: {self.clip:g} must be {LEAST_CLIP:g} or more; measure the data in other units.")
 
     def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
         """L2 sensitivity of one release: a lemma's bound, or the clip, once or twice.
