@@ -43,8 +43,8 @@ class Storm:
     """A transport over a real link in which each letter may meet a fault; sites are told when to die by a file, and
     after each exchange every ledger is held against what left its site."""
 
-    def __init__(self, transport, seed, rate, notes, sites, count):
-        self.transport, self.rate, self.notes, self.places = transport, rate, notes, sites
+    def __init__(self, transport, seed, rate, notes, sites, count, terms):
+        self.transport, self.rate, self.notes, self.places, self.terms = transport, rate, notes, sites, terms
         self.rng = random.Random(f"{seed} {count}")  # another weather after each restart
         self.seen, self.late, self.names = Counter(), [], {}
 
@@ -102,11 +102,13 @@ class Storm:
         self.seen.clear()
 
     def look(self):
-        """Spent >= released: what left a site stands in its ledger, and one round was never answered in two ways."""
+        """Spent >= released: what left a site in this run stands in its ledger, and no round was answered in two ways."""
+        run = json.loads(self.terms.read_text())["run"] if self.terms.exists() else None
         for place in self.places:
             path = self.notes / f"left-{place.name}.jsonl"
             left = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-            said = {(line["run"], line["t"], line["digest"]) for line in left if line["kind"] == "said"}
+            mine = [line for line in left if line["kind"] == "said" and line["run"] == run]
+            said = {(line["run"], line["t"], line["digest"]) for line in mine}
             book = sqlite3.connect(place / "ledger.db")
             paid = set(book.execute("SELECT plan, round FROM entries"))
             book.close()
@@ -120,11 +122,11 @@ class Storm:
 def weather(transport, place, name, notes, sites):
     """The run in `place`, begun again as often as it fails."""
     rng = random.Random(name)
-    rate, tries = rng.choice(RATES), Path(notes / f"tries-{name}")
+    rate, tries, terms = rng.choice(RATES), Path(notes / f"tries-{name}"), place / "run" / "terms.json"
     while not (place / "run" / "certificate.json").exists():
         count = int(tries.read_text()) if tries.exists() else 0
         tries.write_text(str(count + 1))
-        storm = Storm(transport, name, rate if count < ATTEMPTS - 1 else 0, notes, sites, count)
+        storm = Storm(transport, name, rate if count < ATTEMPTS - 1 else 0, notes, sites, count, terms)
         try:
             Coordinator(storm, place).run()
         except SordinoError as error:  # sites that did not come, rounds that came to nothing, terms that cannot be read
