@@ -102,7 +102,7 @@ class Storm:
         self.seen.clear()
 
     def look(self):
-        """Spent >= released: what left a site in this run stands in its ledger, and no round was answered in two ways."""
+        """Spent >= released: what left a site in this run stands in its ledger, and no round has two answers."""
         run = json.loads(self.terms.read_text())["run"] if self.terms.exists() else None
         for place in self.places:
             path = self.notes / f"left-{place.name}.jsonl"
