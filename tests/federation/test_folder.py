@@ -10,7 +10,7 @@ import pytest
 
 from sordino.cli import main
 from sordino.core import SordinoError
-from sordino.federation import folder
+from sordino.federation import folder, machines
 from sordino.federation.config import Federation, SiteConfig
 from sordino.secagg import Roster
 
@@ -147,6 +147,25 @@ def test_a_ledger_is_shown_and_exported(world, tmp_path, capsys):
 def test_a_step_must_be_named(capsys):
     assert main(["federate"]) == 2
     assert "name a step: up, init" in capsys.readouterr().err
+
+
+def test_a_join_that_cannot_be_fixes_no_limit(three, tmp_path):
+    site = three / "sites" / "site1"
+    for words in (("nowhere:8000", tmp_path / "none.pem"), ("no address", tmp_path)):
+        with pytest.raises(SordinoError):
+            machines.join(site / "site.toml", *words)
+    assert not (site / "ledger.db").exists()
+
+
+@pytest.mark.parametrize("how", ["an unknown method", "no roster"])
+def test_a_coordinator_tells_what_cannot_be_before_it_waits(three, how):
+    place = three / "coordinator"
+    if how == "no roster":
+        (place / "roster.toml").unlink()
+    else:
+        (place / "spec.toml").write_text((place / "spec.toml").read_text().replace("dp-fedsofim", "dp-fedsofi"))
+    with pytest.raises(SordinoError, match=r"dp-fedsofim|roster"):
+        next(machines.coordinate(place, port=1))
 
 
 # --------------------------------------------------------------------------------------------- following a coordinator

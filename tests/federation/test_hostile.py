@@ -111,6 +111,16 @@ def test_a_seed_taken_out_in_the_middle_is_not_forgotten(tiny, talk):
     assert not cert["certified"]
 
 
+def test_a_model_of_no_use_is_told_to_the_site_alone(tiny, talk):
+    world = tiny(rounds=1)
+    talk = talk(world.site(NORTH), world.terms())
+    talk.propose()
+    talk.round(0)
+    reply = talk.say("finish", {"run": talk.terms.run, "terms": talk.terms.sha256(), "done": 1}, {"theta": NUMBERS})
+    assert reply.fields == {"run": talk.terms.run}
+    assert "constant guess" in world.events(NORTH)[-1]["hint"]
+
+
 STRICTER = [
     ({"methods": ["dp-fedgd"]}, "policy"),
     ({"trust": ["secure-aggregation"]}, "policy"),

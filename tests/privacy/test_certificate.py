@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,3 +212,14 @@ def test_the_statement_says_who_against_whom_and_what_not():
 def test_ranges():
     assert ranges([0, 1, 2, 4, 7, 8]) == "0-2, 4, 7-8"
     assert ranges([]) == ""
+
+
+def test_a_statement_tells_the_least_noise_where_it_differs():
+    """Of the demo's certificate: two kinds of messages, each with noise of its own."""
+    cert = json.loads((Path(__file__).parents[2] / "results" / "demo_certificate.json").read_text())
+    clips = {query["query"]: query["clip"] for query in cert["queries"]}
+    own = [r["std"] / clips[r["query"]] for group in cert["groups"] for r in group["releases"]]
+    assert max(own) > 1.1 * min(own)
+    text = statement(cert)
+    assert f"at least {min(own):.4g} and at most {max(own):.4g} times" in text
+    assert verify(cert).problems == []

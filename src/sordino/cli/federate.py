@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def _up(arguments: argparse.Namespace) -> int:
         out = Path(arguments.resume)
         if not (out / "coordinator" / "federation.toml").exists():
             raise SordinoError(f"--resume: '{out}' holds no federation; check the path.")
+        if (out / "coordinator" / "run" / "certificate.json").exists():
+            raise SordinoError(f"--resume: the run in '{out}' is over; its certificates are in {out}/sites/*/runs/*/.")
     else:
         out = Path(arguments.out or f"runs/federation-{time.strftime('%Y%m%d-%H%M%S')}")
         if out.exists() and any(out.iterdir()):
@@ -71,7 +74,11 @@ def _up(arguments: argparse.Namespace) -> int:
         spec = dict(parse_setting(text) for text in arguments.set)
         folder.demonstration(out, arguments.sites, spec=spec, data=arguments.data, dropouts=arguments.dropouts)
     began = time.monotonic()
-    lines = list(_shown(folder.up(out), out))
+    try:
+        lines = list(_shown(folder.up(out), out))
+    except KeyboardInterrupt:
+        print(f"go on with: sordino federate up --resume {out}", file=sys.stderr)
+        raise
     last = lines[-1]
     if last["what"] == "failed":
         raise SordinoError(f"{last['why']} (everything is in '{out}')")
@@ -90,7 +97,9 @@ def _shown(lines: Any, out: Path) -> Any:
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("starting link and sites", total=None, shown="")
         for line in lines:
-            if line["what"] == "begun":
+            if line["what"] == "waiting":
+                progress.update(task, description=f"waiting for {', '.join(line['sites'])}")
+            elif line["what"] == "begun":
                 progress.update(task, description=line["method"], total=line["rounds"], completed=line["start"])
             elif line["what"] == "round":
                 score = f"accuracy {line['accuracy']:.1%}  " if "accuracy" in line else ""

@@ -234,6 +234,9 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
             terms = _offered(site, coordinator)
             agree(site, terms)
             yield True, "the federation asks for nothing that site.toml does not allow"
+            if terms.wishes:
+                asked = terms.parsed.epsilon
+                yield True, f"run_epsilon: this site's wish for {config.run_epsilon:g} is met, where {asked:g} is asked"
         except Refused as no:
             yield False, f"the site would refuse: {no.detail}"
             terms = None
@@ -252,7 +255,8 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
             if (config.epsilon, config.delta) > (epsilon, delta) and config.epsilon > epsilon:
                 yield False, f"epsilon: the ledger's limit is {epsilon:g}; it can be lowered, never raised"
         spent = ledger.spent_epsilon(site.dataset_id, config.delta)
-        yield spent < config.epsilon, f"budget: ε = {spent:.4g} of {config.epsilon:g} spent on these data"
+        most = min([config.epsilon, *(epsilon for epsilon, _ in ledger.limits())])
+        yield spent < most, f"budget: ε = {spent:.4g} of {most:g} spent on these data"
         if others := [who for who in ledger.people() if who != site.dataset_id]:
             new = "" if spent else "; these data have none yet. Was data.key lost, or the file merely rewritten?"
             kept = f"ledger.db: {len(others)} other contents of the data have accounts of their own"

@@ -12,9 +12,10 @@ from typing import Any
 
 from sordino.core import SordinoError
 from sordino.federation.config import Federation, SiteConfig
-from sordino.federation.folder import count_lines, follow
+from sordino.federation.folder import count_lines, follow, proposed
 from sordino.federation.handler import HANDLER
 from sordino.federation.site import Site
+from sordino.secagg import Roster
 
 
 def coordinate(
@@ -46,6 +47,8 @@ def coordinate(
         )
     if listening(port):
         raise SordinoError(f"--port: something listens on {port} already, perhaps a link left over; stop it first.")
+    if proposed(folder, [1000] * len(config.sites)).secure:  # what cannot be run is told before anybody is waited for
+        Roster.read(config.path(config.roster))
     nodes = {name: folder / "nodes" / f"{name}.pub" for name in config.sites}
     if missing := [name for name, path in nodes.items() if not path.is_file()]:
         raise SordinoError(f"nodes: {folder}/nodes/{missing[0]}.pub is not there; it is that site's node.pub.")
@@ -81,12 +84,12 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
     if listening(port):
         raise SordinoError(f"--port: something listens on {port} already, perhaps another join; name a free one.")
     config = SiteConfig.read(path)
-    Site(config)  # a limit laxer than the ledger's is told here
     place = config.folder
     if not (place / "node").exists():
         raise SordinoError(f"node: '{place / 'node'}' is not there; `sordino federate keys` makes it.")
     if not authority.is_file():
         raise SordinoError(f"--authority: there is no file '{authority}'; the coordinator has it as tls/authority.pem.")
+    Site(config)  # a limit laxer than the ledger's is told here, and a new one written down
     key = place / "node.secret"
     if not key.exists():
         secret(key)
@@ -110,7 +113,8 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
             for name, command in commands.items():
                 if name not in running.processes or running.processes[name].poll() is not None:
                     if name in running.processes:
-                        print(f"{name} ended; see {os.path.relpath(running.log(name))}; starting it again", flush=True)
+                        log = os.path.relpath(running.log(name))
+                        print(f"{name}: the link is gone, or it failed ({log}); trying again", flush=True)
                         time.sleep(5)
                     running.start(name, command, env)
             time.sleep(1)

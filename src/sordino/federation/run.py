@@ -259,7 +259,17 @@ class Run:
         write(self.folder / "statement.md", statement(cert).encode())
         write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         (self.folder / "secret").unlink(missing_ok=True)
-        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done)
+        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
+
+    def _hint(self, theta: Tensor) -> dict[str, str]:
+        """For the site's own eyes: whether the model is of any use on its test records."""
+        x, y = self._test
+        if not self.terms.classes or not len(y):
+            return {}
+        scores, constant = evaluate(self.model, theta, x, y), float(torch.bincount(y).max() / len(y))
+        if scores["accuracy"] > constant:
+            return {}
+        return {"hint": "no better than a constant guess on this site's own test records; are its features scaled?"}
 
 
 class One:

@@ -40,7 +40,8 @@ def federated(values: Mapping[str, Any]) -> Spec:
     """A spec without what has no place in a federation's."""
     for key in (*PRIVATE, *LOCAL):
         if key in values:
-            raise SordinoError(f"{key}: it has no place in the spec of a federation; leave it out.")
+            other = ' Scale the files at the sites, or use normalize = "l2".' if key == "public_stats" else ""
+            raise SordinoError(f"{key}: it has no place in the spec of a federation; leave it out.{other}")
     return Spec.of(values)
 
 

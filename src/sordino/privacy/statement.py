@@ -32,6 +32,9 @@ SOURCE = {
 }
 
 
+WHAT = {"gram": "table of products of its features"}
+
+
 def statement(cert: Mapping[str, Any]) -> str:
     """Who is protected, against whom, how well, and what is not protected."""
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
@@ -165,6 +168,13 @@ def _noise(cert: Mapping[str, Any]) -> str:
     if not cert["noise"]:
         return "No noise was added."
     kind = "Discrete Gaussian" if cert.get("secure") else "Gaussian"
+    clips = {query["query"]: query["clip"] for query in cert["queries"]}
+    own = [r["std"] / clips[r["query"]] for group in cert["groups"] for r in group["releases"] if clips[r["query"]]]
+    if cert["trust"] == Trust.UNTRUSTED_SERVER and len(clips) > 1 and max(own) > 1.001 * min(own):
+        return (
+            f"{kind} noise was added to each of them: for one client its standard deviation is at least {min(own):.4g} "
+            f"and at most {max(own):.4g} times that length, by what is sent and in which round (certificate.json)."
+        )
     return (
         f"{kind} noise was added to it: its standard deviation is {cert['client_noise']:.4g} times that length for "
         f"one client (at most), {cert['noise']:.4g} times for the sum over a round's participants{_counted_on(cert)}."
@@ -188,7 +198,7 @@ def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
             "The clip followed a quantile of the gradients' lengths, from counts of those below it, to which every "
             f"record added {query['clip']:g} or took it away; the counts were noised too."
         )
-    whose = "Each client's message" if kind == "delta" else f"Each record's {kind}"
+    whose = "Each client's message" if kind == "delta" else f"Each record's {WHAT.get(kind, kind)}"
     if query["bound"] == "by clip":
         return f"{whose} was shortened to length at most {query['clip']:g} (the clip)."
     moved = max(r["sensitivity"] for g in cert["groups"] for r in g["releases"] if r["query"] == query["query"])
