@@ -125,3 +125,13 @@ def test_one_budget_is_asked_for():
         advise((100,), 5)
     with pytest.raises(SordinoError, match="either"):
         advise((100,), 5, mu=1.0, epsilon=1.0)
+
+
+def test_it_says_why_another_than_the_least_error_is_advised():
+    found = advise((400,) * 40, 5, epsilon=4.0)
+    least = min(("fedsgd", "fedhybrid", "fedavg-gdp"), key=lambda name: found["methods"][name]["error"])
+    assert least != found["recommended"]
+    assert any("fewer rounds decide" in line for line in found["why"])
+    alone = advise((400,), 5, epsilon=4.0)
+    least = min(alone["methods"], key=lambda name: alone["methods"][name]["error"])
+    assert (least == alone["recommended"]) == (not any("fewer rounds decide" in line for line in alone["why"]))

@@ -118,6 +118,10 @@ def _why(case: theory.Case, options: dict[str, Option], chosen: Option, safe: bo
         f"{name} is predicted to reach {chosen.error:.3g} in {rounds}; most of it is {most}.",
         f"Without privacy, all records in one place would reach {statistical:.3g}.",
     ]
+    least = min((o for o in options.values() if safe or o.method != "fednewton"), key=lambda o: o.error)
+    if least.method != chosen.method:
+        equal = f"errors within {CLOSE - 1:.0%} count as equal, and then fewer rounds decide"
+        lines.insert(1, f"{LABELS[least.method]} would reach {least.error:.3g} in {least.rounds}; {equal}.")
     needed, smallest = theory.needed_records(case), min(case.sizes)
     rule = f"a client needs n ≥ 8 √d Δ_H / (μ λ_min) = {needed:.3g} records for a safe Newton step"
     if safe:
