@@ -9,7 +9,8 @@ demo: $(READY)
 	$(BIN)/sordino run
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one worker a core; torch's own threads would only queue
+	# One worker a core: torch's own threads would only queue. Compiled files are kept: many tests start processes.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
