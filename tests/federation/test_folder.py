@@ -119,8 +119,9 @@ def test_init_writes_an_app_and_refuses_what_cannot_be(tmp_path, capsys):
 
 def test_keys_print_a_card_for_the_roster_and_are_never_overwritten(tmp_path, capsys):
     assert main(["federate", "keys", "north", str(tmp_path / "n"), "--classes", "0,1"]) == 0
-    card = capsys.readouterr().out
+    card, note = capsys.readouterr()
     assert Roster.parse(card.encode()).names == ("north",)
+    assert "there is no file 'data" in note
     for name in ("identity.key", "node"):
         assert (tmp_path / "n" / name).stat().st_mode & 0o077 == 0
     assert main(["federate", "keys", "north", str(tmp_path / "n")]) == 0

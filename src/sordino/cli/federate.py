@@ -214,6 +214,8 @@ def _keys(arguments: argparse.Namespace) -> int:
         place, arguments.name, data=data, classes=classes, epsilon=arguments.limit, label=arguments.label
     )
     print(Roster.lines(identity.card))
+    if not (Path(data).exists() or (place / data).exists()):
+        print(f"note: there is no file '{data}' here nor in {place} yet; site.toml looks for it there", file=sys.stderr)
     return 0
 
 
