@@ -1,6 +1,7 @@
 """The contracts every method keeps, shipped so that whoever adds a method can run them: `sordino check`.
 
 - `sensitivity`: no neighbour found by an adversarial search moves a release further than its query claims.
+- `apart`: no record changes how others are computed, not even how they are rounded.
 - `asks`: a round asks no more of the data than was declared, and one question more is refused.
 - `replay`: server and clients post-process what was said; given the same messages, other data change nothing.
 - `engines`: the fast engine computes what the readable one means.
