@@ -228,3 +228,31 @@ def test_the_key_of_another_site_is_refused(tiny, talk):
     world.configure("a", identity="other.key")
     assert code(talk(world.site("a"), world.terms()).propose()) == "failed"
     assert world.terms().model.size == SIZE
+
+
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_terms_of_a_run_that_was_begun_are_kept_though_a_site_refuses_them_now(tiny, trust):
+    """Others in their place would be paid for again."""
+    world = tiny(trust=trust, names=tuple("abcd"))
+    answers = world.sites()
+
+    def fault(node, letter, answer):
+        reply = answer(letter)
+        if wire.decode(letter).kind == "round" and node == 103:
+            raise KeyboardInterrupt
+        return reply
+
+    with pytest.raises(KeyboardInterrupt):
+        world.run(fault, answers)
+    before = (world.coordinator / "run" / "terms.json").read_text()
+    path = world.place("b") / "data.npz"
+    kept = path.read_bytes()
+    with np.load(path) as stored:
+        np.savez(path, x=stored["x"] + 1, y=stored["y"])
+    with pytest.raises(SordinoError, match="refused by b"):
+        world.run()
+    assert (world.coordinator / "run" / "terms.json").read_text() == before
+    path.write_bytes(kept)
+    world.run()
+    for name in world.names:
+        assert [t for _, t in world.charged(name)] == [0, 1, 2]

@@ -67,6 +67,7 @@ class Coordinator:
         self.out = folder / "run"
         self.out.mkdir(mode=0o700, exist_ok=True)
         self.post = Post(transport, self.config.deadline, self.tell)
+        self.fresh = False  # whether the terms were proposed just now
         self.forms: dict[int, Any] = {}  # of messages that a stage's rule took
 
     def run(self) -> None:
@@ -196,6 +197,7 @@ class Coordinator:
         terms.plan.levels  # noqa: B018  what cannot be calibrated is refused before anybody is asked
         write(path, terms.json().encode())
         write(self.out / "spec.toml", terms.spec.encode())
+        self.fresh = True
         return terms
 
     def _agree(self, names: Iterable[str], t: int) -> None:
@@ -205,7 +207,8 @@ class Coordinator:
         self.post.strangers.clear()
         refused = {name: str(no.fields.get("reason")) for name, no in found.items() if no.kind == "refused"}
         if refused and t == 0:
-            (self.out / "terms.json").unlink()  # nobody was asked anything: others may be proposed
+            if self.fresh:  # nobody was asked anything about them: others may be proposed
+                (self.out / "terms.json").unlink()
             said = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
             raise SordinoError(f"terms: refused by {said}. The sites' own logs say more.")
         if self.terms.secure:
