@@ -55,12 +55,9 @@ def test_the_lowest_bits_do_not_tell_whether_a_sum_was_zero(dtype):
 def test_whatever_leaves_lies_on_the_grid(engine, unit):
     records = small()
     plan = plan_for(records, build("dp-fedgd", unit), unit=unit, trust="secure-aggregation")
-    weight = plan.levels[0].weight
+    number = 0 if unit == "record" else 1
+    grid = 2 ** (math.floor(math.log2(plan.aggregate_std(0, number))) - GRID_BITS)  # of the sum, whoever came
     for turn in engine.run(plan, Linear(3, 2), records, Secure()):
-        std = plan.levels[0].std * plan.share(4) * weight
-        each = float(std[0]) if engine is reference else math.sqrt((std**2).sum())
-        grid = 2 ** (math.floor(math.log2(each / float(weight[0]))) - GRID_BITS) * float(weight[0])
-        grid = grid if engine is reference else 2 ** (math.floor(math.log2(each)) - GRID_BITS)
         ticks = turn.aggregate.double() / grid
         assert float((ticks - ticks.round()).abs().max()) < 0.05
 

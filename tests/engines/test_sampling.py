@@ -12,7 +12,7 @@ from scipy.stats import kstest, norm
 from sordino.core import Kind, Local, Method, OverspentError, Privacy, Query, Stage, Trust, Unit
 from sordino.data.shard import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import SAMPLING, turns
+from sordino.engines.client import PLACES, SAMPLING, turns
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.ledger import Ledger
@@ -155,9 +155,9 @@ def test_no_stream_serves_two_purposes(name, options, drawn):
         spy = Spy(1)
         list(engine.run(plan, SOFTMAX, records, spy, **extra))
         assert len(set(spy.normals)) == len(spy.normals)
-        assert len(set(spy.uniforms)) == len(spy.uniforms) == 3 * drawn
-        assert {at.query for at in spy.uniforms} == {SAMPLING}
-        assert SAMPLING not in {at.query for at in spy.normals}
+        assert len(set(spy.uniforms)) == len(spy.uniforms) == 2 * 3 * drawn  # who is drawn, and where it stands
+        assert {at.query for at in spy.uniforms} == {SAMPLING, PLACES}
+        assert not {SAMPLING, PLACES} & {at.query for at in spy.normals}
 
 
 class Watched(Linear):
@@ -215,10 +215,9 @@ def test_the_noise_and_the_steps_do_not_tell_how_many_came():
     assert {0, 1, 2} <= came
     widths, steps = set(), []
     for turn in turns(plan, SOFTMAX):
-        senders = np.concatenate([turn.cohort, turn.extras])
-        widths.add(round(float(((plan.weights * turn.stds[1])[senders] ** 2).sum()), 12))
+        widths.add(float(turn.sums[1]))
         steps.append(turn.step)
-        assert len(turn.extras) == (not len(turn.cohort))
+        assert turn.once
     assert len(widths) == 1
     assert steps == list(range(60))
     # Twin: the same cohorts seen by all, where a round without participants is no round.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Facts, Privacy, SordinoError, Trust, Unit
+from sordino.core import SAFETY, Facts, Privacy, SordinoError, Trust, Unit
 from sordino.data.shard import Records
 from sordino.engines import reference, simulate
 from sordino.methods import build
@@ -91,8 +91,8 @@ def test_a_user_sends_its_clipped_mean_gradient(records):
     said = []
     for i in range(4):
         g = MODEL.clipped_sum(torch.zeros(MODEL.size, dtype=torch.float64), records.shard(i), math.inf) / SIZES[i]
-        said.append(g * (0.2 / g.norm()).clamp_max(1))
-    assert max(float(g.norm()) for g in said) == pytest.approx(0.2)
+        said.append(g * (0.2 * (1 - SAFETY) / g.norm()).clamp_max(1))
+    assert max(float(g.norm()) for g in said) == pytest.approx(0.2, rel=1e-4)
     torch.testing.assert_close(run(plan, records)[0].aggregate, torch.stack(said).mean(0), rtol=1e-5, atol=1e-9)
     user = plan_for("dp-fedsofim", records, unit=Unit.USER, clip=0.2)
     (group,) = user.groups()

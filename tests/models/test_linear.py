@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.func import grad, vmap
 
 from sordino.core import SAFETY, Shard
-from sordino.models.linear import LOG2_E, MODERATE, NUMBERS, Linear, Loss
+from sordino.models.linear import NUMBERS, Linear, Loss
 
 KINDS = st.sampled_from(list(Loss))
 CLIPS = st.one_of(st.floats(-3, 3).map(lambda e: 10**e), st.just(math.inf))
@@ -215,23 +215,6 @@ def test_predictions_and_scores(kind, bias):
 
 
 # -------------------------------------------------------------------------------------------- large, small, broken
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_fast_and_the_stable_softmax_agree(bias, monkeypatch):
-    """The fast path is taken up to logits of 2^100: it must be right there, and not be proved safe beyond."""
-    model, theta, shard = problem(Loss.SOFTMAX, bias, m=30)
-    length = model._length(shard)
-    edge = theta * 0.98 * MODERATE / LOG2_E / (length.amax() * theta.reshape(-1, model.outputs).norm(dim=0).amax())
-    assert model._moderate(edge, length)
-    assert not model._moderate(1.1 * edge, length)
-    fast = model.clipped_sum(edge, shard, CLIP)
-    for module in ("linear", "runs"):
-        monkeypatch.setattr(f"sordino.models.{module}.MODERATE", 0.0)  # always shift by the maximum
-    assert agree(model.clipped_sum(edge, shard, CLIP), fast)
-    assert agree(by_autograd(model, edge, shard, CLIP), fast)
-    monkeypatch.undo()
-    assert agree(model.clipped_sum(1e3 * edge, shard, CLIP), by_autograd(model, 1e3 * edge, shard, CLIP))
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1.0, math.inf])

@@ -12,7 +12,7 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.contracts import greedy
 from sordino.checks.worlds import Through
-from sordino.core import Down, Kind, Lemma, Method, Query, Shard, Stage, Tree
+from sordino.core import Down, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
 Sums = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
@@ -116,17 +116,35 @@ def keeps_in_step(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
+def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
+    """A client's rule looks at how many axes it was handed, which the fast engine adds to."""
+
+    def change(stage: Stage) -> Stage:
+        def work(ask: core.Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
+            message = stage.local.work(ask, down, memory, cache)
+            return tree_map(lambda leaf: leaf / down.theta.dim(), message)
+
+        return stage._replace(local=stage.local._replace(work=work))
+
+    return _every(method, change), model
+
+
 WRONG_TWINS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
     "sensitivity": (half_claimed, some_unclipped, mean_clipped),
     "apart": (keeps_in_step,),
     "asks": (asks_once_more,),
     "replay": (has_moods, remembers_the_unsaid),
-    "engines": (mixes_clients, looks_around),
+    "engines": (mixes_clients, looks_around, counts_axes),
 }
 
 
 def breaks(twin: Callable[..., Any], method: Method) -> bool:
-    """A careless model harms no method whose finished messages are clipped."""
+    """A careless model harms no method whose finished messages are clipped; and users are served one by one, so that
+    nothing can be mixed."""
+    if twin in (mixes_clients, looks_around):
+        return method.unit is not Unit.USER
+    if twin not in WRONG_TWINS["sensitivity"]:
+        return True
     queries = [query for stage in method.stages for query in stage.queries]
     return twin is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 

@@ -106,12 +106,11 @@ class Records:
         return clients, Shard(x, self.y[..., rows], real.to(x.dtype), length)
 
     def picked(self, clients: np.ndarray, rows: Sequence[np.ndarray]) -> Shard:
-        """Some records of some clients as a padded batch: of client k those numbered `rows[k]`."""
-        column = np.arange(max(1, *map(len, rows)))
-        inside = column < np.array([[len(mine)] for mine in rows])
-        where = np.zeros(inside.shape, dtype=np.int64)
-        where[inside] = np.concatenate([self.starts[i] + mine for i, mine in zip(clients, rows, strict=True)])
-        at, real = (torch.from_numpy(part).to(self.x.device) for part in (where, inside))
+        """Some records of some clients as a padded batch: of client k those numbered `rows[k]`, none for -1."""
+        where = np.full((len(rows), max(1, *map(len, rows))), -1)
+        for k, (i, mine) in enumerate(zip(clients, rows, strict=True)):
+            where[k, : len(mine)] = np.where(mine < 0, -1, self.starts[i] + mine)
+        at, real = (torch.from_numpy(part).to(self.x.device) for part in (np.maximum(where, 0), where >= 0))
         x = self.x[..., at, :].masked_fill(~real.unsqueeze(-1), 0)
         return Shard(x, self.y[..., at], real.to(x.dtype), self.length[..., at].masked_fill(~real, 0))
 

@@ -31,15 +31,17 @@ from sordino.core import (
     SordinoError,
     Stage,
     Tree,
-    carries,
+    keep,
 )
 from sordino.privacy import discrete
 from sordino.privacy.noise import Address, Source, add
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
+from sordino.tree import leaves
 
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
-SAMPLING, LUCK, ROUNDING = 2**16 - 1, 2**16 - 2, 2**16 - 3  # query numbers: of minibatches, of dropout, of dither
+# Query numbers beyond any method's: of minibatches, of dropout, of dither, of the places of records in a minibatch.
+SAMPLING, LUCK, ROUNDING, PLACES = 2**16 - 1, 2**16 - 2, 2**16 - 3, 2**16 - 4
 
 Draw = Callable[[int, int, tuple[int, ...]], Tensor]  # (query number, call, shape of one client's draw) -> normals
 Pick = Callable[[int], Shard]  # (number of the minibatch) -> its records
@@ -54,34 +56,63 @@ class Turn(NamedTuple):
     stage: Stage
     facts: Facts
     cohort: np.ndarray
-    extras: np.ndarray  # clients outside the cohort that send their part of a common noise stream, and nothing else
     sizes: np.ndarray  # as declared; at user level only the client itself knows its own
     stds: list[np.ndarray]  # per query, every client's own noise in a cohort of this size
+    sums: list[np.ndarray]  # per query, the noise of the aggregate, where it is added once
     sampling: Sampling
     rates: np.ndarray  # at which every client's records are drawn into a minibatch
-    grids: list[np.ndarray]  # per query, a public std whose grid a release is rounded to
+    slots: np.ndarray  # places in every client's minibatch
+    once: bool  # only sums are seen: each answer is noised once, in the aggregate
 
 
 def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
     """The rounds of a plan, in order."""
-    t, sizes, everyone = 0, np.asarray(plan.sizes), np.arange(plan.clients)
+    t, sizes = 0, np.asarray(plan.sizes)
     for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
         first, facts = t, replace(plan.facts(s), shapes=model.shapes, blocks=blocks(model))
         stds, step = [plan.std(s, k) for k in range(len(stage.queries))], 0
-        common = plan.sums_only and any(carries(query.noise) for query in stage.queries)
+        sums = [np.asarray(plan.aggregate_std(s, k)) for k in range(len(stage.queries))]
+        once = noised_once(plan, stage)
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
-                extras = np.setdiff1d(everyone, cohort) if common else everyone[:0]
-                if plan.amplified and not len(cohort):  # that nobody came must not be seen: noise alone is released
-                    extras = everyone[:1]
-                share = plan.share(len(cohort) + len(extras))
-                own = [std * share for std in stds]
-                # A share's own grid would tell how many shares there are.
-                grids = [std * plan.share(plan.clients) for std in stds] if plan.amplified else own
-                yield Turn(t, first, step, stage, facts, cohort, extras, sizes, own, plan.sampling, plan.rates, grids)
-            step += bool(len(plan.cohorts[t])) or plan.amplified
+                own = [std * plan.share(len(cohort)) for std in stds]
+                drawn = plan.sampling, plan.rates, plan.slots
+                yield Turn(t, first, step, stage, facts, cohort, sizes, own, sums, *drawn, once)
+            step += bool(len(plan.cohorts[t])) or (once and plan.amplified)
         t = first + rounds
+
+
+def noised_once(plan: Plan, stage: Stage) -> bool:
+    """Where the adversary sees sums alone, noise belongs to the sum. A message must then be made of answers as they are
+    (or be noised as a whole), and nothing of it be remembered: what a method proves of sums rests on that."""
+    if not plan.sums_only or (plan.privacy.unit, plan.privacy.trust) not in plan.method.proves:
+        return False
+    if stage.local.remember is not keep:
+        raise SordinoError(
+            f"{plan.method.name}: a client that remembers its message cannot have it noised in the sum alone; leave "
+            f"{plan.privacy.trust} out of what the method proves."
+        )
+    return True
+
+
+def places(source: Source, at: Address, turn: Turn, size: int) -> np.ndarray:
+    """A client's minibatch: which record stands in which slot, -1 in those left empty. `size`: records it really has.
+
+    The number of slots is public. Where records come by coin, each takes one of all slots at random: then a record that
+    joins takes one that was free, and moves no other, so that it changes how no other is rounded.
+    """
+    rate, slots = float(turn.rates[at.client]), int(turn.slots[at.client])
+    if rate == 1:
+        drawn = order = np.arange(slots)
+    else:
+        drawn = turn.sampling.draw(source.uniform(at._replace(query=SAMPLING), (int(turn.sizes[at.client]),)), rate)
+        by_coin = turn.sampling.kind == "poisson"
+        order = np.argsort(source.uniform(at._replace(query=PLACES), (slots,))) if by_coin else np.arange(slots)
+    drawn = drawn[drawn < size][:slots]
+    where = np.full(slots, -1)
+    where[order[: len(drawn)]] = drawn
+    return where
 
 
 def seed_of(source: Source, client: int, t: int, call: int) -> int:
@@ -119,13 +150,14 @@ def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[
 
 
 def clipped(message: Tensor, clip: float) -> Tensor:
-    """Rows scaled down to norm `clip` (inf: as they are); a row that is not finite becomes zero, and tells nothing."""
+    """Rows in float64, scaled down to norm `clip` (inf: as they are); a row that is not finite becomes zero."""
     # In float64: a norm of many float32 numbers would fall short by more than the safety margin.
     norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True, dtype=torch.float64)
+    message = message.double()
     if math.isfinite(clip):
         bound = clip * (1 - SAFETY)
-        message = (message.double() * (bound / norm.clamp_min(bound))).to(message.dtype)
-    return torch.where(torch.isfinite(norm), message, torch.zeros_like(message))
+        message = message * (bound / norm.clamp_min(bound))
+    return torch.where(torch.isfinite(norm), message, 0.0)
 
 
 class Oracle:
@@ -139,7 +171,6 @@ class Oracle:
         *,
         sizes: Tensor,
         stds: list[Tensor],
-        grids: list[Tensor] | None = None,
         draw: Draw,
         pick: Pick | None = None,
         rates: Tensor | None = None,
@@ -152,14 +183,15 @@ class Oracle:
     ) -> None:
         self._model, self._all, self._stage = model, cache(shard), stage
         self._sizes, self._stds, self._draw = sizes, stds, draw
-        self._grids = stds if grids is None else grids
         self._pick, self._rates, self._luck = pick, rates, luck  # rates: None where no minibatches are drawn
         self._secret, self.runs = secret, runs
         self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
-        self._quiet = quiet  # the noise comes later, as integers (`secured`)
+        self._quiet = quiet  # the noise comes later, in the sum or as integers (`secured`)
+        # The bound of a lemma counts on answers with the digits of float64.
+        self._wide = quiet or any(query.bound is not None for query in stage.queries)
         self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
         self._spent = [0] * len(stage.queries)
-        self._said: Tensor | None = None  # the last answer
+        self._answers: list[tuple[int, Tensor]] = []  # (number of the query, answer)
         self._batches: list[Shard] = []
         self._uses: list[int] = []
         self.facts = facts
@@ -208,19 +240,25 @@ class Oracle:
         self._uses.append(0)
         return Batch(number)
 
-    def finish(self, message: Tree, *, noise: bool = True) -> Tree:
+    def finish(self, message: Tree) -> Tree:
         """Clip and noise the finished message, where that is what the stage releases."""
-        if self._quiet and not any(query.kind is Kind.DELTA for query in self._stage.queries):
-            if message is not self._said:  # what was made of an answer has another sensitivity
-                raise SordinoError("message: integers are noised in place of an answer, so it must be sent as it is.")
-            return message
         for number, query in enumerate(self._stage.queries):
             if query.kind is Kind.DELTA:
                 if not isinstance(message, Tensor) or message.dim() != self._axes:
-                    raise SordinoError("message: what is noised as a whole must be one vector a client; flatten it.")
+                    raise SordinoError("message: what is noised as a whole must be one vector per client; flatten it.")
                 message = clipped(message, query.clip)
-                message = self._noised(message, number, 0, 1) if noise else message
+                message = message if self._quiet else self._noised(message, number, 0, 1).to(self._sizes.dtype)
         return message
+
+    def released(self, message: Tree) -> list[int]:
+        """The number of the query whose answer (or, for DELTA, whose message) each leaf of a quiet message is."""
+        delta = [number for number, query in enumerate(self._stage.queries) if query.kind is Kind.DELTA]
+        if delta:
+            return delta
+        known = {id(answer): number for number, answer in self._answers}
+        if not all(id(leaf) in known for leaf in leaves(message)):  # what was made of one has another sensitivity
+            raise SordinoError("message: noise is added to the sum of answers, so each must be sent as it is.")
+        return [known[id(leaf)] for leaf in leaves(message)]
 
     def _answer(self, kind: Kind, axes: int, total: Callable[[float], Tensor]) -> Tensor:
         number = self._number(kind)
@@ -231,13 +269,15 @@ class Oracle:
             raise OverspentError(f"the {kind} query was declared for {query.calls} calls a round and asked once more")
         self._spent[number] += 1
         with self._chance():
-            answer = total(query.clip)
+            answer = total(query.clip).double()
         if answer.dim() > self._axes - 1 + axes:  # all would carry the same noise, and differ without any
             raise OverspentError(f"the {kind} query was asked about several models at once")
-        if query.noise is not None:
+        if query.noise is not None and not self._quiet:
             answer = self._noised(answer, number, call, axes)
-        self._said = answer / along(self._divisor(kind), axes)
-        return self._said
+        answer = answer / along(self._divisor(kind), axes)
+        answer = answer if self._wide else answer.to(self._sizes.dtype)
+        self._answers.append((number, answer))
+        return answer
 
     def _divisor(self, kind: Kind) -> Tensor:
         """The number of records an answer is about: all, or those a minibatch is expected to hold."""
@@ -268,10 +308,9 @@ class Oracle:
 
     def _noised(self, answer: Tensor, number: int, call: int, axes: int) -> Tensor:
         std = along(self._stds[number], axes)
-        if self._quiet or not std.any():
+        if not std.any():
             return answer
-        grid = along(self._grids[number], axes)
-        return add(answer, std * self._draw(number, call, tuple(answer.shape[-axes:])), grid, secret=self._secret)
+        return add(answer, std * self._draw(number, call, tuple(answer.shape[-axes:])), std, secret=self._secret)
 
 
 def secured(plan: Plan, turn: Turn, i: int, message: Tree, source: Source) -> np.ndarray:

@@ -10,13 +10,24 @@ from torch import Tensor
 
 from sordino.core import Down, Model, Round, Shard, SordinoError, Tree, nothing
 from sordino.data.shard import Lazy, Records
-from sordino.engines.client import SAMPLING, Oracle, Turn, check_stream, normals, opened, secured, seed_of, turns
+from sordino.engines.client import (
+    SAMPLING,
+    Oracle,
+    Turn,
+    check_stream,
+    normals,
+    opened,
+    places,
+    secured,
+    seed_of,
+    turns,
+)
 from sordino.privacy.ledger import Entry, Ledger
-from sordino.privacy.noise import Address, Source
+from sordino.privacy.noise import EVERYONE, Address, Source, add
 from sordino.privacy.plan import Plan
 from sordino.tree import pack, tree_map, unpack
 
-NOBODY = "an empty cohort"
+SUM = "the sum"  # in a ledger: of a round's messages, where the sum is all that is released
 
 
 def run(
@@ -29,16 +40,16 @@ def run(
     ledger: Ledger | None = None,
     run_id: str = "",
 ) -> Iterator[Round]:
-    """Yield after every round. With a ledger, a message is stored before it leaves, and one already stored is sent
-    again as it was, without touching the data: to resume, run again."""
+    """Yield after every round. With a ledger, what is released is stored before it leaves, and what is already stored
+    is sent again as it was, without touching the data: to resume, run again."""
     if plan.integers is not None and ledger is not None:
         raise SordinoError("ledger: a simulation of secure aggregation keeps none; every site has its own.")
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
-    share = torch.as_tensor(plan.weights / plan.participation.rate(plan.clients)).to(records.x)
+    share = plan.weights / plan.participation.rate(plan.clients)
     clients = range(plan.clients)
     state: Tree = ()
     memory: list[Tree] = [() for _ in clients]
-    said_before = False
+    recalled = False
     for turn in turns(plan, model):
         local, rule = turn.stage.local, turn.stage.rule
         if turn.t == turn.first:
@@ -49,50 +60,68 @@ def run(
                 caches = [local.prepare(oracle(model, records, turn, i, source, inside=True)) for i in clients]
         down = Down(theta, rule.say(state))
         cohort = [int(i) for i in turn.cohort]
+        # A secret cohort is paid for by all, at the rate of its coins: that a client stayed away is what they hide.
+        payers = list(clients) if plan.amplified else cohort
         said = {i: recall(ledger, run_id, i, turn.t, records.x) for i in cohort}
-        known = any(message is not None for message in said.values())
-        said_before |= known
-        if known and len(turn.extras) and source.private:  # what they said is not on record; two draws would average
-            raise SordinoError(f"resume: the noise of absent clients in round {turn.t} is not on record; begin anew.")
-        if ledger is not None:
-            new = [i for i in cohort if said[i] is None]
-            # A secret cohort is paid for by all, at the rate of its coins: that a client stayed away is what they hide.
-            away = [i for i in clients if i not in said] if plan.amplified else []
-            away = [i for i in away if not ledger.charged(run_id, f"client {i}", turn.t)]
-            ledger.afford([entry for i in (*new, *away) for entry in plan.entries(i, turn.t, run_id)])
-            for i in away:
-                ledger.charge(plan.entries(i, turn.t, run_id))
-        parts, total = [], np.zeros(1, np.uint32)
-        for i in cohort:
-            message = said[i]
-            if message is None:
-                if said_before:
-                    check_stream(plan, turn.t, source)
-                ask = oracle(model, records, turn, i, source, quiet=plan.integers is not None)
-                message = ask.finish(local.work(ask, down, memory[i], caches[i]))
+        total = recall(ledger, run_id, SUM, turn.t, records.x)
+        recalled |= total is not None or any(message is not None for message in said.values())
+        unpaid: list[int] = []
+        if ledger is not None and total is None:
+            unpaid = [i for i in payers if not ledger.charged(run_id, f"client {i}", turn.t)]
+            ledger.afford([entry for i in unpaid for entry in plan.entries(i, turn.t, run_id)])
+        if total is None and recalled and any(said[i] is None for i in cohort):
+            check_stream(plan, turn.t, source)
+
+        def work(i: int, quiet: bool = False) -> tuple[Tree, list[int]]:
+            """Client i's message, and the queries that its parts answer where they are not noised yet."""
+            ask = oracle(model, records, turn, i, source, quiet=quiet)
+            message = local.work(ask, down, memory[i], caches[i])
+            return ask.finish(message), ask.released(message) if quiet else []
+
+        aggregate: Tree = ()
+        if total is not None:
+            aggregate = total
+        elif plan.integers is not None:
+            wrapped = sum((secured(plan, turn, i, work(i, quiet=True)[0], source) for i in cohort), np.zeros(1, "u4"))
+            aggregate = opened(plan, turn, wrapped).to(theta)  # modulo 2^32
+        elif turn.once:
+            if cohort or plan.amplified:  # that nobody came must not be seen: noise alone is released
+                made = [work(i, quiet=True) for i in cohort or [0]]
+                weights = [share[i] for i in cohort] or [0.0]
+                numbers = iter(made[0][1])
+
+                def released(*leaves: Tensor) -> Tensor:
+                    weighted = sum(w * leaf for w, leaf in zip(weights, leaves, strict=True))
+                    return noised_sum(turn, next(numbers), torch.as_tensor(weighted), source).to(theta)
+
+                aggregate = tree_map(released, *(message for message, _ in made))
                 if ledger is not None:
-                    ledger.charge(plan.entries(i, turn.t, run_id), pack(message))
-            if plan.integers is not None:
-                total = total + secured(plan, turn, i, message, source)  # modulo 2^32
-                continue
-            memory[i] = local.remember(message, down, memory[i])
-            parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, message))
-        for i in turn.extras if parts or plan.amplified else ():
-            noise = recall(ledger, run_id, NOBODY, turn.t, records.x) if plan.amplified else None
-            if noise is None:
-                ask = oracle(model, records, turn, int(i), source, empty=True)
-                message = local.work(ask, down, memory[i], caches[i])
-                noise = ask.finish(tree_map(torch.zeros_like, message) if plan.amplified else message)
-                if ledger is not None and plan.amplified:  # sent again as it was: else a repetition shows who came
-                    ledger.charge([Entry(NOBODY, turn.t, "noise", 0.0, 1.0, 1, run_id)], pack(noise))
-            parts.append(tree_map(lambda leaf, w=share[i]: w * leaf, noise))
-        if plan.integers is not None:
-            parts = [opened(plan, turn, total).to(theta)]
-        aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
-        if parts:
+                    for i in unpaid:
+                        ledger.charge(plan.entries(i, turn.t, run_id))
+                    ledger.charge([Entry(SUM, turn.t, "sum", 0.0, 1.0, 1, run_id)], pack(aggregate))
+        else:
+            for i in cohort:
+                if said[i] is None:
+                    said[i] = work(i)[0]
+                    if ledger is not None:
+                        ledger.charge(plan.entries(i, turn.t, run_id), pack(said[i]))
+                memory[i] = local.remember(said[i], down, memory[i])
+            parts = [tree_map(lambda leaf, w=share[i]: w * leaf, said[i]) for i in cohort]
+            aggregate = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
+        if cohort or (turn.once and plan.amplified):
             step, state = rule.update(aggregate, state, theta, turn.step)
             theta = theta + step
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, tuple(memory)))
+
+
+def noised_sum(turn: Turn, number: int, total: Tensor, source: Source) -> Tensor:
+    """The sum of a round's answers to one query, in float64, with the noise that is added to it once."""
+    std, query = float(turn.sums[number]), turn.stage.queries[number]
+    if not std:
+        return total
+    at = Address(EVERYONE, turn.t, number)
+    noise = std * torch.from_numpy(normals(source, query, at, turn.first, tuple(total.shape)))
+    return add(total.double(), noise, std, secret=source.private)
 
 
 def recall(ledger: Ledger | None, run_id: str, i: int | str, t: int, like: Tensor) -> Tree | None:
@@ -109,12 +138,10 @@ def oracle(
     source: Source,
     *,
     inside: bool = False,
-    empty: bool = False,
     quiet: bool = False,
 ) -> Oracle:
-    """Client i's own; `empty`: as if it held no record; `quiet`: answers without noise."""
+    """Client i's own; `quiet`: answers without noise, which is added later."""
     shard = records.shard(i)
-    shard = shard._replace(mask=0 * shard.mask) if empty else shard
     rate = float(turn.rates[i])
 
     def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
@@ -122,12 +149,9 @@ def oracle(
         return torch.from_numpy(normals(source, query, Address(i, turn.t, number, call), turn.first, shape))
 
     def pick(call: int) -> Shard:
-        coins = source.uniform(Address(i, turn.t, SAMPLING, call), (int(turn.sizes[i]),))  # at the declared rate
-        drawn = turn.sampling.draw(coins, rate)
-        rows = torch.from_numpy(drawn[drawn < len(shard.x)]).to(shard.x.device)
-        if not len(rows):  # a minibatch may be empty: one record that does not count
-            return Shard(shard.x[:1], shard.y[:1], 0 * shard.mask[:1])
-        return Shard(shard.x[rows], shard.y[rows], shard.mask[rows])
+        where = torch.from_numpy(places(source, Address(i, turn.t, SAMPLING, call), turn, len(shard.x)))
+        at, real = where.clamp_min(0).to(shard.x.device), (where >= 0).to(shard.x.device)
+        return Shard(torch.where(real.unsqueeze(-1), shard.x[at], 0), shard.y[at], shard.mask[at] * real)
 
     return Oracle(
         model,
@@ -135,7 +159,6 @@ def oracle(
         turn.stage,
         sizes=shard.x.new_tensor(turn.sizes[i]),  # as declared: what it really holds is private
         stds=[torch.tensor(std[i]) for std in turn.stds],
-        grids=[torch.tensor(grid[i]) for grid in turn.grids],
         draw=draw,
         pick=pick if rate < 1 else None,
         rates=shard.x.new_tensor(rate) if rate < 1 else None,

@@ -1,13 +1,15 @@
 """The fast engine: clients and runs are tensor axes. It agrees with the reference to rounding, given the same noise.
 
-Two paths, chosen once a stage by tracing the local rule:
+Two paths, chosen once per stage by tracing the local rule:
 
 - *fused*: every client sends its noised gradient at the broadcast theta and nothing else. Then the cohort is one
   matrix and a round is two matrix products, whatever the number of clients.
-- *batched*: anything else. Clients of like size are padded into a batch and the local rule runs once for all.
+- *batched*: anything else. Clients of like size are padded into a batch and the local rule runs once for all. At user
+  level clients are served one by one: what one holds must not decide the shapes in which others are computed.
 
-The sum of independent Gaussians is one Gaussian: where nobody reads a single client's message, the summed noise is
-drawn once. `shares=True` draws every client's own instead: slower, equal to the reference draw for draw.
+Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
+independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
+`shares=True` draws every client's own instead: slower, equal to the reference draw for draw.
 """
 
 from __future__ import annotations
@@ -35,13 +37,25 @@ from sordino.core import (
     SordinoError,
     Stage,
     Tree,
+    Unit,
     carries,
     forget,
     keep,
     nothing,
 )
 from sordino.data.shard import Lazy, Records
-from sordino.engines.client import MATRICES, SAMPLING, Oracle, Turn, check_stream, normals, seed_of, turns
+from sordino.engines.client import (
+    MATRICES,
+    SAMPLING,
+    Oracle,
+    Turn,
+    along,
+    check_stream,
+    normals,
+    places,
+    seed_of,
+    turns,
+)
 from sordino.privacy.noise import EVERYONE, Address, Counted, Source, add, counted
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
@@ -90,7 +104,7 @@ def run(
             fused = only_asks_for_the_gradient(turn.stage, Down(theta, rule.say(state)))
             caches = crowd.prepare(turn)
         aggregate: Tree = ()
-        if len(turn.cohort) or plan.amplified:
+        if len(turn.cohort) or (turn.once and plan.amplified):
             down = Down(theta, rule.say(state))
             if fused:
                 aggregate = crowd.fused(turn, theta, shares)
@@ -104,18 +118,17 @@ def run(
 def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[Turn]:
     """The first plan's rounds, with the noise of each: stds and the aggregate's get a leading axis of runs."""
     stds: dict[int, list[np.ndarray]] = {}
+    sums: dict[int, list[np.ndarray]] = {}
     facts: dict[int, Facts] = {}
     for turn in turns(plans[0], model, start):
         if turn.first not in stds:
-            s = plans[0].stage_of(turn.t)
-            stds[turn.first] = [np.stack([p.std(s, k) for p in plans]) for k in range(len(turn.stage.queries))]
+            s, queries = plans[0].stage_of(turn.t), range(len(turn.stage.queries))
+            stds[turn.first] = [np.stack([p.std(s, k) for p in plans]) for k in queries]
+            sums[turn.first] = [np.array([p.aggregate_std(s, k) for p in plans]) for k in queries]
             width = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
             facts[turn.first] = replace(turn.facts, aggregate_std=width)
-        share = plans[0].share(len(turn.cohort) + len(turn.extras))
-        own = [share * std for std in stds[turn.first]]
-        least = plans[0].share(plans[0].clients)
-        grids = [least * std for std in stds[turn.first]] if plans[0].amplified else own
-        yield turn._replace(facts=facts[turn.first], stds=own, grids=grids)
+        own = [plans[0].share(len(turn.cohort)) * std for std in stds[turn.first]]
+        yield turn._replace(facts=facts[turn.first], stds=own, sums=sums[turn.first])
 
 
 def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
@@ -160,7 +173,7 @@ class Crowd:
 
     @cached_property
     def _whole(self) -> list[tuple[np.ndarray, Any]]:
-        return self.records.buckets(self.everyone)
+        return self._held(self.everyone)
 
     @cached_property
     def _matrix(self) -> Any:
@@ -186,6 +199,8 @@ class Crowd:
 
     def fused(self, turn: Turn, theta: Tensor, shares: bool) -> Tensor:
         """The weighted sum of all noised gradients, from one matrix."""
+        if not len(turn.cohort):
+            return self._noised(theta.new_zeros(theta.shape), turn, 0, self._per_record, shares)
         heaviest = self._per_record.max()
         full = len(turn.cohort) == self.plan.clients and not self._samples(turn.cohort)
         if self._samples(turn.cohort):
@@ -205,40 +220,42 @@ class Crowd:
         """The weighted sum of messages, from padded batches of clients."""
         local, lead = turn.stage.local, self.lead
         near = tree_map(lambda leaf: leaf.unsqueeze(lead), tuple(down))
-        delta = next((k for k, query in enumerate(turn.stage.queries) if query.kind is Kind.DELTA), None)
-        once = delta is not None and local.remember is keep and not shares
-        buckets = self._buckets(turn)
-        present = len(buckets)
-        if len(turn.extras) and not (once and present):
-            empty = [(c, _emptied(shard)) for c, shard in self.records.buckets(turn.extras)]
-            buckets = [*buckets, *empty]
-        parts = []
-        for number, (clients, shard) in enumerate(buckets):
+        delta = any(query.kind is Kind.DELTA for query in turn.stage.queries)
+        once = turn.once or (delta and local.remember is keep and not shares)
+        empty = not len(turn.cohort)  # that nobody came must not be seen: noise alone is released
+        buckets = self._buckets(turn) if not empty else self.records.buckets(self.everyone[:1])
+        parts, numbers = [], list[int]()
+        for clients, shard in buckets:
             chosen = torch.from_numpy(clients).to(self.records.x.device)
-            ask = self._oracle(turn, clients, shard, empty=number >= present)
+            ask = self._oracle(turn, clients, shard, quiet=once)
             mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
             cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.worlds, rows), caches)
             message = local.work(ask, Down(*near), mine, cache)
-            if number >= present and self.plan.amplified:  # who sends for an empty cohort says nothing
-                message = tree_map(torch.zeros_like, message)
-            message = ask.finish(message, noise=not once)
-            if number < present:
+            numbers = ask.released(message) if once else numbers
+            message = ask.finish(message)
+            if not once:
                 after = local.remember(message, Down(*near), mine)
                 memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
-            weight = self._laid(self.influence[clients]).to(self.records.x)
-            parts.append(
-                tree_map(lambda leaf, w=weight: (w.view(-1, *[1] * (leaf.dim() - lead - 1)) * leaf).sum(lead), message)
-            )
-        aggregate: Tree = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts)
-        if once and delta is not None:
-            aggregate = self._noised(aggregate, turn, delta, self.influence, False)
-        return aggregate, memory
+            weight = self._laid(0 * self.influence[clients] if empty else self.influence[clients])
+            parts.append(tree_map(lambda leaf, w=weight: _weighted(leaf, w, lead), message))
+        aggregate: Tree = tree_map(lambda *leaf: sum(leaf[1:], leaf[0]), *parts)
+        if once:
+            number = iter(numbers)
+            aggregate = tree_map(lambda leaf: self._noised(leaf, turn, next(number), self.influence, False), aggregate)
+        return tree_map(lambda leaf: leaf.to(self.records.x), aggregate), memory
 
     def _buckets(self, turn: Turn) -> list[tuple[np.ndarray, Any]]:
         """The cohort in batches of clients; what they hold only where it is not drawn anew for every question."""
         if self._only_gradients(turn.stage) and self._samples(turn.cohort):
-            return [(turn.cohort, None)]
-        return self._whole if len(turn.cohort) == self.plan.clients else self.records.buckets(turn.cohort)
+            return [(clients, None) for clients in self._batches(turn.cohort)]
+        return self._whole if len(turn.cohort) == self.plan.clients else self._held(turn.cohort)
+
+    def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
+        """All at once, or at user level one by one: there a client's size is its own affair."""
+        return list(clients.reshape(-1, 1)) if self.plan.privacy.unit is Unit.USER else [clients]
+
+    def _held(self, clients: np.ndarray) -> list[tuple[np.ndarray, Any]]:
+        return [bucket for batch in self._batches(clients) for bucket in self.records.buckets(batch)]
 
     def _only_gradients(self, stage: Stage) -> bool:
         return {query.kind for query in stage.queries} <= {*SAMPLED, Kind.DELTA} and stage.local.prepare is nothing
@@ -250,14 +267,11 @@ class Crowd:
         """A minibatch of each client, runs (if any) x clients x records."""
         if self.worlds:
             raise SordinoError("batch: runs on data of their own take all records; leave batch at full.")
-        rows = []
-        for source in self.sources:
-            for i in clients:
-                size, rate = self.plan.sizes[i], float(turn.rates[i])
-                at = Address(int(i), turn.t, SAMPLING, call)
-                coins = source.uniform(at, (size,)) if rate < 1 else np.zeros(size)
-                drawn = turn.sampling.draw(coins, rate)
-                rows.append(drawn[drawn < self.records.sizes[i]])
+        rows = [
+            places(source, Address(int(i), turn.t, SAMPLING, call), turn, self.records.sizes[i])
+            for source in self.sources
+            for i in clients
+        ]
         shard = self.records.picked(np.tile(clients, len(self.sources)), rows)
         if not self.lead:
             return shard
@@ -272,22 +286,22 @@ class Crowd:
         return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), None if length is None else length.flatten(-2))
 
     def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
-        """A cohort's sum with its noise, `moved` times each client's own: one draw, or every client's."""
-        senders = np.concatenate([turn.cohort, turn.extras])
-        scale = (moved * turn.stds[number])[..., senders]
-        std = np.sqrt((scale**2).sum(-1))
+        """A cohort's sum with its noise: that of the sum itself, or `moved` times each client's own, drawn as one."""
+        query, axes = turn.stage.queries[number], 2 if turn.stage.queries[number].kind in MATRICES else 1
+        scale = (moved * turn.stds[number])[..., turn.cohort]
+        std = turn.sums[number] if turn.once else np.sqrt((scale**2).sum(-1))
         if not std.any():
-            return total
-        shape = tuple(total.shape[-1:])
-        query = turn.stage.queries[number]
+            return total.to(self.records.x)
+        shape = tuple(total.shape[-axes:])
+        width = self._width(std, axes)
         # Streams of single clients that come and go do not add up to one stream.
-        apart = carries(query.noise) and not self.plan.sums_only and turn.facts.cohort < len(turn.sizes)
-        if shares or apart:
-            each = self._draw(turn, number, 0, senders, shape)
-            noise = (each * self._laid(scale).unsqueeze(-1)).sum(self.lead)
-            return add(total, noise, self._width(std), secret=self.secret)
-        width = self._width(std)
-        return add(total, width * self._standard(turn, number, shape), width, secret=self.secret)
+        apart = carries(query.noise) and turn.facts.cohort < len(turn.sizes)
+        if not turn.once and (shares or apart):
+            each = self._draw(turn, number, 0, turn.cohort, shape)
+            noise = _weighted(each, self._laid(scale), self.lead)
+        else:
+            noise = width * self._standard(turn, number, shape)
+        return add(total.double(), noise, width, secret=self.secret).to(self.records.x)
 
     def _laid(self, numbers: np.ndarray) -> Tensor:
         """On the device, once: to ask for the same again does not stop its queue."""
@@ -296,9 +310,9 @@ class Crowd:
             self._known[key] = torch.from_numpy(np.ascontiguousarray(numbers)).to(self.records.x.device)
         return self._known[key].view(numbers.shape)
 
-    def _width(self, std: np.ndarray) -> float | Tensor:
+    def _width(self, std: np.ndarray, axes: int) -> float | Tensor:
         """One for all runs, or one for each."""
-        return self._laid(std).unsqueeze(-1) if std.ndim else float(std)
+        return along(self._laid(std), axes) if std.ndim else float(std)
 
     def _standard(self, turn: Turn, number: int, shape: tuple[int, ...]) -> Tensor:
         """Standard noise for a cohort's sum, runs (if any) x shape."""
@@ -333,14 +347,10 @@ class Crowd:
         return torch.from_numpy(np.stack(draws) if self.lead else draws[0]).to(self.records.x.device)
 
     def _oracle(
-        self, turn: Turn, clients: np.ndarray, shard: Any, *, inside: bool = False, empty: bool = False
+        self, turn: Turn, clients: np.ndarray, shard: Any, *, inside: bool = False, quiet: bool = False
     ) -> Oracle:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
             return self._draw(turn, number, call, clients, shape)
-
-        def pick(call: int) -> Any:
-            picked = self._picked(turn, clients, call)
-            return _emptied(picked) if empty else picked
 
         like, drawn = self.records.x, self._samples(clients)
         return Oracle(
@@ -349,21 +359,22 @@ class Crowd:
             turn.stage,
             sizes=self._laid(turn.sizes[clients].astype(float)).to(like),
             stds=[self._laid(std[..., clients]) for std in turn.stds],
-            grids=[self._laid(grid[..., clients]) for grid in turn.grids],
             draw=draw,
-            pick=pick if drawn else None,
+            pick=(lambda call: self._picked(turn, clients, call)) if drawn else None,
             rates=self._laid(turn.rates[clients]).to(like) if drawn else None,
             luck=lambda call: seed_of(self.sources[0], int(clients[0]), turn.t, call),
             facts=turn.facts,
             secret=self.secret,
             runs=(len(self.sources),) * self.lead,
             inside=inside,
+            quiet=quiet,
         )
 
 
-def _emptied(shard: Any) -> Any:
-    """The same records, none of which counts."""
-    return shard._replace(mask=0 * shard.mask)
+def _weighted(leaf: Tensor, weight: Tensor, axis: int) -> Tensor:
+    """The sum over clients, which stand at `axis`, in float64. `weight`: of clients, or of runs and clients."""
+    weight = weight.double().reshape(*weight.shape, *[1] * (leaf.dim() - axis - 1))
+    return (weight * leaf).sum(axis)
 
 
 class Captured:

@@ -1,8 +1,7 @@
 """DP-AdaDPS: DP-FedAvg with gradients divided by a public scale A before the clip, and not multiplied back after it.
 
 A comes from side information that its owner declares public: `Public.statistics` of features, which stand for squared
-gradients once and for all, or `Public.records`, whose gradients the server takes in every round. Nothing but a `Public`
-(on the command line: a file of statistics) is accepted, so that no private data slip in unsaid.
+gradients, or `Public.records`, whose gradients the server takes in every round.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import torch
 from torch import Tensor
 
 from sordino.core import Ask, Down, Facts, Local, Method, Rule, Shard, SordinoError, Stage, Tree, Unit
-from sordino.methods.fedavg import CAVEAT, local_steps
+from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 from sordino.rules.basic import check_decay, moving
 
 
 @dataclass(frozen=True)
 class Public:
     """Side information that somebody declared public: second moments of features, or records and their model."""
-
     moments: Tensor
     model: Any = None
     shard: Any = None
@@ -57,8 +55,8 @@ class Public:
         """Of the mean gradient at theta; or what stands for them: its feature's second moment, 1 for a bias."""
         if self.model is not None:
             x, y, ones, _ = self.shard
-            sums: Tensor = self.model.clipped_sum(theta, Shard(x.to(theta), y, ones.to(theta)), math.inf)
-            return (sums / len(x)).square()
+            sums = self.model.clipped_sum(theta, Shard(x.to(theta), y, ones.to(theta)), math.inf)
+            return torch.square(sums / len(x)).to(theta)
         rows, outputs = shapes[0] if len(shapes) == 1 and len(shapes[0]) == 2 else (-1, 0)
         if not 0 <= rows - len(self.moments) <= 1:
             raise SordinoError(f"public: {len(self.moments)} features do not fit this model; use Public.records.")
@@ -87,12 +85,17 @@ def adadps(
     if not 1e-12 <= eps < math.inf:
         raise SordinoError(f"eps: {eps} must lie in [1e-12, inf): it bounds 1 / A where public data are silent.")
     if not isinstance(public, str | Public):
-        how = "if anybody may see it, use Public.statistics(file or arrays) or Public.records(model, x, y)"
-        raise SordinoError(f"public: a {type(public).__name__} is not declared public; {how}.")
+        raise SordinoError(
+            f"public: {type(public).__name__} is not declared public; use Public.statistics or Public.records."
+        )
     side = public if isinstance(public, Public) else Public.statistics(public) if public else None
+    queries, proves = local_steps(unit, clip, steps, noise_at)
+    lr = -local_lr * lr if sends_gradient(queries) else lr
 
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
         y, scale = down.theta, None if side is None else 1 / down.word
+        if sends_gradient(queries):
+            return ask.gradient(y, scale=scale)
         for _ in range(steps):
             y = y - local_lr * ask.gradient(y, scale=scale)
         return y - down.theta
@@ -103,7 +106,6 @@ def adadps(
     def update(u: Tree, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         return lr * u, moving(v, side.squares(theta + lr * u), beta) if side and side.model else v
 
-    queries, proves = local_steps(unit, clip, steps, noise_at)
     rule = Rule(init, update, say=lambda v: () if side is None else v.sqrt() + eps)
     assumes = () if side is None else ("The side information that gradients are divided by is public.",)
     return Method("dp-adadps", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT, assumes)

@@ -1,9 +1,9 @@
 """A clip that follows a quantile of the gradients' norms (Andrew et al. 2021, arXiv 1905.03871), at record level.
 
 Gradients are measured in units of the broadcast clip C and cut to norm 1, so that what is released moves by 1 whatever
-C is, and C g is post-processing. Beside it each client releases how many of its gradients are shorter than C, every one
-counted as 1/2 or -1/2: one record moves that by 1/2 (add-remove) or 1 (replace-one), and it has its own part of the
-budget. The next C is a function of noised counts alone.
+C is, and C g is post-processing by the server. Beside it each client releases how many of its gradients are shorter
+than C, every one counted as 1/2 or -1/2: one record moves that by 1/2 (add-remove) or 1 (replace-one), and it has its
+own part of the budget. The next C is a function of noised counts alone.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ def tracked(method: Method, clip: float, quantile: float, *, pace: float = 0.2, 
     within = math.log(clip) - FARTHEST, math.log(clip) + FARTHEST
 
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
-        C = down.word.clamp(*within).exp()
-        unit = (1 / C).expand_as(down.theta)
-        return C * ask.gradient(down.theta, scale=unit), ask.count(down.theta, unit)
+        unit = (-down.word.clamp(*within)).exp().expand_as(down.theta)
+        return ask.gradient(down.theta, scale=unit), ask.count(down.theta, unit)
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         return torch.full_like(theta[..., :1], math.log(clip)), inner.init(theta, facts, before)
 
     def update(said: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         (g, below), (C, own) = said, state
-        step, own = inner.update(g, own, theta, t)
+        step, own = inner.update(C.exp() * g, own, theta, t)
         C = C - pace * (below + 0.5 - quantile)
         return step, (C.clamp(*within), own)
 

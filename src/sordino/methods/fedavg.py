@@ -13,6 +13,7 @@ import math
 from torch import Tensor
 
 from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit, nearest
+from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 
 NOISE = ("per-step", "final")
@@ -36,8 +37,18 @@ def local_steps(
     return (Query(Kind.GRADIENT, clip, calls=calls, joint=joint),), everyone if calls == 1 else own
 
 
+def sends_gradient(queries: tuple[Query, ...]) -> bool:
+    """One noised gradient per round: it is sent as it is, and the server takes the step, so that sums of messages are
+    sums of releases to the last bit."""
+    return len(queries) == 1 and queries[0].calls == 1
+
+
 def averaged(name: str, unit: Unit, clip: float, local_lr: float, steps: int, noise_at: str, *rules: Rule) -> Method:
     """K local steps; `rules` turn the mean update into the server's step."""
+    queries, proves = local_steps(unit, clip, steps, noise_at)
+    if sends_gradient(queries):
+        local, rules = Local(gradient), (scale(-local_lr), *rules)
+        return Method(name, unit, (Stage(local, chain(*rules), queries),), proves, CAVEAT)
 
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
         y = down.theta
@@ -45,7 +56,6 @@ def averaged(name: str, unit: Unit, clip: float, local_lr: float, steps: int, no
             y = y - local_lr * ask.gradient(y)
         return y - down.theta
 
-    queries, proves = local_steps(unit, clip, steps, noise_at)
     return Method(name, unit, (Stage(Local(work), chain(*rules), queries),), proves, CAVEAT)
 
 

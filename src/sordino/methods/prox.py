@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import Ask, Down, Facts, Local, Method, Rule, SordinoError, Stage, Tree, Unit
-from sordino.methods.fedavg import CAVEAT, local_steps
+from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 
 RATE, REACH = 0.1, 10.0  # mu changes by a tenth a round, and stays within a factor of ten of where it began
 
@@ -32,7 +32,12 @@ def adafedprox(
     if not isinstance(mu, Tensor) and not mu > 0:
         raise SordinoError(f"mu: {mu} must be above 0; dp-fedavg has no pull.")
 
+    queries, proves = local_steps(unit, clip, steps, noise_at)
+    one = sends_gradient(queries)
+
     def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+        if one:  # at theta nothing pulls
+            return ask.gradient(down.theta)
         y, pull = down.theta, down.word
         for _ in range(steps):
             y = y - local_lr * (ask.gradient(y) + pull * (y - down.theta))
@@ -43,10 +48,10 @@ def adafedprox(
 
     def update(u: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         pull, last = state
+        u = -local_lr * u if one else u
         against = (u * last).sum(-1, keepdim=True) < 0
         pull = (pull * torch.where(against, 1 + RATE, 1 - RATE)).clamp(mu / REACH, mu * REACH)
         return lr * u, (pull, u)
 
-    queries, proves = local_steps(unit, clip, steps, noise_at)
     rule = Rule(init, update, say=lambda state: state[0])
     return Method("dp-adafedprox", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT)

@@ -4,6 +4,9 @@ The gradient of one record is an outer product, u = (x, 1) times a residual r, s
 clipped gradients is one matrix product: no per-example gradient is ever held in memory. Its Hessian is u u^T (x) S with
 a small positive semi-definite S (softmax: diag p - p p^T), of Frobenius norm |u|^2 |S|; sums of those are streamed over
 records, so that memory is that of the sum.
+
+Sums over records are float64, whatever the type of the records, and every shape depends on public numbers alone. So one
+record moves a computed sum by no more than the clip: docs/numerics.md has the proof.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ import torch
 from torch import Tensor
 
 from sordino.core import SAFETY, Shard, SordinoError
-from sordino.models.runs import MODERATE, clipped_sums, shifted
+from sordino.models import kernel
+from sordino.models.arithmetic import exact_arithmetic
+from sordino.models.runs import clipped_sums
 
 LOG2_E = math.log2(math.e)
+SURE = 1e-20  # probabilities below it count as 0: products with them would be subnormal, which is slow
 FARTHEST = 1e15  # of a scale; squares of what is larger would overflow
 
 
@@ -33,6 +39,9 @@ class Loss(StrEnum):
 
 NUMBERS = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
 STREAM = 1024  # records whose terms of a sum of matrices are held at once
+ROWS = 2**14  # most records of one float64 product: docs/numerics.md counts on it
+CACHE = 2**19  # numbers that are made of the records of one product
+TILES = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
 
 @dataclass(frozen=True)
@@ -120,42 +129,68 @@ class Linear:
         p = z.sigmoid()
         return torch.cat([1 - p, p], -1)
 
+    @exact_arithmetic()
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
         """Sum of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by at most that much.
 
         The factor is computed from the residual actually used, so the bound survives any rounding of the softmax.
-        A record whose gradient is not finite would leave a trace in the sum; then it is found and set to zero.
+        A record whose gradient is not finite contributes zero.
         """
-        length = self._length(shard)
+        theta, bound = theta.to(shard.x), clip * (1 - SAFETY)
         if scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain:
-            shift = theta.is_cuda or not self._moderate(theta, length)
-            return clipped_sums(theta, shard, length, clip, self.outputs, shift)
-        scale = None if scale is None else usable(scale)
-        total = self._sum(self._residual(theta, shard, length), shard, length, clip, scale)
-        if torch.isfinite(total).all():
-            return total
-        # The same for every other record as before: what is not finite counts as zero, and changes nothing else.
-        fine = torch.isfinite(shard.x).all(-1) & torch.isfinite(length)
-        clean = shard._replace(x=shard.x.masked_fill(~fine.unsqueeze(-1), 0), mask=shard.mask * fine)
-        length = length.masked_fill(~fine, 1)
-        residual = self._residual(theta, clean, length)
-        residual = residual.masked_fill(~torch.isfinite(residual).all(-1, keepdim=True), 0)
-        return self._sum(residual, clean, length, clip, scale)
+            return clipped_sums(theta, shard, self._length(shard), bound, self.outputs)
+        if scale is None:
+            total = kernel.clipped_sum(
+                *(theta, shard.x, shard.y, shard.mask, self._length(shard)),
+                outputs=self.outputs,
+                kind=str(self.kind),
+                bias=self.bias,
+                clip_bound=bound,
+                class_weights=self.class_weights if self.kind not in NUMBERS else None,
+                radius=self.radius,
+                residual=self.residual,
+                cap=self.cap,
+            )
+            if total is not None:
+                return total
+        scale = None if scale is None else usable(scale).to(shard.x)
 
+        def part_sum(part: Shard) -> Tensor:
+            x, residual, length = self._finite(theta, part)
+            residual = residual * (self._factor(residual, x, length, bound, scale) * part.mask).unsqueeze(-1)
+            return self._pull(x, residual)
+
+        total = sum_over(shard, part_sum, self._rows(theta, shard))
+        return total if scale is None else total * scale.double()
+
+    @exact_arithmetic()
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
-        residual = self._residual(theta, shard, self._length(shard))
-        below = self._scaled_norm(residual, shard.x, usable(scale)) <= 1
-        return ((below.to(residual.dtype) - 0.5) * shard.mask).sum(-1, keepdim=True)
+        theta, scale = theta.to(shard.x), usable(scale).to(shard.x)
 
+        def part_sum(part: Shard) -> Tensor:
+            x, residual, _ = self._finite(theta, part)
+            below = self._scaled_norm(residual, x, scale) <= 1
+            return ((below.double() - 0.5) * part.mask).sum(-1, keepdim=True)
+
+        return sum_over(shard, part_sum, self._rows(theta, shard))
+
+    @exact_arithmetic()
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
         """Sum of u u^T, each cut to Frobenius norm `clip`."""
-        return sum_over(self._usable(shard), lambda part: outer(self._long(part, bounded(self._squared(part), clip))))
 
+        def total(part: Shard) -> Tensor:
+            part = self._usable(part)
+            return outer(self._long(part, bounded(self._squared(part), clip)))
+
+        return sum_over(shard, total)
+
+    @exact_arithmetic()
     def curvature_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
         """Sum of Hessians, each positive semi-definite and cut to Frobenius norm `clip`."""
 
         def total(part: Shard) -> Tensor:
+            part = self._usable(part)
             p, factor = self._curved(theta, part, clip)
             u = self._long(part, factor)
             if self.kind is not Loss.SOFTMAX:
@@ -163,31 +198,39 @@ class Linear:
             up = (u.unsqueeze(-1) * p.unsqueeze(-2)).flatten(-2)  # sqrt(factor) u (x) p
             rest = p @ (1 - torch.eye(self.outputs).to(p))  # 1 - p, without a difference of near numbers
             spread = (u.unsqueeze(-1) * (p * rest).unsqueeze(-2)).flatten(-2)
-            sums = -outer(up)
+            sums = outer(up).neg_()
             lead, pairs = sums.shape[:-2], (u.shape[-1], self.outputs)
-            diagonal = (spread.transpose(-1, -2) @ u).view(*lead, *pairs, u.shape[-1])
+            diagonal = (spread.double().transpose(-1, -2) @ u.double()).view(*lead, *pairs, u.shape[-1])
             sums.view(*lead, *pairs, *pairs).diagonal(dim1=-3, dim2=-1).copy_(diagonal.transpose(-1, -2))
             return sums
 
-        return sum_over(self._usable(shard), total)
+        return sum_over(shard, total)
 
+    @exact_arithmetic()
     def curvature_times(self, theta: Tensor, shard: Shard, clip: float, v: Tensor) -> Tensor:
-        """The sum of cut Hessians times v, in two matrix products: no Hessian is ever built."""
-        shard = self._usable(shard)
-        p, factor = self._curved(theta, shard, clip)
-        a = self.logits(v, shard.x).masked_fill((factor == 0).unsqueeze(-1), 0)
-        if self.kind is Loss.SOFTMAX:
-            a = p * (a - (p * a).sum(-1, keepdim=True))
-        return self._pull(shard.x, a * factor.unsqueeze(-1))
-
-    def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """Sum of g g^T, each cut to Frobenius norm `clip`: g to its root."""
-        shard = self._usable(shard)
+        """The sum of cut Hessians times v, in two matrix products: no Hessian is ever built. In float64: the bound of
+        what is solved with it counts on an error far below float32's."""
 
         def total(part: Shard) -> Tensor:
+            part = self._usable(part)
+            p, factor = self._curved(theta, part, clip)
+            x, p = part.x.double(), p.double()
+            a = self.logits(v.double(), x).masked_fill((factor == 0).unsqueeze(-1), 0)
+            if self.kind is Loss.SOFTMAX:
+                a = p * (a - (p * a).sum(-1, keepdim=True))
+            return self._pull(x, a * factor.unsqueeze(-1))
+
+        return sum_over(shard, total, self._rows(theta, shard))
+
+    @exact_arithmetic()
+    def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Sum of g g^T, each cut to Frobenius norm `clip`: g to its root."""
+
+        def total(part: Shard) -> Tensor:
+            part = self._usable(part)
             length = self._length(part)
             r = self._residual(theta, part, length)
-            norm = torch.linalg.vector_norm(r, dim=-1, dtype=torch.float64) * length
+            norm = torch.linalg.vector_norm(r, dim=-1, dtype=torch.float64) * length.double()
             u = self._long(part, bounded(norm.square(), clip))
             return outer((u.unsqueeze(-1) * r.nan_to_num(0, 0, 0).unsqueeze(-2)).flatten(-2))
 
@@ -197,7 +240,7 @@ class Linear:
 
     @property
     def plain(self) -> bool:
-        """Softmax without anything that weighs or bounds residuals: sums over runs are one kernel on a GPU."""
+        """Softmax without anything that weighs or bounds residuals: sums over runs are wide products."""
         bare = self.class_weights is None and math.isinf(self.radius) and math.isinf(self.residual)
         return self.kind is Loss.SOFTMAX and self.bias and bare
 
@@ -207,20 +250,49 @@ class Linear:
         return weight, theta[..., n:] if self.bias else None
 
     def _pull(self, x: Tensor, r: Tensor) -> Tensor:
-        """Sum over records of u (x) r, flat."""
-        weight = (x.transpose(-1, -2) @ r).flatten(-2)
+        """Sum over records of u (x) r, flat, in float64."""
+        r = r.double()
+        weight = (x.double().transpose(-1, -2) @ r).flatten(-2)
         return torch.cat([weight, r.sum(-2)], -1) if self.bias else weight
+
+    def _rows(self, theta: Tensor, shard: Shard) -> int:
+        """Records at a time, from shapes alone: what is made of them stays in cache."""
+        lead = torch.broadcast_shapes(theta.shape[:-1], shard.x.shape[:-2])
+        width = math.prod(lead) * (self.features + self.outputs)
+        return min(ROWS, max(64, CACHE // width))
+
+    def _finite(self, theta: Tensor, part: Shard) -> tuple[Tensor, Tensor, Tensor]:
+        """Features, residuals and lengths, all zero for a record that has anything else than finite numbers.
+
+        Each record decides for itself, and all are computed alike: were all treated otherwise because of one, that one
+        would change how the others are rounded, and a small clip makes rounding as large as itself.
+        """
+        length = self._length(part)
+        fine = torch.isfinite(length)
+        x = torch.where(fine.unsqueeze(-1), part.x, part.x.new_zeros(()))
+        residual = self._residual(theta, part._replace(x=x), torch.where(fine, length, 1.0))
+        fine = fine & torch.isfinite(residual).all(-1)
+        return x, torch.where(fine.unsqueeze(-1), residual, residual.new_zeros(())), length.masked_fill(~fine, 0)
+
+    def _factor(self, residual: Tensor, x: Tensor, length: Tensor, bound: float, scale: Tensor | None) -> Tensor:
+        """What shortens each gradient to `bound`, in float64: no product of finite float32 numbers leaves its range."""
+        if not math.isfinite(bound):
+            return torch.ones_like(length, dtype=torch.float64)
+        if scale is None:
+            norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64) * length.double()
+        else:
+            norm = self._scaled_norm(residual, x, scale)
+        return bound / norm.clamp_min(bound)
 
     def _value(self, z: Tensor) -> Tensor:
         return z.clamp(max=self.cap).exp() if self.kind is Loss.POISSON else z
 
     def _usable(self, shard: Shard) -> Shard:
         """Records that are not finite count as absent."""
-        if torch.isfinite(shard.x).all():
-            return shard
-        fine = torch.isfinite(shard.x).all(-1)
-        x = shard.x.masked_fill(~fine.unsqueeze(-1), 0)
-        return Shard(x, shard.y, shard.mask * fine)
+        fine = torch.isfinite(self._length(shard))
+        x = torch.where(fine.unsqueeze(-1), shard.x, shard.x.new_zeros(()))
+        length = None if shard.length is None else shard.length.masked_fill(~fine, 0)
+        return Shard(x, shard.y, shard.mask * fine, length)
 
     def _squared(self, shard: Shard) -> Tensor:
         """|u|^2, the norm of u u^T; infinite where it overflows, and then the record's factor is zero."""
@@ -262,22 +334,15 @@ class Linear:
     def _length(self, shard: Shard) -> Tensor:
         """Of (x, 1)."""
         norm = torch.linalg.vector_norm(shard.x, dim=-1, dtype=torch.float64) if shard.length is None else shard.length
-        norm = norm.to(shard.x.dtype)
-        return norm.square().add_(1).sqrt_() if self.bias else norm
-
-    def _moderate(self, theta: Tensor, length: Tensor) -> bool:
-        """No logit can leave the range in which `shifted` leaves it alone (Cauchy-Schwarz, and room for rounding)."""
-        columns = torch.linalg.vector_norm(theta.reshape(*theta.shape[:-1], -1, self.outputs), dim=-2)
-        return bool(length.amax() * columns.amax() * LOG2_E < 0.99 * MODERATE)
+        return (norm.double().square().add_(1).sqrt_() if self.bias else norm).to(shard.x.dtype)
 
     def _residual(self, theta: Tensor, shard: Shard, length: Tensor) -> Tensor:
         """d loss / d logits for every record, in a fresh tensor that may be written to."""
         if self.kind is Loss.SOFTMAX:
             r = self.logits(theta * LOG2_E, shard.x)
-            if not self._moderate(theta, length):
-                r = shifted(r, -1)
-            r.exp2_()  # cheaper than exp
+            r = r.sub_(r.amax(-1, keepdim=True)).exp2_()  # cheaper than exp
             r.mul_(r.sum(-1, keepdim=True).reciprocal_())
+            torch.threshold_(r, SURE, 0.0)
             labels = shard.y.unsqueeze(-1).expand(*r.shape[:-1], 1)
             r.scatter_add_(-1, labels, r.new_full((), -1.0).expand(labels.shape))
         else:
@@ -289,26 +354,6 @@ class Linear:
             norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
             r = r * (self.residual / norm.clamp_min(self.residual))
         return r * self._mallows(length).unsqueeze(-1) if math.isfinite(self.radius) else r
-
-    def _sum(self, residual: Tensor, shard: Shard, length: Tensor, clip: float, scale: Tensor | None) -> Tensor:
-        factor = shard.mask
-        if math.isfinite(clip):
-            wide = torch.float64 if self.outputs > 64 else residual.dtype  # many float32 squares would fall short
-            tiny = torch.finfo(residual.dtype).tiny
-            if scale is None:
-                norm = torch.linalg.vector_norm(residual, dim=-1, dtype=wide).to(residual.dtype)
-                # Squares of residuals below the floor underflow: take it for their norm, which is never too small.
-                norm = norm.clamp_min_(tiny**0.4).mul_(length)
-            else:
-                norm = self._scaled_norm(residual, shard.x, scale).to(residual.dtype).clamp_min(tiny**0.4)
-            factor = torch.div(clip * (1 - SAFETY), norm).clamp_max_(1)
-            # A factor below the normal range has too few digits to keep the bound: such a record counts as zero.
-            factor = torch.threshold_(factor, tiny, 0.0).mul_(shard.mask)
-            if (length > clip / tiny).any():  # so does one whose bounded residual is
-                factor = factor.masked_fill(length > clip / tiny, 0)
-        residual.mul_(factor.unsqueeze(-1))
-        total = self._pull(shard.x, residual)
-        return total if scale is None else total * scale
 
     def _scaled_norm(self, residual: Tensor, x: Tensor, scale: Tensor) -> Tensor:
         """|scale * (u (x) r)|: sum over f, o of u_f^2 r_o^2 scale_fo^2."""
@@ -333,18 +378,28 @@ def bounded(norm: Tensor, clip: float) -> Tensor:
 
 
 def outer(rows: Tensor) -> Tensor:
-    """Sum over records of the outer product of each row with itself."""
-    return rows.transpose(-1, -2) @ rows
+    """Sum over records of the outer product of each row with itself, in float64. The product is symmetric: of its
+    TILES x TILES blocks, those below the diagonal are copied."""
+    rows = rows.double()
+    size = rows.shape[-1]
+    sums = rows.new_empty(*rows.shape[:-2], size, size)
+    step = -(-size // TILES) if size >= 64 * TILES else size
+    for start in range(0, size, step):
+        here, beyond = slice(start, start + step), slice(start + step, None)
+        sums[..., here, start:] = rows[..., here].transpose(-1, -2) @ rows[..., start:]
+        sums[..., beyond, here] = sums[..., here, beyond].transpose(-1, -2)
+    return sums
 
 
-def sum_over(shard: Shard, total: Callable[[Shard], Tensor]) -> Tensor:
+def sum_over(shard: Shard, total: Callable[[Shard], Tensor], rows: int | None = None) -> Tensor:
     """Of `total` over parts of a shard, some records at a time."""
+    rows = STREAM if rows is None else rows
     x, y, mask, length = shard
     parts = (
         Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k])
-        for k in (slice(start, start + STREAM) for start in range(0, x.shape[-2], STREAM))
+        for k in (slice(start, start + rows) for start in range(0, x.shape[-2], rows))
     )
     sums = total(next(parts))
     for part in parts:
-        sums = sums + total(part)
+        sums += total(part)
     return sums

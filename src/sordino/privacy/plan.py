@@ -40,7 +40,7 @@ from sordino.core import (
     nothing,
 )
 from sordino.privacy import account as account_of
-from sordino.privacy import discrete, gaussian, integers, sampled
+from sordino.privacy import discrete, gaussian, integers, sampled, slots
 from sordino.privacy.account import Release
 from sordino.privacy.integers import Integers
 from sordino.privacy.ledger import DISCRETE, Entry
@@ -190,6 +190,16 @@ class Plan:
     def rates(self) -> np.ndarray:
         """At which each client's records are drawn whenever a gradient is asked for."""
         return self.sampling.rates(np.asarray(self.sizes, dtype=float))
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """Places in each client's minibatch: a public number."""
+        sizes = np.asarray(self.sizes)
+        if self.sampling.kind != "poisson" or not (self.rates < 1).any():
+            return np.rint(sizes * self.rates).astype(int)
+        calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
+        tail = slots.tail(self.privacy.epsilon, self.privacy.delta, self.rounds * max(calls, 1))
+        return slots.slots(sizes, self.rates, tail)
 
     @property
     def amplified(self) -> bool:
@@ -406,9 +416,10 @@ class Plan:
                 return level.std
         return np.zeros(self.clients)
 
-    def aggregate_std(self, stage: int) -> float:
-        """Expected noise per coordinate on the aggregate, from the stage's first noised query."""
-        level = next((level for level in self.levels if level.stage == stage), None)
+    def aggregate_std(self, stage: int, number: int | None = None) -> float:
+        """Expected noise per coordinate on the aggregate of one query, or of the stage's first noised one."""
+        mine = (level for level in self.levels if level.stage == stage and number in (None, level.number))
+        level = next(mine, None)
         if level is None:
             return 0.0
         rate = self.participation.rate(self.clients)

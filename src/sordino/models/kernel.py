@@ -1,0 +1,2 @@
+def clipped_sum(*a, **k):
+    return None
