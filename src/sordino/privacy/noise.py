@@ -62,6 +62,7 @@ _ZEROS = bytes(8 * _CHUNK)
 _NONE = np.empty(0, dtype=np.intp)
 _BLOCK = 8  # words of one ChaCha20 block
 _RARE = 1 << 44  # a tail probability below _RARE / 2^64 = 2^-20 is read to more bits
+_DEEP = 2048  # bits; beyond a logarithm of -2048 `ndtri_exp` loses some of its accuracy
 _FAR = 2.0**51  # grid points: up to there float64 holds the halves between them
 _MOST = 1 << 35  # words of one nonce: 2^32 blocks of 64 bytes, then the counter would run into the nonce
 
@@ -146,7 +147,7 @@ class Secure:
         def convert(words: Words, out: Floats, start: int) -> None:
             for i in _to_normal(words, out):
                 sign, tail, bits = self._tail(at, start + int(i), 1, _RARE)
-                out[i] = -sign * ndtri_exp(math.log(2 * tail + 1) - (bits + 1) * math.log(2))
+                out[i] = sign * (_approximate_quantile(tail, bits) if bits <= _DEEP else _quantile(tail, bits)[0])
 
         return _draw(self._normal_key, at, shape, convert)
 
@@ -581,6 +582,11 @@ def _to_words(words: Words, out: Floats, start: int = 0) -> None:
 # ------------------------------------------------------------------- the normal's quantiles, proved in whole numbers
 
 
+def _approximate_quantile(tail: int, bits: int) -> float:
+    """x with Q(x) = (tail + 1/2) / 2^bits, for the normal's upper tail Q; however small, by its logarithm."""
+    return max(0.0, -float(ndtri_exp(math.log(2 * tail + 1) - (bits + 1) * math.log(2))))
+
+
 def _quantile(tail: int, bits: int) -> tuple[Fraction, Fraction]:
     """Bounds on every x with tail / 2^bits <= Q(x) <= (tail + 1) / 2^bits, for the normal's upper tail Q.
 
@@ -589,7 +595,7 @@ def _quantile(tail: int, bits: int) -> tuple[Fraction, Fraction]:
     """
     fraction = bits + 8  # x counts 2^-fraction, and Q counts 2^-(bits + 16)
     middle = (2 * tail + 1) << 15
-    start = max(0.0, -float(ndtri_exp(math.log(2 * tail + 1) - (bits + 1) * math.log(2))))
+    start = _approximate_quantile(tail, bits)
     mills = int(math.sqrt(math.pi / 2) * float(erfcx(start / math.sqrt(2))) * 2**60)  # Q / density, as 2^-60
 
     def width(change: int) -> int:
