@@ -34,7 +34,7 @@ from sordino.core import (
     keep,
 )
 from sordino.privacy import discrete
-from sordino.privacy.noise import Address, Source, add
+from sordino.privacy.noise import Address, Draw, Source, draw, grid_of, settle
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
@@ -43,7 +43,7 @@ MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
 # Query numbers beyond any method's: of minibatches, of dropout, of dither, of the places of records in a minibatch.
 SAMPLING, LUCK, ROUNDING, PLACES = 2**16 - 1, 2**16 - 2, 2**16 - 3, 2**16 - 4
 
-Draw = Callable[[int, int, tuple[int, ...]], Tensor]  # (query number, call, shape of one client's draw) -> normals
+Drawing = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
 Pick = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
 
@@ -137,16 +137,22 @@ def blocks(model: Model) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
 
-def normals(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> np.ndarray:
+def standard(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
     """Standard noise for one release. Correlated noise re-derives its draws at the stage's `first` round."""
+    parts = [(1.0, at)]
     if isinstance(query.noise, Correlated):
         row = query.noise.decoder[at.round - first]
-        draws = (row[j] * source.normal(at._replace(round=first, index=int(j)), shape) for j in np.flatnonzero(row))
-        z: np.ndarray = sum(draws, np.zeros(shape))
-    else:
-        z = source.normal(at, shape)
+        parts = [(row[j], at._replace(round=first, index=int(j))) for j in np.flatnonzero(row)]
+    z = draw(source, parts, shape)
     # Symmetric answers get symmetric noise: variance 1 on the diagonal and 1/2 off it is white in the Frobenius norm.
-    return (z + z.swapaxes(-1, -2)) / 2 if query.kind in MATRICES else z
+    return z.symmetric() if query.kind in MATRICES else z
+
+
+def noised(total: Tensor, noise: Draw, std: Tensor | float, *, secret: bool) -> Tensor:
+    """total + std * noise, in float64. Where the noise is secret, what leaves is rounded to a public grid, as exactly
+    as if all had been real numbers: rounding is then post-processing of the Gaussian mechanism."""
+    noise = noise.to(total.device).scaled(std)
+    return settle(total.double(), noise, grid_of(std)) if secret else total.double() + noise.z
 
 
 def clipped(message: Tensor, clip: float) -> Tensor:
@@ -171,7 +177,7 @@ class Oracle:
         *,
         sizes: Tensor,
         stds: list[Tensor],
-        draw: Draw,
+        draw: Drawing,
         pick: Pick | None = None,
         rates: Tensor | None = None,
         luck: Callable[[int], int] | None = None,
@@ -310,7 +316,7 @@ class Oracle:
         std = along(self._stds[number], axes)
         if not std.any():
             return answer
-        return add(answer, std * self._draw(number, call, tuple(answer.shape[-axes:])), std, secret=self._secret)
+        return noised(answer, self._draw(number, call, tuple(answer.shape[-axes:])), std, secret=self._secret)
 
 
 def secured(plan: Plan, turn: Turn, i: int, message: Tree, source: Source) -> np.ndarray:

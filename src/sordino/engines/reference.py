@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,18 +16,20 @@ from sordino.engines.client import (
     Oracle,
     Turn,
     check_stream,
-    normals,
+    noised,
     opened,
     places,
     secured,
     seed_of,
+    standard,
     turns,
 )
 from sordino.privacy.ledger import Entry, Ledger
-from sordino.privacy.noise import EVERYONE, Address, Source, add
+from sordino.privacy.noise import EVERYONE, Address, Draw, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import pack, tree_map, unpack
 
+Made = tuple[Tree, list[int]]
 SUM = "the sum"  # in a ledger: of a round's messages, where the sum is all that is released
 
 
@@ -72,10 +75,11 @@ def run(
         if total is None and recalled and any(said[i] is None for i in cohort):
             check_stream(plan, turn.t, source)
 
-        def work(i: int, quiet: bool = False) -> tuple[Tree, list[int]]:
+        def work(i: int, quiet: bool = False, at: tuple[Any, ...] = (turn, down, memory, caches)) -> Made:
             """Client i's message, and the queries that its parts answer where they are not noised yet."""
+            turn, down, memory, caches = at
             ask = oracle(model, records, turn, i, source, quiet=quiet)
-            message = local.work(ask, down, memory[i], caches[i])
+            message = turn.stage.local.work(ask, down, memory[i], caches[i])
             return ask.finish(message), ask.released(message) if quiet else []
 
         aggregate: Tree = ()
@@ -88,13 +92,7 @@ def run(
             if cohort or plan.amplified:  # that nobody came must not be seen: noise alone is released
                 made = [work(i, quiet=True) for i in cohort or [0]]
                 weights = [share[i] for i in cohort] or [0.0]
-                numbers = iter(made[0][1])
-
-                def released(*leaves: Tensor) -> Tensor:
-                    weighted = sum(w * leaf for w, leaf in zip(weights, leaves, strict=True))
-                    return noised_sum(turn, next(numbers), torch.as_tensor(weighted), source).to(theta)
-
-                aggregate = tree_map(released, *(message for message, _ in made))
+                aggregate = noised_sum(turn, [m for m, _ in made], weights, made[0][1], source, theta)
                 if ledger is not None:
                     for i in unpaid:
                         ledger.charge(plan.entries(i, turn.t, run_id))
@@ -114,14 +112,21 @@ def run(
         yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, tuple(memory)))
 
 
-def noised_sum(turn: Turn, number: int, total: Tensor, source: Source) -> Tensor:
-    """The sum of a round's answers to one query, in float64, with the noise that is added to it once."""
-    std, query = float(turn.sums[number]), turn.stage.queries[number]
-    if not std:
-        return total
-    at = Address(EVERYONE, turn.t, number)
-    noise = std * torch.from_numpy(normals(source, query, at, turn.first, tuple(total.shape)))
-    return add(total.double(), noise, std, secret=source.private)
+def noised_sum(
+    turn: Turn, messages: list[Tree], weights: list[float], numbers: list[int], source: Source, like: Tensor
+) -> Tree:
+    """The weighted sum of messages, in float64, with noise that is added once. `numbers`: the query of each leaf."""
+    number = iter(numbers)
+
+    def released(*parts: Tensor) -> Tensor:
+        k = next(number)
+        total = torch.stack([w * part for w, part in zip(weights, parts, strict=True)]).sum(0)
+        if not (std := float(turn.sums[k])):
+            return total.to(like)
+        noise = standard(source, turn.stage.queries[k], Address(EVERYONE, turn.t, k), turn.first, tuple(total.shape))
+        return noised(total, noise, std, secret=source.private).to(like)
+
+    return tree_map(released, *messages)
 
 
 def recall(ledger: Ledger | None, run_id: str, i: int | str, t: int, like: Tensor) -> Tree | None:
@@ -144,9 +149,8 @@ def oracle(
     shard = records.shard(i)
     rate = float(turn.rates[i])
 
-    def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
-        query = turn.stage.queries[number]
-        return torch.from_numpy(normals(source, query, Address(i, turn.t, number, call), turn.first, shape))
+    def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
+        return standard(source, turn.stage.queries[number], Address(i, turn.t, number, call), turn.first, shape)
 
     def pick(call: int) -> Shard:
         where = torch.from_numpy(places(source, Address(i, turn.t, SAMPLING, call), turn, len(shard.x)))

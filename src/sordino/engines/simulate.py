@@ -51,12 +51,13 @@ from sordino.engines.client import (
     Turn,
     along,
     check_stream,
-    normals,
+    noised,
     places,
     seed_of,
+    standard,
     turns,
 )
-from sordino.privacy.noise import EVERYONE, Address, Counted, Source, add, counted
+from sordino.privacy.noise import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
 
@@ -296,12 +297,12 @@ class Crowd:
         width = self._width(std, axes)
         # Streams of single clients that come and go do not add up to one stream.
         apart = carries(query.noise) and turn.facts.cohort < len(turn.sizes)
-        if not turn.once and (shares or apart):
-            each = self._draw(turn, number, 0, turn.cohort, shape)
-            noise = _weighted(each, self._laid(scale), self.lead)
-        else:
-            noise = width * self._standard(turn, number, shape)
-        return add(total.double(), noise, width, secret=self.secret).to(self.records.x)
+        if turn.once or not (shares or apart):
+            noise = self._standard(turn, number, shape)
+        else:  # each client's part of the noise, in units of all of it
+            part = self._laid(scale / np.expand_dims(std, -1))
+            noise = self._draw(turn, number, 0, turn.cohort, shape).scaled(along(part, axes)).summed(self.lead)
+        return noised(total, noise, width, secret=self.secret).to(self.records.x)
 
     def _laid(self, numbers: np.ndarray) -> Tensor:
         """On the device, once: to ask for the same again does not stop its queue."""
@@ -314,17 +315,17 @@ class Crowd:
         """One for all runs, or one for each."""
         return along(self._laid(std), axes) if std.ndim else float(std)
 
-    def _standard(self, turn: Turn, number: int, shape: tuple[int, ...]) -> Tensor:
+    def _standard(self, turn: Turn, number: int, shape: tuple[int, ...]) -> Draw:
         """Standard noise for a cohort's sum, runs (if any) x shape."""
         query = turn.stage.queries[number]
         if not self._at_once(query):
-            return self._draw(turn, number, 0, np.array([EVERYONE]), shape).squeeze(self.lead)
+            return self._draw(turn, number, 0, np.array([EVERYONE]), shape).summed(self.lead)
         block, here = turn.t // AHEAD, (turn.t // AHEAD, number, *shape)  # stages differ in shape
         if self._ahead[0] != here:
             at = [Address(EVERYONE, t, number) for t in range(block * AHEAD, (block + 1) * AHEAD)]
             self._ahead = here, self._counted(at, shape)
         noise = self._ahead[1][turn.t % AHEAD]
-        return noise if self.lead else noise[0]
+        return Draw.plain(noise if self.lead else noise[0])
 
     def _at_once(self, query: Query) -> bool:
         plain = not isinstance(query.noise, Correlated) and query.kind not in MATRICES
@@ -336,20 +337,20 @@ class Crowd:
         drawn = counted(sources, at, math.prod(shape), str(self.records.x.device))
         return drawn.view(len(at), len(sources), *shape)
 
-    def _draw(self, turn: Turn, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Tensor:
+    def _draw(self, turn: Turn, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Draw:
         """Runs (if any) x clients x shape."""
         query = turn.stage.queries[number]
         at = [Address(int(i), turn.t, number, call) for i in clients]
         if self._at_once(query):
             drawn = self._counted(at, shape).transpose(0, 1)
-            return drawn if self.lead else drawn[0]
-        draws = [np.stack([normals(source, query, a, turn.first, shape) for a in at]) for source in self.sources]
-        return torch.from_numpy(np.stack(draws) if self.lead else draws[0]).to(self.records.x.device)
+            return Draw.plain(drawn if self.lead else drawn[0])
+        draws = [stack([standard(source, query, a, turn.first, shape) for a in at]) for source in self.sources]
+        return (stack(draws) if self.lead else draws[0]).to(self.records.x.device)
 
     def _oracle(
         self, turn: Turn, clients: np.ndarray, shard: Any, *, inside: bool = False, quiet: bool = False
     ) -> Oracle:
-        def draw(number: int, call: int, shape: tuple[int, ...]) -> Tensor:
+        def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
             return self._draw(turn, number, call, clients, shape)
 
         like, drawn = self.records.x, self._samples(clients)

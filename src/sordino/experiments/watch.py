@@ -6,8 +6,10 @@ and so are its clips and its noise. Nothing here knows a method by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +22,9 @@ from sordino.core import Correlated, Down, Kind, Local, Method, Shard, SordinoEr
 from sordino.data.shard import Records
 from sordino.engines import simulate
 from sordino.engines.client import Oracle
-from sordino.privacy.noise import Address, Source
+from sordino.privacy.noise import Address, Draw, Exact, Source
 from sordino.privacy.plan import Plan
+from sordino.tree import leaves
 
 VICTIM = 0  # the client in whose data the worlds differ
 
@@ -73,8 +76,9 @@ def watched(
     records = attack.worlds[world] if records is None else records
     theta = attack.model.init().to(records.x).expand(runs, -1).clone()
     plan = replace(attack.plan, method=watch.method())
-    for _ in simulate.run(plan, attack.model, records, [Row(common, r) for r in range(runs)], theta=theta, shares=True):
-        pass
+    sources = [Row(common, r) for r in range(runs)]
+    for turn in simulate.run(plan, attack.model, records, sources, theta=theta, shares=True):
+        watch.hear(plan.stage_of(turn.t), turn.aggregate)
     return watch
 
 
@@ -86,6 +90,8 @@ class Watch:
         self.streams: dict[tuple[int, int], list[Seen]] = {}
         self._caches: dict[tuple[int, int, bytes], Tree] = {}
         self._counts: dict[tuple[int, int, bytes], int] = {}
+        self._sums: dict[int, Tensor] = {}  # per query of this round: what the worlds would have summed up to
+        self._heard: list[int] = []  # the queries that the parts of a sum answer
         alone = np.arange(self.plan.clients) == VICTIM
         self.weights = self.plan.weights if self.plan.sums_only else alone.astype(float)
 
@@ -114,6 +120,14 @@ class Watch:
                 residual, gap = (torch.tensordot(factor, part, 1) for part in (residual, gap))
             weighed = gap / gap.new_tensor([seen.variance for seen in stream]).view(-1, *[1] * (gap.dim() - 1))
             yield (residual * weighed).sum(0), (gap * weighed).sum(0)
+
+    def hear(self, s: int, aggregate: Tree) -> None:
+        """The sum of a round, where that is what the adversary sees: noised once."""
+        for number, leaf in zip(self._heard, leaves(aggregate), strict=False):
+            zero, one = self._sums[number]
+            variance = self.plan.aggregate_std(s, number) ** 2
+            self.streams.setdefault((s, number), []).append(Seen(leaf - (zero + one) / 2, one - zero, variance))
+        self._sums, self._heard = {}, []
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -153,7 +167,9 @@ class Watch:
             self._note(s, released[name], clients, answer, either, np.asarray(self.plan.sizes)[clients])
             return answer
 
-        return local.work(Through(ask, released, heard), down, memory, cache)
+        message = local.work(Through(ask, released, heard), down, memory, cache)
+        self._heard = ask.released(message) if self.plan.sums_only else []
+        return message
 
     def _message(
         self, s: int, number: int, local: Local, clients: np.ndarray, ask: Any, down: Down, memory: Tree, cache: Tree
@@ -165,7 +181,12 @@ class Watch:
             silent = self._silent(s, clients, ask, world)
             hushed = Through(silent, ("std",), lambda name, _, *args: ask.std(*args))
             said = local.work(hushed, down, memory, self._cache(s, local, clients, ask, world))
-            either.append(self._there(silent.finish(said, noise=False), clients, world))
+            either.append(self._there(silent.finish(said), clients, world))
+        if self.plan.sums_only:
+            finish, self._heard = ask.finish, [number]
+            ask.finish = lambda message: self._there(finish(message), clients, self.world)
+            self._note(s, number, clients, message, either, np.ones(len(clients)))
+            return message
         noised = ask._noised
 
         def overheard(message: Tensor, *where: int) -> Tensor:
@@ -186,7 +207,7 @@ class Watch:
         ((_, shard),) = self.attack.worlds[world].buckets(clients)
         stage = self.plan.stages[s]
 
-        def never(*_: Any) -> Tensor:
+        def never(*_: Any) -> Draw:
             raise SordinoError("audit: a rule draws in a way that the observer cannot repeat.")
 
         return Oracle(
@@ -200,6 +221,7 @@ class Watch:
             secret=False,
             runs=ask.runs,
             inside=inside,
+            quiet=True,
         )
 
     def _cache(self, s: int, local: Local, clients: np.ndarray, ask: Any, world: int) -> Tree:
@@ -216,6 +238,10 @@ class Watch:
         std = (self.plan.std(s, number) * self.plan.share(self.plan.clients))[clients] / divisor
         shaped = torch.from_numpy(weight).to(said).view(-1, *[1] * (said.dim() - 2))
         zero, one = (part.expand_as(said) for part in either)
+        if self.plan.sums_only:
+            sums = torch.stack([(shaped * zero).sum(1), (shaped * one).sum(1)])
+            self._sums[number] = self._sums[number] + sums if number in self._sums else sums
+            return
         residual, gap = (shaped * (said - (zero + one) / 2)).sum(1), (shaped * (one - zero)).sum(1)
         seen = Seen(residual, gap, float(((weight * std) ** 2).sum()))
         key, stream = (s, number, clients.tobytes()), self.streams.setdefault((s, number), [])
@@ -233,14 +259,22 @@ class Common:
     def __init__(self, source: Source, runs: int, factor: float) -> None:
         self._source, self._runs, self._factor = source, runs, factor
         self._drawn: dict[Any, np.ndarray] = {}
+        self._sizes: dict[Address, int] = {}
         self.private = source.private
 
     def rows(self, name: str, at: Address, shape: tuple[int, ...]) -> np.ndarray:
         key = (name, at, shape)
         if key not in self._drawn:
             whole = getattr(self._source, name)(at, (self._runs, *shape))
+            self._sizes[at] = math.prod(shape)
             self._drawn[key] = self._factor * whole if name == "normal" else whole
         return self._drawn[key]
+
+    def bounds(self, run: int, at: Address, element: int, words: int) -> tuple[Fraction, Fraction]:
+        """Of one run's ideal normal."""
+        assert isinstance(self._source, Exact)
+        low, high = self._source.bounds(at, run * self._sizes[at] + element, words)
+        return Fraction(self._factor) * low, Fraction(self._factor) * high
 
     def words(self, at: Address, count: int) -> np.ndarray:
         """A column a run, so that a longer draw of a run begins with the shorter one."""
@@ -259,6 +293,9 @@ class Row(NamedTuple):
 
     def normal(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
         return np.asarray(self.common.rows("normal", at, shape)[self.run])
+
+    def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
+        return self.common.bounds(self.run, at, element, words)
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
         return np.asarray(self.common.rows("uniform", at, shape)[self.run])

@@ -24,6 +24,7 @@ from sordino.rules.basic import check_decay, moving
 @dataclass(frozen=True)
 class Public:
     """Side information that somebody declared public: second moments of features, or records and their model."""
+
     moments: Tensor
     model: Any = None
     shard: Any = None

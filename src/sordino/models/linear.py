@@ -257,8 +257,8 @@ class Linear:
 
     def _rows(self, theta: Tensor, shard: Shard) -> int:
         """Records at a time, from shapes alone: what is made of them stays in cache."""
-        lead = torch.broadcast_shapes(theta.shape[:-1], shard.x.shape[:-2])
-        width = math.prod(lead) * (self.features + self.outputs)
+        lead = max(math.prod(theta.shape[:-1]), math.prod(shard.x.shape[:-2]))
+        width = lead * (self.features + self.outputs)
         return min(ROWS, max(64, CACHE // width))
 
     def _finite(self, theta: Tensor, part: Shard) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,7 +282,7 @@ class Linear:
             norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64) * length.double()
         else:
             norm = self._scaled_norm(residual, x, scale)
-        return bound / norm.clamp_min(bound)
+        return torch.div(bound, norm.clamp_min(bound))
 
     def _value(self, z: Tensor) -> Tensor:
         return z.clamp(max=self.cap).exp() if self.kind is Loss.POISSON else z

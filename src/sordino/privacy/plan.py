@@ -196,7 +196,7 @@ class Plan:
         """Places in each client's minibatch: a public number."""
         sizes = np.asarray(self.sizes)
         if self.sampling.kind != "poisson" or not (self.rates < 1).any():
-            return np.rint(sizes * self.rates).astype(int)
+            return np.asarray(np.rint(sizes * self.rates).astype(int))
         calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
         tail = slots.tail(self.privacy.epsilon, self.privacy.delta, self.rounds * max(calls, 1))
         return slots.slots(sizes, self.rates, tail)

@@ -1,9 +1,9 @@
 """How many places a Poisson minibatch has.
 
 What an answer is computed from must have the same shape whoever was drawn, because the shape of a matrix product
-decides how its rows are rounded (docs/numerics.md). So a minibatch has a public number of slots; records take them at random,
-and the others are masked. More records than slots come so rarely that it costs at most OVERFLOW of delta, which the
-account of Poisson sampling sets aside.
+decides how its rows are rounded (docs/numerics.md). So a minibatch has a public number of slots; records take them at
+random, and the others are masked. More records than slots come so rarely that it costs at most OVERFLOW of delta,
+which the account of Poisson sampling sets aside.
 """
 
 from __future__ import annotations
