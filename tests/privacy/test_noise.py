@@ -210,6 +210,7 @@ class Constant:
     ("first", "levels", "log2"),
     [
         (2**44 - 1, [2**63], -20),
+        (2**20, [2**63], math.log2(2**20 + 0.5) - 64),
         (1, [2**63], math.log2(1.5) - 64),
         (0, [2**63], -65),
         (0, [1, 2**63], math.log2(1.5) - 128),
@@ -399,6 +400,24 @@ def test_a_sum_next_to_the_middle_is_rounded_the_right_way(monkeypatch):
         assert 5 < ups < size - 5, "both ways"
 
 
+def test_the_rounding_of_a_large_sum_is_counted():
+    """At 2^44 grid points float64 resolves 2^-8 of them: together with an error of 0.6 * 2^-8 in the noise, the sum
+    rounds to 2^-8 beyond the middle where the ideal one lies before it."""
+    grid, points, size = 2.0**-14, 1.5 * 2.0**44, 200
+    unit = 2.0**-8 * grid
+    noised = draw(Secure(KEY), [(1.0, HERE)], (size,))
+    whole = torch.floor(noised.z / unit)
+    value = (points + 0.5) * grid - (whole + 1) * unit  # ideal sum: the middle - (1 - part) units
+    off = replace(noised, z=noised.z + 0.59 * unit, error=torch.tensor([0.6 * unit], dtype=torch.float64))
+    pick = (noised.z / unit - whole > 0.93) & (noised.z / unit - whole < 0.99)
+    assert int(pick.sum()) > 3
+    ticks = settle(value, off, grid) / grid
+    assert torch.equal(ticks[pick], torch.full_like(ticks[pick], points))
+    naive = (value + off.z) / grid
+    beyond = torch.full_like(naive[pick], points + 0.5 + 2.0**-8)
+    assert torch.equal(naive[pick], beyond), "further from the middle than the noise's error reaches"
+
+
 def test_intervals_are_narrowed_until_they_decide():
     class Slow:
         private, asked = True, []
@@ -411,6 +430,10 @@ def test_intervals_are_narrowed_until_they_decide():
     terms = [noise.Term(Fraction(-1), slow, HERE, 0)]
     assert noise._round_exactly(0.499755859375, terms, 1.0) == 0
     assert slow.asked == [1, 2, 3, 4]
+    slow.asked.clear()
+    apart = [noise.Term(Fraction(1), slow, HERE, 0), noise.Term(Fraction(-1), slow, HERE, 1)]
+    assert noise._round_exactly(0.499755859375, apart, 1.0) == 0
+    assert slow.asked == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5], "of opposite signs: both widths count"
     both = [noise.Term(Fraction(1), slow, HERE, 0), noise.Term(Fraction(-1), slow, HERE, 0)]
     assert noise._round_exactly(2.5, both, 1.0) == 3, "terms that cancel leave nothing to wait for"
 
