@@ -23,8 +23,8 @@ def check_device(name: str, field: str = "device") -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise SordinoError(f"{field}: '{name}' is unknown; use cpu or cuda.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
         why = f"there are {found} CUDA devices" if found else "this machine, or this build of torch, has no CUDA device"
         raise SordinoError(f"{field}: '{name}' is not available, because {why}; use cpu.")
     return device
