@@ -18,8 +18,12 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/bench.py
-	$(BIN)/python benchmarks/many.py
+	# Fails where a ratio grew by more than 15 % against the committed one of this architecture. To keep the new figures
+	# anyway: make bench ACCEPT=--accept
+	@status=0; \
+	$(BIN)/python benchmarks/bench.py $(ACCEPT) || status=1; \
+	$(BIN)/python benchmarks/many.py $(ACCEPT) || status=1; \
+	exit $$status
 
 clean:
 	rm -rf .venv runs

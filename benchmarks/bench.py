@@ -1,9 +1,13 @@
-"""`make bench`: how fast, in ratios that survive a noisy machine. Writes results/bench.json with the raw samples."""
+"""`make bench`: how fast, in ratios that survive a noisy machine.
+
+Ratios are compared with the committed figures of the same architecture before results/bench/ARCHITECTURE.json is
+written, with the raw samples; see guard.py. `--accept` writes it whatever grew.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,10 +26,20 @@ from sordino import Linear, Plan, Privacy, Records, build, simulate
 from sordino.privacy.noise import Address, Secure
 
 sys.path.insert(0, str(Path(__file__).parent))
+import guard
 from provenance import provenance
 
 CLIENTS, EACH, FEATURES, CLASSES = 20, 2_500, 64, 10
 PAIRS = 101
+RATIOS = (  # held against the committed figures: less is better
+    "round_over_two_matmuls",
+    "many_clients_over_few",
+    "peak_over_data",
+    "server_step_over_round",
+    "five_local_steps_over_round",
+    "fednew_fc_over_round",
+    "fednew_over_product",
+)
 
 
 def cohort(clients: int = CLIENTS) -> tuple[Linear, Records]:
@@ -200,9 +214,14 @@ def server_step_over_round() -> dict:
     return {"value": value, "step_seconds": steps, "round_seconds": whole}
 
 
-def main() -> None:
-    if "--memory" in sys.argv:
-        return measure_memory()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accept", action="store_true", help="write the new figures whatever grew")
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)  # a process of its own, see above
+    arguments = parser.parse_args()
+    if arguments.memory:
+        measure_memory()
+        return 0
     origin = provenance("make bench")
     console = Console(stderr=True)
     with console.status("measuring") as status:
@@ -238,13 +257,13 @@ def main() -> None:
     Console().print(table)
     document = {
         **{name: result["value"] for name, result in found.items()},
-        "provenance": origin | {"threads": torch.get_num_threads(), "machine": platform.machine()},
+        "provenance": origin | {"threads": torch.get_num_threads()} | guard.machine(),
         "raw": found,
     }
-    out = Path(__file__).parents[1] / "results" / "bench.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    out = guard.place("bench")
+    old, new = guard.ratios_of(guard.committed(out), RATIOS), guard.ratios_of(document, RATIOS)
+    return guard.settle(out, document, old, new, arguments.accept)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

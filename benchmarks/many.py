@@ -1,21 +1,25 @@
 """Many runs at once: 64 trainings of 20 clients x 2,500 records, 64 features, 10 classes, as one tensor axis.
 
-    python benchmarks/many.py                   # two cores: against one after another; results/many_cpu.json
+    python benchmarks/many.py                   # against one after another; results/many_cpu/ARCHITECTURE.json
     python benchmarks/many.py --device cuda     # microseconds per run and round; results/many_cuda.json
 
-Runs differ in step, budget and seed. Ratios are taken within one run of this script, alternating, best of several.
+Runs differ in step, budget and seed. Ratios are taken within one run of this script, alternating, best of several. On
+the CPU they are compared with the committed ones of the same architecture first; see guard.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+import guard
 from provenance import provenance
 from sordino.data.sources import Dataset
 from sordino.experiments.many import run_many
@@ -48,7 +52,7 @@ def seconds(dataset: Dataset, wanted: list[Spec], device: str, most: int) -> tup
     return time.perf_counter() - began, sum(each.seconds for each in trained)
 
 
-def main(device: str, repeats: int) -> None:
+def main(device: str, repeats: int, accept: bool) -> int:
     dataset, samples, per = job(), dict[str, list[float]](), dict[str, float]()
     short, long = (70, 350) if device == "cuda" else (5, 15)
     for method in METHODS:
@@ -66,7 +70,7 @@ def main(device: str, repeats: int) -> None:
             ends = [min(samples[f"{method} {how}, {rounds} rounds, loop"]) for rounds in (short, long)]
             per[f"{method} {how}"] = 1e6 * (ends[1] - ends[0]) / RUNS / (long - short)
     found = {
-        "provenance": provenance(f"python benchmarks/many.py --device {device}"),
+        "provenance": provenance(f"python benchmarks/many.py --device {device}") | guard.machine(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "runs": RUNS,
         "how": f"a round more: (loop of {long} rounds - loop of {short}) / {long - short}, best of {repeats}",
@@ -75,13 +79,19 @@ def main(device: str, repeats: int) -> None:
     }
     if device == "cpu":
         found["times_faster"] = {name: per[f"{name} one by one"] / per[f"{name} together"] for name in METHODS}
-    (ROOT / "results" / f"many_{device}.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=1))
+    if device == "cuda":
+        (ROOT / "results" / "many_cuda.json").write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    out = guard.place("many_cpu")
+    old, new = (guard.together_over_one_by_one(each) for each in (guard.committed(out), found))
+    return guard.settle(out, found, old, new, accept)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--accept", action="store_true", help="write the new figures whatever grew (cpu)")
     arguments = parser.parse_args()
-    main(arguments.device, arguments.repeats)
+    sys.exit(main(arguments.device, arguments.repeats, arguments.accept))

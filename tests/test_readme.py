@@ -42,7 +42,8 @@ def test_no_figure_goes_without_a_source():
 
 
 def test_results_say_where_they_come_from():
-    for path in (ROOT / "results").glob("*.json"):
+    results = ROOT / "results"
+    for path in (*results.glob("*.json"), *results.glob("bench/*.json"), *results.glob("many_cpu/*.json")):
         document = json.loads(path.read_text())
         if path.name in (
             "demo_certificate.json",
@@ -53,6 +54,40 @@ def test_results_say_where_they_come_from():
             continue
         assert {"command", "commit", "versions"} <= document["provenance"].keys(), path.name
         assert any(word in path.read_text() for word in ("samples", "runs", "seconds")), path.name
+
+
+def test_figures_of_speed_name_their_architecture(readme):
+    section = README.partition("## How fast")[2].partition("\n## ")[0]
+    named = {name for _, name in readme.FIGURE.findall(section)} - {"growth", "microseconds"}
+    arches = readme.architectures()
+    assert arches
+    assert {name.partition(" ")[2] for name in named} == set(arches)
+    for arch in arches:
+        assert arch in section.partition("<!--speed-->")[2].splitlines()[1], "the table's head"
+        assert {f"{short} {arch}" for short in readme.speeds(arch)} - {f"run {arch}", f"import {arch}"} <= named
+    for path in (ROOT / "results" / "bench").glob("*.json"):
+        assert json.loads(path.read_text())["provenance"]["machine"] == path.stem
+
+
+def test_a_second_architecture_gets_its_column(readme, tmp_path, monkeypatch):
+    for name in ("bench", "many_cpu"):
+        (tmp_path / "results" / name).mkdir(parents=True)
+    bench = json.loads((ROOT / "results" / "bench" / "aarch64.json").read_text())
+    many = json.loads((ROOT / "results" / "many_cpu" / "aarch64.json").read_text())
+    (tmp_path / "results" / "bench" / "aarch64.json").write_text(json.dumps(bench))
+    (tmp_path / "results" / "many_cpu" / "aarch64.json").write_text(json.dumps(many))
+    bench["provenance"] |= {"machine": "x86_64", "cpu": "A Processor"}
+    bench["raw"]["round_over_two_matmuls"]["samples"] = [2.0, 2.14, 9.0]
+    (tmp_path / "results" / "bench" / "x86_64.json").write_text(json.dumps(bench))
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    head, _, first, *rest = readme.speed_table().splitlines()
+    assert "[aarch64](results/bench/aarch64.json)" in head
+    assert "[x86_64](results/bench/x86_64.json), A Processor" in head
+    assert "2.14<!--round x86_64--> ×" in first
+    assert "<!--round aarch64-->" in first
+    (together,) = (line for line in rest if "64 at once" in line)
+    assert "<!--together aarch64-->" in together, "and nothing where many.py did not run"
+    assert "<!--together x86_64-->" not in together
 
 
 def test_the_python_of_the_readme_runs(tmp_path):

@@ -261,7 +261,7 @@ def test_features_command_errors(
 def test_no_cuda_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _, _, err = call(capsys, "--data", "mnist", "--module", "m.pt", "--out", "f.npz", "--device", "cuda")
-    assert "--device: there is no CUDA device here" in err
+    assert "--device: 'cuda' is not available" in err
 
 
 def test_help_warns_of_statistics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from sordino.cli import (
     advise,
@@ -50,7 +53,19 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Entry point; returns the exit status. Where the reader of stdout went away (`| head`), it ends quietly."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        with suppress(OSError):  # what is still in the buffer goes nowhere, or Python complains when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+
+
+def _main(argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal without ε shows ? in its place
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -65,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SordinoError, OverspentError) as error:
         print(f"sordino: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
     except OSError as error:
         print(f"sordino: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return 2

@@ -97,13 +97,22 @@ def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy
         raise SordinoError("unit: an audit in one run hides many records in a client; leave --unit user away.")
     units = [asked.unit] if arguments.unit or arguments.one_run else list(entry(name).units)
     for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).units]:
-        method = build(name, unit, **dict(map(parse_setting, arguments.set)))
+        method = build(name, unit, **_options(name, dict(map(parse_setting, arguments.set))))
         proved = [trust for trust in Trust if (unit, trust) in method.proves]
         trust = asked.trust if arguments.trust else (proved or list(Trust))[0]
         if arguments.all and trust not in proved:
             continue
         for adjacency in [asked.adjacency] if arguments.adjacency else Adjacency:
             yield replace(asked, unit=unit, adjacency=adjacency, trust=trust), method
+
+
+def _options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Of a method, read as a run reads them; `build` refuses what is unknown."""
+    from sordino.experiments.spec import Spec
+    from sordino.methods import entry
+
+    known = {key: value for key, value in given.items() if key in entry(name).options}
+    return given | Spec.of({"method": name, **known}).options
 
 
 def _table(found: list[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.cli.sweep import add_keys, check_device, read_keys
-from sordino.core import SordinoError
+from sordino.core import Privacy, SordinoError
 
 
 def add(commands: Any) -> None:
@@ -68,8 +68,10 @@ def act(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"{key}: a comparison has its own; use --methods, --epsilons and --seeds.")
     if arguments.tune and arguments.settings:
         raise SordinoError("--tune: the settings are given already; leave one out.")
+    if arguments.search == "optuna" and arguments.trials < 1:
+        raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
     who = compare.contestants(arguments.methods.split(","), base)
-    epsilons, seeds = _numbers(arguments.epsilons), range(1, arguments.seeds + 1)
+    epsilons, seeds = budgets(arguments.epsilons), range(1, arguments.seeds + 1)
     if not seeds:
         raise SordinoError(f"--seeds: {arguments.seeds} must be at least 1.")
     out.mkdir(parents=True, exist_ok=True)
@@ -117,11 +119,15 @@ def act(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> list[float]:
+def budgets(text: str) -> list[float]:
+    """Of --epsilons; checked as those of a run are."""
     try:
-        return [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError:
         raise SordinoError(f"--epsilons: '{text}' should be numbers, as in 0.5,1,inf.") from None
+    for epsilon in found:
+        Privacy(epsilon)
+    return found
 
 
 def _pairs(text: str | None, labels: list[str]) -> list[tuple[str, str]]:

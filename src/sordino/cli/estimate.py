@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, plain, table
+from sordino.cli.sweep import check_device
 from sordino.core import SordinoError, nearest
 
 ABOUT = """
@@ -46,14 +47,13 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    import torch
-
+    check_device(arguments.device)
     from sordino.experiments import estimation
 
     if arguments.design not in estimation.DESIGNS:
         raise SordinoError(f"--design: '{arguments.design}' is unknown.{nearest(arguments.design, estimation.DESIGNS)}")
-    if arguments.device != "cpu" and not torch.cuda.is_available():
-        raise SordinoError(f"--device: '{arguments.device}' is not available here; use cpu.")
+    if arguments.sizes not in estimation.LAWS:
+        raise SordinoError(f"--sizes: '{arguments.sizes}' is unknown.{nearest(arguments.sizes, estimation.LAWS)}")
     mus, seed = _mus(arguments.mu), arguments.seed
     if seed < 0:
         raise SordinoError(f"--seed: {seed} must be 0 or more.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.cli.sweep import check_device
 from sordino.core import SordinoError
 
 ABOUT = """
@@ -106,12 +107,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for flag, number in (("--batch", arguments.batch), ("--size", arguments.size)):
         if number is not None and number < 1:
             raise SordinoError(f"{flag}: {number} must be at least 1.")
-    import torch
-
-    if arguments.device not in ("cpu", "cuda"):
-        raise SordinoError(f"--device: '{arguments.device}' is unknown; use cpu or cuda.")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SordinoError("--device: there is no CUDA device here; use cpu.")
+    check_device(arguments.device)
 
 
 def _channels(text: str | None, flag: str, positive: bool = False) -> tuple[float, ...] | None:

@@ -43,10 +43,13 @@ def _add_up(parts: Any) -> None:
         "up",
         _up,
         "run a whole federation on this machine: link, coordinator and sites as processes of their own, over TLS",
-        "sordino federate up --sites 3\nsordino federate up --sites 5 --dropouts 1 --set rounds=20 --out runs/trial",
+        "sordino federate up --sites 3\n"
+        "sordino federate up --sites 5 --dropouts 1 --set rounds=20 --out runs/trial\n"
+        "sordino federate up --data patients.csv --label outcome",
     )
     parser.add_argument("--sites", type=int, default=3, metavar="N", help="number of sites (default: 3)")
     parser.add_argument("--data", default="digits", metavar="X", help="as in 'sordino run'; divided among the sites")
+    parser.add_argument("--label", metavar="COLUMN", help="the label's column in --data, where it is a table")
     parser.add_argument("--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
     parser.add_argument("--out", metavar="DIR", help="where everything goes (default: runs/federation-TIME)")
@@ -72,7 +75,8 @@ def _up(arguments: argparse.Namespace) -> int:
         if out.exists() and any(out.iterdir()):
             raise SordinoError(f"--out: '{out}' is not empty; --resume {out} goes on with it.")
         spec = dict(parse_setting(text) for text in arguments.set)
-        folder.demonstration(out, arguments.sites, spec=spec, data=arguments.data, dropouts=arguments.dropouts)
+        about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
+        folder.demonstration(out, arguments.sites, spec=spec, **about)
     began = time.monotonic()
     try:
         lines = list(_shown(folder.up(out), out))
@@ -89,7 +93,14 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _shown(lines: Any, out: Path) -> Any:
-    """The same lines, with a bar on stderr."""
+    """The same lines, with a bar on stderr; where that is a file or a pipe, a line for each, as it comes."""
+    if not sys.stderr.isatty():
+        rounds: int | None = None
+        for line in lines:
+            rounds = line["rounds"] if line["what"] == "begun" else rounds
+            print(_sentence(line, rounds), file=sys.stderr, flush=True)
+            yield line
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -102,12 +113,28 @@ def _shown(lines: Any, out: Path) -> Any:
             elif line["what"] == "begun":
                 progress.update(task, description=line["method"], total=line["rounds"], completed=line["start"])
             elif line["what"] == "round":
-                score = f"accuracy {line['accuracy']:.1%}  " if "accuracy" in line else ""
-                shown = f"{score}ε {line['epsilon']:.3g}  {len(line['came'])} sites"
-                progress.update(task, completed=line["t"] + 1, shown=shown)
+                progress.update(task, completed=line["t"] + 1, shown=_score(line))
             elif line["what"] in ("refused", "abandoned", "missing"):
                 progress.console.print(f"{line['what']}: {line}", markup=False)
             yield line
+
+
+def _score(line: dict[str, Any]) -> str:
+    score = f"accuracy {line['accuracy']:.1%}  " if "accuracy" in line else ""
+    return f"{score}ε {line['epsilon']:.3g}  {len(line['came'])} sites"
+
+
+def _sentence(line: dict[str, Any], rounds: int | None) -> str:
+    """One line of a log."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    if line["what"] == "waiting":
+        return f"{when} waiting for {', '.join(line['sites'])}"
+    if line["what"] == "begun":
+        return f"{when} begun: {line['method']}, {line['rounds']} rounds, from round {line['start'] + 1}"
+    if line["what"] == "round":
+        return f"{when} round {line['t'] + 1}{f' of {rounds}' if rounds else ''}: {_score(line)}"
+    rest = ", ".join(f"{key} {value}" for key, value in line.items() if key != "what")
+    return f"{when} {line['what']}{f': {rest}' if rest else ''}"
 
 
 def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
@@ -260,6 +287,7 @@ def _add_coordinate(parts: Any) -> None:
 def _coordinate(arguments: argparse.Namespace) -> int:
     from sordino.federation import machines
 
+    _check_port(arguments.port)
     place = Path(arguments.folder)
     lines = machines.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
     *_, last = _shown(lines, place)
@@ -267,6 +295,11 @@ def _coordinate(arguments: argparse.Namespace) -> int:
         raise SordinoError(str(last["why"]))
     console().print(f"certificate.json, statement.md and model.safetensors: {place}/run", markup=False)
     return 0
+
+
+def _check_port(port: int) -> None:
+    if not 1 <= port <= 65_535:
+        raise SordinoError(f"--port: {port} must lie between 1 and 65535.")
 
 
 def _add_join(parts: Any) -> None:
@@ -286,5 +319,6 @@ def _add_join(parts: Any) -> None:
 def _join(arguments: argparse.Namespace) -> int:
     from sordino.federation import machines
 
+    _check_port(arguments.port)
     machines.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port)
     return 0

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.compare import _numbers
+from sordino.cli.compare import budgets
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.cli.sweep import check_device
 from sordino.core import SordinoError, nearest
@@ -54,6 +54,8 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError(f"table: '{arguments.table}' is unknown.{nearest(arguments.table, known)}")
     if arguments.seeds is not None and arguments.seeds < 1:
         raise SordinoError(f"--seeds: {arguments.seeds} must be at least 1.")
+    epsilons = tuple(budgets(arguments.epsilons)) if arguments.epsilons else None
+    clients = _clients(arguments.clients) if arguments.clients else None
     chosen = known[arguments.table]
     if chosen.where(arguments.data_dir) is None:
         missing = (
@@ -67,8 +69,8 @@ def act(arguments: argparse.Namespace) -> int:
             chosen,
             arguments.data_dir,
             arguments.seeds,
-            tuple(_numbers(arguments.epsilons)) if arguments.epsilons else None,
-            tuple(map(int, _numbers(arguments.clients))) if arguments.clients else None,
+            epsilons,
+            clients,
             arguments.device,
             arguments.settings,
             tick,
@@ -83,6 +85,16 @@ def act(arguments: argparse.Namespace) -> int:
             page.print(f"- {note}", markup=False)
         page.print(f"written to {arguments.out}: {', '.join(path.name for path in written)}", markup=False)
     return 0
+
+
+def _clients(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise SordinoError(f"--clients: '{text}' should be whole numbers above 0, as in 100,500.")
+    return found
 
 
 def _command(arguments: argparse.Namespace) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from sordino.cli.show import add_json, check_json, command, console, emit
 from sordino.core import Adjacency, SordinoError, Trust, Unit
 
+MOST_CLIENTS = 1_000_000
 SEEN = {
     Trust.UNTRUSTED_SERVER: "every message",
     Trust.SECURE_AGGREGATION: "only sums of messages",
@@ -58,6 +59,8 @@ def act(arguments: argparse.Namespace) -> int:
     for name in ("clients", "rounds", "records"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise SordinoError(f"--{name}: {value} must be at least 1.")
+    if arguments.clients > MOST_CLIENTS:
+        raise SordinoError(f"--clients: {arguments.clients} must be at most {MOST_CLIENTS:,}.")
     privacy = Privacy(
         arguments.epsilon if arguments.noise is None else 1.0,
         arguments.delta,

@@ -80,7 +80,12 @@ def bar(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
 def console() -> Any:
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True, emoji=False)  # a pipe gets whole lines, whatever its width
+    class Page(Console):
+        def on_broken_pipe(self) -> None:
+            """`main` ends the command quietly; rich would exit with status 1, which means a failed check here."""
+            raise BrokenPipeError
+
+    return Page(highlight=False, soft_wrap=True, emoji=False)  # a pipe gets whole lines, whatever its width
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,12 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_device(name: str) -> None:
-    import torch
+    """Before any work. Of several GPUs the commands use the first."""
+    from sordino.data import shard
 
     if name not in ("cpu", "cuda"):
-        raise SordinoError(f"--device: '{name}' is unknown; write cpu or cuda.")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SordinoError("--device: this machine, or this torch, has no CUDA device; leave --device out.")
+        raise SordinoError(f"--device: '{name}' is unknown; use cpu or cuda.")
+    shard.check_device(name, "--device")
 
 
 def act(arguments: argparse.Namespace) -> int:
@@ -79,6 +80,10 @@ def act(arguments: argparse.Namespace) -> int:
     values, out = read_keys(arguments), Path(arguments.out) if arguments.out else None
     if arguments.charge_tuning not in PAY:
         raise SordinoError(f"--charge-tuning: '{arguments.charge_tuning}' is unknown; one of {', '.join(PAY)}.")
+    if arguments.search == "optuna" and arguments.trials < 1:
+        raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
+    if arguments.storage and not re.match(r"[a-z0-9+]+://", arguments.storage):
+        raise SordinoError(f"--storage: '{arguments.storage}' is not a database's URL; write sqlite:///FILE.db.")
     if (arguments.charge_tuning == "public") != bool(arguments.public):
         raise SordinoError("--public: --charge-tuning public needs it, a file of records, and nothing else does.")
     grid = sweep.grid_of(arguments.grid, arguments.preset, values)

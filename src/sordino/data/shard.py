@@ -10,7 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Shard, SordinoError
+from sordino.core import Model, Shard, SordinoError
+
+LOSSES_OF_NUMBERS = ("squares", "poisson")  # the others are of classes: labels are their indices
+
+
+def check_device(name: str, field: str = "device") -> torch.device:
+    """The device of that name, if it is here: `cpu`, `cuda`, or `cuda:1`. Else an error that names `field`."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise SordinoError(f"{field}: '{name}' is unknown; use cpu or cuda.")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
+        why = f"there are {found} CUDA devices" if found else "this machine, or this build of torch, has no CUDA device"
+        raise SordinoError(f"{field}: '{name}' is not available, because {why}; use cpu.")
+    return device
 
 
 def row_norms(x: Tensor) -> Tensor:
@@ -18,6 +35,14 @@ def row_norms(x: Tensor) -> Tensor:
     blocks = torch.split(x.reshape(-1, x.shape[-1]), 4096)
     norms = [torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64) for block in blocks]
     return torch.cat(norms).to(x.dtype).reshape(x.shape[:-1])
+
+
+def _numbers(values: np.ndarray | Tensor, field: str) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        remedy = "encode features as numbers" if field == "x" else "number the classes 0, 1, 2, …"
+        raise SordinoError(f"{field}: not an array of numbers ({error}); {remedy}.") from None
 
 
 @dataclass(frozen=True)
@@ -41,7 +66,12 @@ class Records:
         device: str = "cpu",
     ) -> Records:
         """Sort records by client. A client of -1 leaves its record out."""
-        x, y = torch.as_tensor(x), torch.as_tensor(y)
+        here = check_device(str(device))
+        x, y = _numbers(x, "x"), _numbers(y, "y")
+        if x.dim() < 2:
+            raise SordinoError(f"x: of shape {tuple(x.shape)}; give one row of features per record.")
+        if y.dim() != 1:
+            raise SordinoError(f"y: of shape {tuple(y.shape)}; give one label per record (class indices, or numbers).")
         try:
             client = np.asarray(client).astype(np.int64, casting="same_kind")
         except (ValueError, TypeError):
@@ -59,7 +89,26 @@ class Records:
             x, y = x[rows], y[rows]
         y = y if y.is_floating_point() else y.long()
         starts = np.concatenate([[0], np.cumsum(counts)])
-        return Records(x.to(device, dtype), y.to(device), starts)
+        return Records(x.to(here, dtype), y.to(here), starts)
+
+    def check_fits(self, model: Model) -> None:
+        """Refuse records whose width or labels the model has no place for."""
+        features, classes = getattr(model, "features", None), getattr(model, "outputs", None)
+        if features is not None and self.x.shape[-1] != features:
+            raise SordinoError(f"x: {self.x.shape[-1]} features, but the model reads {features}; they must agree.")
+        kind = str(getattr(model, "kind", "softmax"))
+        if classes is None or kind in LOSSES_OF_NUMBERS or not self.y.numel():
+            return
+        classes = 2 if kind == "logistic" else classes
+        if self.y.is_floating_point() and kind != "logistic":
+            raise SordinoError(f"y: labels of type {self.y.dtype}; the model tells classes apart, give whole numbers.")
+        low, high = float(self.y.min()), float(self.y.max())
+        if not (low >= 0 and high <= classes - 1):
+            wrong = low if low < 0 else high
+            raise SordinoError(
+                f"y: the label {wrong:g} is out of range: the model has {classes} classes, 0 to {classes - 1}. Number "
+                "the classes from 0, or build the model with more outputs."
+            )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -132,6 +181,10 @@ class Lazy:
     @staticmethod
     def of(sizes: Sequence[int], load: Callable[[int], tuple[Tensor, Tensor]]) -> Lazy:
         return Lazy(tuple(sizes), load, load(0)[0][:0])
+
+    def check_fits(self, model: Model) -> None:
+        """Refuse rows of another width than the model reads; labels are not at hand before a client is loaded."""
+        Records(self.x, self.x.new_zeros(0), np.zeros(1, np.int64)).check_fits(model)
 
     def shard(self, i: int) -> Shard:
         x, y = self.load(i)

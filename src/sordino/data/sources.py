@@ -6,6 +6,7 @@ and lets it shape the features.
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 import zipfile
@@ -142,6 +143,7 @@ def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray
         names = list(columns) or table.column_names[:count]
         if missing := [name for name in names if name not in table.column_names]:
             raise SordinoError(f"data: '{path}' lacks the columns {missing} that the model was trained on.")
+        _check_text(path, table, names)
         numeric = [_numeric(table.column(name)) for name in names]
         if any(values is None for values in numeric):
             raise SordinoError(f"data: columns of '{path}' that the model needs are not numeric.")
@@ -237,6 +239,7 @@ def _table(path: Path, label: str | None, client: str | None) -> _Raw:
             raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
     if label == client:
         raise SordinoError(f"client: '{client}' is the label column already; name another.")
+    _check_text(path, table, names)
     features = [name for name in names if name not in (label, client)]
     numeric = {name: _numeric(table.column(name)) for name in features}
     words = [name for name, values in numeric.items() if values is None]
@@ -260,10 +263,35 @@ def _open_table(path: Path) -> Any:
 
     try:
         if path.suffix.lower() == ".csv":
-            return pa.csv.read_csv(path)
-        return pa.parquet.ParquetFile(path).read()  # one file: no columns made up from folder names
+            with open(path, "rb") as file:
+                if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    raise _not_utf8(path, "it begins as UTF-16 does")
+            table = pa.csv.read_csv(path)
+        else:
+            table = pa.parquet.ParquetFile(path).read()  # one file: no columns made up from folder names
     except (pa.ArrowException, OSError) as error:
         raise SordinoError(f"data: '{path}' cannot be read ({error}); check that it is a true {path.suffix}.") from None
+    try:
+        table.column_names  # noqa: B018
+    except UnicodeDecodeError:
+        raise _not_utf8(path, "a column's name has other bytes") from None
+    return table
+
+
+def _check_text(path: Path, table: Any, names: Sequence[str]) -> None:
+    """pyarrow reads a column of a .csv that is not UTF-8 as bytes."""
+    import pyarrow as pa
+
+    for name in names:
+        if path.suffix.lower() == ".csv" and pa.types.is_binary(table.column(name).type):
+            raise _not_utf8(path, f"column '{name}' has other bytes")
+
+
+def _not_utf8(path: Path, why: str) -> SordinoError:
+    return SordinoError(
+        f"data: '{path}' is not UTF-8 text ({why}); save it as UTF-8. Where it is Latin-1 (Windows, Western Europe): "
+        "iconv -f latin1 -t utf-8 OLD.csv > NEW.csv"
+    )
 
 
 def _numeric(column: Any) -> np.ndarray | None:

@@ -126,7 +126,13 @@ class Job:
 
 def chosen(tuning: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, Any]]:
     """By label and budget (None: without noise)."""
-    return {(each["method"], each["epsilon"]): each["options"] for each in tuning["settings"]}
+    try:
+        return {(each["method"], each["epsilon"]): dict(each["options"]) for each in tuning["settings"]}
+    except (KeyError, TypeError, ValueError):
+        raise SordinoError(
+            "settings: each needs method, epsilon and options; give settings.json or compare.json of a comparison, or "
+            "the JSON file of a table."
+        ) from None
 
 
 # ----------------------------------------------------------------------------------------------------------- running

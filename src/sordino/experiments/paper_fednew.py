@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from sordino.core import MOST_EPSILON, SordinoError
 from sordino.data.sources import Dataset
 from sordino.experiments.charge import UNPAID
 from sordino.experiments.grids import Grid, product
@@ -37,6 +38,7 @@ GRIDS: dict[str, Grid] = {
     "dp-fednew-fc": {"lr": STEPS, "covariance_clip": CURVATURE, "alpha": (0.1,), "rho": (0.1, 1.0)},
     "dp-fednew": {"lr": STEPS, "curvature_clip": CURVATURE, "alpha": (0.1,), "rho": (0.1, 1.0), "solver": ("cg",)},
 }
+Settings = dict[tuple[str, float | None], dict[str, Any]]  # by label and budget
 SUMS, SEEN = "secure-aggregation", "untrusted-server"
 
 
@@ -147,12 +149,34 @@ def _tuned_at(job: Job, unit: str) -> tuple[float, ...]:
 
 
 def _apart(a: float, b: float) -> float:
-    return abs(math.log(a / b))
+    return abs(math.log(min(a, MOST_EPSILON) / b))
+
+
+def _of_nearest(settings: Settings, each: Rival, unit: str, epsilon: float) -> dict[str, Any]:
+    """What was chosen for a rival at the budget nearest to this one, or a refusal."""
+    key = _key(each, unit)
+    tuned = [budget for label, budget in settings if label == key and budget is not None]
+    if not tuned:
+        labels = sorted({label for label, _ in settings})
+        raise SordinoError(
+            f"settings: none for '{key}'; the file has {', '.join(labels) or 'none at all'}. Give the JSON file that "
+            "this table wrote, or leave --settings out: then they are chosen anew."
+        )
+    return settings[key, min(tuned, key=partial(_apart, epsilon))]
 
 
 def _budgets(job: Job, unit: str) -> tuple[float, ...]:
     asked = job.epsilons or EPSILONS
     return asked if unit == "record" else tuple(e for e in asked if e in USER_EPSILONS)
+
+
+def _of_table(job: Job, clients: Sequence[int]) -> list[int]:
+    """Those that were asked for, of the table's own."""
+    found = [n for n in clients if n in (job.clients or clients)]
+    if not found:
+        asked, own = (", ".join(map(str, part)) for part in (job.clients or (), clients))
+        raise SordinoError(f"clients: {asked}, but the table has {own}; name some of these.")
+    return found
 
 
 def _key(each: Rival, unit: str) -> str:
@@ -199,7 +223,7 @@ def comparison(
     """All rivals at all budgets and numbers of clients. source: of data made anew for every seed, by-site."""
     data, own_data = source or job.source, partition == "by-site"
     units = [unit for unit in units if _budgets(job, unit)]
-    clients = [n for n in clients if n in (job.clients or clients)]
+    clients = _of_table(job, clients)
     tuning = settle(job, who, units, data, partition)
     settings = chosen(tuning)
     rows = published(of) if of else []
@@ -211,12 +235,11 @@ def comparison(
                 if each.trust == SEEN and n != LIVES_AT:
                     continue
                 for epsilon in _budgets(job, unit):
-                    nearest = min(_tuned_at(job, unit), key=partial(_apart, epsilon))
                     values = {
                         **_base(dataset, partition, n),
                         "data": data.format(clients=n),
                         **each.values(unit),
-                        **settings[_key(each, unit), nearest],
+                        **_of_nearest(settings, each, unit, epsilon),
                         "epsilon": epsilon,
                     }
                     labels = {"level": unit, "method": each.label, "noise": each.trust, "n": n, "epsilon": epsilon}
@@ -243,7 +266,7 @@ def damping(job: Job) -> Found:
     """Tables 6 and 12 have no body: alpha and rho at epsilon 1, all else 1, with duals and without."""
     wants = []
     for duals in (True, False):
-        for n in [n for n in (100, 500) if n in (job.clients or (100, 500))]:
+        for n in _of_table(job, (100, 500)):
             for alpha in (0.01, 0.1, 1.0):
                 for rho in (0.01, 0.1, 1.0, 10.0, 100.0):
                     each = Rival("dp-fednew", "DP-FedNew", SUMS, duals)

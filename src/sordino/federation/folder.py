@@ -102,17 +102,26 @@ def init(
     trust: str = "secure-aggregation",
     dropouts: int = 0,
     colluders: int = 1,
+    more: dict[str, Any] | None = None,
 ) -> list[Path]:
-    """The coordinator's folder: spec.toml, federation.toml, a Flower app, and a README with the commands."""
+    """The coordinator's folder: spec.toml, federation.toml, a Flower app, and a README with the commands.
+
+    more: other keys of spec.toml.
+    """
+    import tomli_w
+
     from sordino.engines.flower.processes import write_app
 
     for name in names:
         if not NAME.fullmatch(name):
             raise SordinoError(f"sites: '{name}' must be letters, digits, dots and dashes.")
+    if len(classes) == 1 or len(set(classes)) < len(classes):
+        raise SordinoError(f"classes: {', '.join(classes)}; name two or more, each once, or none for a quantity.")
     if folder.exists() and any(folder.iterdir()):
         raise SordinoError(f"'{folder}' is not empty; name another directory.")
     texts = {
-        "spec.toml": SPEC.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust),
+        "spec.toml": SPEC.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
+        + tomli_w.dumps(more or {}),
         "federation.toml": FEDERATION.format(
             sites=json.dumps(list(names)),
             features=features,
@@ -294,13 +303,21 @@ def _offered(site: Site, coordinator: Path) -> Terms:
 # ------------------------------------------------------------------------------------------------------- all on one
 
 
-def demonstration(folder: Path, count: int, *, spec: dict[str, Any], data: str = "digits", dropouts: int = 0) -> Path:
+def demonstration(
+    folder: Path,
+    count: int,
+    *,
+    spec: dict[str, Any],
+    data: str = "digits",
+    label: str | None = None,
+    dropouts: int = 0,
+) -> Path:
     """Folders of a coordinator and of `count` sites, each with its part of the data; the coordinator's."""
     if count < 2:
         raise SordinoError(f"sites: {count}; a federation needs two, and three for secure aggregation.")
-    whole = load(data)
+    whole = load(data, label=label)
     names = [f"site{k + 1}" for k in range(count)]
-    owner = split(whole, "dirichlet:5", count, sizes="equal", seed=0)
+    owner = split(whole, "dirichlet:5" if whole.classes else "iid", count, sizes="equal", seed=0)
     coordinator = folder / "coordinator"
     values: dict[str, Any] = {
         "method": "dp-fedsofim",
@@ -308,16 +325,12 @@ def demonstration(folder: Path, count: int, *, spec: dict[str, Any], data: str =
         "epsilon": 8.0,
         "trust": "secure-aggregation",
     } | spec
+    federated(values)  # a wrong key or value is told before anything is made
     keys = ("method", "rounds", "epsilon", "trust")
     shape: dict[str, Any] = {"features": whole.x_train.shape[1], "classes": whole.classes}
-    init(coordinator, names, **shape, **{k: values[k] for k in keys}, dropouts=dropouts)
-    if rest := {k: v for k, v in values.items() if k not in keys}:
-        import tomli_w
-
-        with open(coordinator / "spec.toml", "a", encoding="utf-8") as file:
-            file.write(tomli_w.dumps(rest))
-        proposed(coordinator, [100] * count)
-    np.savez(coordinator / "test.npz", x=whole.x_test, y=np.array(whole.classes)[whole.y_test])
+    rest = {k: v for k, v in values.items() if k not in keys}
+    init(coordinator, names, **shape, **{k: values[k] for k in keys}, dropouts=dropouts, more=rest)
+    np.savez(coordinator / "test.npz", x=whole.x_test, y=_named(whole, whole.y_test))
     with open(coordinator / "federation.toml", "a", encoding="utf-8") as file:
         file.write('test = "test.npz"   # the coordinator\'s own, to watch by\n')
     limit = 2 * float(values["epsilon"])
@@ -333,7 +346,12 @@ def demonstration(folder: Path, count: int, *, spec: dict[str, Any], data: str =
 
 
 def _save(path: Path, whole: Dataset, mine: np.ndarray) -> None:
-    np.savez(path, x=whole.x_train[mine], y=np.array(whole.classes)[whole.y_train[mine]])
+    np.savez(path, x=whole.x_train[mine], y=_named(whole, whole.y_train[mine]))
+
+
+def _named(whole: Dataset, y: np.ndarray) -> np.ndarray:
+    """Labels as the source has them: names of classes, or quantities."""
+    return np.array(whole.classes)[y] if whole.classes else y
 
 
 def up(folder: Path, seconds: float = 1800.0) -> Iterator[dict[str, Any]]:

@@ -55,6 +55,11 @@ def look(flat: Flat, owned: Owned, ruled: bool) -> Look:
             outs = [functional_call(module, trained, (x,)) for _ in range(2)]
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise SordinoError(f"shape: the module fails on rows of shape {flat.shape}: {error}") from error
+        if not isinstance(outs[0], Tensor):
+            raise SordinoError(
+                f"module: gives a {type(outs[0]).__name__} for two rows; it must give one tensor, a row of logits per "
+                "record. Wrap it in a module that returns the logits alone."
+            )
         try:
             examples.sweep(module, trained, x, y, summed, visit, owned if ruled else [])
         except (RuntimeError, SordinoError):

@@ -620,12 +620,21 @@ def _check_factors(noise: Correlated, rounds: int) -> None:
 
 
 def _shares(given: list[float | None], releases: np.ndarray) -> np.ndarray:
-    """Parts of mu squared, summing to one; what is not given divides the rest in proportion to releases."""
+    """Parts of mu squared; what is not given divides the rest in proportion to releases.
+
+    The method's declaration is checked as it stands, whatever the schedule drew. A query without releases (the schedule
+    drew nobody for its stage) spends nothing: its part goes to the others, so that the parts spent add up to one.
+    """
+    total = sum(share for share in given if share is not None)
+    left_open = any(share is None for share in given)
+    if total > 1 + 1e-9 or (left_open and total >= 1) or (given and not left_open and abs(total - 1) > 1e-9):
+        raise SordinoError(f"share: the parts of the budget add up to {total:g}; they must add up to 1.")
     if not releases.any():
         return np.ones(len(given))
-    total = sum(share for share in given if share is not None)
     free = np.array([count if share is None else 0.0 for share, count in zip(given, releases, strict=True)])
-    if total > 1 + 1e-9 or (free.any() and total >= 1) or (not free.any() and abs(total - 1) > 1e-9):
-        raise SordinoError(f"share: the parts of the budget add up to {total:g}; they must add up to 1.")
     rest = (1 - total) * free / max(free.sum(), 1)
-    return np.array([share if share is not None else rest[i] for i, share in enumerate(given)])
+    shares = np.array([share if share is not None else rest[i] for i, share in enumerate(given)])
+    spent = releases > 0
+    if shares[spent].sum() < 1 - 1e-9:
+        shares = np.where(spent, shares / shares[spent].sum(), 0.0)
+    return shares

@@ -1,0 +1,183 @@
+"""The guard of `make bench`, with made-up figures: nothing is measured here."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def loaded(name):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def guard():
+    return loaded("guard")
+
+
+@pytest.fixture
+def path(tmp_path, guard, monkeypatch):
+    monkeypatch.setattr(guard.tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "bench").mkdir()
+    return tmp_path / "bench" / "x86_64.json"
+
+
+def settle(guard, path, old, new, accept=False):
+    document = {**new, "provenance": {"machine": "x86_64"}, "raw": {"samples": [1, 2]}}
+    return guard.settle(path, document, old, new, accept), document
+
+
+@pytest.mark.parametrize(
+    ("new", "grew"),
+    [(2.0, False), (1.0, False), (2.2999, False), (2.3001, True), (40.0, True), (float("nan"), True), (None, True)],
+)
+def test_a_ratio_may_grow_by_fifteen_percent(guard, new, grew):
+    (row,) = guard.compare({"a": 2.0}, {} if new is None else {"a": new})
+    assert row.limit == pytest.approx(2.3)
+    assert row.grew is grew
+
+
+def test_what_holds_takes_the_place_of_the_old_figures(guard, path, capsys):
+    path.write_text("old")
+    status, document = settle(guard, path, {"a": 2.0, "b": 0.01}, {"a": 2.2, "b": 0.005, "c": 7.0})
+    out = capsys.readouterr().out
+    assert status == 0
+    assert json.loads(path.read_text()) == document
+    for shown in ("committed", "new", "limit (+15%)", "2.2", "2.3", "0.005", "0.0115", "x86_64"):
+        assert shown in out
+    assert "grew" not in out
+
+
+def test_a_regression_leaves_the_committed_file_and_names_another(guard, path, capsys):
+    path.write_text("old")
+    status, document = settle(guard, path, {"a": 2.0, "b": 1.0}, {"a": 2.4, "b": 1.0})
+    out = capsys.readouterr().out
+    assert status == 1
+    assert path.read_text() == "old"
+    (kept,) = (path.parents[1] / "temporary").iterdir()
+    assert json.loads(kept.read_text()) == document
+    assert str(kept) in out
+    assert "grew by more than 15%: a." in out
+    assert "--accept" in out
+
+
+def test_what_is_accepted_is_written(guard, path, capsys):
+    path.write_text("old")
+    status, document = settle(guard, path, {"a": 2.0}, {"a": 2.4}, accept=True)
+    assert status == 0
+    assert json.loads(path.read_text()) == document
+    assert list((path.parents[1] / "temporary").iterdir()) == []
+    assert "grew" in capsys.readouterr().out, "it is told all the same"
+
+
+def test_an_architecture_without_figures_gets_its_first(guard, path, capsys):
+    status, document = settle(guard, path.with_name("riscv64.json"), {}, {"a": 9.0})
+    assert status == 0
+    assert json.loads(path.with_name("riscv64.json").read_text()) == document
+    assert "riscv64 has no committed figures" in capsys.readouterr().out
+
+
+def test_figures_are_those_of_the_last_commit_and_of_the_same_file(guard, tmp_path):
+    """Else three runs that each grow by a tenth would pass, one after another."""
+    path = tmp_path / "results" / "bench" / "x86_64.json"
+    assert guard.committed(path) is None
+    path.parent.mkdir(parents=True)
+    path.write_text('{"a": 1.0}')
+    assert guard.committed(path) == {"a": 1.0}, "without git: the file"
+
+    def git(*words):
+        who = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    assert guard.committed(path) is None, "nothing is committed yet"
+    git("add", "-A")
+    git("commit", "-q", "-m", "figures")
+    path.write_text('{"a": 1.1}')
+    assert guard.committed(path) == {"a": 1.0}
+    assert guard.committed(path.with_name("aarch64.json")) is None
+
+
+def test_the_architecture_has_one_name(guard, monkeypatch):
+    for said, name in (("arm64", "aarch64"), ("AMD64", "x86_64"), ("x86_64", "x86_64"), ("aarch64", "aarch64")):
+        monkeypatch.setattr(guard.platform, "machine", lambda said=said: said)
+        assert guard.architecture() == name
+        assert guard.place("bench") == ROOT / "results" / "bench" / f"{name}.json"
+        assert guard.machine()["machine"] == name
+    assert guard.cpu_model()
+
+
+def test_only_ratios_are_compared(guard):
+    bench = loaded("bench")
+    document = json.loads((ROOT / "results" / "bench" / "aarch64.json").read_text())
+    found = guard.ratios_of(document, bench.RATIOS)
+    assert found.keys() == set(bench.RATIOS)
+    assert {name for name in document if "_over_" in name} == found.keys(), "each ratio that is measured"
+    assert guard.ratios_of(None, bench.RATIOS) == {}
+
+
+def test_fewer_times_faster_is_growth(guard):
+    old = guard.together_over_one_by_one({"times_faster": {"dp-fedgd": 2.0, "auto": 2.0}})
+    new = guard.together_over_one_by_one({"times_faster": {"dp-fedgd": 1.8, "auto": 1.7}})
+    assert [row.grew for row in guard.compare(old, new)] == [False, True]
+    assert guard.together_over_one_by_one(None) == {}
+    document = json.loads((ROOT / "results" / "many_cpu" / "aarch64.json").read_text())
+    assert len(guard.together_over_one_by_one(document)) == 3
+
+
+def measured(monkeypatch, bench, guard, path, **values):
+    """bench.main with every measurement replaced by a number."""
+    names = [*bench.RATIOS, "secure_normals_per_second"]
+    for name in names:
+        result = {"value": values.get(name, 1.0), "samples": [1.0]}
+        fake = lambda result=result: result  # noqa: E731
+        fake.__name__ = name
+        monkeypatch.setattr(bench, name, fake)
+    monkeypatch.setattr(
+        bench, "whole_run", lambda: ({"value": 3.0, "samples": [3.0]}, {"value": 1.0, "samples": [1.0]})
+    )
+    monkeypatch.setattr(bench.guard, "place", lambda name: path)
+
+
+def test_the_benchmark_exits_by_the_guard(guard, path, monkeypatch, capsys):
+    bench = loaded("bench")
+    monkeypatch.setattr(bench.guard.tempfile, "tempdir", str(path.parents[1] / "temporary"))
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    measured(monkeypatch, bench, guard, path)
+    assert bench.main() == 0
+    first = json.loads(path.read_text())
+    assert first["provenance"]["machine"] == guard.architecture()
+    assert first["provenance"]["cpu"]
+    measured(monkeypatch, bench, guard, path, secure_normals_per_second=1e-3)
+    assert bench.main() == 0, "a rate is no ratio"
+    before = path.read_text()
+    measured(monkeypatch, bench, guard, path, fednew_over_product=1.2)
+    assert bench.main() == 1
+    assert path.read_text() == before
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--accept"])
+    assert bench.main() == 0
+    assert json.loads(path.read_text())["fednew_over_product"] == 1.2
+    assert "fednew_over_product" in capsys.readouterr().out
+
+
+def test_make_bench_fails_where_either_part_fails():
+    """Both parts run, and either's status is make's."""
+    recipe = (ROOT / "Makefile").read_text().partition("\nbench: $(READY)\n")[2].partition("\n\n")[0]
+    for first, second, status in ((0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)):
+        text = recipe.replace("\t@", "\t").replace("$(BIN)/python benchmarks/bench.py", f"(exit {first})")
+        text = text.replace("$(BIN)/python benchmarks/many.py", f"(exit {second})").replace("$(ACCEPT)", "")
+        lines = [line for line in text.replace("$$", "$").splitlines() if not line.strip().startswith("#")]
+        assert subprocess.run(["sh", "-c", "\n".join(lines)], check=False).returncode == status

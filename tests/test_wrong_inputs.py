@@ -1,0 +1,356 @@
+"""Mistakes that once ended in a traceback: one line on stderr, status 2, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sordino
+from sordino import Linear, Records, SordinoError
+from sordino.cli import main
+from sordino.cli.federate import _shown
+from sordino.data.shard import Lazy
+from sordino.models.flat import Flat
+from sordino.models.linear import Loss
+
+ROWS = [f"{k},{k % 5},{'groß' if k % 3 else 'klein'},{'Köln' if k % 2 else 'Bonn'}" for k in range(80)]
+NOT_OURS = {"how": "grid", "paid": "no", "validation": "v"}
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+
+
+def refused(capsys, *words):
+    status = main(words)
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert (status, captured.out) == (2, "")
+    assert lines[-1].startswith("sordino: ")
+    assert "Traceback" not in captured.err
+    return lines[-1]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+TAKE_A_DEVICE = [
+    ["run", "--rounds", "5"],
+    ["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2"],
+    ["compare", "--methods", "dp-fedgd"],
+    ["paper"],
+    ["estimate"],
+    ["features", "--data", "mnist", "--network", "resnet20", "--weights", "w.pt", "--out", "f.npz"],
+]
+
+
+@pytest.mark.parametrize("words", TAKE_A_DEVICE, ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("tpu", "is unknown; use cpu or cuda"), pytest.param("cuda", "is not available, because", marks=NO_CUDA)],
+)
+def test_a_device_that_is_not_here(capsys, here, words, device, why):
+    said = refused(capsys, *words, "--device", device)
+    assert f"device: '{device}' {why}" in said
+    assert said.endswith(("use cpu.", "use cpu or cuda."))
+    assert list(here.iterdir()) == []
+
+
+def test_every_command_that_takes_a_device_is_tried(capsys):
+    for module in sordino.cli.COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        takes = "--device" in capsys.readouterr().out
+        assert takes == (name in [words[0] for words in TAKE_A_DEVICE]), name
+
+
+@NO_CUDA
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "mps", "meta", "nonsense"])
+def test_records_name_the_device_that_is_not_here(device):
+    with pytest.raises(SordinoError, match=f"device: '{device}' is"):
+        Records.of(np.zeros((4, 2)), np.zeros(4), [0, 0, 1, 1], device=device)
+
+
+# ------------------------------------------------------------------------------------------------------------ encodings
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "encoding", "words", "why"),
+    [
+        ("a,b,label,hospital", ROWS, "latin-1", ["--partition", "by-column:hospital"], "column 'label'"),
+        ("größe,b,label", ["1,2,x", "2,3,y"] * 20, "latin-1", [], "a column's name"),
+        ("a,b,label", ["1,2,groß", "2,3,y"] * 20, "cp1252", [], "column 'label'"),
+        ("a,größe,label", ["1,2,x", "2,3,y"] * 20, "utf-16", [], "it begins as UTF-16 does"),
+    ],
+)
+def test_a_table_in_another_encoding(capsys, here, header, rows, encoding, words, why):
+    (here / "p.csv").write_bytes("\n".join([header, *rows, ""]).encode(encoding))
+    said = refused(capsys, "run", "--data", "p.csv", *words)
+    assert "is not UTF-8 text" in said
+    assert why in said
+    assert "iconv -f latin1 -t utf-8" in said
+    (here / "p.csv").write_bytes("\n".join([header, *rows, ""]).encode("utf-8"))
+    column = "hospital" if "hospital" in header else None
+    assert sordino.load("p.csv", client=column).x_train.shape[1] == 2
+
+
+def test_a_column_that_is_not_used_may_have_any_encoding(here):
+    from sordino.data.sources import read_features
+
+    (here / "p.csv").write_bytes("a,comment\n1,größe\n2,x\n".encode("latin-1"))
+    assert read_features("p.csv", ["a"], 1).tolist() == [[1.0], [2.0]]
+    with pytest.raises(SordinoError, match="column 'comment' has other bytes"):
+        read_features("p.csv", ["comment"], 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- Python
+
+
+def records(y, features=4):
+    return Records.of(np.ones((len(y), features), np.float32), y, np.zeros(len(y), int))
+
+
+@pytest.mark.parametrize(
+    ("y", "model", "why"),
+    [
+        ([0, 1, 2, 3], Linear(4, 3), "y: the label 3 is out of range: the model has 3 classes, 0 to 2"),
+        ([0, 1, -1], Linear(4, 3), "y: the label -1 is out of range"),
+        ([0, -100], Flat(nn.Linear(4, 3)), "y: the label -100 is out of range"),
+        ([0, 3], Flat(nn.Linear(4, 3)), "y: the label 3 is out of range"),
+        ([0.0, 0.5], Linear(4, 3), "y: labels of type torch.float64"),
+        ([-1, 1], Linear(4, 1, Loss.LOGISTIC), "y: the label -1 is out of range: the model has 2 classes"),
+        ([0, 1], Linear(5, 3), "x: 4 features, but the model reads 5"),
+    ],
+)
+def test_labels_and_rows_that_the_model_has_no_place_for(y, model, why):
+    with pytest.raises(SordinoError, match=why):
+        records(np.array(y)).check_fits(model)
+
+
+def test_labels_that_fit():
+    records(np.array([0, 1, 2])).check_fits(Linear(4, 3))
+    records(np.array([0.0, 1.0])).check_fits(Linear(4, 1, Loss.LOGISTIC))
+    records(np.array([-3, 4])).check_fits(Linear(4, 1, Loss.SQUARES))
+    records(np.array([-3.5, np.nan])).check_fits(Linear(4, 1, Loss.SQUARES))
+    Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_fits(Linear(4, 3))
+    with pytest.raises(SordinoError, match="x: 4 features"):
+        Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_fits(Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "why"),
+    [
+        (np.zeros((2, 3)), np.array(["a", "b"]), "y: not an array of numbers"),
+        (np.array([["a"], ["b"]]), np.zeros(2), "x: not an array of numbers"),
+        (np.zeros((2, 3)), np.zeros((2, 1)), r"y: of shape \(2, 1\); give one label per record"),
+        (np.zeros(2), np.zeros(2), r"x: of shape \(2,\); give one row"),
+    ],
+)
+def test_records_are_numbers_in_rows(x, y, why):
+    with pytest.raises(SordinoError, match=why):
+        Records.of(x, y, [0, 1])
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.layer, self.wrap = nn.Linear(4, 3), wrap
+
+    def forward(self, x):
+        return self.wrap(self.layer(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda z: {"logits": z}, lambda z: (z, z), lambda z: None])
+def test_a_module_that_does_not_give_one_tensor(wrap):
+    kind = type(wrap(1)).__name__
+    with pytest.raises(SordinoError, match=f"module: gives a {kind} for two rows; it must give one tensor"):
+        Flat(Wrapped(wrap), shape=(4,))
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["audit", "dp-fedgd", "--set", "lr=x"], "lr: 'x' should be a number"),
+        (["estimate", "--sizes", "x"], "--sizes: 'x' is unknown. Known: equal, lognormal, uniform"),
+        (
+            ["privacy", "--epsilon", "1", "--clients", "100000000000"],
+            "--clients: 100000000000 must be at most 1,000,000",
+        ),
+        (["sweep", "--grid", "lr=1,2", "--search", "optuna", "--trials", "0"], "--trials: 0 must be at least 1"),
+        (
+            ["sweep", "--grid", "lr=1,2", "--search", "optuna", "--storage", "x"],
+            "--storage: 'x' is not a database's URL",
+        ),
+        (["compare", "--search", "optuna", "--tune", "--trials", "0"], "--trials: 0 must be at least 1"),
+        (["compare", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
+        (["paper", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
+        (["paper", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' should be whole numbers"),
+        (["paper", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
+        (["federate", "up", "--set", "lr=x"], "lr: 'x' should be a number"),
+        (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
+        (["federate", "up", "--dropouts", "5"], "dropouts: 5 of 3 sites"),
+        (["federate", "up", "--label", "x"], "label: 'digits' has no columns to name"),
+        (["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0"], "classes: 0; name two"),
+        (["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0,0"], "each once"),
+        (["federate", "coordinate", "s", "--port", "99999"], "--port: 99999 must lie between 1 and 65535"),
+        (
+            ["federate", "join", "s.toml", "--link", "a:1", "--authority", "b", "--port", "0"],
+            "--port: 0 must lie between",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named(capsys, here, words, message):
+    if words[:2] == ["federate", "up"]:
+        pytest.importorskip("flwr", reason="needs sordino[flower]")
+    assert message in refused(capsys, *words)
+    assert list(here.iterdir()) == [], "a refused command leaves nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], "the file has none at all"),
+        (
+            [{"method": "dp-fedgd", "epsilon": 1.0, "options": {}}],
+            "the file has dp-fedgd. Give the JSON file that this",
+        ),
+        ([{"method": "dp-fedgd"}], "settings: each needs method, epsilon and options"),
+        ([3], "settings: each needs method, epsilon and options"),
+    ],
+)
+def test_settings_of_something_else_are_refused_by_the_fednew_tables(capsys, here, settings, message):
+    (here / "s.json").write_text(json.dumps({**NOT_OURS, "settings": settings}))
+    words = ["paper", "fednew-synthetic", "--epsilons", "1", "--settings", "s.json"]
+    assert message in refused(capsys, *words)
+
+
+def test_settings_that_were_chosen_at_other_budgets_serve():
+    from sordino.experiments import paper_fednew
+
+    each = paper_fednew.FIRST_ORDER[0]
+    key = paper_fednew._key(each, "record")
+    settings = {(key, 0.1): {"lr": 1}, (key, 10.0): {"lr": 2}, (key, None): {"lr": 3}}
+    for epsilon, lr in ((0.05, 1), (0.9, 1), (1.1, 2), (8, 2), (float("inf"), 2)):
+        assert paper_fednew._of_nearest(settings, each, "record", epsilon) == {"lr": lr}
+
+
+# ----------------------------------------------------------------------------------------------------------- federation
+
+
+def test_up_reads_the_label_it_is_told(here):
+    pytest.importorskip("flwr", reason="needs sordino[flower]")
+    from sordino.federation import folder
+
+    rows = [f"{k % 7},{k % 5},{'yes' if k % 3 else 'no'}" for k in range(200)]
+    (here / "p.csv").write_text("\n".join(["a,b,outcome", *rows, ""]))
+    with pytest.raises(SordinoError, match="label: no column is called"):
+        folder.demonstration(here / "none", 3, spec={}, data="p.csv")
+    folder.demonstration(here / "up", 3, spec={"rounds": 2, "lr": 0.5}, data="p.csv", label="outcome")
+    with np.load(here / "up" / "sites" / "site1" / "data.npz") as found:
+        assert set(found["y"]) == {"yes", "no"}
+        assert found["x"].shape[1] == 2
+    assert "lr = 0.5" in (here / "up" / "coordinator" / "spec.toml").read_text()
+
+
+def test_up_divides_quantities_too(here):
+    pytest.importorskip("flwr", reason="needs sordino[flower]")
+    from sordino.federation import folder
+
+    x = np.random.default_rng(0).standard_normal((200, 3))
+    rows = [",".join(f"{value:.6f}" for value in row) for row in x]
+    (here / "p.csv").write_text("\n".join(["a,b,dose", *rows, ""]))
+    folder.demonstration(here / "up", 3, spec={"rounds": 2, "method": "dp-fedgd"}, data="p.csv", label="dose")
+    with np.load(here / "up" / "sites" / "site2" / "data.npz") as found:
+        assert found["y"].dtype == np.float32
+        assert np.isin(found["y"], x[:, 2].round(6).astype(np.float32)).all()
+
+
+def test_up_passes_the_label_on(capsys, here, monkeypatch):
+    pytest.importorskip("flwr", reason="needs sordino[flower]")
+    from sordino.federation import folder
+
+    seen = {}
+    monkeypatch.setattr(folder, "demonstration", lambda out, sites, **words: seen.update(words))
+    monkeypatch.setattr(folder, "up", lambda out: iter([{"what": "failed", "why": "enough"}]))
+    assert main(["federate", "up", "--data", "p.csv", "--label", "outcome"]) == 2
+    assert (seen["data"], seen["label"]) == ("p.csv", "outcome")
+
+
+def test_a_redirected_log_has_each_line_as_it_comes(capsys, tmp_path):
+    """A bar is drawn on a terminal; a file would have got it at the end."""
+    lines = [
+        {"what": "waiting", "sites": ["north", "south"]},
+        {"what": "begun", "method": "dp-fedgd", "rounds": 3, "start": 0, "run": "ab"},
+        {"what": "round", "t": 0, "came": ["north"], "epsilon": 1.25, "accuracy": 0.5},
+        {"what": "missing", "site": "south", "t": 1},
+        {"what": "round", "t": 1, "came": ["north", "south"], "epsilon": 2.5, "mse": 0.5},
+        {"what": "finished", "epsilon": 2.5},
+    ]
+    said = ["waiting for north, south", "begun: dp-fedgd, 3 rounds, from round 1"]
+    said += ["round 1 of 3: accuracy 50.0%  ε 1.25  1 sites", "missing: site south, t 1", "round 2 of 3: ε 2.5"]
+    said += ["finished: epsilon 2.5"]
+    shown = _shown(iter(lines), tmp_path)
+    for line, text in zip(lines, said, strict=True):
+        assert next(shown) == line
+        err = capsys.readouterr().err
+        assert text in err
+        assert err.endswith("\n")
+        assert len(err.splitlines()) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- broken pipe
+
+HEAD = """
+import os, sys
+from sordino.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def piped(*words):
+    """A command whose reader takes nothing and goes away."""
+    read, write = os.pipe()
+    os.close(read)
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", HEAD, *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    os.close(write)
+    return done
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes of POSIX")
+@pytest.mark.parametrize(
+    "words",
+    [["methods"], ["methods", "--json"], ["privacy", "--epsilon", "1"], ["privacy", "--epsilon", "1", "--json"]],
+    ids=" ".join,
+)
+def test_a_reader_that_went_away_ends_a_command_quietly(words):
+    done = piped(*words)
+    assert done.stderr == ""
+    assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes of POSIX")
+def test_predict_into_head_ends_quietly(tmp_path):
+    out = tmp_path / "run"
+    assert main(["run", "--rounds", "6", "--out", str(out), "--json", str(tmp_path / "r.json")]) == 0
+    np.savez(tmp_path / "x.npz", x=np.zeros((20_000, 64), np.float32))
+    model = out if (out / "model.safetensors").exists() else out / "public"
+    words = [sys.executable, "-m", "sordino.cli", "predict", str(model), str(tmp_path / "x.npz")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("row,prediction")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
