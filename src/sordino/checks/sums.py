@@ -1,0 +1,136 @@
+"""The contract of sums: in the arithmetic that ships, one record moves a sum by no more than its query claims.
+
+The search for neighbours (`search`) works on small clients in float64. What it cannot find is what rounding does to
+long sums: a sum kept in one float32 accumulator has no sensitivity at all, because one record more lifts it over a
+power of two, beyond which all that follow are rounded otherwise. The pairs here are built to do just that, with up to
+a million records, in float32, for every kind of sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino.core import Adjacency, Shard
+from sordino.models.linear import Linear, Loss
+
+ROWS = (10_000, 100_000, 1_000_000)
+BLOCKS = (1, 384)  # one of a pair at the head of each: kernels that add up blocks of records round between them
+CLIP = 1.0
+LONG = 1e4  # of the records that bring the sum up to a power of two: each is cut to the clip
+
+Sum = Callable[[Shard], Tensor]
+
+
+class Sums(NamedTuple):
+    """How far the worst pair moved one kind of sum, in units of what its query claims."""
+
+    query: str
+    adjacency: str
+    rows: int
+    reached: float
+
+    @property
+    def problems(self) -> list[str]:
+        if self.reached > 1:
+            return [
+                f"sums: one of {self.rows:,} records moves the {self.query} sum by {self.reached:.6g} of its "
+                f"sensitivity under {self.adjacency}"
+            ]
+        return []
+
+
+def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bool, Sum]]:
+    """Every kind of sum at theta = 0: its name, whether its terms are semi-definite, and the sum of a shard."""
+    logistic, softmax, pair = (
+        model(linear) for linear in (Linear(1, 1, Loss.LOGISTIC), Linear(1, 2), Linear(2, 1, Loss.LOGISTIC))
+    )
+    two, four, three = (torch.zeros(size, device=device) for size in (2, 4, 3))
+    yield "logistic gradient", False, lambda shard: logistic.clipped_sum(two, shard, CLIP)
+    yield "softmax gradient", False, lambda shard: softmax.clipped_sum(four, shard, CLIP)
+    yield "scaled gradient", False, lambda shard: logistic.clipped_sum(two, shard, CLIP, torch.ones_like(two))
+    yield "gradient of two runs", False, lambda shard: softmax.clipped_sum(four.expand(2, -1), shard, CLIP)[0]
+    yield "gram", True, lambda shard: pair.gram_sum(doubled(shard), CLIP)
+    yield "curvature", True, lambda shard: pair.curvature_sum(three, doubled(shard), CLIP)
+    yield "fisher", True, lambda shard: pair.fisher_sum(three, doubled(shard), CLIP)
+
+
+def doubled(shard: Shard) -> Shard:
+    """Records (a, ±a), so that entry (0, 1) of a matrix has either sign: that of the label."""
+    sign = 1.0 - 2.0 * shard.y.to(shard.x)
+    return Shard(torch.cat([shard.x, sign.unsqueeze(-1) * shard.x], -1), shard.y, shard.mask)
+
+
+def pair(rows: int, term: float, root: bool, block: int, device: str) -> Shard:
+    """Records whose sum, in one float32 accumulator, hangs on the first of them.
+
+    Some of length LONG, each of which adds `term` to the entry that is looked at, bring it just above a power of two.
+    Those that follow come in pairs of 0.6 and -0.4 units in the last place: they add up to nothing below the power of
+    two, and to one unit per pair above. `root`: terms are squares of records.
+    """
+    power = 2.0 ** math.floor(math.log2(0.55 * rows * term))
+    path = np.cumsum(np.full(rows, term, np.float32), dtype=np.float32)  # in order, as one accumulator would
+    first = int(np.searchsorted(path, power)) + 1
+    unit = power * 2.0**-23
+    x, y = np.zeros((rows, 1), np.float32), np.zeros(rows, np.int64)
+    x[:first] = LONG
+    heads = np.arange(-(-first // block) * block, rows, block)
+    for those, size, label in ((heads[0::2], 0.6 * unit, 0), (heads[1::2], 0.4 * unit, 1)):
+        x[those, 0], y[those] = math.sqrt(size) if root else 2 * size, label
+    return Shard(*(torch.from_numpy(part).to(device) for part in (x, y)), torch.ones(rows, device=device))
+
+
+def sums(
+    model: Callable[[Linear], Any] = lambda linear: linear,
+    *,
+    rows: tuple[int, ...] = ROWS,
+    device: str = "cpu",
+) -> Iterator[Sums]:
+    """The worst pair for each kind of sum and adjacency, in float32. `model`: what stands in front of each model."""
+    for name, semidefinite, total in kinds(model, device):
+        worst = dict.fromkeys(Adjacency, (0.0, 0))
+        alone = Shard(*(torch.tensor(part, device=device) for part in ([[LONG]], [0], [1.0])))
+        term = float(total(alone).flatten()[1 if semidefinite else 0].abs())
+        for n, block in itertools.product(rows, BLOCKS):
+            here = pair(n, term, semidefinite, block, device)
+            before = total(here).double()
+            for adjacency, there in neighbours(here, 0):
+                claim = CLIP if adjacency is Adjacency.ADD_REMOVE else (2**0.5 if semidefinite else 2) * CLIP
+                moved = float((before - total(there).double()).norm()) / claim
+                worst[adjacency] = max(worst[adjacency], (moved, n))
+        yield from (Sums(name, adjacency, n, moved) for adjacency, (moved, n) in worst.items())
+
+
+def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
+    """The same records without one of them, and with another in its place."""
+    x, y, mask = shard.x.clone(), shard.y.clone(), shard.mask.clone()
+    x[row], mask[row] = 0, 0
+    yield Adjacency.ADD_REMOVE, Shard(x, y, mask)
+    y[row] = 1 - y[row]
+    yield Adjacency.REPLACE_ONE, Shard(shard.x, y, shard.mask)
+
+
+class OneAccumulator:
+    """Wrong twin: a linear model whose sums are kept in one float32 accumulator, record after record."""
+
+    def __init__(self, model: Linear) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        def total(*arguments: Any) -> Tensor:
+            at = next(k for k, part in enumerate(arguments) if isinstance(part, Shard))
+            shard = arguments[at]
+            one = Shard(shard.x.unsqueeze(1), shard.y.unsqueeze(1), shard.mask.unsqueeze(1))  # one client per record
+            parts = [part.unsqueeze(-2) if isinstance(part, Tensor) and part.dim() > 1 else part for part in arguments]
+            each = getattr(self._model, name)(*parts[:at], one, *arguments[at + 1 :]).float()
+            axis = each.dim() - (1 if name == "clipped_sum" else 2) - 1
+            path = np.cumsum(each.cpu().numpy(), axis, dtype=np.float32)  # torch would keep a float64 accumulator
+            return torch.from_numpy(path.take(-1, axis))
+
+        return total
