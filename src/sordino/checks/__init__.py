@@ -2,6 +2,7 @@
 
 - `sensitivity`: no neighbour found by an adversarial search moves a release further than its query claims.
 - `apart`: no record changes how others are computed, not even how they are rounded.
+- `sums`: rounding included, one of a million records moves no sum further than its query claims.
 - `asks`: a round asks no more of the data than was declared, and one question more is refused.
 - `replay`: server and clients post-process what was said; given the same messages, other data change nothing.
 - `engines`: the fast engine computes what the readable one means.
@@ -16,9 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay
 from sordino.checks.search import REACH, TRIALS, Found, sensitivity
+from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.twins import WRONG_TWINS, breaks
 from sordino.checks.worlds import claims
 from sordino.core import Adjacency, Method
@@ -57,9 +61,30 @@ def check(
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 
+def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Report]:
+    """The sums that all methods are made of, in float32, with up to so many records; on a CPU by one thread and by two.
+
+    Its wrong twin keeps them in one float32 accumulator.
+    """
+    before, reports = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2) if device == "cpu" else (before,):
+            torch.set_num_threads(threads)
+            where = f"{device}, {threads} threads" if device == "cpu" else device
+            for found in sums(rows=tuple(rows), device=device):
+                mine = found.problems
+                numbers = (1.0, found.reached, 0.0, not mine, mine)
+                reports.append(Report(f"sums ({where})", "record", found.adjacency, found.query, *numbers))
+    finally:
+        torch.set_num_threads(before)
+    seen = {found.query for found in sums(OneAccumulator, rows=(10_000,), device=device) if found.problems}
+    unseen = [_unseen("sums", OneAccumulator)]
+    return [r if r.query in seen else r._replace(passed=False, problems=[*r.problems, *unseen]) for r in reports]
+
+
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Every registered method."""
-    return [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
+    """Every registered method, and the sums they are made of."""
+    return [*check_sums(), *(report for name in REGISTRY for report in check(name, trials=trials, seed=seed))]
 
 
 def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
@@ -125,6 +150,7 @@ __all__ = [
     "asks",
     "check",
     "check_all",
+    "check_sums",
     "engines",
     "replay",
     "sensitivity",

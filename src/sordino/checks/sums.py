@@ -24,6 +24,7 @@ ROWS = (10_000, 100_000, 1_000_000)
 BLOCKS = (1, 384)  # one of a pair at the head of each: kernels that add up blocks of records round between them
 CLIP = 1.0
 LONG = 1e4  # of the records that bring the sum up to a power of two: each is cut to the clip
+SHORT = 1e-3  # of a record that is not cut
 
 Sum = Callable[[Shard], Tensor]
 
@@ -67,12 +68,12 @@ def doubled(shard: Shard) -> Shard:
     return Shard(torch.cat([shard.x, sign.unsqueeze(-1) * shard.x], -1), shard.y, shard.mask)
 
 
-def pair(rows: int, term: float, root: bool, block: int, device: str) -> Shard:
+def pair(rows: int, term: float, gain: float, root: bool, block: int, device: str) -> Shard:
     """Records whose sum, in one float32 accumulator, hangs on the first of them.
 
     Some of length LONG, each of which adds `term` to the entry that is looked at, bring it just above a power of two.
     Those that follow come in pairs of 0.6 and -0.4 units in the last place: they add up to nothing below the power of
-    two, and to one unit per pair above. `root`: terms are squares of records.
+    two, and to one unit per pair above. `root`: terms are squares of records. `gain`: a short record's term, over that.
     """
     power = 2.0 ** math.floor(math.log2(0.55 * rows * term))
     path = np.cumsum(np.full(rows, term, np.float32), dtype=np.float32)  # in order, as one accumulator would
@@ -82,7 +83,7 @@ def pair(rows: int, term: float, root: bool, block: int, device: str) -> Shard:
     x[:first] = LONG
     heads = np.arange(-(-first // block) * block, rows, block)
     for those, size, label in ((heads[0::2], 0.6 * unit, 0), (heads[1::2], 0.4 * unit, 1)):
-        x[those, 0], y[those] = math.sqrt(size) if root else 2 * size, label
+        x[those, 0], y[those] = math.sqrt(size / gain) if root else size / gain, label
     return Shard(*(torch.from_numpy(part).to(device) for part in (x, y)), torch.ones(rows, device=device))
 
 
@@ -94,11 +95,17 @@ def sums(
 ) -> Iterator[Sums]:
     """The worst pair for each kind of sum and adjacency, in float32. `model`: what stands in front of each model."""
     for name, semidefinite, total in kinds(model, device):
+        entry = 1 if semidefinite else 0
         worst = dict.fromkeys(Adjacency, (0.0, 0))
-        alone = Shard(*(torch.tensor(part, device=device) for part in ([[LONG]], [0], [1.0])))
-        term = float(total(alone).flatten()[1 if semidefinite else 0].abs())
+        term, short = (
+            float(
+                total(Shard(*(torch.tensor(part, device=device) for part in ([[size]], [0], [1.0])))).flatten()[entry]
+            )
+            for size in (LONG, SHORT)
+        )
+        gain = short / (SHORT**2 if semidefinite else SHORT)
         for n, block in itertools.product(rows, BLOCKS):
-            here = pair(n, term, semidefinite, block, device)
+            here = pair(n, abs(term), abs(gain), semidefinite, block, device)
             before = total(here).double()
             for adjacency, there in neighbours(here, 0):
                 claim = CLIP if adjacency is Adjacency.ADD_REMOVE else (2**0.5 if semidefinite else 2) * CLIP

@@ -15,10 +15,12 @@ def add(commands: Any) -> None:
         "check",
         act,
         "try to break a method's guarantee",
-        "sordino check dp-fedsofim\nsordino check --all --json checks.json",
+        "sordino check dp-fedsofim\nsordino check --all --json checks.json\nsordino check --sums --device cuda",
     )
     parser.add_argument("method", nargs="*", metavar="METHOD")
-    parser.add_argument("--all", action="store_true", help="every method there is")
+    parser.add_argument("--all", action="store_true", help="every method there is, and the sums they are made of")
+    parser.add_argument("--sums", action="store_true", help="the sums alone: float32, up to a million records")
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda, for the sums")
     add_json(parser)
 
 
@@ -27,15 +29,22 @@ def act(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import track
 
-    from sordino.checks import check
+    from sordino.checks import check, check_sums
+    from sordino.data.shard import check_device
     from sordino.methods import REGISTRY, entry
 
     names = list(REGISTRY) if arguments.all else arguments.method
-    if not names:
+    if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
+    check_device(arguments.device)
     for name in names:
         entry(name)
-    reports = [r for name in track(names, "checking", console=Console(stderr=True)) for r in check(name)]
+    shown = Console(stderr=True)
+    reports = []
+    if arguments.all or arguments.sums:
+        with shown.status("checking sums"):
+            reports += check_sums(device=arguments.device)
+    reports += [r for name in track(names, "checking", console=shown, disable=not names) for r in check(name)]
     if not emit(arguments, [report._asdict() for report in reports]):
         table(
             ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),
@@ -44,7 +53,7 @@ def act(arguments: argparse.Namespace) -> int:
                     r.name,
                     r.unit,
                     r.adjacency,
-                    r.query.split()[-1] if r.query else "",
+                    r.query.lstrip("0123456789. "),
                     f"{r.claimed:.4g}",
                     f"{r.worst_found / r.claimed:.2%}" if r.claimed else "",
                     f"{r.engines_max_diff:.0e}",

@@ -47,6 +47,7 @@ def run(
     is sent again as it was, without touching the data: to resume, run again."""
     if plan.integers is not None and ledger is not None:
         raise SordinoError("ledger: a simulation of secure aggregation keeps none; every site has its own.")
+    records.check_fits(model)
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = plan.weights / plan.participation.rate(plan.clients)
     clients = range(plan.clients)

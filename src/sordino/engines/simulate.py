@@ -84,6 +84,7 @@ def run(
     plans, plan = (list(plan), plan[0]) if isinstance(plan, Sequence) else ([plan], plan)
     if plan.integers is not None:
         raise SordinoError("integers: the reference engine adds them up; this one knows real numbers alone.")
+    records.check_fits(model)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
     memory: Tree = ()

@@ -282,6 +282,7 @@ class Linear:
             norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64) * length.double()
         else:
             norm = self._scaled_norm(residual, x, scale)
+        norm = norm.nan_to_num(math.inf, math.inf)  # in float64 a norm may overflow: such a record counts as zero
         return torch.div(bound, norm.clamp_min(bound))
 
     def _value(self, z: Tensor) -> Tensor:

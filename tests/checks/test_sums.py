@@ -1,0 +1,60 @@
+"""Sums in the arithmetic that ships: float32 records, neighbours built against one float32 accumulator."""
+
+import pytest
+import torch
+
+from sordino.checks import check_sums
+from sordino.checks.sums import OneAccumulator, Sums, sums
+from sordino.core import Shard
+from sordino.models import kernel
+from sordino.models.linear import Linear, Loss
+
+QUERIES = 7
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_one_record_moves_no_sum_further_than_claimed(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(kernel, "clipped_sum", lambda *args, **kwargs: None)
+    found = list(sums(rows=(10_000, 100_000)))
+    assert len(found) == 2 * QUERIES
+    for each in found:
+        assert 0.99 < each.reached <= 1, each
+
+
+def test_the_twin_with_one_float32_accumulator_is_rejected():
+    found = {each.query: each.reached for each in sums(OneAccumulator, rows=(10_000,))}
+    assert len(found) == QUERIES
+    assert min(found.values()) > 1.5
+    assert Sums("gram", "add-remove", 10, 1.5).problems
+
+
+def test_reports_name_what_was_checked():
+    reports = check_sums(rows=(1_000,))
+    assert len(reports) == 2 * 2 * QUERIES, "one thread and two"
+    assert all(report.passed for report in reports)
+
+
+@pytest.mark.parametrize("kind", list(Loss))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [1e10, 1e20, 1e38, 1e200])
+def test_a_record_of_zeros_says_nothing_whatever_its_weight(kind, dtype, weight):
+    """Without a bias its gradient is zero; an overflow beside it made the whole sum NaN."""
+    outputs = 2 if kind is Loss.SOFTMAX else 1
+    x = torch.randn(5, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    classes = kind in (Loss.SOFTMAX, Loss.LOGISTIC)
+    y = torch.tensor([0, 1, 0, 1, 0])
+    model = Linear(3, outputs, kind, bias=False)
+    if classes:
+        model = Linear(3, outputs, kind, bias=False, class_weights=torch.tensor([weight, weight], dtype=torch.float64))
+    else:
+        y = y.to(dtype)
+        y[2] = min(weight, torch.finfo(dtype).max)
+    x[2] = 0
+    theta, mask = torch.zeros(model.size, dtype=dtype), torch.ones(5, dtype=dtype)
+    for scale in (None, torch.ones(model.size, dtype=dtype)):
+        whole = model.clipped_sum(theta, Shard(x, y, mask), 1.0, scale)
+        mask_two = mask.clone()
+        mask_two[2] = 0
+        assert torch.isfinite(whole).all()
+        assert torch.equal(whole, model.clipped_sum(theta, Shard(x, y, mask_two), 1.0, scale))
