@@ -18,7 +18,7 @@ and added.
 
 Every figure is computed in float64, or from pairs of float64 (`doubled`) where float64 would cost too much; the width
 of `long double` plays no part. What differs between machines, the last bits of exp, log and the Fourier transform, is
-within the bounds on rounding that are added, and moves an epsilon by less than a part in 1e9.
+within the bounds on rounding that are added, and moves an epsilon by a few parts in 1e9 at most (usually in 1e14).
 
 Samples of a fixed size, without replacement: the Rényi bound of Wang, Balle and Kasiviswanathan (2019), which holds for
 replace-one only.
