@@ -203,7 +203,7 @@ def test_precise_arithmetic_agrees_where_float64_is_enough():
 
 @pytest.mark.parametrize("adjacency", [ADD, REPLACE])
 def test_a_chance_below_delta_costs_nothing(adjacency):
-    for rate, times, mu in ((1e-9, 3, 24.9), (1e-9, 6, 3.0), (1e-7, 90, 10.0)):
+    for rate, times, mu in ((1e-9, 3, 24.9), (1e-7, 90, 10.0)):
         ever = -math.expm1(times * math.log1p(-rate))
         releases = [Sampled(rate, mu, times)]
         assert sampled.epsilon(releases, 1.001 * ever, adjacency) == 0

@@ -11,7 +11,7 @@ from sordino.core import Privacy, SordinoError
 from sordino.methods import build
 from sordino.privacy import participation
 from sordino.privacy.noise import Seeded
-from sordino.privacy.participation import Participation
+from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 
 
@@ -181,3 +181,19 @@ def test_coins_of_a_rate():
     assert (abs(counts - 600) < 4.5 * np.sqrt(2000 * 0.21)).all()
     assert abs(np.var([len(cohort) for cohort in cohorts]) / (20 * 0.21) - 1) < 0.2  # independent: a binomial size
     assert drawn("poisson:1", 5, 2, 4) == [[0, 1, 2, 3]] * 2
+
+
+def test_no_record_is_drawn_with_a_greater_chance_than_its_rate():
+    """Of the 2^52 coins (k + 1/2) / 2^52, so many lie below the rate; rounded to nearest there were too many."""
+    for rate in (1.5 * 2.0**-53, 1.7 * 2.0**-40, 1e-9, 0.1, 0.3, np.nextafter(1.0, 0)):
+        cells = int(Fraction(rate) * 2**52)
+        around = [k for k in range(cells - 2, cells + 3) if 0 <= k < 2**52]
+        coins = np.array([(k + 0.5) * 2.0**-52 for k in around])
+        drawn = Sampling("poisson", 1.0).draw(coins, rate)
+        assert [around[i] for i in drawn] == [k for k in around if k < cells]
+
+
+def test_equal_coins_are_ordered_alike_on_every_machine():
+    coins = np.full(1000, 0.5)
+    coins[500:] = 0.25
+    assert Sampling("fixed", 600.0).draw(coins, 0.6).tolist() == [*range(100), *range(500, 1000)]

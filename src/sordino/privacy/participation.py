@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -148,9 +149,13 @@ class Sampling:
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
 
     def draw(self, coins: np.ndarray, rate: float) -> np.ndarray:
-        """The records of a minibatch, from one uniform coin a record; the rate is that of the client's public size."""
+        """The records of a minibatch, from one uniform coin per record; the rate is that of the client's public size.
+
+        Coins are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn with
+        a greater chance than the rate, which is what the account is of. Equal coins are ordered by place.
+        """
         if rate == 1:
             return np.arange(len(coins))
         if self.kind == "poisson":
-            return np.flatnonzero(coins < rate)
-        return np.sort(np.argsort(coins)[: int(self.amount)])
+            return np.flatnonzero(coins < math.floor(rate * 2**52) / 2**52)
+        return np.sort(np.argsort(coins, kind="stable")[: int(self.amount)])
