@@ -238,6 +238,8 @@ def test_a_realised_cohort_differs_from_the_expected_one(records):
 def test_nobody_came(engine, name, unit, records):
     """An empty cohort leaves everything as it was, though noise and momentum would have moved it."""
     plan = replace(plan_for(build(name, unit), records, participation="poisson:0.1"), rounds=12)
+    plans = (replace(plan, schedule_seed=seed) for seed in range(99))
+    plan = next(plan for plan in plans if not len(plan.cohorts[0]))  # a first round may send covariances only
     turns = list(engine.run(plan, MODEL, records, Seeded(1)))
     empty = [t for t, cohort in enumerate(plan.cohorts) if not len(cohort)]
     assert 0 < len(empty) < 12

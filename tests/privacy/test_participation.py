@@ -1,11 +1,17 @@
 """Cohorts in turn; the other laws are tested with the plans that draw on them."""
 
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from sordino.core import Privacy, SordinoError
 from sordino.methods import build
-from sordino.privacy.participation import Participation
+from sordino.privacy import participation
+from sordino.privacy.noise import Seeded
+from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 
 
@@ -97,3 +103,97 @@ def test_more_cohorts_than_clients():
         Participation.parse("cyclic:6").rate(5)
     with pytest.raises(SordinoError, match="cyclic:6 asks for 6 cohorts"):
         Plan(build("dp-fedgd"), 3, (4,) * 5, Privacy(1.0), Participation.parse("cyclic:6"))
+
+
+# ------------------------------------------------------------------------------------------------- coins of a schedule
+
+
+class Words:
+    """In place of ChaCha20: these words, one row per round and attempt."""
+
+    def __init__(self, *rows):
+        self.rows = {(t, attempt): row for t, attempt, row in rows}
+
+    def words(self, at, count):
+        row = np.array(self.rows[at.round, at.index], dtype=np.uint64)
+        assert len(row) == count
+        return row
+
+
+def drawn(text, seed, rounds=200, clients=40):
+    return [cohort.tolist() for cohort in Participation.parse(text).schedule(rounds, clients, seed)]
+
+
+@pytest.mark.parametrize("text", ["fixed:7", "poisson:0.3"])
+def test_every_bit_of_a_seed_counts(text):
+    seeds = [0, 1, 256, 2**64, 2**64 + 1, 2**100, 2**100 + 1, 2**100 + 2**64, 2**200]
+    schedules = [drawn(text, seed, 8) for seed in seeds]
+    assert all(a != b for i, a in enumerate(schedules) for b in schedules[:i])
+    assert drawn(text, np.int64(7)) == drawn(text, 7)
+    assert drawn(text, 7, 3) == drawn(text, 7, 9)[:3]
+    with pytest.raises(SordinoError, match=r"^seed: -1 "):
+        drawn(text, -1)
+
+
+@pytest.mark.parametrize("text", ["fixed:7", "poisson:0.3"])
+def test_a_schedule_is_not_numpy_s(text, monkeypatch):
+    """Its coins are those of the secure source, so that without the seed nobody can go on from what was seen."""
+    before = drawn(text, 2**100)
+    monkeypatch.setattr(np.random, "default_rng", None)
+    monkeypatch.setattr(np.random, "Generator", None)
+    assert drawn(text, 2**100) == before
+    monkeypatch.setattr(participation.Secure, "words", Seeded(1).words)
+    assert drawn(text, 2**100, 5) != before[:5]
+
+
+def test_a_fixed_cohort_is_a_uniform_subset():
+    """Every one of the 10 pairs of 5 is as frequent, to within 4.5 standard errors, and rounds are unlike."""
+    rounds = 5000
+    pairs = Counter(map(tuple, drawn("fixed:2", 11, rounds, 5)))
+    assert len(pairs) == 10
+    assert max(abs(count - rounds / 10) for count in pairs.values()) < 4.5 * np.sqrt(rounds * 0.09)
+    cohorts = drawn("fixed:2", 11, rounds, 5)
+    repeated = sum(a == b for a, b in pairwise(cohorts))
+    assert abs(repeated - rounds / 10) < 4.5 * np.sqrt(rounds * 0.09)
+
+
+def test_equal_words_are_drawn_anew():
+    """A tie broken by place would favour the first clients."""
+    coins = Words((0, 0, [5, 1, 1, 9]), (0, 1, [9, 9, 1, 1]), (0, 2, [8, 2**64 - 1, 3, 2**63]))
+    assert participation._subset(coins, 0, 4, 2).tolist() == [0, 2]
+
+
+def test_a_coin_falls_below_its_rate_to_the_last_bit():
+    rate = 0.3 * 2.0**-30
+    top, low = divmod(int(Fraction(rate) * 2**128), 2**64)
+    coins = Words((0, 0, [top, low - 1, top, low, top - 1, 2**64 - 1, top + 1, 0]))
+    assert participation._by_chance(coins, 0, 4, rate).tolist() == [0, 2]
+    # A rate far below what 52 bits resolve keeps its chance, and is not rounded up: 2^-60 is 2^68 of 2^128.
+    coins = Words((0, 0, [15, 2**64 - 1, 16, 0, 0, 0, 17, 0]))
+    assert participation._by_chance(coins, 0, 4, 2.0**-60).tolist() == [0, 2]  # twins of (k + 1/2) / 2^52 never would
+    coins = Words((0, 0, [0, 0, 0, 1]))
+    assert participation._by_chance(coins, 0, 2, 1e-300).tolist() == []
+
+
+def test_coins_of_a_rate():
+    cohorts = drawn("poisson:0.3", 5, 2000, 20)
+    counts = np.bincount([i for cohort in cohorts for i in cohort], minlength=20)
+    assert (abs(counts - 600) < 4.5 * np.sqrt(2000 * 0.21)).all()
+    assert abs(np.var([len(cohort) for cohort in cohorts]) / (20 * 0.21) - 1) < 0.2  # independent: a binomial size
+    assert drawn("poisson:1", 5, 2, 4) == [[0, 1, 2, 3]] * 2
+
+
+def test_no_record_is_drawn_with_a_greater_chance_than_its_rate():
+    """Of the 2^52 coins (k + 1/2) / 2^52, so many lie below the rate; rounded to nearest there were too many."""
+    for rate in (1.5 * 2.0**-53, 1.7 * 2.0**-40, 1e-9, 0.1, 0.3, np.nextafter(1.0, 0)):
+        cells = int(Fraction(rate) * 2**52)
+        around = [k for k in range(cells - 2, cells + 3) if 0 <= k < 2**52]
+        coins = np.array([(k + 0.5) * 2.0**-52 for k in around])
+        drawn = Sampling("poisson", 1.0).draw(coins, rate)
+        assert [around[i] for i in drawn] == [k for k in around if k < cells]
+
+
+def test_equal_coins_are_ordered_alike_on_every_machine():
+    coins = np.full(1000, 0.5)
+    coins[500:] = 0.25
+    assert Sampling("fixed", 600.0).draw(coins, 0.6).tolist() == [*range(100), *range(500, 1000)]

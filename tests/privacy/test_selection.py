@@ -10,7 +10,10 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy.special import logsumexp, ndtr
 
-from sordino.core import SordinoError, Trust
+from sordino.core import Privacy, SordinoError, Trust
+from sordino.data.sources import load
+from sordino.experiments import charge
+from sordino.experiments.tune import validated
 from sordino.privacy import gaussian, selection
 from sordino.privacy.selection import NegativeBinomial, Poisson
 
@@ -277,3 +280,45 @@ def test_only_where_the_other_runs_stay_hidden():
 def test_refusals_name_the_field(wrong, field):
     with pytest.raises(SordinoError, match=f"^{field}: "):
         wrong()
+
+
+# ------------------------------------------------------------------------------------------------------ secret choices
+
+
+def test_secret_choices_come_from_the_system_s_randomness(monkeypatch):
+    """How many runs, and which: neither from a generator that can be recomputed, without a seed."""
+    settings = [{"lr": lr} for lr in (1, 2, 3)]
+    privacy = Privacy(2.0, 1e-5, trust=Trust.TRUSTED_SERVER)
+    bits, picks = iter([0, 2**52 - 1, 2**51]), itertools.cycle([2, 0])
+    monkeypatch.setattr(np.random, "default_rng", None)
+    monkeypatch.setattr("secrets.randbits", lambda count: next(bits) if count == 52 else pytest.fail("52 are exact"))
+    monkeypatch.setattr("secrets.randbelow", lambda below: next(picks) if below == 3 else pytest.fail("3 settings"))
+    assert charge._random(settings, privacy, 4.0, None)[0] == [{"lr": 3}]
+    assert charge._random(settings, privacy, 4.0, None)[0][:4] == [{"lr": 1}, {"lr": 3}, {"lr": 1}, {"lr": 3}]
+    assert len(charge._random(settings, privacy, 4.0, None)[0]) == 3  # the median of a geometric law of mean 4
+
+
+def test_every_setting_is_as_likely():
+    settings = [{"lr": lr} for lr in range(4)]
+    privacy = Privacy(2.0, 1e-5, trust=Trust.TRUSTED_SERVER)
+    chosen = [s["lr"] for _ in range(300) for s in charge._random(settings, privacy, 8.0, None)[0]]
+    counts = np.bincount(chosen, minlength=4)
+    assert (abs(counts - len(chosen) / 4) < 5.5 * math.sqrt(len(chosen) * 3 / 16)).all()
+
+
+@pytest.mark.parametrize("how", ["public", "count", "stopping"])
+def test_a_search_from_a_seed_says_that_it_is_not_private(how):
+    whole = load("digits", normalize="l2")
+    small = whole._replace(x_train=whole.x_train[:200], y_train=whole.y_train[:200])
+    base = {
+        "data": "digits",
+        "clients": 2,
+        "rounds": 1,
+        "method": "dp-fedgd",
+        "epsilon": 8.0,
+        "trust": "trusted-server",
+    }
+    for seed, private in ((1, False), ("none", True)):
+        found = charge.search({**base, "seed": seed}, {"lr": (0.5, 1.0)}, validated(small), how, mean=2.0).account
+        assert found["private"] is private
+        assert ("why_not_private" in found) is not private

@@ -13,6 +13,7 @@ The model handed out is that of the run chosen. Whoever trained it anew would pa
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,7 +100,10 @@ def search(
         "delta": privacy.delta,
         "mu_of_a_run": mu,
         "epsilon_of_a_run": own,
+        "private": base.seed is None,
     }
+    if base.seed is not None:
+        promise["why_not_private"] = "the noise and the choice of runs follow from a seed; leave seed out"
     return Chosen(trained[best], settings[best], {**promise, **account})
 
 
@@ -119,10 +123,11 @@ def _random(
     """Settings to run, and what may be told of them: neither their number nor their scores."""
     assumes = selection.assumption(privacy.trust)
     law = selection.NegativeBinomial.of(mean)
+    # Which runs were made is a secret, and with it their number: the system's secure randomness, or for a test a seed.
     rng = None if seed is None else generator(seed, "stopping")
-    runs = selection.draw(law, rng)
-    pick = rng or np.random.default_rng()
-    chosen = [settings[int(pick.integers(len(settings)))] for _ in range(runs)]
+    picks = range(selection.draw(law, rng))
+    each = len(settings)
+    chosen = [settings[secrets.randbelow(each) if rng is None else int(rng.integers(each))] for _ in picks]
     told = {
         "law": f"geometric, {mean:g} runs expected",
         "assumes": assumes,

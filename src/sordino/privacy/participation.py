@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
 from sordino.core import SordinoError, nearest
+from sordino.privacy.noise import Address, Secure
 
 EVERYONE = "full"
 
@@ -59,16 +63,44 @@ class Participation:
         return parts[self.kind]
 
     def schedule(self, rounds: int, clients: int, seed: int) -> list[np.ndarray]:
-        """The participants of each round."""
+        """The participants of each round, drawn by ChaCha20 with a key made of all bits of the seed: whoever sees some
+        of the cohorts, but does not know the seed, learns nothing about the others."""
         if self.kind == EVERYONE:
             return [np.arange(clients)] * rounds
         if self.kind == "cyclic":
             cohorts = int(self.amount)
             return [np.arange(t % cohorts, clients, cohorts) for t in range(rounds)]
-        rng = np.random.default_rng([seed, 0x5EED])
+        if seed < 0:
+            raise SordinoError(f"seed: {seed} of a schedule must be 0 or more.")
+        coins = Secure(_key(seed))
         if self.kind == "fixed":
-            return [np.sort(rng.choice(clients, int(self.amount), replace=False)) for _ in range(rounds)]
-        return [np.flatnonzero(rng.random(clients) < self.amount) for _ in range(rounds)]
+            return [_subset(coins, t, clients, int(self.amount)) for t in range(rounds)]
+        return [_by_chance(coins, t, clients, self.amount) for t in range(rounds)]
+
+
+def _key(seed: int) -> bytes:
+    number = int(seed).to_bytes((int(seed).bit_length() + 7) // 8, "little")  # one to one, whatever its length
+    return hashlib.blake2b(number, digest_size=32, person=b"sordino schedule").digest()
+
+
+def _subset(coins: Secure, t: int, clients: int, amount: int) -> np.ndarray:
+    """The clients with the `amount` smallest words. Distinct words are in uniform order; equal ones are drawn anew."""
+    for attempt in range(2**16):
+        words = coins.words(Address(0, t, 0, attempt), clients)
+        if len(np.unique(words)) == clients:
+            return np.sort(np.argsort(words, kind="stable")[:amount])
+    raise SordinoError(f"participation: {clients} clients are too many to order by words of 64 bits.")
+
+
+def _by_chance(coins: Secure, t: int, clients: int, rate: float) -> np.ndarray:
+    """Each client with this chance: whether its 128 bits, as a fraction, lie below the rate. That is exact for a rate
+    of 2^-75 or more, and never more likely than the rate for a smaller one."""
+    if rate == 1:
+        return np.arange(clients)
+    high, low = divmod(int(Fraction(rate) * 2**128), 2**64)
+    words = coins.words(Address(0, t, 0), 2 * clients).reshape(clients, 2)
+    first, second = words[:, 0], words[:, 1]
+    return np.flatnonzero((first < np.uint64(high)) | ((first == np.uint64(high)) & (second < np.uint64(low))))
 
 
 @dataclass(frozen=True)
@@ -117,9 +149,13 @@ class Sampling:
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
 
     def draw(self, coins: np.ndarray, rate: float) -> np.ndarray:
-        """The records of a minibatch, from one uniform coin a record; the rate is that of the client's public size."""
+        """The records of a minibatch, from one uniform coin per record; the rate is that of the client's public size.
+
+        Coins are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn with
+        a greater chance than the rate, which is what the account is of. Equal coins are ordered by place.
+        """
         if rate == 1:
             return np.arange(len(coins))
         if self.kind == "poisson":
-            return np.flatnonzero(coins < rate)
-        return np.sort(np.argsort(coins)[: int(self.amount)])
+            return np.flatnonzero(coins < math.floor(rate * 2**52) / 2**52)
+        return np.sort(np.argsort(coins, kind="stable")[: int(self.amount)])

@@ -16,6 +16,10 @@ transform and a power. All is done under the measure dP exp(theta L), which move
 lies, so that a delta of 1e-12 keeps its leading digits. What is cut off, wrapped around, or lost to rounding is bounded
 and added.
 
+Every figure is computed in float64, or from pairs of float64 (`doubled`) where float64 would cost too much; the width
+of `long double` plays no part. What differs between machines, the last bits of exp, log and the Fourier transform, is
+within the bounds on rounding that are added, and moves an epsilon by a few parts in 1e9 at most (usually in 1e14).
+
 Samples of a fixed size, without replacement: the Rényi bound of Wang, Balle and Kasiviswanathan (2019), which holds for
 replace-one only.
 """
@@ -38,14 +42,16 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.special import erfcx, gammaln, ndtr
 
 from sordino.core import Adjacency, SordinoError
-from sordino.privacy import gaussian
+from sordino.privacy import doubled, gaussian
 
-VERSION = 1  # of the algorithm: cached results of another one are not read
+VERSION = 2  # of the algorithm: cached results of another one are not read
 EXCESS = 2e-4  # of epsilon, to the grid, where the number of cells allows
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
+PRECISE_CELLS = 1 << 18  # at most, where double-double arithmetic takes the place of float64
 MOST_MU = 25.0  # beyond it sampling hides nothing that is worth a grid: the closed form without sampling holds
 MOST_LOSS = 600.0  # of one release: more counts as infinite
 _UNIT = 2.0**-52
+_ROUNDING = 1e-3  # of delta: where the bound on the transform's rounding is more, double-double arithmetic is used
 _CUT = 1e-9  # of delta, to what lies beyond the grid
 _STEP = 1.02  # `path` skips points that have grown by less
 
@@ -91,6 +97,7 @@ def delta(releases: Iterable[Sampled], epsilon: float, adjacency: Adjacency, gau
         return min(plain, math.exp(min(0.0, float(np.min(_log_delta(orders, rdp, epsilon))))))
     if max(part.mu for part in parts) > MOST_MU:
         return plain
+    rare = gaussian.delta(mu, epsilon) + _ever(parts) * plain  # by convexity: see `_ever`
     worst = 0.0
     for way in _ways(adjacency):
         if epsilon >= _most_loss(parts, mu, way):
@@ -102,7 +109,7 @@ def delta(releases: Iterable[Sampled], epsilon: float, adjacency: Adjacency, gau
                 break
             level = max(min(found, 0.5), 1e-100)
         worst = max(worst, found)
-    return min(plain, worst)
+    return min(plain, worst, rare * (1 + 1e-9))
 
 
 def scale(
@@ -209,6 +216,21 @@ def _most_loss(parts: Sequence[Sampled], mu: float, way: str) -> float:
     return math.inf if mu > 0 or way != "add" else -sum(part.times * math.log1p(-part.rate) for part in parts)
 
 
+def _ever(parts: Sequence[Sampled]) -> float:
+    """The chance that a record is in any of the samples, rounded up.
+
+    A record that is in none changes nothing but the Gaussian release beside them. The hockey-stick divergence is
+    jointly convex, so this chance is all of delta that the sampled releases can cost, whatever their noise.
+    """
+    return -math.expm1(sum(part.times * math.log1p(-part.rate) for part in parts)) * (1 + 1e-12)
+
+
+def _rare(parts: Sequence[Sampled], mu: float, delta: float) -> float:
+    """An epsilon where delta covers the chance that a record is ever sampled; infinite where it does not."""
+    rest = (delta - _ever(parts)) * (1 - 1e-12)
+    return gaussian.epsilon(mu, rest) if rest > 0 else math.inf
+
+
 @lru_cache(maxsize=4096)
 def _epsilon(parts: tuple[Sampled, ...], delta: float, adjacency: Adjacency, mu: float) -> float:
     plain = gaussian.epsilon(_unsampled(parts, adjacency, mu), delta)
@@ -220,23 +242,34 @@ def _epsilon(parts: tuple[Sampled, ...], delta: float, adjacency: Adjacency, mu:
         return min(plain, max(0.0, float(found.min())))
     if max(part.mu for part in parts) > MOST_MU:
         return plain
+    rare = _rare(parts, mu, delta)
+    if rare == 0:
+        return 0.0
     worst = 0.0
     for way in _ways(adjacency):
         if worst < _most_loss(parts, mu, way):
             worst = max(worst, _refined(parts, mu, way, delta))
-    return min(plain, worst)
+    return min(plain, worst, rare)
 
 
 def _refined(parts: Sequence[Sampled], mu: float, way: str, delta: float) -> float:
-    """Epsilon, again where the first grid was coarse against the answer, or rounding a part of it."""
-    curve = _curve(parts, mu, way, delta)
-    found = _epsilon_at(curve, delta)
-    if found == 0 or math.isinf(found):
-        return found
-    rounding = float(curve.lost[int((found - curve.start) / curve.h) :].sum())
-    kind = np.longdouble if rounding > 1e-3 * delta else float
-    if kind is not float or found < 100 * curve.h or not 0.7 * found < curve.centre < 1.1 * found:
-        found = min(found, _epsilon_at(_curve(parts, mu, way, delta, found, kind=kind), delta))
+    """The least epsilon of up to four grids, each a bound: the next one is placed around the least so far, where that
+    was far from the centre or coarse against the grid; it is precise where rounding was a part of the answer."""
+    found, turn = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
+    tried: list[tuple[float, bool]] = []
+    while turn not in tried and len(tried) < 4:
+        tried.append(turn)
+        near, precise = turn
+        curve = _curve(parts, mu, way, delta, None if math.isinf(near) else near, precise=precise)
+        before, found = found, min(found, _epsilon_at(curve, delta))
+        if found == 0 or math.isinf(found):
+            break
+        rounding = float(curve.lost[max(0, int((found - curve.start) / curve.h)) :].sum())
+        blurred = rounding > _ROUNDING * delta and not precise
+        sharp = found >= 100 * curve.h and 0.7 * found < curve.centre < 1.1 * found
+        if not blurred and (sharp or (not precise and found > 0.999 * before)):
+            break
+        turn = (found, blurred)
     return found
 
 
@@ -249,7 +282,7 @@ def _search(
         scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
         if grid and scaled[0].sampler is Sampler.POISSON and max(part.mu for part in scaled) <= MOST_MU:
             curve = _curve(scaled, mu / s, _ways(adjacency)[0], delta, target if near else None, grid=grid)
-            found = _epsilon_at(curve, delta)
+            found = min(_epsilon_at(curve, delta), _rare(scaled, mu / s, delta))
         else:
             found = _epsilon(scaled, delta, adjacency, mu / s)
         return math.log(min(max(found / target, 1e-9), 1e9)) + 1e-6  # the margin covers a caller's rounding of mu / s
@@ -366,7 +399,7 @@ class _Curve(NamedTuple):
 
 def _curve(
     parts: Sequence[Sampled], mu: float, way: str, delta: float, epsilon: float | None = None, *,
-    kind: type = float, grid: float = EXCESS,
+    precise: bool = False, grid: float = EXCESS,
 ) -> _Curve:  # fmt: skip
     """Of the composition, sharp near the delta, or near the epsilon where one is given."""
     n = sum(part.times for part in parts) + (mu > 0)
@@ -436,30 +469,37 @@ def _curve(
     if best[2] - best[1] > 2 * LEAST_CELLS * fine:
         best = min([best, *(window(saddle * part) for part in (0.8, 0.6, 0.4))])
     _, first, last, theta, t = best
-    h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / MOST_CELLS)
-    start = math.floor(first / h)
-    size = next_fast_len(math.ceil(last / h) - start + 1, real=True)
+    if precise:  # a power of two
+        h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / (PRECISE_CELLS - 4))
+        size = 1 << math.ceil((last - first) / h + 2).bit_length()
+        start = math.floor(first / h)
+    else:
+        h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / MOST_CELLS)
+        start = math.floor(first / h)
+        size = next_fast_len(math.ceil(last / h) - start + 1, real=True)
     last = h * (start + size)
-    return _compose(parts, mu, way, theta, t, h, start, size, reach, last, kind, centre)
+    return _compose(parts, mu, way, theta, t, h, start, size, reach, last, precise, centre)
 
 
 def _compose(
     parts: Sequence[Sampled], mu: float, way: str, theta: float, t: float, h: float, start: int, size: int,
-    reach: float, last: float, kind: type, centre: float,
+    reach: float, last: float, precise: bool, centre: float,
 ) -> _Curve:  # fmt: skip
     """The tilted masses on a circle of `size` cells, and from them every delta.
 
     Mass that wraps around only adds to what is found; what is missing is a sum of losses beyond `last`, by Chernoff at
-    most exp(K(t) - t last), and a loss at infinity. Rounding: an entry of a transform is a sum over paths of log2(size)
-    butterflies, so it errs by at most c = 4 u log2(size) times the 1-norm (u the unit of `kind`); a power of z errs by
-    what (|z| + c)^times exceeds |z|^times by.
+    most exp(K(t) - t last), and a loss at infinity. Rounding: an entry of a transform is a sum over paths through the
+    butterflies. One of radix r errs by at most 6 u log2(r) of what enters (u = 2^-53): r - 1 sums and two products, one
+    by a constant. So an entry errs by at most c = 6 u log2(size) times the 1-norm, with or without FMA and in whatever
+    order; a power of z errs by what (|z| + c)^times exceeds |z|^times by.
     """
     log_k = log_top = 0.0
     infinite, slack, shift = 0.0, 0.0, 0
-    spectrum = np.ones(size // 2 + 1, np.result_type(kind, 1j))
-    log_most, errors = np.zeros(size // 2 + 1), np.zeros(size // 2 + 1)
-    unit = float(np.finfo(kind).eps)
-    c = 2 * unit * math.log2(size)
+    half = size // 2 + 1
+    spectrum: Array | doubled.Complex = doubled.one(half) if precise else np.ones(half, complex)
+    log_most, errors = np.zeros(half), np.zeros(half)
+    unit = doubled.UNIT if precise else _UNIT
+    c = 3 * unit * math.log2(size)
     pieces = [(part.rate, part.mu, part.times, way) for part in parts]
     pieces += [(1.0, mu, 1, "remove")] if mu > 0 else []
     for q, own, times, its_way in pieces:
@@ -480,13 +520,14 @@ def _compose(
         log_top += times * _log_sum(log_mass + t * losses)
         folded = np.bincount(np.arange(len(mass)) % size, np.exp(log_mass + theta * losses - own_k), size)
         shift += times * low
-        z = rfft(folded.astype(kind))
-        bound = np.abs(z).astype(float) + c
-        spectrum *= _power(z, times, times * np.log(bound) > -200)
+        z = doubled.rfft(np.asarray(folded, float)) if precise else rfft(folded)
+        bound = (z.size() if isinstance(z, doubled.Complex) else np.abs(z)) + c
+        spectrum = _multiplied(spectrum, z, times, times * np.log(bound) > -200)
         log_most += times * np.log(bound)
         errors += times * (c / bound + 8 * unit) + 8 * unit
     # The spectrum so far is that of sums counted from `shift`; the window counts from `start`.
-    found = np.roll(irfft(spectrum, size).astype(float), (shift - start) % size)
+    raw = doubled.irfft(spectrum) if isinstance(spectrum, doubled.Complex) else irfft(spectrum, size)
+    found = np.roll(raw, (shift - start) % size)
     lost = 2 * float((np.exp(log_most) * (errors + c)).sum()) / size
     found = np.maximum(found, 0.0) + lost
     # delta at cell j: the sum over i > j of weight_i (1 - exp(-h (i-j))), by one pass from the top for each term.
@@ -501,12 +542,17 @@ def _compose(
     return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / found, centre)
 
 
-def _power(z: Array, times: int, live: Array) -> Array:
-    """By squaring, so within 2 u times, relatively; entries that are not live are below any error: zero."""
-    result, base = np.where(live, 1.0, 0.0).astype(z.dtype), np.where(live, z, 0.0)
+def _multiplied(
+    spectrum: Array | doubled.Complex, z: Array | doubled.Complex, times: int, live: Array
+) -> Array | doubled.Complex:
+    """spectrum z^times, by squaring, so within 2 u times, relatively; what is not live is below any error: zero."""
+    if isinstance(spectrum, doubled.Complex) and isinstance(z, doubled.Complex):
+        product = spectrum.at(live).times(z.at(live).power(times))
+        return doubled.spread(product, live)
+    result, base = np.where(live, spectrum, 0.0), np.where(live, z, 0.0)
     while times:
         if times & 1:
-            result *= base
+            result = result * base
         times >>= 1
         base = base * base
     return result

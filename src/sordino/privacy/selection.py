@@ -204,7 +204,7 @@ def calibrate(law: Law, epsilon: float, delta: float) -> float:
 def draw(law: Law, rng: np.random.Generator | None = None) -> int:
     """K; by default from the system's secure randomness. A generator is for experiments: whoever knows its seed knows
     K, and K is secret."""
-    u = (secrets.randbits(53) + 0.5) / 2**53 if rng is None else float(rng.random())
+    u = (secrets.randbits(52) + 0.5) / 2**52 if rng is None else float(rng.random())  # below 1 without rounding
     k, weight = law.least, law.first
     below = weight
     while below <= u and below + weight > below:
