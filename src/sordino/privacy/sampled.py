@@ -43,8 +43,9 @@ from scipy.special import erfcx, gammaln, ndtr
 
 from sordino.core import Adjacency, SordinoError
 from sordino.privacy import doubled, gaussian
+from sordino.privacy.slots import OVERFLOW
 
-VERSION = 2  # of the algorithm: cached results of another one are not read
+VERSION = 3  # of the algorithm: cached results of another one are not read
 EXCESS = 2e-4  # of epsilon, to the grid, where the number of cells allows
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
 PRECISE_CELLS = 1 << 18  # at most, where double-double arithmetic takes the place of float64
@@ -109,7 +110,7 @@ def delta(releases: Iterable[Sampled], epsilon: float, adjacency: Adjacency, gau
                 break
             level = max(min(found, 0.5), 1e-100)
         worst = max(worst, found)
-    return min(plain, worst, rare * (1 + 1e-9))
+    return min(plain, worst, rare * (1 + 1e-9)) / (1 - OVERFLOW)
 
 
 def scale(
@@ -233,6 +234,8 @@ def _rare(parts: Sequence[Sampled], mu: float, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _epsilon(parts: tuple[Sampled, ...], delta: float, adjacency: Adjacency, mu: float) -> float:
+    if parts and parts[0].sampler is Sampler.POISSON:
+        delta *= 1 - OVERFLOW  # of a minibatch beyond its slots
     plain = gaussian.epsilon(_unsampled(parts, adjacency, mu), delta)
     if not parts or plain == 0 or math.isinf(plain):
         return plain
