@@ -1,6 +1,0 @@
-from contextlib import contextmanager
-
-
-@contextmanager
-def exact_arithmetic():
-    yield
