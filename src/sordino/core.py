@@ -221,7 +221,7 @@ class Lemma:
 
 
 LEAST_CLIP = 1e-12  # numbers near the end of floats have too few digits to keep a bound
-SAFETY = 1e-6  # clips are enforced this much below their nominal value, so that rounding cannot exceed it
+SAFETY = 2.0**-14  # clips are enforced this much below their nominal value, so that rounding cannot exceed it
 
 
 @dataclass(frozen=True)
