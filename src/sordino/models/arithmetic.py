@@ -22,7 +22,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ PRECISION_VARIABLES = {
     "CUBLAS_EMULATE_SINGLE_PRECISION": ("", "0"),
     "CUBLAS_EMULATE_DOUBLE_PRECISION": ("", "0"),
 }
-REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
 # ----------------------------------------------------------------------------------------------------------- settings
@@ -82,7 +81,8 @@ class _Settings:
     """The process-wide settings of products, held by a counted number of callers."""
 
     def __init__(self) -> None:
-        self._lock, self._holders, self._before = threading.Lock(), 0, dict[str, Any]()
+        self._lock, self._holders = threading.Lock(), 0
+        self._before: _Values | None = None
 
     def hold(self) -> None:
         with self._lock:
@@ -94,54 +94,65 @@ class _Settings:
     def release(self) -> None:
         with self._lock:
             self._holders -= 1
-            if self._holders == 0:
+            if self._holders == 0 and self._before is not None:
                 _write(self._before)
 
 
 _settings = _Settings()
 
 
-def _backends() -> dict[str, Any]:
-    """Owners of an `fp32_precision` for products; PyTorch before 2.9 has none."""
-    owners: dict[str, Any] = {
-        "cuda": torch.backends.cuda.matmul,
-        "mkldnn": getattr(torch.backends.mkldnn, "matmul", None),
-    }
-    return {name: owner for name, owner in owners.items() if hasattr(owner, "fp32_precision")}
+_MATMUL: Any = torch.backends.cuda.matmul
+# Owners of an `fp32_precision` of products; PyTorch before 2.9 has none.
+_OWNERS: list[Any] = [
+    owner
+    for owner in (_MATMUL, getattr(torch.backends.mkldnn, "matmul", None))
+    if owner is not None and hasattr(owner, "fp32_precision")
+]
+_REDUCTIONS = [
+    name
+    for name in (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
+    if hasattr(_MATMUL, name)
+]
+_SPLIT = {name for name in _REDUCTIONS if hasattr(_MATMUL, f"{name}_split_k")}  # set together, read apart
 
 
-def _read() -> dict[str, Any]:
-    matmul: Any = torch.backends.cuda.matmul
-    found: dict[str, Any] = {name: owner.fp32_precision for name, owner in _backends().items()}
+class _Values(NamedTuple):
+    precision: str | None
+    owners: list[str]
+    reductions: list[Any]
+
+
+def _read() -> _Values:
+    precision: str | None
     try:
-        found["precision"] = torch.get_float32_matmul_precision()
+        precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # the process has mixed PyTorch's two interfaces: only the newer one can be read
-        found["precision"] = None
-    for name in REDUCTIONS:
-        found[name] = getattr(matmul, name)
-        if hasattr(matmul, f"{name}_split_k"):
-            found[name] = found[name], getattr(matmul, f"{name}_split_k")
-    if hasattr(matmul, "allow_fp16_accumulation"):
-        found["allow_fp16_accumulation"] = matmul.allow_fp16_accumulation
-    return found
+        precision = None
+    reductions = [getattr(_MATMUL, name) for name in _REDUCTIONS]
+    reductions = [
+        (value, getattr(_MATMUL, f"{name}_split_k")) if name in _SPLIT else value
+        for name, value in zip(_REDUCTIONS, reductions, strict=True)
+    ]
+    return _Values(precision, [owner.fp32_precision for owner in _OWNERS], reductions)
 
 
 def _make_exact() -> None:
-    matmul: Any = torch.backends.cuda.matmul
-    torch.set_float32_matmul_precision("highest")  # sets `fp32_precision` of all backends too, where that exists
-    for name in (*REDUCTIONS, *(["allow_fp16_accumulation"] if hasattr(matmul, "allow_fp16_accumulation") else [])):
-        setattr(matmul, name, False)
+    torch.set_float32_matmul_precision("highest")  # sets every `fp32_precision` of products too
+    for name in _REDUCTIONS:
+        setattr(_MATMUL, name, False)
 
 
-def _write(before: dict[str, Any]) -> None:
-    matmul: Any = torch.backends.cuda.matmul
-    if before["precision"] is not None:
-        torch.set_float32_matmul_precision(before["precision"])
-    for name, owner in _backends().items():
-        owner.fp32_precision = before[name]
-    for name in (*REDUCTIONS, "allow_fp16_accumulation"):
-        if name in before:
-            setattr(matmul, name, before[name])
+def _write(values: _Values) -> None:
+    if values.precision is not None:
+        torch.set_float32_matmul_precision(values.precision)
+    for owner, value in zip(_OWNERS, values.owners, strict=True):
+        owner.fp32_precision = value
+    for name, value in zip(_REDUCTIONS, values.reductions, strict=True):
+        setattr(_MATMUL, name, value)
 
 
 # --------------------------------------------------------------------------------------------------------------- sums
@@ -163,16 +174,14 @@ def row_sums(factor: Tensor, rows: Tensor) -> Tensor:
     return total
 
 
-def blank(rows: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows that are not `kept` become zero, in place unless the type changes; 0 * NaN would be NaN.
+def blank(rows: Tensor, kept: Tensor) -> Tensor:
+    """Rows that are not `kept` become zero, in place where memory allows; 0 * NaN would be NaN.
 
-    The time does not depend on the numbers. In place, bits are masked: on a CPU that is faster than a choice.
+    Bits are masked, so the time does not depend on the numbers; on a CPU that is faster than `torch.where`.
     """
-    if rows.dtype is not dtype:
-        return torch.where(kept.view(-1, 1), rows, torch.zeros(1, dtype=dtype, device=rows.device))
     rows = rows.contiguous()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
-    rows.view(kind).bitwise_and_(kept.to(kind).neg_().view(-1, 1))  # all bits, or none
+    rows.view(kind).bitwise_and_(kept.to(kind).neg_().view(-1, 1))  # -1 has all bits set
     return rows
 
 

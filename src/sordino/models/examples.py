@@ -352,8 +352,8 @@ def squares(use: Use, n: int) -> Tensor:
 def total(use: Use, factor: Tensor, fine: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Sum over the examples of each group of factor times gradient, without those that are not `fine`, in float64.
 
-    a and g are exact in float64, and so are their products with each other. A product of m examples adds K = m p
-    terms, so it is off by at most (K + 1) 2^-53 times the sum over examples of factor |a| |g|. Terms of one example may
+    a, g and, of float32 numbers, factor times g are exact in float64. A product of m examples adds K = m p terms, so it
+    is off by at most (K + 1) 2^-53 times the sum over examples of factor |a| |g|. Terms of one example may
     cancel, so this is not bounded by the clip C itself; but `squares` is at least slack |a|^2 |g|^2, hence
     factor |a| |g| <= C / sqrt(slack). `short` lets p positions through only if p^2 (given + made) < 10 given made, so
     p^2 < 2.5 (given + made) and slack > 2^-23 p^2 / 2.5. The error is then below m p 2^-53 * m C * 4580 / p, and twice
@@ -367,26 +367,29 @@ def total(use: Use, factor: Tensor, fine: Tensor) -> Iterator[tuple[str, Tensor]
     most = ROWS if g.dtype is torch.float64 else TOGETHER
     step = max(1, min(most, HELD.get(a.device.type, HELD["cpu"]) // max(1, entries)))
     kept, factor = fine.view(groups, n), factor.double()
-    found = {
-        own: torch.zeros(groups, size, dtype=torch.float64, device=a.device)
-        for own, size in (("weight", given * made), ("bias", made))
-        if own in use.names
-    }
+    found: dict[str, Tensor] = {}
     for start in range(0, n, step):
         rows = slice(start, start + step)
         left, right = (_exact(t, kept, rows) for t in (a, g))
-        right = right.mul_(factor[:, rows, None, None]).flatten(1, 2)
-        if "weight" in found:
-            found["weight"] += torch.bmm(right.mT, left.flatten(1, 2)).flatten(1)
-        if "bias" in found:
-            found["bias"] += right.sum(1)
-    yield from ((use.names[own], part) for own, part in found.items())
+        right = right.mul_(factor[:, rows, None].expand(-1, -1, positions).reshape(groups, -1, 1))
+        if "weight" in use.names:
+            _gather(found, use.names["weight"], torch.bmm(right.mT, left).flatten(1))
+        if "bias" in use.names:
+            _gather(found, use.names["bias"], right.sum(1))
+    yield from found.items()
 
 
 def _exact(t: Tensor, kept: Tensor, rows: slice) -> Tensor:
-    """Some rows of each group in float64, a copy; zeros where a row is not kept."""
-    t = t.view(*kept.shape, *t.shape[1:])[:, rows].to(torch.float64, copy=True).contiguous()
-    return blank(t.flatten(2).flatten(0, 1), kept[:, rows].flatten(), torch.float64).view(t.shape)
+    """Some rows of each group in float64, a copy, as groups x positions of all rows; zeros where a row is not kept."""
+    groups, n = kept.shape
+    if rows.stop - rows.start < n:
+        t, kept = t.reshape(groups, n, -1, t.shape[-1])[:, rows].flatten(0, 1), kept[:, rows]
+    t = t.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    return blank(t.view(len(t), -1), kept.flatten()).view(groups, -1, t.shape[-1])
+
+
+def _gather(found: dict[str, Tensor], name: str, part: Tensor) -> None:
+    found[name] = found[name].add_(part) if name in found else part
 
 
 def measure(part: Tensor) -> Tensor:

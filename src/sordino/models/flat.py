@@ -260,7 +260,7 @@ class Flat:
             return
         factor, fine = _factor(squares.reshape(groups, n), clip, mask)
         for where, part in blocks:
-            part = blank(part, fine, torch.promote_types(theta.dtype, torch.float32))
+            part = blank(part, fine).to(torch.promote_types(theta.dtype, torch.float32))
             summand = row_sums(factor.to(part.dtype), part.view(groups, n, -1))
             width = len(where) if isinstance(where, Tensor) else where.stop - where.start
             total[:, where] += summand[:, :width]
