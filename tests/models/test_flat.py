@@ -138,7 +138,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip(name, mode):
         whole = flat.clipped_sum(theta, Shard(x, y, mask), clip).double()
         for k in range(N):
             less = flat.clipped_sum(theta, Shard(x, y, mask.index_fill(0, torch.tensor(k), 0)), clip).double()
-            assert (whole - less).norm() <= clip * (1 + 1e-5)  # the sums round too
+            assert (whole - less).norm() <= clip
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -527,4 +527,4 @@ def test_no_example_changes_how_the_others_are_computed(mode, dtype):
                 return flat.clipped_sum(theta, Shard(held, y, torch.ones(200, dtype=dtype)), clip, scale).double()
 
             for value in (1e3, -1e3, 1e30, math.inf, math.nan):
-                assert float((total(value) - total(0.0)).norm()) <= 2 * clip * (1 + 1e-3), (clip, value)
+                assert float((total(value) - total(0.0)).norm()) <= 2 * clip, (clip, value)
