@@ -138,7 +138,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip(name, mode):
         whole = flat.clipped_sum(theta, Shard(x, y, mask), clip).double()
         for k in range(N):
             less = flat.clipped_sum(theta, Shard(x, y, mask.index_fill(0, torch.tensor(k), 0)), clip).double()
-            assert (whole - less).norm() <= clip * (1 + 1e-5)  # the sums round too
+            assert (whole - less).norm() <= clip
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +191,7 @@ def test_in_half_precision():
     assert flat.mode == "tape"
     shard, theta = Shard(x.flatten(1).float(), y, torch.ones(N)), flat_theta(net)
     have, want = flat.clipped_sum(theta, shard, 1.0), Flat(net, shape=shape).clipped_sum(theta, shard, 1.0)
-    assert have.dtype is torch.float32
+    assert have.dtype is torch.float64
     assert 0 < (have - want).norm() < 0.05 * want.norm()
     for k in range(N):
         one = Shard(*(t[k : k + 1] for t in shard[:3]))
@@ -480,7 +480,7 @@ def test_the_fisher_sum_is_bounded():
     x = torch.randn(3, 6) * torch.tensor([[1e-2], [1.0], [1e3]])
     for k in range(3):
         one = flat.fisher_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), 1e-4)
-        assert 0.9999e-4 < one.double().norm() <= 1e-4
+        assert 0.9998e-4 < one.norm() <= 1e-4
     want = flat.fisher_sum(theta, Shard(x[1:], y[1:], torch.ones(2)), 1e-4)
     x[0, 0] = math.nan
     torch.testing.assert_close(flat.fisher_sum(theta, Shard(x, y, torch.ones(3)), 1e-4), want)
@@ -527,4 +527,4 @@ def test_no_example_changes_how_the_others_are_computed(mode, dtype):
                 return flat.clipped_sum(theta, Shard(held, y, torch.ones(200, dtype=dtype)), clip, scale).double()
 
             for value in (1e3, -1e3, 1e30, math.inf, math.nan):
-                assert float((total(value) - total(0.0)).norm()) <= 2 * clip * (1 + 1e-3), (clip, value)
+                assert float((total(value) - total(0.0)).norm()) <= 2 * clip, (clip, value)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sordino.core import SordinoError
+from sordino.models.arithmetic import ROWS, blank
 
 # (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While
 # a rule runs, the module holds the parameters of the call: the trained ones are plain tensors, no `nn.Parameter`s.
@@ -30,6 +31,8 @@ Owned = list[tuple[nn.Module, dict[str, str]]]  # modules that own trained param
 MOVED = 10  # multiplications in the time that writing, measuring and summing one entry of a gradient takes
 LARGE = 1e30  # norm of a layer's input
 WIDE = 512  # numbers whose squares are added before float64 takes over
+TOGETHER = 1024  # examples of one product in float64
+HELD = {"cpu": 2**20, "cuda": 2**26}  # numbers of its factors
 
 
 class Use(NamedTuple):
@@ -311,51 +314,89 @@ def factors(use: Use, n: int) -> tuple[Tensor, Tensor]:
 
 
 def squares(use: Use, n: int) -> Tensor:
-    """An upper bound of each example's squared norm, in float64, that holds for what `total` sums as well.
+    """An upper bound of each example's squared norm |sum over p of g_p a_p^T|^2 (and |sum g_p|^2), in float64.
 
-    Gram matrices and sums over positions round to within (entries + positions) eps of S = |a| |g| >= the norm, and
-    terms may cancel, so that much of S is added: once for the Gram matrices and once for the sum. One position: none.
+    One position: the product of two norms in float64. Several: the sum over p, q of (a_p . a_q)(g_p . g_q), from Gram
+    matrices in the type of g, of unit roundoff u = eps / 2. A scalar product of k numbers is off by k u |a_p| |a_q|,
+    and by 2 k tiny where it meets the end of the range. Summed over p and q, the error of the product of both is at
+    most (given + made + 2) u whole, where whole = |a|^2 |g|^2 + p |g|^2 for weight and bias, plus
+    2 p tiny (given |g|^2 + made |a|^2 + p); that of the bias at most 2 p u whole. Twice the first is added, as terms
+    may cancel: slack = (given + made + p) eps, 2e-5 for 64 entries in, 64 out and 16 positions in float32, and whole is
+    itself an upper bound (`bound`). The exact norm of what `total` sums is therefore below this one; where that holds
+    only by overflow, the norm counts as infinite.
+
     An input so large that its bounded g would lose digits counts as infinite.
     """
     a, g = factors(use, n)
     positions, given, made = extent(use, n)
-    whole = measure(g) * float(positions * ("bias" in use.names))
-    if "weight" in use.names:
-        size = measure(a)
-        whole = whole + measure(g) * size.masked_fill(size > LARGE**2, math.inf)
+    size = measure if positions == 1 else bound
+    entries, ends = size(a.flatten(1)) if "weight" in use.names else None, size(g.flatten(1))
+    whole = ends * float(positions * ("bias" in use.names))
+    if entries is not None:
+        entries = entries.masked_fill(entries > LARGE**2, math.inf)
+        whole = whole + ends * entries
     if positions == 1:
         return whole
     found = torch.zeros_like(whole)
-    if "weight" in use.names:
+    about = torch.finfo(g.dtype)
+    if entries is not None:
         found += times(a, a.mT).mul_(times(g, g.mT)).sum((1, 2), dtype=torch.float64)
+        found += 2 * positions * about.tiny * (given * ends + made * entries + positions)
     if "bias" in use.names:
         found += measure(g.sum(1))
-    slack = (given + made + positions) * torch.finfo(g.dtype).eps
-    if g.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        slack += 2.0**-8  # four factors, each rounded to eleven bits
-    bound: Tensor = (found + slack * whole).clamp_min(0).sqrt() + slack * whole.sqrt()
-    return bound.square()
+    found = found.masked_fill(~found.isfinite(), math.inf)
+    upper: Tensor = found.clamp_min(0) + (given + made + positions) * about.eps * whole
+    return upper
 
 
-def total(use: Use, factor: Tensor, absent: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Sum over the examples of each group of factor times gradient, in one product, without those that are `absent`.
+def total(use: Use, factor: Tensor, fine: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Sum over the examples of each group of factor times gradient, without those that are not `fine`, in float64.
 
-    Products and sums in the factor's type, which is not autocast's.
+    a, g and, of float32 numbers, factor times g are exact in float64. A product of m examples adds K = m p terms, so it
+    is off by at most (K + 1) 2^-53 times the sum over examples of factor |a| |g|. Terms of one example may
+    cancel, so this is not bounded by the clip C itself; but `squares` is at least slack |a|^2 |g|^2, hence
+    factor |a| |g| <= C / sqrt(slack). `short` lets p positions through only if p^2 (given + made) < 10 given made, so
+    p^2 < 2.5 (given + made) and slack > 2^-23 p^2 / 2.5. The error is then below m p 2^-53 * m C * 4580 / p, and twice
+    that for two neighbours is 1e-12 m^2 C: 1e-6 C for m = TOGETHER = 1024. One position cannot cancel: 2e-10 C. Where
+    a and g are float64 themselves, slack is 2^29 times smaller and m = ROWS: 6e-6 C.
     """
     groups, n = factor.shape
-    a, g = (t.to(factor.dtype) for t in factors(use, groups * n))
-    g = g * factor.view(-1, 1, 1)
-    if absent is not None:  # 0 x nan is no 0
-        a, g = (t.masked_fill(absent.view(-1, 1, 1), 0) for t in (a, g))
-    a, g = (t.reshape(groups, -1, t.shape[-1]) for t in (a, g))
-    if "weight" in use.names:
-        yield use.names["weight"], torch.bmm(g.mT, a).flatten(1)
-    if "bias" in use.names:
-        yield use.names["bias"], g.sum(1)
+    a, g = factors(use, groups * n)
+    positions, given, made = extent(use, groups * n)
+    entries = groups * positions * (given + made)
+    most = ROWS if g.dtype is torch.float64 else TOGETHER
+    step = max(1, min(most, HELD.get(a.device.type, HELD["cpu"]) // max(1, entries)))
+    kept, factor = fine.view(groups, n), factor.double()
+    found: dict[str, Tensor] = {}
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        left, right = (_exact(t, kept, rows) for t in (a, g))
+        right = right.mul_(factor[:, rows, None].expand(-1, -1, positions).reshape(groups, -1, 1))
+        if "weight" in use.names:
+            _gather(found, use.names["weight"], torch.bmm(right.mT, left).flatten(1))
+        if "bias" in use.names:
+            _gather(found, use.names["bias"], right.sum(1))
+    yield from found.items()
+
+
+def _exact(t: Tensor, kept: Tensor, rows: slice) -> Tensor:
+    """Some rows of each group in float64, a copy, as groups x positions of all rows; zeros where a row is not kept."""
+    groups, n = kept.shape
+    if rows.stop - rows.start < n:
+        t, kept = t.reshape(groups, n, -1, t.shape[-1])[:, rows].flatten(0, 1), kept[:, rows]
+    t = t.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+    return blank(t.view(len(t), -1), kept.flatten()).view(groups, -1, t.shape[-1])
+
+
+def _gather(found: dict[str, Tensor], name: str, part: Tensor) -> None:
+    found[name] = found[name].add_(part) if name in found else part
 
 
 def measure(part: Tensor) -> Tensor:
-    """Squared norms of rows. In float64: a norm of many float32 numbers falls short by more than the safety margin."""
+    """Squared norms of rows, in float64, which copies them: for small ones.
+
+    A sum of k squares falls short by at most (k + 2) 2^-53 of itself: 1e-8 for 1e8 entries, which SAFETY covers.
+    """
     norm: Tensor = torch.linalg.vector_norm(part.flatten(1), dim=1, dtype=torch.float64)
     return norm.square()
 
@@ -369,14 +410,21 @@ def joined(parts: list[Tensor]) -> Tensor:
 def bound(rows: Tensor) -> Tensor:
     """Upper bounds of squared norms of rows, in float64, from one pass over them; `measure` would copy them first.
 
-    WIDE squares are added in float32 at least. In whatever order that is done, they fall short by at most WIDE + 4 half
-    eps, and each by the smallest normal number. Twice that is added: 6e-5.
+    WIDE squares are added in float32 at least (u = 2^-24), blocks of WIDE in float64. In whatever order a block is
+    added, its norm squared falls short by at most (WIDE + 4) u of itself (WIDE for the squares and their sum, 1 for the
+    root, twice because it is squared again), and each square by the smallest normal number. (WIDE + 8) eps = 6.2e-5 of
+    it, twice that, is added; the rest of it exceeds what 2e5 blocks, or 1e8 entries, lose in float64: 2e-11. A block
+    whose squares overflow makes its row's norm infinite.
     """
     kind = torch.promote_types(rows.dtype, torch.float32)
-    rows = (joined([rows]) if rows.shape[1] % WIDE else rows).view(len(rows), -(-rows.shape[1] // WIDE), WIDE)
-    found: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=kind).double().square().sum(1)
+    width = rows.shape[1]
+    whole = width - width % WIDE
+    blocks = rows[:, :whole].reshape(len(rows), whole // WIDE, WIDE)  # a view
+    found: Tensor = torch.linalg.vector_norm(blocks, dim=2, dtype=kind).double().square().sum(1)
+    if whole < width:
+        found = found + torch.linalg.vector_norm(rows[:, whole:], dim=1, dtype=kind).double().square()
     about = torch.finfo(kind)
-    return found * (1 + (WIDE + 8) * about.eps) + rows.shape[1] * WIDE * about.tiny
+    return found * (1 + (WIDE + 8) * about.eps) + width * about.tiny
 
 
 # -------------------------------------------------------------------------------------------------------- results

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn.functional import threshold
 
 from sordino.core import SAFETY, Shard, SordinoError, nearest
 from sordino.models import examples, trial
+from sordino.models.arithmetic import ROWS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.examples import RULES, Owned, Room, Use, bound, linear, measure, summed
 from sordino.models.graphs import Graphs
 
@@ -24,6 +26,7 @@ MODES = ("auto", "tape", "two-pass", "vmap")
 BUDGET = {"cpu": 2**29, "cuda": 2**33}  # bytes of a chunk's gradients and activations
 ROOMY = 256  # examples of a chunk on a CPU: more would leave its caches
 MANY = 64  # times as many records on an accelerator
+MOST = 2**14  # examples of a chunk anywhere: see `arithmetic.in_chunks`
 FEW, SMALL = 16, 2**20  # records and parameters up to which a call costs more than what it does
 
 
@@ -49,8 +52,10 @@ class Flat:
     - `auto`: `vmap` where a rule is missing, and for many small clients, each with a theta of its own; else
       `two-pass` where it helps some layer; else `tape`.
 
-    One record moves `clipped_sum` by at most `clip`: its gradient is multiplied by clip / norm, the norm of what is
-    summed, if that is below 1; what is not finite is replaced by zero.
+    One record moves `clipped_sum` by at most `clip`, in the arithmetic that runs: its gradient is multiplied by
+    clip (1 - SAFETY) / norm, the norm of what is summed, if that is below 1; a gradient that is not finite, or whose
+    norm overflows, is replaced by zero. What a position adds depends on the record there and on theta alone: shapes,
+    chunks and operations never depend on data or masks. Sums are float64; `arithmetic` has the proof of their bound.
 
     On a GPU, and with autocast, gradients are gathered in one matrix (measured and summed in one pass each), and those
     of rank one, as of a head, are not made. `capture` replays `clipped_sum` there as a graph of kernels, one for all
@@ -146,31 +151,44 @@ class Flat:
         return self.logits(theta, x).softmax(-1)
 
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
-        """Sum of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by that at most."""
+        """Sum of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by that at most.
+
+        Returns: float64, whatever the type of theta.
+        """
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
-        if self._graphs is not None and theta.is_cuda:
-            return self._graphs(self._sum, (theta, x, y, mask, scale), clip)
-        return self._sum(theta, x, y, mask, scale, clip)
+        with exact_arithmetic(theta.device):
+            if self._graphs is not None and theta.is_cuda:
+                return self._graphs(self._sum, (theta, x, y, mask, scale), clip)
+            return self._sum(theta, x, y, mask, scale, clip)
 
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
-        return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True)
+        with exact_arithmetic(theta.device):
+            return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True)
 
     def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """Sum of g g^T over gradients g by the last linear layer, each cut to Frobenius norm `clip`: g to its root."""
+        """Sum of g g^T over gradients g by the last linear layer, each cut to Frobenius norm `clip`: g to its root.
+
+        Products of float32 numbers are exact in float64, so a chunk of m records is off by at most m 2^-53 times the
+        sum of its norms: m^2 2^-53 <= 2^-25 clips, because m <= MOST.
+        """
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
         last, most = self._last(), self._rows(theta, "tape")
         size = sum(math.prod(self.shapes[k]) for k in range(-last, 0))
-        total = theta.new_zeros(len(x), size, size)
-        for k, at in enumerate(theta.expand(len(x), -1)):
-            for j in parts(x.shape[1], most):
-                g = self._by_last(at, x[k, j], y[k, j])
-                factor, fine = _factor(measure(g), math.sqrt(clip), mask[k, j].sqrt())
-                g = torch.where(fine.unsqueeze(1), g, 0.0) * factor.unsqueeze(1)
-                total[k] += g.mT @ g
+        total = torch.zeros(len(x), size, size, dtype=torch.float64, device=theta.device)
+
+        def add(k: int, into: Tensor, j: slice) -> None:
+            g = self._by_last(theta[k if len(theta) > 1 else 0], x[k, j], y[k, j])
+            factor, fine = _factor(measure(g), math.sqrt(clip), mask[k, j].sqrt())
+            g = (torch.where(fine.unsqueeze(1), g, 0.0) * factor.unsqueeze(1)).double()
+            into += g.mT @ g
+
+        with exact_arithmetic(theta.device):
+            for k in range(len(x)):
+                in_chunks(total[k], x.shape[1], most, partial(add, k))
         return total.reshape(*lead, size, size)
 
     # ------------------------------------------------------------------------------------------------------ inside
@@ -185,15 +203,17 @@ class Flat:
         mode = "vmap" if apart and n <= self.few * (MANY if x.is_cuda else 1) else self.mode
         mode = "tape" if mode == "two-pass" and scale is not None else mode  # entries differ: the gradients are needed
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
-        most, total = self._rows(theta, mode), theta.new_zeros(groups, 1 if count else self.size)
+        most = self._rows(theta, mode)
+        total = torch.zeros(groups, 1 if count else self.size, dtype=torch.float64, device=theta.device)
+
+        def add(k: slice, into: Tensor, j: slice) -> None:
+            rows = Shard(x[k, j], y[k, j], mask[k, j])
+            each = None if scale is None else scale[k]
+            self._add(mode, into, theta[k] if apart else theta, rows, clip, each, count)
+
         for k in parts(groups, most if together else 1):
-            mine = theta[k] if apart else theta
-            each, rows = None if scale is None else scale[k], Shard(x[k], y[k], mask[k])
-            if len(rows.x) == 1 and not x.is_cuda and not bool(rows.mask.all()):  # padding costs nothing
-                here = rows.mask[0].nonzero()[:, 0]
-                rows = Shard(rows.x[:, here], rows.y[:, here], rows.mask[:, here])
-            for j in parts(rows.x.shape[1], max(1, most // len(rows.x))):
-                self._add(mode, total[k], mine, Shard(rows.x[:, j], rows.y[:, j], rows.mask[:, j]), clip, each, count)
+            step = max(1, most // len(x[k]))
+            in_chunks(total[k], n, step - step % ROWS if step > ROWS else step, partial(add, k))
         return total.reshape(*lead, -1)
 
     def _add(
@@ -226,7 +246,7 @@ class Flat:
                 squares, made, later = examples.norms_first(
                     *(here.module, params, self.seen(x), y.flatten(), summed, here.owned), apart=apart, room=room
                 )
-        made = {name: made[name].reshape(groups * n, -1) for name in self.trained if name in made}
+        made = {name: _own(made[name].reshape(groups * n, -1), x) for name in self.trained if name in made}
         if lean and made:
             blocks.append((self._where(tuple(made), x), examples.joined(list(made.values()))))
         else:
@@ -234,21 +254,19 @@ class Flat:
         if scale is not None:
             blocks = [(where, _times(scale[:, where], part.to(theta.dtype), n)) for where, part in blocks]
         for _, part in blocks:
-            squares = squares + (bound(part) if lean else measure(part))
+            squares = squares + bound(part)
         if count:
             total += (((squares <= clip**2).view(groups, n).to(mask) - 0.5) * mask).sum(1, keepdim=True)
             return
         factor, fine = _factor(squares.reshape(groups, n), clip, mask)
-        absent = ~fine if x.is_cuda or not bool(fine.all()) else None
         for where, part in blocks:
-            if absent is not None:  # 0 x nan is no 0; one axis makes the type theta's
-                part = torch.where(absent.view(-1, 1), theta.new_zeros(1), part)
-            summand = torch.bmm(factor.unsqueeze(1), part.to(theta.dtype).view(groups, n, -1)).squeeze(1)
+            part = blank(part, fine).to(torch.promote_types(theta.dtype, torch.float32))
+            summand = row_sums(factor.to(part.dtype), part.view(groups, n, -1))
             width = len(where) if isinstance(where, Tensor) else where.stop - where.start
             total[:, where] += summand[:, :width]
         for use in later:
-            for name, part in examples.total(use, factor, absent):
-                total[:, self._where((name,), x)] += part
+            for name, summand in examples.total(use, factor, fine):
+                total[:, self._where((name,), x)] += summand
 
     def _by_vmap(self, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         module = self._on(theta, training=self._train).module
@@ -289,10 +307,10 @@ class Flat:
     def _rows(self, theta: Tensor, mode: str) -> int:
         """Examples at once."""
         if self.chunk is not None:
-            return self.chunk
+            return min(self.chunk, MOST)
         each = theta.element_size() * (self._rest + (self._held if mode == "two-pass" else self.size))
         fit = BUDGET.get(theta.device.type, BUDGET["cpu"]) // each
-        return max(1, fit if theta.is_cuda else min(fit, ROOMY))
+        return max(1, min(fit, MOST if theta.is_cuda else ROOMY))
 
     def _on(self, theta: Tensor, *, training: bool) -> Place:
         """The module where theta is, frozen parameters and all; these keep their type if the trained ones do."""
@@ -392,15 +410,21 @@ def _times(scale: Tensor, part: Tensor, n: int) -> Tensor:
     return (rows * scale.unsqueeze(1)).flatten(0, 1)
 
 
+def _own(part: Tensor, x: Tensor) -> Tensor:
+    """A copy where it shares the memory of the data, which must not be changed."""
+    return part.clone() if part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else part
+
+
 def _factor(squares: Tensor, clip: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What each gradient is multiplied by, and which of them are finite."""
+    """What each gradient is multiplied by, and which of them are finite.
+
+    The quotient is rounded to the mask's type once: by 2^-24 in float32, which SAFETY covers.
+    """
     norm = squares.sqrt()
     fine = torch.isfinite(norm)
     if not math.isfinite(clip):
         return fine.to(mask) * mask, fine
-    # Sums of float32 may be told to keep eleven bits of their factors.
-    tf32 = mask.is_cuda and mask.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    most = clip * (1 - (2.0**-8 if tf32 else SAFETY))
+    most = clip * (1 - SAFETY)
     factor = torch.where(fine, most / norm.clamp_min(most), 0.0).to(mask.dtype)
     # A factor below the normal range has too few digits to keep the bound: such a record counts as zero.
     return threshold(factor, torch.finfo(mask.dtype).tiny, 0.0) * mask, fine

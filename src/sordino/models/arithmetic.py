@@ -1,0 +1,209 @@
+"""Sums of clipped terms whose sensitivity is proved for the arithmetic that runs.
+
+A float32 sum in one accumulator has no useful sensitivity bound: a changed record changes how every later addition
+rounds. The sums here keep rounding local. Let t_1 … t_n be the terms, float vectors of norm at most
+C' = C (1 - SAFETY), where t_j depends on record j and on theta alone. `row_sums` adds at most ROWS terms in float32
+(u = 2^-24) and everything beyond in float64 (v = 2^-53). Neighbouring data differ in one term, so the computed sums
+differ by at most the sum of
+
+- C', the change of the term itself (2 C' if one record is replaced by another: the account then pays for 2 C);
+- 2 * ROWS * ROWS * u * C' = 2^-15 C': only the block of the changed record changes, and either version of its
+  float32 sum is off by at most gamma_ROWS times the sum of its ROWS norms, in whatever order it is added;
+- 2 * depth * n * v * C' <= 2^-16 C' for the float64 additions, of which each number passes at most `depth`. `in_chunks`
+  enforces this bound.
+
+Together at most C' (1 + 4.6e-5) < C, because SAFETY = 2^-14 = 6.1e-5. The remaining 1.5e-5 covers the rounding of the
+clip factors to float32 (2^-24 each) and the float64 products of `per_example.total` (1e-6).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sordino.core import SordinoError
+
+ROWS = 16  # terms that are added in float32
+RUN = 1024  # float64 numbers that are added one after another before their sum is added to the total
+DRIFT = 2.0**-16  # the share of the clip by which the float64 additions may move a sum
+
+# Environment variables that lower the precision of products whatever a program asks for, and their harmless values.
+PRECISION_VARIABLES = {
+    "DNNL_DEFAULT_FPMATH_MODE": ("", "strict"),
+    "ONEDNN_DEFAULT_FPMATH_MODE": ("", "strict"),
+    "NVIDIA_TF32_OVERRIDE": ("", "0"),
+    "CUBLAS_EMULATE_SINGLE_PRECISION": ("", "0"),
+    "CUBLAS_EMULATE_DOUBLE_PRECISION": ("", "0"),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- settings
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device | None = None) -> Iterator[None]:
+    """Run the block with float32 products in float32 and without autocast, whatever the process has set.
+
+    Holds the process-wide settings (TF32 and bfloat16 products, reduced-precision reductions) and this thread's
+    autocast, and restores them at the end. Several threads may be inside at once: the last one to leave restores.
+
+    Args:
+      device: where the block computes; the CPU is always included.
+
+    Raises:
+      SordinoError: an environment variable lowers the precision of products; the program cannot override it.
+    """
+    for name, harmless in PRECISION_VARIABLES.items():
+        if os.environ.get(name, "").lower() not in harmless:
+            raise SordinoError(
+                f"{name}: '{os.environ[name]}' lowers the precision of products, so clipped sums would exceed their "
+                "bound; unset it."
+            )
+    _settings.hold()
+    try:
+        with torch.autocast("cpu", enabled=False):
+            if device is None or device.type == "cpu":
+                yield
+            else:
+                with torch.autocast(device.type, enabled=False):
+                    yield
+    finally:
+        _settings.release()
+
+
+class _Settings:
+    """The process-wide settings of products, held by a counted number of callers."""
+
+    def __init__(self) -> None:
+        self._lock, self._holders = threading.Lock(), 0
+        self._before: _Values | None = None
+
+    def hold(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._before = _read()
+                _make_exact()
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._before is not None:
+                _write(self._before)
+
+
+_settings = _Settings()
+
+
+_MATMUL: Any = torch.backends.cuda.matmul
+# Owners of an `fp32_precision` of products; PyTorch before 2.9 has none.
+_OWNERS: list[Any] = [
+    owner
+    for owner in (_MATMUL, getattr(torch.backends.mkldnn, "matmul", None))
+    if owner is not None and hasattr(owner, "fp32_precision")
+]
+_REDUCTIONS = [
+    name
+    for name in (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
+    if hasattr(_MATMUL, name)
+]
+_SPLIT = {name for name in _REDUCTIONS if hasattr(_MATMUL, f"{name}_split_k")}  # set together, read apart
+
+
+class _Values(NamedTuple):
+    precision: str | None
+    owners: list[str]
+    reductions: list[Any]
+
+
+def _read() -> _Values:
+    precision: str | None
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the process has mixed PyTorch's two interfaces: only the newer one can be read
+        precision = None
+    reductions = [getattr(_MATMUL, name) for name in _REDUCTIONS]
+    reductions = [
+        (value, getattr(_MATMUL, f"{name}_split_k")) if name in _SPLIT else value
+        for name, value in zip(_REDUCTIONS, reductions, strict=True)
+    ]
+    return _Values(precision, [owner.fp32_precision for owner in _OWNERS], reductions)
+
+
+def _make_exact() -> None:
+    torch.set_float32_matmul_precision("highest")  # sets every `fp32_precision` of products too
+    for name in _REDUCTIONS:
+        setattr(_MATMUL, name, False)
+
+
+def _write(values: _Values) -> None:
+    if values.precision is not None:
+        torch.set_float32_matmul_precision(values.precision)
+    for owner, value in zip(_OWNERS, values.owners, strict=True):
+        owner.fp32_precision = value
+    for name, value in zip(_REDUCTIONS, values.reductions, strict=True):
+        setattr(_MATMUL, name, value)
+
+
+# --------------------------------------------------------------------------------------------------------------- sums
+
+
+def row_sums(factor: Tensor, rows: Tensor) -> Tensor:
+    """Sum of factor times row over the n rows of each group: (groups, n) and (groups, n, width) to (groups, width).
+
+    Blocks of ROWS rows are added in the type of `rows`, float32 at least, and blocks in float64. Blocks depend on the
+    shapes alone. Entries of `rows` must be finite, also those of rows whose factor is zero.
+    """
+    groups, n, width = rows.shape
+    whole = n - n % ROWS if groups == 1 or n % ROWS == 0 else 0
+    blocks = rows[:, :whole].reshape(groups * whole // ROWS, ROWS, width)  # a view
+    found = torch.bmm(factor[:, :whole].reshape(-1, 1, ROWS), blocks)
+    total = found.view(groups, whole // ROWS, width).sum(1, dtype=torch.float64)
+    for start in range(whole, n, ROWS):
+        total += torch.bmm(factor[:, None, start : start + ROWS], rows[:, start : start + ROWS]).squeeze(1)
+    return total
+
+
+def blank(rows: Tensor, kept: Tensor) -> Tensor:
+    """Rows that are not `kept` become zero, in place where memory allows; 0 * NaN would be NaN.
+
+    Bits are masked, so the time does not depend on the numbers; on a CPU that is faster than `torch.where`.
+    """
+    rows = rows.contiguous()
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+    rows.view(kind).bitwise_and_(kept.to(kind).neg_().view(-1, 1))  # -1 has all bits set
+    return rows
+
+
+def in_chunks(total: Tensor, n: int, step: int, add: Callable[[Tensor, slice], None]) -> None:
+    """Call add(into, rows) for chunks of at most `step` of n rows, so that float64 sums stay shallow.
+
+    `into` is the float64 total, or the sum of RUN chunks, which is then added to it: no number passes more than
+    RUN + n / (RUN * step) additions.
+
+    Raises:
+      SordinoError: n is so large that rounding in float64 could move a sum by more than DRIFT of the clip.
+    """
+    depth = min(n, step) / ROWS + RUN + n / (RUN * step)
+    if 2 * depth * n * 2.0**-53 > DRIFT:
+        raise SordinoError(
+            f"records: {n:,} in chunks of {step}: rounding could move their sum by more than the clip allows. Divide "
+            "them among several clients, or use larger chunks."
+        )
+    for first in range(0, n, RUN * step):
+        last = min(n, first + RUN * step)
+        into = total if n <= RUN * step else torch.zeros_like(total)
+        for start in range(first, last, step):
+            add(into, slice(start, min(last, start + step)))
+        if into is not total:
+            total += into
