@@ -1,2 +1,0 @@
-def clipped_sum(*a, **k):
-    return None
