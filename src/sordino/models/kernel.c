@@ -11,15 +11,22 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 enum { LANES = 16, WIDE = 10, REGISTERS = 20 }; /* WIDE: outputs per block; REGISTERS: accumulators held in registers */
+#define WIDEN(v) ((vd)_mm512_cvtps_pd((__m256)(v)))
 #elif defined(__AVX__)
+#include <immintrin.h>
 enum { LANES = 8, WIDE = 5, REGISTERS = 10 };
+#define WIDEN(v) ((vd)_mm256_cvtps_pd((__m128)(v)))
 #else
 enum { LANES = 4, WIDE = 5, REGISTERS = 20 };
+#define WIDEN(v) __builtin_convertvector(v, vd)
 #endif
 enum { TILE = 16, PARTS = TILE / LANES, HALF = LANES / 2, MOST_THREADS = 64 };
+#define FAR 1e300 /* a bound of this or more is none */
 enum { SOFTMAX, LOGISTIC, SQUARES, POISSON };
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -107,7 +114,7 @@ INLINE void block(const int n, const int vectors, const float *const *rows, int 
         a[i][v] = *(vd *)(sum + i * width + k + v * HALF);
     for (int j = 0; j < count; j++) {
         UNROLL for (int v = 0; v < vectors; v++)
-            x[v] = __builtin_convertvector((vh)((vhi)*(const vh_any *)(rows[j] + k + v * HALF) & keep[j]), vd);
+            x[v] = WIDEN((vh)((vhi)*(const vh_any *)(rows[j] + k + v * HALF) & keep[j]));
         UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < vectors; v++) a[i][v] += x[v] * r[i * TILE + j];
     }
     UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < vectors; v++)
@@ -115,10 +122,14 @@ INLINE void block(const int n, const int vectors, const float *const *rows, int 
 }
 
 INLINE void outer(const int n, const float *const *rows, int count, const int32_t *keep, const double *r, double *sum,
-                  int64_t width) {
+                  int64_t width, int64_t ahead) {
     const int vectors = REGISTERS / n >= 8 ? 8 : REGISTERS / n >= 4 ? 4 : 2;
     int64_t k = 0;
-    for (; k + vectors * HALF <= width; k += vectors * HALF) block(n, vectors, rows, count, keep, r, sum, k, width);
+    for (; k + vectors * HALF <= width; k += vectors * HALF) {
+        for (int j = 0; j < count; j++) /* the next tile, not inside `block`: there it would keep sums out of registers */
+            for (int v = 0; v < vectors * HALF; v += 16) __builtin_prefetch(rows[j] + k + v + ahead);
+        block(n, vectors, rows, count, keep, r, sum, k, width);
+    }
     for (; k < width; k += 2 * HALF) block(n, 2, rows, count, keep, r, sum, k, width);
 }
 
@@ -200,15 +211,25 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t fi
     for (int64_t i = 0; i < o; i++)
         for (int j = 0; j < TILE; j++) norm[j] += (double)s->z[i * TILE + j] * s->z[i * TILE + j];
     for (int j = 0; j < TILE; j++) {
-        double size = sqrt(norm[j]) * weight[j], scale = weight[j];
-        double capped = size > job->residual ? job->residual / size : 1;
-        double ratio = length[j] > job->radius ? job->radius / length[j] : 1; /* Mallows */
-        scale *= capped * (ratio * ratio);
-        size *= capped * (ratio * ratio) * length[j];
-        double cut = size > job->bound ? job->bound / size : 1, by = mask[j] * cut;
-        int fine = (size <= DBL_MAX) & (length[j] <= FLT_MAX) & (by >= FLT_MIN) & (by <= FLT_MAX);
-        keep[j] &= -fine;
-        factor[j] = by * scale;
+        factor[j] = weight[j];
+        norm[j] = sqrt(norm[j]) * weight[j];
+    }
+    if (job->residual < FAR)
+        for (int j = 0; j < TILE; j++) {
+            double ratio = job->residual / (norm[j] > job->residual ? norm[j] : job->residual);
+            factor[j] *= ratio;
+            norm[j] *= ratio;
+        }
+    if (job->radius < FAR) /* Mallows */
+        for (int j = 0; j < TILE; j++) {
+            double ratio = job->radius / (length[j] > job->radius ? length[j] : job->radius);
+            factor[j] *= ratio * ratio;
+            norm[j] *= ratio * ratio;
+        }
+    for (int j = 0; j < TILE; j++) {
+        double size = norm[j] * length[j], cut = mask[j] * (job->bound / (size > job->bound ? size : job->bound));
+        keep[j] &= -((size <= FAR) & (length[j] <= FLT_MAX) & (cut >= FLT_MIN) & (cut <= FLT_MAX));
+        factor[j] *= cut;
     }
     for (int64_t i = 0; i < o; i++)
         for (int j = 0; j < TILE; j++) {
@@ -218,7 +239,7 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t fi
         }
     for (int64_t b = 0; b < blocks; b++) {
         int64_t i = b * o / blocks;
-#define CASE(n) case n: outer(n, rows, count, keep, s->r + i * TILE, s->sum + i * s->width, s->width); break;
+#define CASE(n) case n: outer(n, rows, count, keep, s->r + i * TILE, s->sum + i * s->width, s->width, TILE * job->x_row); break;
         switch ((b + 1) * o / blocks - i) { EACH(CASE) }
 #undef CASE
     }
@@ -282,6 +303,11 @@ static void *thread(void *given) { /* inputs and results below the normal range 
 }
 
 int64_t clipped_sum(Job *job, int64_t threads) {
+#if defined(__linux__)
+    const uintptr_t huge = 1 << 21, from = ((uintptr_t)job->out + huge - 1) / huge * huge;
+    const uintptr_t to = (uintptr_t)(job->out + job->groups * job->slices * (job->features + job->bias) * job->outputs);
+    if (from + huge <= to) madvise((void *)from, (to - from) / huge * huge, MADV_HUGEPAGE); /* fewer page faults */
+#endif
     pthread_t others[MOST_THREADS];
     int64_t begun = 0;
     while (begun + 1 < threads && begun < MOST_THREADS && !pthread_create(&others[begun], NULL, thread, job)) begun++;

@@ -32,6 +32,7 @@ MOST_CAP = 88.0  # exponents above this overflow float32
 MOST_SLICES, SLICE_ROWS = 16, 1024  # at most so many slices of records, each of at least so many
 SINGLE_THREAD_WORK = 2**18  # multiplications below which a second thread costs more than it saves
 COMPILE_SECONDS = 120
+FAR = 1e300  # stands for an infinite bound in kernel.c
 
 _log = logging.getLogger("sordino")
 _pointers = ("x", "theta", "mask", "length", "weights", "y", "out")
@@ -153,9 +154,9 @@ def _run(
         kind=KINDS[kind],
         bias=bias,
         integer_labels=y.dtype == torch.int64,
-        bound=clip_bound,
-        radius=radius,
-        residual=residual,
+        bound=min(clip_bound, FAR),
+        radius=min(radius, FAR),
+        residual=min(residual, FAR),
         cap=cap,
     )
     small = groups * rows * features * outputs < SINGLE_THREAD_WORK
