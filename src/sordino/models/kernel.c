@@ -36,6 +36,14 @@ typedef int32_t vhi __attribute__((vector_size(4 * HALF)));
 typedef double vd __attribute__((vector_size(8 * HALF)));
 typedef vf vf_any __attribute__((aligned(4), may_alias)); /* at any address */
 typedef vh vh_any __attribute__((aligned(4), may_alias));
+/* __builtin_prefetch counts as a write to memory in GCC, and would keep sums out of registers. */
+#if defined(__x86_64__)
+#define PREFETCH(address) __asm__ volatile("prefetcht0 (%0)" ::"r"(address))
+#elif defined(__aarch64__)
+#define PREFETCH(address) __asm__ volatile("prfm pldl1keep, [%0]" ::"r"(address))
+#else
+#define PREFETCH(address)
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -108,11 +116,12 @@ INLINE void logits(const int n, const Job *job, const float *across, const float
 }
 
 INLINE void block(const int n, const int vectors, const float *const *rows, int count, const int32_t *keep,
-                  const double *r, double *sum, int64_t k, int64_t width) {
+                  const double *r, double *sum, int64_t k, int64_t width, int64_t ahead) {
     vd a[n][vectors], x[vectors];
     UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < vectors; v++)
         a[i][v] = *(vd *)(sum + i * width + k + v * HALF);
     for (int j = 0; j < count; j++) {
+        UNROLL for (int v = 0; v < vectors * HALF; v += 16) PREFETCH(rows[j] + k + v + ahead);
         UNROLL for (int v = 0; v < vectors; v++)
             x[v] = WIDEN((vh)((vhi)*(const vh_any *)(rows[j] + k + v * HALF) & keep[j]));
         UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < vectors; v++) a[i][v] += x[v] * r[i * TILE + j];
@@ -125,12 +134,9 @@ INLINE void outer(const int n, const float *const *rows, int count, const int32_
                   int64_t width, int64_t ahead) {
     const int vectors = REGISTERS / n >= 8 ? 8 : REGISTERS / n >= 4 ? 4 : 2;
     int64_t k = 0;
-    for (; k + vectors * HALF <= width; k += vectors * HALF) {
-        for (int j = 0; j < count; j++) /* the next tile, not inside `block`: there it would keep sums out of registers */
-            for (int v = 0; v < vectors * HALF; v += 16) __builtin_prefetch(rows[j] + k + v + ahead);
-        block(n, vectors, rows, count, keep, r, sum, k, width);
-    }
-    for (; k < width; k += 2 * HALF) block(n, 2, rows, count, keep, r, sum, k, width);
+    for (; k + vectors * HALF <= width; k += vectors * HALF)
+        block(n, vectors, rows, count, keep, r, sum, k, width, ahead);
+    for (; k < width; k += 2 * HALF) block(n, 2, rows, count, keep, r, sum, k, width, ahead);
 }
 
 /* Residuals in place of logits, for LANES rows; -1 in `fine` where they are usable. */
