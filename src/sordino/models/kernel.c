@@ -135,20 +135,21 @@ INLINE void residuals(const Job *job, float *z, const float *labels, int32_t *ke
     *(vi *)keep = ok & hit;
 }
 
-/* Adds x (x) r of `count` rows to the sums of n outputs from `first` on. */
-INLINE void outer(const int n, const Job *job, const Scratch *s, const float *const *rows, int count,
-                  const int32_t *keep, int64_t first) {
+/* Adds x (x) r of `count` rows to the sums of n outputs. */
+INLINE void outer(const int n, const float *const *rows, int count, int64_t ahead, const int32_t *keep, const double *r,
+                  double *sum, const int64_t width) {
     const int vectors = n <= 2 ? FEW : VECTORS;
-    for (int64_t k = 0; k < s->width; k += vectors * HALF) {
-        double *sum = s->sum + first * s->width + k;
+    for (int64_t k = 0; k < width; k += vectors * HALF) {
         vd a[n][vectors], x[vectors];
-        EACH(i, n) EACH(v, vectors) a[i][v] = *(vd *)(sum + i * s->width + v * HALF);
+        EACH(i, n) EACH(v, vectors) a[i][v] = *(vd *)(sum + i * width + k + v * HALF);
         for (int j = 0; j < count; j++) {
-            EACH(v, (vectors * HALF + 15) / 16) PREFETCH(rows[j] + k + v * 16 + TILE * job->x_row); /* the next tile */
-            EACH(v, vectors) x[v] = WIDEN((vh)(*(const vhi_anywhere *)(rows[j] + k + v * HALF) & keep[j]));
-            EACH(i, n) EACH(v, vectors) a[i][v] += x[v] * s->r[(first + i) * TILE + j];
+            const float *row = rows[j] + k, *next = row + ahead;
+            __asm__("" : "+r"(row), "+r"(next)); /* or GCC would hold every offset in a register of its own */
+            EACH(v, (vectors * HALF + 15) / 16) PREFETCH(next + v * 16);
+            EACH(v, vectors) x[v] = WIDEN((vh)(*(const vhi_anywhere *)(row + v * HALF) & keep[j]));
+            EACH(i, n) EACH(v, vectors) a[i][v] += x[v] * r[i * TILE + j];
         }
-        EACH(i, n) EACH(v, vectors) *(vd *)(sum + i * s->width + v * HALF) = a[i][v];
+        EACH(i, n) EACH(v, vectors) *(vd *)(sum + i * width + k + v * HALF) = a[i][v];
     }
 }
 
@@ -164,10 +165,11 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
         if (j < count && rows[j] + s->width > end) /* whole vectors would be read from beyond the end */
             rows[j] = memcpy(s->spare + j * s->width, rows[j], f * sizeof(float));
     }
-    for (int j = 0; j < count; j++) {
-        y[j] = job->y[at + j], mask[j] = job->mask[at + j], length[j] = job->length[at + j];
-        before[j] = job->before ? job->before[at + j] : 1, after[j] = job->after ? job->after[at + j] : 1;
-    }
+    memcpy(y, job->y + at, count * sizeof(float));
+    memcpy(mask, job->mask + at, count * sizeof(float));
+    memcpy(length, job->length + at, count * sizeof(float));
+    for (int j = 0; j < count; j++) before[j] = job->before ? job->before[at + j] : 1;
+    for (int j = 0; j < count; j++) after[j] = job->after ? job->after[at + j] : 1;
     for (int64_t k = 0; k < s->width; k += LANES)
         for (int p = 0; p < TILE; p += LANES) transpose(rows + p, k, s->across + k * TILE + p);
     for (int64_t b = 0, i; i = b * o / blocks, b < blocks; b++) {
@@ -190,11 +192,15 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
         keep[j] &= -((size <= FAR) & (length[j] >= 0) & (length[j] <= FLT_MAX) & (cut >= FLT_MIN) & (cut <= FLT_MAX));
         factor[j] *= cut * after[j];
     }
-    for (int64_t i = 0; i < o; i++)
-        for (int j = 0; j < TILE; j++)
-            s->bias[i * TILE + j] += s->r[i * TILE + j] = keep[j] ? s->z[i * TILE + j] * factor[j] : 0;
+    for (int64_t i = 0; i < o; i++) {
+        const float *restrict z = s->z + i * TILE;
+        double *restrict r = s->r + i * TILE, *restrict bias = s->bias + i * TILE;
+        for (int j = 0; j < TILE; j++) r[j] = keep[j] ? z[j] * factor[j] : 0;
+        for (int j = 0; j < TILE; j++) bias[j] += r[j];
+    }
     for (int64_t b = 0, i; i = b * o / blocks, b < blocks; b++) {
-#define OUTER(n) case n: outer(n, job, s, rows, count, keep, i); break;
+        double *r = s->r + i * TILE, *sum = s->sum + i * s->width;
+#define OUTER(n) case n: outer(n, rows, count, TILE * job->x_row, keep, r, sum, s->width); break;
         switch ((b + 1) * o / blocks - i) { CASES(OUTER) }
     }
 }
