@@ -11,13 +11,16 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if !defined(MOST_LANES) /* a test may ask for fewer */
+#define MOST_LANES 16
+#endif
+#if defined(__AVX512F__) && MOST_LANES >= 16
 #include <immintrin.h>
 enum { LANES = 16, WIDE = 10, VECTORS = 2, FEW = 8 }; /* outputs per block; vectors of features, many or few outputs */
 #define WIDEN(v) ((vd)_mm512_cvtps_pd((__m256)(v)))
 #define LIST(F) F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)
 #define CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10)
-#elif defined(__AVX__)
+#elif defined(__AVX__) && MOST_LANES >= 8
 #include <immintrin.h>
 enum { LANES = 8, WIDE = 5, VECTORS = 2, FEW = 4 };
 #define WIDEN(v) ((vd)_mm256_cvtps_pd((__m128)(v)))
