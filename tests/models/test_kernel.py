@@ -362,7 +362,7 @@ def test_a_library_that_computes_something_else_is_refused(fresh, monkeypatch, t
 @pytest.mark.parametrize("lanes", [4, 8])
 def test_narrower_vectors(fresh, monkeypatch, lanes):
     """What a processor with shorter vectors runs (4 lanes: aarch64)."""
-    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -DMOST_LANES={lanes}")
+    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -DLANES_{lanes}")
     for kind in Loss:
         for features, outputs in SIZES:
             assert_near(*problem(kind, features, outputs, 100), 0.7)

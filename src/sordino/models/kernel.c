@@ -11,26 +11,22 @@
 #include <stdint.h>
 #include <string.h>
 
-#if !defined(MOST_LANES) /* a test may ask for fewer */
-#define MOST_LANES 16
-#endif
-#if defined(__AVX512F__) && MOST_LANES >= 16
+#if defined(__AVX512F__) && !defined(LANES_8) && !defined(LANES_4) /* tests define these, for shorter vectors */
 #include <immintrin.h>
 enum { LANES = 16, WIDE = 10, VECTORS = 2, FEW = 8 }; /* outputs per block; vectors of features, many or few outputs */
 #define WIDEN(v) ((vd)_mm512_cvtps_pd((__m256)(v)))
 #define LIST(F) F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)
 #define CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10)
-#elif defined(__AVX__) && MOST_LANES >= 8
+#elif defined(__AVX__) && !defined(LANES_4)
 #include <immintrin.h>
 enum { LANES = 8, WIDE = 5, VECTORS = 2, FEW = 4 };
 #define WIDEN(v) ((vd)_mm256_cvtps_pd((__m128)(v)))
 #define LIST(F) F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7)
+#define CASES(F) F(1) F(2) F(3) F(4) F(5)
 #else
 enum { LANES = 4, WIDE = 5, VECTORS = 4, FEW = 8 };
 #define WIDEN(v) __builtin_convertvector(v, vd)
 #define LIST(F) F(0), F(1), F(2), F(3)
-#endif
-#if !defined(CASES)
 #define CASES(F) F(1) F(2) F(3) F(4) F(5)
 #endif
 #if defined(__x86_64__)
@@ -112,28 +108,26 @@ INLINE void logits(const int n, const Job *job, const float *across, const float
 
 /* Residuals in place of the logits of LANES rows; -1 in `keep` where they are usable. */
 INLINE void residuals(const Job *job, float *z, const float *labels, int32_t *keep) {
-    vf y = *(const vf *)labels, top = *(vf *)z, total = {0};
-    vi ok = (vi)all(0) - 1, hit = job->kind == SOFTMAX ? (vi)all(0) : ok;
-    for (float *at = z; at < z + job->outputs * TILE; at += TILE) {
-        ok &= (*(vf *)at <= FLT_MAX) & (*(vf *)at >= -FLT_MAX); /* no logit of an x that is not finite is finite */
-        top = choose(*(vf *)at > top, *(vf *)at, top);
-    }
-    if (job->kind == SOFTMAX)
-        for (float *at = z; at < z + job->outputs * TILE; at += TILE) total += *(vf *)at = exponential(*(vf *)at - top);
+#define Z(i) (*(vf *)(z + (i) * TILE))
+    const int64_t o = job->outputs, softmax = job->kind == SOFTMAX;
+    vf y = *(const vf *)labels, top = Z(0), total = {0};
+    vi ok = (vi)all(0) - 1, hit = softmax ? (vi)all(0) : ok;
+    for (int64_t i = 0; i < o; i++) top = choose(Z(i) > top, Z(i), top);
+    for (int64_t i = 0; i < o; i++) ok &= (Z(i) <= FLT_MAX) & (Z(i) >= -FLT_MAX); /* where one is not, x may be NaN */
+    for (int64_t i = 0; i < o && softmax; i++) total += Z(i) = exponential(Z(i) - top);
     total = 1.0f / total;
-    for (int64_t i = 0; i < job->outputs; i++) {
-        vf v = *(vf *)(z + i * TILE);
-        if (job->kind == SOFTMAX) {
-            vi here = y == all(i);
-            hit |= here;
-            v = v * total - choose(here, all(1), all(0));
+    for (int64_t i = 0; i < o; i++) {
+        vf v = Z(i), e;
+        if (softmax) {
+            hit |= y == all(i);
+            v = v * total - choose(y == all(i), all(1), all(0));
         } else if (job->kind == LOGISTIC) {
-            vf e = exponential(choose(v < 0.0f, v, -v));
+            e = exponential(choose(v < 0.0f, v, -v));
             v = choose(v < 0.0f, e, all(1)) / (1.0f + e) - y;
         } else {
             v = (job->kind == POISSON ? exponential(choose(v < all(job->cap), v, all(job->cap))) : v) - y;
         }
-        *(vf *)(z + i * TILE) = choose((v < 1e-30f) & (v > -1e-30f), all(0), v); /* squares are far from subnormal */
+        Z(i) = choose((v < 1e-30f) & (v > -1e-30f), all(0), v); /* squares are far from subnormal */
     }
     *(vi *)keep = ok & hit;
 }
@@ -227,15 +221,13 @@ static void *work(void *given) {
     Job *job = given;
     const int64_t o = job->outputs, unit = o <= 2 && FEW * HALF > 16 ? FEW * HALF : 16;
     const int64_t width = (job->features + unit - 1) / unit * unit, items = job->groups * job->slices;
-    const int64_t claim = 1 + items / 256;
     double *memory = job->scratch + __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED) * job->scratch_size;
     float *z = (float *)(memory + (2 * TILE + width) * o), *across = z + TILE * o, *spare = across + TILE * width;
     Scratch s = {width, memory, memory + TILE * o, memory + 2 * TILE * o, z, across, spare, spare + TILE * width};
     uint64_t control;
     READ_CONTROL(control);
     WRITE_CONTROL(control | FLUSH); /* subnormal numbers, which are slow, count as zero in this thread until the end */
-    for (int64_t from; (from = __atomic_fetch_add(&job->next_item, claim, __ATOMIC_RELAXED)) < items;)
-        for (int64_t item = from; item < from + claim && item < items; item++) add_slice(job, &s, item);
+    for (int64_t i; (i = __atomic_fetch_add(&job->next_item, 1, __ATOMIC_RELAXED)) < items;) add_slice(job, &s, i);
     WRITE_CONTROL(control);
     return NULL;
 }
