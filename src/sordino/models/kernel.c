@@ -150,11 +150,16 @@ INLINE void outer(const int n, const float *const *rows, int count, int64_t ahea
     }
 }
 
+INLINE void fetch(float *to, const float *from, int64_t at, int count) { /* ones where there is nothing to fetch */
+    if (from && count == TILE) memcpy(to, from + at, TILE * sizeof(float));
+    else for (int j = 0; j < TILE; j++) to[j] = !from ? 1 : j < count ? from[at + j] : 0;
+}
+
 static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t start, int count) {
     const int64_t o = job->outputs, f = job->features, at = group * job->rows + start, blocks = (o + WIDE - 1) / WIDE;
     const float *rows[TILE], *theta = job->theta + group * job->theta_group;
     const float *end = job->x + (job->groups - 1) * job->x_group + (job->rows - 1) * job->x_row + f;
-    _Alignas(64) float y[TILE] = {0}, mask[TILE] = {0}, length[TILE] = {0}, before[TILE] = {0}, after[TILE] = {0};
+    _Alignas(64) float y[TILE], mask[TILE], length[TILE], before[TILE], after[TILE];
     _Alignas(64) double norm[TILE] = {0}, factor[TILE];
     _Alignas(64) int32_t keep[TILE];
     for (int j = 0; j < TILE; j++) {
@@ -162,11 +167,8 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
         if (j < count && rows[j] + s->width > end) /* whole vectors would be read from beyond the end */
             rows[j] = memcpy(s->spare + j * s->width, rows[j], f * sizeof(float));
     }
-    memcpy(y, job->y + at, count * sizeof(float));
-    memcpy(mask, job->mask + at, count * sizeof(float));
-    memcpy(length, job->length + at, count * sizeof(float));
-    for (int j = 0; j < count; j++) before[j] = job->before ? job->before[at + j] : 1;
-    for (int j = 0; j < count; j++) after[j] = job->after ? job->after[at + j] : 1;
+    fetch(y, job->y, at, count), fetch(mask, job->mask, at, count), fetch(length, job->length, at, count);
+    fetch(before, job->before, at, count), fetch(after, job->after, at, count);
     for (int64_t k = 0; k < s->width; k += LANES)
         for (int p = 0; p < TILE; p += LANES) transpose(rows + p, k, s->across + k * TILE + p);
     for (int64_t b = 0, i; i = b * o / blocks, b < blocks; b++) {
@@ -176,8 +178,12 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
     }
     for (int p = 0; p < TILE; p += LANES) residuals(job, s->z + p, y + p, keep + p);
     for (int64_t i = 0; i < o; i++)
-        for (int j = 0; j < TILE; j++) norm[j] += (double)s->z[i * TILE + j] * s->z[i * TILE + j];
-    for (int j = 0; j < TILE; j++) factor[j] = before[j], norm[j] = sqrt(norm[j]) * before[j];
+        for (int j = 0; j < TILE; j += HALF) {
+            vd z = WIDEN(*(vh *)(s->z + i * TILE + j));
+            *(vd *)(norm + j) += z * z;
+        }
+    for (int j = 0; j < TILE; j++) norm[j] = sqrt(norm[j]);
+    for (int j = 0; j < TILE; j++) norm[j] *= factor[j] = before[j];
     if (job->residual < FAR)
         for (int j = 0; j < TILE; j++) {
             double ratio = job->residual / (norm[j] > job->residual ? norm[j] : job->residual);
@@ -187,14 +193,14 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
         double size = norm[j] * after[j] * length[j];
         double cut = mask[j] * (job->bound / (size > job->bound ? size : job->bound));
         keep[j] &= -((size <= FAR) & (length[j] >= 0) & (length[j] <= FLT_MAX) & (cut >= FLT_MIN) & (cut <= FLT_MAX));
-        factor[j] *= cut * after[j];
+        factor[j] = keep[j] ? factor[j] * (cut * after[j]) : 0;
     }
-    for (int64_t i = 0; i < o; i++) {
-        const float *restrict z = s->z + i * TILE;
-        double *restrict r = s->r + i * TILE, *restrict bias = s->bias + i * TILE;
-        for (int j = 0; j < TILE; j++) r[j] = keep[j] ? z[j] * factor[j] : 0;
-        for (int j = 0; j < TILE; j++) bias[j] += r[j];
-    }
+    for (int64_t i = 0; i < o; i++)
+        for (int j = 0; j < TILE; j += HALF) {
+            vd r = WIDEN((vh)(*(vhi *)(s->z + i * TILE + j) & *(vhi *)(keep + j))) * *(vd *)(factor + j);
+            *(vd *)(s->r + i * TILE + j) = r;
+            *(vd *)(s->bias + i * TILE + j) += r;
+        }
     for (int64_t b = 0, i; i = b * o / blocks, b < blocks; b++) {
         double *r = s->r + i * TILE, *sum = s->sum + i * s->width;
 #define OUTER(n) case n: outer(n, rows, count, TILE * job->x_row, keep, r, sum, s->width); break;

@@ -167,8 +167,8 @@ def _run(
     library.clipped_sum(ctypes.byref(job), ctypes.c_int64(threads))  # without the interpreter's lock
     total = out[:, 0]
     for part in range(1, slices):  # in this order, whichever thread computed them
-        total = total + out[:, part]
-    return total if grouped else total[0]
+        total += out[:, part]
+    return total.contiguous() if grouped else total[0]
 
 
 def _per_row(values: Tensor, groups: int) -> Tensor:
