@@ -352,7 +352,7 @@ def test_a_damaged_library_is_not_used(fresh):
 @compiler
 def test_a_library_that_computes_something_else_is_refused(fresh, monkeypatch, tmp_path):
     source, path = tmp_path / "wrong.c", tmp_path / "wrong.so"
-    source.write_text("void clipped_sum(void *job, long threads) { (void)job; (void)threads; }")
+    source.write_text("void clipped_sum(void *job) { (void)job; }")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source], check=True)
     monkeypatch.setattr(kernel, "_compiled", lambda: path)
     assert attempt() is None

@@ -7,7 +7,6 @@
  * Each (group, slice) of rows has its own accumulator, so the number of threads does not change the result. */
 #include <float.h>
 #include <math.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -44,7 +43,7 @@ enum { LANES = 4, WIDE = 5, VECTORS = 4, FEW = 8 };
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < (n); i++)
 #define FAR 1e300 /* a bound of this or more is none */
-enum { TILE = 16, PARTS = TILE / LANES, HALF = LANES / 2, MOST_THREADS = 64 };
+enum { TILE = 16, PARTS = TILE / LANES, HALF = LANES / 2 };
 enum { SOFTMAX, LOGISTIC, SQUARES, POISSON };
 typedef float vf __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), may_alias));
@@ -223,8 +222,8 @@ static __attribute__((noinline)) void add_slice(const Job *job, const Scratch *s
     }
 }
 
-static void *work(void *given) {
-    Job *job = given;
+/* What each thread does. The caller may run it in several at once: they share the job's counters. */
+void clipped_sum(Job *job) {
     const int64_t o = job->outputs, unit = o <= 2 && FEW * HALF > 16 ? FEW * HALF : 16;
     const int64_t width = (job->features + unit - 1) / unit * unit, items = job->groups * job->slices;
     double *memory = job->scratch + __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED) * job->scratch_size;
@@ -235,13 +234,4 @@ static void *work(void *given) {
     WRITE_CONTROL(control | FLUSH); /* subnormal numbers, which are slow, count as zero in this thread until the end */
     for (int64_t i; (i = __atomic_fetch_add(&job->next_item, 1, __ATOMIC_RELAXED)) < items;) add_slice(job, &s, i);
     WRITE_CONTROL(control);
-    return NULL;
-}
-
-void clipped_sum(Job *job, int64_t threads) {
-    pthread_t others[MOST_THREADS];
-    int64_t begun = 0;
-    while (begun + 1 < threads && begun < MOST_THREADS && !pthread_create(&others[begun], NULL, work, job)) begun++;
-    work(job);
-    while (begun) pthread_join(others[--begun], NULL);
 }

@@ -21,6 +21,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,7 +165,11 @@ def _run(
         residual=min(options.residual, FAR),
         cap=options.cap,
     )
-    library.clipped_sum(ctypes.byref(job), ctypes.c_int64(threads))  # without the interpreter's lock
+    parallel = _parallel() if threads > 1 else None
+    if parallel is None:
+        library.clipped_sum(ctypes.byref(job))
+    else:
+        parallel(library.clipped_sum, ctypes.byref(job), ctypes.c_uint(threads), ctypes.c_uint(0))
     total = out[:, 0]
     for part in range(1, slices):  # in this order, whichever thread computed them
         total += out[:, part]
@@ -184,6 +189,15 @@ def _new(*shape: int) -> Tensor:
     if pages > 0 and sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(pages * HUGE_PAGE), MADV_HUGEPAGE)
     return out
+
+
+@functools.cache
+def _parallel() -> Callable[..., object] | None:
+    """Runs a function in torch's own OpenMP threads, which wait for work in a loop and would hinder any others."""
+    try:
+        return ctypes.CDLL(None).GOMP_parallel  # type: ignore[no-any-return]
+    except (AttributeError, OSError):
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -206,7 +220,7 @@ def _compiled() -> Path:
     """The path of the shared library, compiled unless the cache holds it."""
     source, command = Path(__file__).with_name("kernel.c"), _compiler()
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = ["-O3", "-std=gnu11", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread"]
+    flags = ["-O3", "-std=gnu11", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
     parts = (source.read_bytes(), "\0".join([*command, *flags]).encode(), _output(*command, "--version"), _processor())
     name = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
     folder = _folder()
