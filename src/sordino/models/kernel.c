@@ -24,7 +24,12 @@ enum { LANES = 8, WIDE = 5, VECTORS = 2, FEW = 4 };
 #define CASES(F) F(1) F(2) F(3) F(4) F(5)
 #else
 enum { LANES = 4, WIDE = 5, VECTORS = 4, FEW = 8 };
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define WIDEN(v) ((vd)vcvt_f64_f32((float32x2_t)(v)))
+#else
 #define WIDEN(v) __builtin_convertvector(v, vd)
+#endif
 #define LIST(F) F(0), F(1), F(2), F(3)
 #define CASES(F) F(1) F(2) F(3) F(4) F(5)
 #endif
@@ -93,7 +98,7 @@ INLINE void transpose(const float *const *rows, int64_t k, float *to) {
 /* The logits of n outputs. Few of them are summed in several chains, because one addition waits for the last. */
 INLINE void logits(const int n, const Job *job, const float *across, const float *W, const float *bias, float *z) {
     const int chains = n * PARTS <= 2 ? 4 : n * PARTS <= 5 ? 2 : 1;
-    vf a[4][n][PARTS];
+    vf a[4][WIDE][PARTS];
     EACH(c, chains) EACH(i, n) EACH(p, PARTS) a[c][i][p] = all(c ? 0 : bias[i]);
     int64_t k = 0;
     for (; k + chains <= job->features; k += chains)
@@ -136,7 +141,7 @@ INLINE void outer(const int n, const float *const *rows, int count, int64_t ahea
                   double *sum, const int64_t width) {
     const int vectors = n <= 2 ? FEW : VECTORS;
     for (int64_t k = 0; k < width; k += vectors * HALF) {
-        vd a[n][vectors], x[vectors];
+        vd a[WIDE][FEW], x[FEW];
         EACH(i, n) EACH(v, vectors) a[i][v] = *(vd *)(sum + i * width + k + v * HALF);
         for (int j = 0; j < count; j++) {
             const float *row = rows[j] + k, *next = row + ahead;

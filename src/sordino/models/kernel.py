@@ -195,7 +195,7 @@ def _new(*shape: int) -> Tensor:
 def _parallel() -> Callable[..., object] | None:
     """Runs a function in torch's own OpenMP threads, which wait for work in a loop and would hinder any others."""
     try:
-        return ctypes.CDLL(None).GOMP_parallel  # type: ignore[no-any-return]
+        return ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError):
         return None
 
