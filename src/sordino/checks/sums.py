@@ -84,7 +84,7 @@ def pair(rows: int, term: float, gain: float, root: bool, block: int, device: st
     heads = np.arange(-(-first // block) * block, rows, block)
     for those, size, label in ((heads[0::2], 0.6 * unit, 0), (heads[1::2], 0.4 * unit, 1)):
         x[those, 0], y[those] = math.sqrt(size / gain) if root else size / gain, label
-    return Shard(*(torch.from_numpy(part).to(device) for part in (x, y)), torch.ones(rows, device=device))
+    return Shard(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device), torch.ones(rows, device=device))
 
 
 def sums(
