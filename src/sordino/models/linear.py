@@ -38,7 +38,8 @@ class Loss(StrEnum):
 
 
 NUMBERS = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
-STREAM = 1024  # records whose terms of a sum of matrices are held at once
+STREAM = 512  # records whose terms of a sum of matrices are held at once
+LARGE = 2**16  # numbers of one client's terms from which on clients are served one by one: more would leave the cache
 ROWS = 2**14  # most records of one float64 product: docs/numerics.md counts on it
 CACHE = 2**19  # numbers that are made of the records of one product
 TILES = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
@@ -204,6 +205,9 @@ class Linear:
             sums.view(*lead, *pairs, *pairs).diagonal(dim1=-3, dim2=-1).copy_(diagonal.transpose(-1, -2))
             return sums
 
+        if shard.x.dim() == 3 and theta.dim() == 2 and shard.x.shape[-2] * self.size > LARGE:
+            each = zip(theta.expand(len(shard.x), -1), clients_of(shard), strict=True)
+            return torch.stack([self.curvature_sum(mine, own, clip) for mine, own in each])
         return sum_over(shard, total)
 
     @exact_arithmetic()
@@ -390,6 +394,12 @@ def outer(rows: Tensor) -> Tensor:
         sums[..., here, start:] = rows[..., here].transpose(-1, -2) @ rows[..., start:]
         sums[..., beyond, here] = sums[..., here, beyond].transpose(-1, -2)
     return sums
+
+
+def clients_of(shard: Shard) -> list[Shard]:
+    """A batch of clients, one by one."""
+    x, y, mask, length = shard
+    return [Shard(x[k], y[k], mask[k], None if length is None else length[k]) for k in range(len(x))]
 
 
 def sum_over(shard: Shard, total: Callable[[Shard], Tensor], rows: int | None = None) -> Tensor:
