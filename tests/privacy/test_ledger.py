@@ -404,7 +404,11 @@ def test_rows_cut_from_the_end_are_noticed_by_a_certificate(copy, left):
     with Ledger(copy) as opened:
         head, count = opened.head(), len(opened)
     tamper(copy, ("DELETE FROM entries WHERE seq > ?", left))
-    assert problems(copy) == []  # nothing in the file can tell, hence the certificate
+    assert [f"The file counts {count} rows and ends with row {left}: rows were cut off or rewritten."] == problems(copy)
+    with Ledger(copy) as opened, pytest.raises(SordinoError, match="rows were cut off"):
+        opened.charge([Entry("late", 1, "q", 0.01, 1.0, 1, "other")])  # and would hide that they were
+    tamper(copy, ("DELETE FROM witness",))
+    assert problems(copy) == []  # nothing in the file can tell any more, hence the certificate
     assert "No row has the expected hash" in problems(copy, expect_head=head)[0]
     assert f"{left} rows where {count} are expected" in problems(copy, expect_rows=count)[0]
 

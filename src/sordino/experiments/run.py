@@ -149,8 +149,8 @@ def _tokenizer(spec: Spec) -> str:
 def prepare(spec: Spec, dataset: Dataset | None = None, device: str = "cpu") -> Job:
     """Load (unless the data are at hand), partition, choose the model, calibrate."""
     spec = spec.resolved()
-    spec.certifiable()
     dataset = read(spec) if dataset is None else dataset
+    spec.certifiable()
     if spec.partition.startswith("by-") and spec.clients and dataset.site is not None:
         found = len(np.unique(dataset.site))
         if found != spec.clients:

@@ -74,7 +74,8 @@ The guarantee speaks of {WHO[unit, adjacency]}. It holds against \
 {_bullets([*cert["assumes"], *cert["numerics"]])}
 
 Spec sha256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
-({cert["ledger"]["rows"]} in all); sordino {cert["sordino"]}. {_signed(cert)} Re-check: `sordino verify certificate.json`.
+({cert["ledger"]["rows"]} in all); sordino {cert["sordino"]}. {_signed(cert)} \
+Re-check: `sordino verify certificate.json`.
 """
 
 
@@ -83,8 +84,8 @@ def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
         return f"It ran {cert['execution']}."
     assumed = " Secure aggregation was assumed, not carried out." if trust is Trust.SECURE_AGGREGATION else ""
     return (
-        f"This was a {_kind(cert['execution'])}: all data lay on one machine, and the guarantee is for what a deployment with the same "
-        f"settings would let others see.{assumed}"
+        f"This was a {_kind(cert['execution'])}: all data lay on one machine, and the guarantee is for what a "
+        f"deployment with the same settings would let others see.{assumed}"
     )
 
 
