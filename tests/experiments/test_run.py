@@ -421,3 +421,93 @@ def test_auc_is_the_share_of_ordered_pairs():
     x, y = torch.tensor([[0.1], [0.4], [0.35], [0.8]]), torch.tensor([0, 0, 1, 1])
     assert run.evaluate(model, torch.ones(1), x, y)["auc"] == pytest.approx(0.75)
     assert run.evaluate(model, -torch.ones(1), x, y)["auc"] == pytest.approx(0.25)
+
+
+# ------------------------------------------------------------------------------------------------ private and open data
+
+
+@pytest.fixture
+def patients(tmp_path):
+    """90 records of nine clinics in a file."""
+    rng = np.random.default_rng(0)
+    x, client = rng.normal(size=(90, 2)), np.repeat([f"clinic-{k}" for k in range(9)], 10)
+    x[:, 0] = np.arange(90)  # every record can be told
+    np.savez(tmp_path / "d.npz", x=x, y=rng.integers(0, 2, 90), client=client)
+    return str(tmp_path / "d.npz")
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "dirichlet:0.1", "classes:1", "counts:counts.csv"])
+def test_a_partition_by_labels_is_not_certified_on_private_data(tmp_path, patients, partition, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    y = run.read(Spec.of({"data": patients})).y_train
+    (tmp_path / "counts.csv").write_text(f"client,class_0,class_1\n0,{(y == 0).sum()},0\n1,0,{(y == 1).sum()}\n")
+    values = {"data": patients, "partition": partition, "method": "dp-fedgd", "rounds": 2}
+    values |= {} if partition.startswith("counts") else {"clients": 2}
+    with pytest.raises(SordinoError, match=r"reads the labels.*Use partition = iid or by-column:NAME.*public_data"):
+        run.prepare(Spec.of(values))
+    _, cert, _ = finished(tmp_path / "doubtful", **{**values, "seed": "none", "uncertified": True})
+    assert not cert["certified"]
+    assert "reads the labels" in cert["reasons"][0]
+    assert verify_run(tmp_path / "doubtful").problems == []
+    _, cert, _ = finished(tmp_path / "declared", **{**values, "seed": "none", "public_data": True})
+    assert cert["certified"]
+    assert cert["execution"] == "simulation on data declared public"
+    assert any("Clients are simulated" in line for line in cert["assumes"])
+    assert verify_run(tmp_path / "declared").problems == []
+    finished(tmp_path / "seeded", **values)  # says of itself that it is not certified
+
+
+def test_benchmark_data_are_a_simulation_and_files_are_not(tmp_path, patients):
+    _, cert, _ = finished(tmp_path / "a", seed="none", rounds=2)
+    assert (cert["certified"], cert["execution"]) == (True, "simulation on benchmark data")
+    assert "This was a simulation on benchmark data" in (tmp_path / "a" / "public" / "statement.md").read_text()
+    _, cert, _ = finished(tmp_path / "b", seed="none", rounds=2, data=patients, partition="iid", clients=3)
+    assert (cert["certified"], cert["execution"]) == (True, "simulated on one machine")
+    np.savez(tmp_path / "digits.npz", x=np.zeros((2, 2)), y=[0, 1])
+    for name, benchmark in (("digits", True), ("synthetic(1,1)", True), ("a9a", True), ("mnist", True), ("sst2", True)):
+        assert Spec.of({"data": name}).benchmark is benchmark
+    for name in (str(tmp_path / "digits.npz"), "digits.csv", "given", "patients"):
+        assert not Spec.of({"data": name}).benchmark
+
+
+def test_whole_clients_are_held_out_at_user_level(tmp_path, patients):
+    """Test figures of some of a protected client's records would be a release that nobody pays for."""
+    values = {"data": patients, "partition": "by-site", "method": "dp-fedgd", "rounds": 2}
+    job = run.prepare(Spec.of({**values, "unit": "user"}))
+    trained, tested = (set(part[:, 0].astype(int) // 10) for part in (job.dataset.x_train, job.dataset.x_test))
+    assert not trained & tested
+    assert (len(trained), len(tested), job.plan.clients) == (7, 2, 7)
+    others = [run.read(Spec.of({**values, "unit": "user", "split_seed": seed})).x_test[:, 0] for seed in range(6)]
+    assert len({tuple(sorted(other)) for other in others}) >= 4, "by split_seed"
+    mixed = run.prepare(Spec.of(values))
+    assert {int(row) // 10 for row in mixed.dataset.x_test[:, 0]} <= set(range(9))
+    assert mixed.plan.clients == 9, "at record level by position, out of every client"
+    few = run.prepare(Spec.of({**values, "unit": "user", "test_fraction": 0.75}))
+    assert few.plan.clients == 2
+    with pytest.raises(SordinoError, match=r"test_fraction: 0.9 of 9 clients, held out as a whole, leaves 1"):
+        run.prepare(Spec.of({**values, "unit": "user", "test_fraction": 0.9}))
+    _, cert, _ = finished(tmp_path / "run", **{**values, "unit": "user", "seed": "none"})
+    assert any("clients held out as a whole" in line for line in cert["assumes"])
+    assert verify_run(tmp_path / "run").problems == []
+
+
+def test_a_constant_guess_is_no_better_than_a_constant_guess(tmp_path):
+    """0.9 in float32 is more than in float64."""
+    from sordino.models.linear import Linear
+
+    job = run.prepare(Spec.of({"seed": 1}))
+    y = np.array([0] * 9 + [1])
+    job = replace(job, dataset=job.dataset._replace(x_test=np.zeros((10, 2), np.float32), y_test=y))
+    model = Linear(2, 2, "softmax")
+    scores = run.evaluate(model, torch.zeros(model.size), torch.zeros(10, 2), torch.from_numpy(y))
+    assert scores["accuracy"] == 0.9
+    assert not run.beats_guessing(job, scores)
+    assert run.beats_guessing(job, {"accuracy": 0.91})
+
+
+def test_how_long_a_run_took_is_private(tmp_path):
+    _, _, history = finished(tmp_path / "run", rounds=3)
+    assert not any("seconds" in line for line in history)
+    timings = [json.loads(line) for line in (tmp_path / "run" / "private" / "timings.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in timings] == [1, 2, 3]
+    assert run.timing(Place.find(tmp_path / "run")) == timings[-1]["seconds"] > 0

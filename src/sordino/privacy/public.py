@@ -276,8 +276,8 @@ HEAD = """# The files of a run
   `secret.toml` (the seed of a secret schedule, where there is one), `lock`. Only its owner can read it.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
-as it is: `verify` compares its files with the hashes in the certificate. The times of the files are those of the start of
-the run, because others would tell how long it took.
+as it is: `verify` compares its files with the hashes in the certificate. All files have the time of the start of the
+run, because other times would tell how long it took.
 
 A certificate is signed with a key of the run, or with `--sign-with identity.key`. `sordino verify OUT --key KEY` says
 whether KEY signed it. Without a signature anybody can make up spec, certificate and ledger that agree.
