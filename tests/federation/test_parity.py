@@ -46,7 +46,10 @@ def test_the_model_is_the_simulators(world, method, trust, keys):
         (place,) = (world.place(name) / "runs").iterdir()
         cert = json.loads((place / "certificate.json").read_text())
         assert verify(cert).problems == []
-        assert verify_run(place).problems == []  # the plan rebuilt from the terms beside it
+        verdict = verify_run(place, world.roster.card(name).sign)  # the plan rebuilt from the terms beside it
+        assert verdict.problems == []
+        assert verdict.known
+        assert verdict.signed.startswith(f"site {name} ")
         whole = (place / "certificate.json").read_text()
         (place / "certificate.json").write_text(json.dumps({**cert, "certified": True, "reasons": []}))
         assert any("certified: the certificate says true" in each for each in verify_run(place).problems)
