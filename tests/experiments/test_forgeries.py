@@ -228,14 +228,15 @@ def test_a_certificate_alone_names_what_it_was_not_compared_with(honest, tmp_pat
         assert any(gap.startswith(missing) for gap in verdict.gaps), missing
 
 
-@pytest.mark.parametrize("where", ["", "public", "private", "public/certificate.json", "public/spec.toml"])
+INSIDE = ["", "public", "private", "public/certificate.json", "public/spec.toml", "private/ledger.db"]
+
+
+@pytest.mark.parametrize("where", INSIDE)
 def test_a_run_is_found_by_its_directory_or_a_part_of_it(honest, where, monkeypatch, capsys):
     path = honest("plain") / where
-    if where.endswith("spec.toml"):
-        with pytest.raises(SordinoError, match="is not JSON"):
-            verify_run(path)
-        return
     assert verify_run(path).problems == []
+    assert verify_run(path).gaps == []
+    assert run.reopen(path).method == "dp-fedgd"
     assert main(["ledger", "show", str(path)]) == 0
     assert "holds the 1 rows that certificate.json names" in capsys.readouterr().out
     if path.is_dir():
@@ -254,7 +255,7 @@ def test_a_model_that_was_swapped_or_damaged_is_refused(forge, honest, tmp_path)
     for how in ("kept", "stripped"):
         out = forge("plain", swapped, how)
         assert "model.safetensors is not the one that the certificate names" in verify_run(out).problems
-        for path in (out, out / "public", out / "public" / "model.safetensors"):
+        for path in (out, out / "public", out / "public" / "model.safetensors", out / "public" / "certificate.json"):
             with pytest.raises(SordinoError, match=r"damaged or\s+exchanged|damaged or exchanged"):
                 predict(path, str(tmp_path / "new.npz"))
 

@@ -42,7 +42,7 @@ class Predictions(NamedTuple):
 def predict(model: str | Path, file: str) -> Predictions:
     """For the records of a file."""
     path = Path(model)
-    path = Place.find(path).public / "model.safetensors" if path.is_dir() else path
+    path = Place.find(path).named(path, "model.safetensors")
     check_model(path)
     trained, theta, about, public = load_model(path)
     if about["kind"] in TRANSFORMERS and TRANSFORMERS[about["kind"]].text and not file.endswith(".npz"):
@@ -110,7 +110,7 @@ def verify_run(path: Path, key: str | None = None) -> Verdict:
     """A certificate by itself, and against the files that lie beside it, if they do: the plan rebuilt from the spec,
     the ledger, the model, the metrics. `key`: the public key that must have signed it (`signing.known_keys`)."""
     place = Place.find(path)
-    path = place.public / "certificate.json" if path.is_dir() or place.private == path.parent != place.public else path
+    path = place.named(path, "certificate.json")
     cert = read_certificate(path)
     verdict = verify(cert, key)
     spec, ledger, against = place.public / "spec.toml", place.private / "ledger.db", _against_ledger

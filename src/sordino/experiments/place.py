@@ -48,6 +48,11 @@ class Place(NamedTuple):
             return Place.of(folder.absolute().parent if folder.parent == folder else folder.parent)
         return Place(folder, folder, folder)
 
+    def named(self, path: Path, name: str) -> Path:
+        """The public file `name` of the run that `path` stands for: a directory, or another file of the run."""
+        other = path.is_file() and path.suffix != Path(name).suffix and (self.public / name).is_file()
+        return self.public / name if path.is_dir() or other else path
+
     def make(self, spec: str, secret: str) -> None:
         """A new run's directory: README.txt, the spec, what is secret in it, and fresh keys."""
         self.public.mkdir(parents=True)

@@ -279,6 +279,9 @@ HEAD = """# The files of a run
 as it is: `verify` compares its files with the hashes in the certificate. All files have the time of the start of the
 run, because other times would tell how long it took.
 
+A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second
+release on one charge. If the whole of `private/` is put back to an earlier state, nothing on the machine can tell.
+
 A certificate is signed with a key of the run, or with `--sign-with identity.key`. `sordino verify OUT --key KEY` says
 whether KEY signed it. Without a signature anybody can make up spec, certificate and ledger that agree.
 
