@@ -143,9 +143,9 @@ def demo() -> None:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
         (out,) = Path(folder, "runs").iterdir()
         (ROOT / "results" / "demo.txt").write_text("$ sordino run\n" + done.stdout)
-        shutil.copy(out / "certificate.json", ROOT / "results" / "demo_certificate.json")
-        shutil.copy(out / "statement.md", ROOT / "docs" / "statement.md")
-        shutil.copy(out / "curve.png", ROOT / "docs" / "curve.png")
+        shutil.copy(out / "public" / "certificate.json", ROOT / "results" / "demo_certificate.json")
+        shutil.copy(out / "public" / "statement.md", ROOT / "docs" / "statement.md")
+        shutil.copy(out / "public" / "curve.png", ROOT / "docs" / "curve.png")
 
 
 if __name__ == "__main__":

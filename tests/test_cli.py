@@ -58,12 +58,12 @@ def test_run_prints_one_json_document_and_progress_elsewhere(capsys, tmp_path):
     assert found["epsilon"] == pytest.approx(8)
     assert found["certified"] is False
     assert {"delta", "noise", "client_noise", "seconds"} <= found.keys()
-    status, text, _ = call(capsys, "verify", str(out / "certificate.json"))
+    status, text, _ = call(capsys, "verify", str(out / "public" / "certificate.json"))
     assert status == 0
     assert "holds" in text
-    certificate = json.loads((out / "certificate.json").read_text())
-    (out / "certificate.json").write_text(json.dumps({**certificate, "epsilon": 1.0}))
-    status, text, _ = call(capsys, "verify", str(out / "certificate.json"), "--json")
+    certificate = json.loads((out / "public" / "certificate.json").read_text())
+    (out / "public" / "certificate.json").write_text(json.dumps({**certificate, "epsilon": 1.0}))
+    status, text, _ = call(capsys, "verify", str(out / "public" / "certificate.json"), "--json")
     assert status == 1
     assert json.loads(text)["problems"]
 

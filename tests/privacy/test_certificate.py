@@ -2,22 +2,39 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit, carries
+from sordino.core import (
+    Correlated,
+    Divisor,
+    Kind,
+    Lemma,
+    Local,
+    Method,
+    Privacy,
+    Query,
+    SordinoError,
+    Stage,
+    Trust,
+    Unit,
+    carries,
+)
 from sordino.methods import build
 from sordino.privacy import gaussian
-from sordino.privacy.certificate import certificate, ranges
+from sordino.privacy.certificate import certificate, ranges, sizes_of
 from sordino.privacy.noise import Secure, Seeded, Silent
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from sordino.privacy.signing import RunKey, fingerprint, of_site, signed
 from sordino.privacy.statement import statement
-from sordino.privacy.verify import verify
+from sordino.privacy.verify import NOT_SIGNED, verify
 from sordino.rules import scale
+from sordino.secagg.keys import Identity
 
 SIZES = (40, 10, 25, 25)
 EVERY = frozenset((unit, trust) for unit in Unit for trust in Trust)
@@ -159,10 +176,11 @@ def test_a_forgery_that_is_consistent_is_caught_or_not_vouched_for():
     for plan in (clip, stream):
         assert verify(forged(plan, 1.0)).problems == []
     assert any("the sensitivity is" in problem for problem in verify(forged(clip, 0.1)).problems)
-    assert verify(made(clip)).gaps == []
+    assert verify(made(clip)).gaps == [NOT_SIGNED]
+    assert verify(signed(made(clip), RunKey(bytes(32)))).gaps == []
     verdict = verify(forged(stream, 0.1))
     assert verdict.problems == []
-    assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule"]
+    assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule", NOT_SIGNED]
 
 
 def test_a_stricter_client_is_told_apart():
@@ -223,3 +241,82 @@ def test_a_statement_tells_the_least_noise_where_it_differs():
     text = statement(cert)
     assert f"at least {min(own):.4g} and at most {max(own):.4g} times" in text
     assert verify(cert).problems == []
+
+
+def test_a_signature_holds_for_these_very_numbers_and_this_key(tmp_path):
+    cert, key = made(plan_for()), RunKey(bytes(range(32)))
+    whole = json.loads(json.dumps(signed(cert, key)))
+    assert verify(whole).problems == []
+    assert verify(whole).signed == f"run key {fingerprint(key.public)}"
+    assert not verify(whole).known
+    card = tmp_path / "card.toml"
+    card.write_text(f'name = "north"\nsign = "{key.public}"\nbox = "{"0" * 64}"\n')
+    for name in (key.public, key.public.upper(), fingerprint(key.public), str(card)):
+        assert verify(whole, name).problems == []
+        assert verify(whole, name).known
+    other = RunKey(bytes(32)).public
+    assert "--key names another key" in verify(whole, other).problems[0]
+    assert "it is not signed" in verify(cert, other).problems[0]
+    for change in (
+        {"test_records": 5},
+        {"extra": 1},
+        {"code_sha256": "0" * 64},
+        {"signature": whole["signature"] | {"signer": "me"}},
+    ):
+        assert "changed after it was signed" in verify({**whole, **change}).problems[0]
+    again = signed(cert, RunKey(bytes(32)))["signature"]
+    assert "changed after it was signed" in verify({**whole, "signature": {**again, "key": key.public}}).problems[0]
+
+
+def test_a_site_signs_with_the_key_of_its_card():
+    site = Identity.make("north")
+    whole = signed(made(plan_for()), of_site(site))
+    assert verify(whole, site.card.sign).problems == []
+    assert verify(whole).signed == f"site north {fingerprint(site.card.sign)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "neither a public key"),
+        ("# secret: x\nsign = 'ab'", "holds a secret key"),
+        ("nothing", "holds no public key"),
+    ],
+)
+def test_a_key_that_is_none_is_refused(tmp_path, text, words):
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SordinoError, match=words):
+        verify(signed(made(plan_for()), RunKey(bytes(32))), str(path))
+
+
+def test_sizes_are_told_exactly_at_record_level_and_not_at_user_level():
+    for participation in ("full", "fixed:2"):
+        assert sizes_of(made(plan_for(participation=participation))) == SIZES
+    equal = Plan(build("dp-fedgd"), 3, (7,) * 50, Privacy())
+    assert made(equal)["groups"][0]["sizes"] == [7]
+    assert sizes_of(made(equal)) == (7,) * 50
+    assert sizes_of(made(plan_for(unit="user"))) is None
+    cert = made(plan_for())
+    cert["groups"][0]["clients"] = "0-999999999999"
+    with pytest.raises(SordinoError, match="are not among 0 to 3"):
+        sizes_of(cert)
+
+
+def test_the_schedule_is_told_to_be_secret_where_it_hides_something():
+    told = {
+        ("full", "user", "trusted-server"): "all take part",
+        ("poisson:0.5", "user", "trusted-server"): "secret",
+        ("poisson:0.5", "user", "untrusted-server"): "public",
+        ("poisson:0.5", "record", "trusted-server"): "public",
+    }
+    for (participation, unit, trust), words in told.items():
+        plan = plan_for(participation=participation, unit=unit, trust=trust, adjacency="add-remove")
+        assert made(plan)["sampler"]["schedule"] == words
+    assert (
+        made(replace(plan_for(participation="poisson:0.5", unit="user", trust="trusted-server"), schedule_seed=1))[
+            "sampler"
+        ]["schedule"]
+        == "guessable"
+    )

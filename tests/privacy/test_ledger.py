@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import shutil
 import sqlite3
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from sordino.cli import main
 from sordino.core import OverspentError, SordinoError
 from sordino.privacy import gaussian, ledger
 from sordino.privacy.ledger import GENESIS, Entry, Ledger
@@ -404,7 +406,11 @@ def test_rows_cut_from_the_end_are_noticed_by_a_certificate(copy, left):
     with Ledger(copy) as opened:
         head, count = opened.head(), len(opened)
     tamper(copy, ("DELETE FROM entries WHERE seq > ?", left))
-    assert problems(copy) == []  # nothing in the file can tell, hence the certificate
+    assert [f"The file counts {count} rows and ends with row {left}: rows were cut off or rewritten."] == problems(copy)
+    with Ledger(copy) as opened, pytest.raises(SordinoError, match="rows were cut off"):
+        opened.charge([Entry("late", 1, "q", 0.01, 1.0, 1, "other")])  # and would hide that they were
+    tamper(copy, ("DELETE FROM witness",))
+    assert problems(copy) == []  # nothing in the file can tell any more, hence the certificate
     assert "No row has the expected hash" in problems(copy, expect_head=head)[0]
     assert f"{left} rows where {count} are expected" in problems(copy, expect_rows=count)[0]
 
@@ -528,3 +534,55 @@ def test_a_killed_process_forgets_nothing_it_has_said(tmp_path):
         assert set(times.values()) == {1}
         assert len(times) % 2 == 0  # both rows of a charge, or neither
         assert len({round for round, _ in said}) == len(said) <= len(times) // 2 <= len(said) + 6
+
+
+def shown(path, capsys):
+    status = main(["ledger", "show", str(path)])
+    return status, capsys.readouterr().out.splitlines()[-1]
+
+
+def test_show_says_what_can_be_seen_and_what_cannot(copy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    with Ledger(copy) as opened:
+        head, count = opened.head(), len(opened)
+    status, words = shown(copy, capsys)
+    assert status == 0
+    assert "as long as the file itself counts; whoever can write the file could have cut both" in words
+    tamper(copy, ("DELETE FROM entries WHERE seq > ?", count - 1))
+    status, words = shown(copy, capsys)
+    assert status == 1
+    assert "rows were cut off" in words
+    tamper(copy, ("DELETE FROM witness",))  # the witness too: only the certificate is left
+    status, words = shown(copy, capsys)
+    assert status == 0
+    assert "rows cut from its end cannot be seen here" in words
+    place = tmp_path / "run"
+    for name in ("public", "private"):
+        (place / name).mkdir(parents=True)
+    shutil.copy(copy, place / "private" / "ledger.db")
+    (place / "public" / "certificate.json").write_text(json.dumps({"ledger": {"head": head, "rows": count}}))
+    for path in (place, place / "public", place / "private" / "ledger.db"):
+        status, words = shown(path, capsys)
+        assert status == 1
+        assert f"There are {count - 1} rows where {count} are expected" in words
+
+
+def test_rounds_stored_never_fall_and_outlive_the_process(tmp_path):
+    with Ledger(tmp_path / "new.db") as opened:
+        assert opened.marked("plan") == 0
+        for rounds in (3, 1):
+            opened.mark("plan", rounds)
+    with Ledger(tmp_path / "new.db") as opened:
+        assert (opened.marked("plan"), opened.marked("other")) == (3, 0)
+        assert opened._ask("PRAGMA synchronous") == [(2,)]  # FULL again: charges wait for the drive
+
+
+def test_a_ledger_of_an_earlier_version_gets_its_witness_with_the_next_charge(copy):
+    tamper(copy, ("DROP TABLE witness",), ("DROP TABLE progress",))
+    with Ledger(copy) as opened:
+        assert not opened.witnessed()
+        assert opened.audit() == []
+        assert opened.marked("plan") == 0
+        opened.charge([Entry("late", 1, "q", 0.01, 1.0, 1, "other")])
+        assert opened.witnessed()
+        assert opened.audit() == []

@@ -417,7 +417,7 @@ def test_the_model_handed_out_does_not_tell_the_cohorts(tmp_path):
     job = runs.prepare(Spec.of({**keys, **USER, **ADD}))
     runs.start(job, tmp_path)
     assert runs.finish(job, tmp_path, list(runs.rounds(job, tmp_path)))["certified"]
-    with safe_open(tmp_path / "model.safetensors", "pt") as store:
+    with safe_open(tmp_path / "public" / "model.safetensors", "pt") as store:
         about = json.loads(store.metadata()["sordino"])
     assert str(job.plan.schedule_seed) not in json.dumps(about)
 

@@ -19,7 +19,7 @@ from sordino.privacy.noise import Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.privacy.statement import statement
-from sordino.privacy.verify import verify
+from sordino.privacy.verify import NOT_SIGNED, verify
 
 MODEL = Linear(2, 1, Loss.SQUARES, bias=False)
 
@@ -81,7 +81,7 @@ def test_the_certificate_tells_the_noise_that_clients_add(records):
     assert len(turn.extras) == 4
     verdict = verify(cert)
     assert not verdict.problems
-    assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule"]
+    assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule", NOT_SIGNED]
     assert any("outside a round's cohort" in line for line in cert["assumes"])
 
 

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     show = command(parts, "show", _show, "the account of every data set, and each run's part", "sordino ledger show F")
     export = command(parts, "export", _export, "every row, as CSV or JSON", "sordino ledger export F > rows.csv")
     for parser in (show, export):
-        parser.add_argument("file", metavar="LEDGER.db")
+        parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
 
 
@@ -36,14 +36,55 @@ def _open(arguments: argparse.Namespace) -> Any:
     from sordino.privacy.ledger import Ledger
 
     check_json(arguments)
-    if not Path(arguments.file).is_file():
-        raise SordinoError(f"ledger: there is no file '{arguments.file}'; check the path.")
-    return Ledger(arguments.file)
+    path = _path(arguments)
+    if not path.is_file():
+        raise SordinoError(f"ledger: there is no file '{path}'; check the path.")
+    return Ledger(path)
+
+
+def _path(arguments: argparse.Namespace) -> Path:
+    """The ledger that is named, or that of the run whose directory, or public file, is."""
+    from sordino.experiments.place import Place
+
+    given = Path(arguments.file)
+    place = Place.find(given)
+    return place.private / "ledger.db" if given.is_dir() or given.parent == place.public != place.private else given
+
+
+def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The head and length that the run's certificate names, where it lies beside the ledger."""
+    import json
+
+    from sordino.experiments.place import Place
+
+    path = Place.find(_path(arguments)).public / "certificate.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["ledger"]
+        return {"head": str(found["head"]), "rows": int(found["rows"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _seen(counted: bool, witness: dict[str, Any] | None) -> str:
+    """What was compared, and what nobody can see from here."""
+    if witness is not None:
+        return f"the chain is unbroken and holds the {witness['rows']} rows that certificate.json names"
+    if counted:
+        return (
+            "the chain is unbroken and as long as the file itself counts; whoever can write the file could have cut "
+            "both: compare the head with a certificate"
+        )
+    return (
+        "the chain is unbroken as far as it goes; the file counts no rows, so that rows cut from its end cannot be "
+        "seen here: compare the head with a certificate"
+    )
 
 
 def _show(arguments: argparse.Namespace) -> int:
     with _open(arguments) as ledger:
-        limits, problems, head = ledger.limits(), ledger.audit(), ledger.head()
+        witness = _witness(arguments)
+        problems = ledger.audit(witness and witness["head"], witness and witness["rows"])
+        limits, head, counted = ledger.limits(), ledger.head(), ledger.witnessed()
         rows = list(ledger.rows())
         delta = min((d for _, d in limits), default=1e-5)
         people = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
@@ -53,6 +94,7 @@ def _show(arguments: argparse.Namespace) -> int:
     document = {
         "limits": [{"epsilon": e, "delta": d} for e, d in limits],
         "whole": not problems,
+        "seen": _seen(counted, witness) if not problems else None,
         "problems": problems,
         "head": head,
         "rows": len(rows),
@@ -75,7 +117,8 @@ def _show(arguments: argparse.Namespace) -> int:
                 for r in document["runs"]
             ],
         )
-        page.print(f"{len(rows)} rows, head {head[:16]}; " + ("whole" if not problems else problems[0]), markup=False)
+        said = document["seen"] or problems[0]
+        page.print(f"{len(rows)} rows, head {head[:16]}: {said}", markup=False, soft_wrap=True)
     return 0 if not problems else 1
 
 

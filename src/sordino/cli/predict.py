@@ -16,9 +16,9 @@ def add(commands: Any) -> None:
         "predict",
         act,
         "apply a trained model to a file",
-        "sordino predict runs/mine/model.safetensors new.csv",
+        "sordino predict runs/mine new.csv",
     )
-    parser.add_argument("model", metavar="MODEL", help="model.safetensors of a run, or the run's directory")
+    parser.add_argument("model", metavar="MODEL", help="a run's directory, its public/, or a model.safetensors")
     parser.add_argument(
         "file",
         metavar="FILE",

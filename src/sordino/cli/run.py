@@ -59,14 +59,20 @@ def add(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="go on with a run that was interrupted")
+    parser.add_argument(
+        "--sign-with", metavar="KEYFILE", help="sign the certificate with this identity.key (default: a key of the run)"
+    )
     add_json(parser)
 
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.experiments import run
+    from sordino.experiments.place import Place
     from sordino.experiments.spec import Spec, parse_setting, read_values
+    from sordino.privacy.signing import read_signer
 
+    signer = read_signer(arguments.sign_with) if arguments.sign_with else None
     values: dict[str, Any] = {}
     if arguments.spec:
         values |= read_values(arguments.spec)
@@ -79,10 +85,8 @@ def act(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"--resume: the run keeps its own spec; leave out {', '.join(sorted(values))}.")
         if arguments.out:
             raise SordinoError("--out: a resumed run stays in its directory; leave --out away.")
-        out = Path(arguments.resume)
-        if not (out / "spec.toml").is_file():
-            raise SordinoError(f"--resume: '{out}' holds no run (no spec.toml); check the path.")
-        job = run.prepare(Spec.read(out / "spec.toml"), device=arguments.device)
+        out = Place.find(Path(arguments.resume)).root
+        job = run.prepare(run.reopen(Path(arguments.resume)), device=arguments.device)
     else:
         job = run.prepare(Spec.of(values), device=arguments.device)
         out = Path(arguments.out or f"runs/{job.spec.method}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -91,7 +95,7 @@ def act(arguments: argparse.Namespace) -> int:
         history = _train(job, out)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"go on with: sordino run --resume {out}") from None
-    cert = run.finish(job, out, history)
+    cert = run.finish(job, out, history, signer)
     if not emit(arguments, run.summary(job, cert, history, out)):
         _tell(job, cert, history, out)
     return 0
@@ -110,7 +114,7 @@ def _train(job: Any, out: Path) -> list[dict[str, Any]]:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[shown]}"),
-        TimeElapsedColumn(),
+        *([TimeElapsedColumn()] if job.spec.open_data else []),  # time tells of private records
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(job.spec.method, total=job.plan.rounds, shown="")
@@ -127,15 +131,18 @@ def _score(line: dict[str, Any]) -> str:
 
 
 def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
+    """What `privacy.public` lists under console, and nothing else."""
     from sordino.experiments import run
+    from sordino.experiments.place import Place
     from sordino.privacy.certificate import ranges
+    from sordino.privacy.signing import fingerprint
 
     page = console()
     sizes = sorted(job.plan.sizes)
     shown = f", {sum(sizes):,} records ({sizes[0]:,} to {sizes[-1]:,} each)" if cert["records"] is not None else ""
+    took = f", {run.timing(Place.find(out)):.1f} s" if job.spec.open_data else ""
     page.print(
-        f"{job.spec.method} on {job.dataset.name}: {job.plan.clients} clients{shown}, "
-        f"{job.plan.rounds} rounds, {history[-1]['seconds']:.1f} s",
+        f"{job.spec.method} on {job.dataset.name}: {job.plan.clients} clients{shown}, {job.plan.rounds} rounds{took}",
         markup=False,
     )
     if unlike := run.heterogeneity(job):
@@ -144,7 +151,8 @@ def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Pa
             f"and lack {unlike['absent_classes']:.1f} classes, on average",
             markup=False,
         )
-    page.print(f"final {_score(history[-1])} on {len(job.dataset.y_test):,} test records")
+    tested = "" if cert["test_records"] is None else f" on {cert['test_records']:,} test records"
+    page.print(f"final {_score(history[-1])}{tested}")
     if not run.beats_guessing(job, history[-1]):
         page.print(
             "[bold yellow]warning[/]: that is no better than a constant guess. "
@@ -160,13 +168,15 @@ def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Pa
             f"note: batch {job.spec.batch} is all that clients {ranges(whole)} hold; sampling hides nothing of theirs",
             markup=False,
         )
-    if 0 < len(job.names) <= 20:
-        page.print("clients: " + "; ".join(f"{i} {name}" for i, name in enumerate(job.names)), markup=False)
+    if 0 < len(cert["client_names"]) <= 20:
+        names = enumerate(cert["client_names"])
+        page.print("clients: " + "; ".join(f"{i} {name}" for i, name in names), markup=False)
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"
     promise = f"ε = {epsilon} at δ = {cert['delta']:g}, {cert['unit']} level, {cert['adjacency']}, {cert['trust']}"
     if cert["certified"]:
         page.print(f"[bold green]certified[/]: {promise}")
     else:
         page.print(f"[bold red]not certified[/]: {'; '.join(cert['reasons'])} ({promise})")
-    files = ("statement.md", "certificate.json", "model.safetensors", "curve.png", "metrics.jsonl", "spec.toml")
-    page.print(f"written to {out}: {', '.join(files)}", markup=False)
+    by = cert["signature"]
+    page.print(f"signed by {by['signer']} {fingerprint(by['key'])}", markup=False)
+    page.print(f"written to {out}: public/ may be published, private/ may not (README.txt)", markup=False)

@@ -15,9 +15,12 @@ def add(commands: Any) -> None:
         "verify",
         act,
         "recompute a certificate with an independent accountant",
-        "sordino verify runs/mine/certificate.json",
+        "sordino verify runs/mine\nsordino verify certificate.json --key site-north.card",
     )
-    parser.add_argument("certificate", metavar="FILE", help="certificate.json of a run, or the run's directory")
+    parser.add_argument("certificate", metavar="FILE", help="a run's directory, its public/, or a certificate.json")
+    parser.add_argument(
+        "--key", metavar="KEY", help="who must have signed it: a public key, its fingerprint, or a file with either"
+    )
     add_json(parser)
 
 
@@ -28,13 +31,15 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.experiments.outcome import verify_run
 
     with Console(stderr=True).status("recomputing the account"):  # seconds, where much was sampled
-        verdict = verify_run(Path(arguments.certificate))
+        verdict = verify_run(Path(arguments.certificate), arguments.key)
     document = {
         "ok": not verdict.problems,
         "problems": verdict.problems,
         "epsilon_claimed": verdict.claimed,
         "epsilon_recomputed": verdict.recomputed,
         "certified": verdict.certified,
+        "signed_by": verdict.signed or None,
+        "key_known": verdict.known,
         "not_compared": verdict.gaps,
     }
     if not emit(arguments, document):
@@ -48,5 +53,14 @@ def act(arguments: argparse.Namespace) -> int:
             page.print(f"not compared: {missing}", markup=False)
         if not verdict.problems:
             says = "certified" if verdict.certified else "it says of itself: not certified"
-            page.print(f"[green]holds[/] ({says}). The numbers agree; nothing is signed, so not who wrote them")
+            page.print(f"[green]holds[/] ({says}). {_whose(verdict)}", soft_wrap=True)
     return 0 if not verdict.problems else 1
+
+
+def _whose(verdict: Any) -> str:
+    """What the signature adds: numbers that agree can be made up by anybody, all files together."""
+    if not verdict.signed:
+        return "The numbers agree, but it is not signed: anybody can make up spec, certificate and ledger that agree"
+    if verdict.known:
+        return f"The numbers agree, and {verdict.signed} signed them: the key that --key names"
+    return f"The numbers agree; signed by {verdict.signed}; pass --key to check whose it is"

@@ -65,6 +65,7 @@ def load(
     normalize: str = "none",
     data_dir: str | Path | None = None,
     classes: Sequence[str] | None = None,
+    whole_clients: bool = False,
 ) -> Dataset:
     """Read a source, hold out a test part where it brings none, and preprocess.
 
@@ -82,6 +83,7 @@ def load(
         nowhere is downloaded.
       classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
         they are quantities.
+      whole_clients: hold out all records of some clients, and none of the others.
     """
     _scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
@@ -103,7 +105,9 @@ def load(
     if x_test is None or y_test is None:
         # By position, never by label: which records are for testing must not depend on what a record says.
         whose = np.zeros(len(y), np.int64) if site is None else np.unique(site, return_inverse=True)[1]
-        out = hold_out(whose, test_fraction, generator(seed, "hold out"))
+        rng = generator(seed, "hold out")
+        whole = whole_clients and site is not None
+        out = hold_out_clients(whose, test_fraction, rng) if whole else hold_out(whose, test_fraction, rng)
         x, x_test, y, y_test, site = x[~out], x[out], y[~out], y[out], None if site is None else site[~out]
     else:
         x_test = _features(x_test, "x_test", raw.features)
@@ -596,3 +600,15 @@ def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> n
     if not chosen.any():
         raise SordinoError(f"test_fraction: {fraction} of {len(strata)} records leaves no test part; raise it.")
     return chosen
+
+
+def hold_out_clients(whose: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Which records are for testing: all of some clients, `fraction` of their number to within one, at least one."""
+    clients = len(np.bincount(whose))
+    chosen = max(1, round(fraction * clients))
+    if clients - chosen < 2:
+        raise SordinoError(
+            f"test_fraction: {fraction:g} of {clients} clients, held out as a whole, leaves {clients - chosen} to "
+            "train on, and 2 are needed; lower it, bring more clients, or bring a test part (x_test, y_test)."
+        )
+    return np.isin(whose, rng.permutation(clients)[:chosen])

@@ -2,6 +2,11 @@
 
 The order inside a round is what makes a run safe to kill: the round's outcome is stored (`checkpoint.npz`, replaced
 atomically) before anything about it is shown. A resumed run goes on from what was stored; no round is released twice.
+The plan is charged once, after an empty checkpoint was stored: a charged ledger without its checkpoint is refused,
+because another model would be another release.
+
+What may be published lies in `public/`, what may not in `private/` (`privacy.public` lists every public field). Every
+hash of the data is keyed by `private/run.key`.
 """
 
 from __future__ import annotations
@@ -11,8 +16,9 @@ import json
 import math
 import os
 import time
+import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +36,8 @@ from sordino.data.shard import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import simulate
 from sordino.engines.client import MATRICES
-from sordino.experiments.spec import Spec
+from sordino.experiments.place import Place
+from sordino.experiments.spec import READ_LABELS, Spec, read_values
 from sordino.methods import build, entry
 from sordino.models import lora, nets, transformers
 from sordino.models.flat import Flat
@@ -41,8 +48,11 @@ from sordino.privacy.certificate import certificate, finite, ranges
 from sordino.privacy.ledger import Entry, Ledger
 from sordino.privacy.noise import Silent, Source, source
 from sordino.privacy.plan import Plan
+from sordino.privacy.signing import Signer, sha256, signed
 from sordino.privacy.statement import statement
 from sordino.tree import pack, unpack
+
+TIMINGS = "timings.jsonl"
 
 
 @dataclass(frozen=True)
@@ -58,18 +68,33 @@ class Job:
 
     @property
     def names(self) -> list[str]:
-        """Of the clients, in order, where the partition brings them."""
+        """Of the clients, in order, where the partition brings them. Whose data were used is what user level hides."""
         if self.dataset.site is None or not self.spec.partition.startswith("by-"):
+            return []
+        if self.plan.privacy.unit is Unit.USER:
             return []
         return [str(name) for name in np.unique(self.dataset.site)]
 
+    def identity(self, key: bytes) -> str:
+        """Of spec and data: a run that goes on must go on with the same. It enters the ledger's chain, whose head the
+        certificate publishes; without the key nobody can compare it with data that they guess."""
+        return hashlib.blake2b(self._digest, key=key, person=b"sordino run", digest_size=32).hexdigest()
+
     @cached_property
-    def identity(self) -> str:
-        """Of spec and data: a run that goes on must go on with the same."""
+    def _digest(self) -> bytes:
+        """Not keyed, and never written down."""
         digest = hashlib.sha256(f"{self.spec.toml()}{self.plan.sizes}".encode())
         for part in (self.records.x, self.records.y):
             digest.update(part.contiguous().cpu().numpy().data)
-        return digest.hexdigest()
+        return digest.digest()
+
+    @property
+    def assumes(self) -> list[str]:
+        return assumptions(self.spec)
+
+    def published(self) -> dict[str, Any]:
+        """The spec's keys that may be published."""
+        return tomllib.loads(self.spec.published(self.plan)[0])
 
 
 def read(spec: Spec) -> Dataset:
@@ -88,7 +113,34 @@ def read(spec: Spec) -> Dataset:
         public_stats=spec.public_stats,
         normalize=spec.resolved().normalize or "none",
         data_dir=spec.data_dir,
+        # At user level a test on some of a protected client's records would be a release that nobody pays for.
+        whole_clients=spec.unit == Unit.USER and spec.partition.startswith("by-") and not spec.open_data,
     )
+
+
+def execution(spec: Spec) -> str:
+    """Where the clients were; the statement begins with it."""
+    if spec.benchmark:
+        return "simulation on benchmark data"
+    return "simulation on data declared public" if spec.public_data else "simulated on one machine"
+
+
+def assumptions(spec: Spec) -> list[str]:
+    """What a run's certificate assumes beside what its plan does."""
+    facts = []
+    if spec.public_stats:
+        facts.append("The statistics that features were centred and whitened by are public.")
+    if spec.open_data and spec.partition.partition(":")[0] in READ_LABELS:
+        facts.append(
+            "Clients are simulated: their partition reads the labels of records that everybody may see, and their "
+            "sizes follow from it. The guarantee is for clients whose sizes are public and fixed."
+        )
+    if spec.unit == Unit.USER and spec.partition.startswith("by-") and not spec.open_data:
+        facts.append(
+            "Test records are those of clients held out as a whole, or of a test part that the file brings, which is "
+            "taken to hold no record of a protected client."
+        )
+    return facts
 
 
 def _tokenizer(spec: Spec) -> str:
@@ -99,6 +151,7 @@ def prepare(spec: Spec, dataset: Dataset | None = None, device: str = "cpu") -> 
     """Load (unless the data are at hand), partition, choose the model, calibrate."""
     spec = spec.resolved()
     dataset = read(spec) if dataset is None else dataset
+    spec.certifiable()
     if spec.partition.startswith("by-") and spec.clients and dataset.site is not None:
         found = len(np.unique(dataset.site))
         if found != spec.clients:
@@ -193,67 +246,102 @@ def start(job: Job, out: Path) -> None:
     """Make the run directory."""
     if out.exists() and any(out.iterdir()):
         raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "spec.toml").write_text(job.spec.toml(), encoding="utf-8")
+    Place.of(out).make(*job.spec.published(job.plan))
 
 
-def pay(job: Job, out: Path) -> None:
+def reopen(out: Path) -> Spec:
+    """The spec of a run, the secret part included."""
+    place = Place.find(out)
+    if place.root == place.public or not (place.public / "spec.toml").is_file():
+        raise SordinoError(f"--resume: '{out}' holds no run (no public/spec.toml); check the path.")
+    secret = place.private / "secret.toml"
+    return Spec.of(read_values(place.public / "spec.toml") | (read_values(secret) if secret.is_file() else {}))
+
+
+def pay(job: Job, ledger: Ledger, who: str) -> None:
     """Charge the whole plan, once, before its first round: a row for each query and group of equal clients."""
-    privacy, fixed = job.plan.privacy, job.spec.noise is not None
-    limit = (None, None) if fixed else (privacy.epsilon, privacy.delta)
-    with Ledger(out / "ledger.db", epsilon=limit[0], delta=limit[1]) as ledger:
-        for group in job.plan.groups():
-            who = f"clients {ranges(group.clients)}"
-            if group.releases and not ledger.charged(job.identity, who, 0):
-                ledger.charge([Entry.of(r, who, 0, job.identity, privacy.adjacency) for r in group.releases])
+    for group in job.plan.groups():
+        clients = f"clients {ranges(group.clients)}"
+        if group.releases and not ledger.charged(who, clients, 0):
+            ledger.charge([Entry.of(r, clients, 0, who, job.plan.privacy.adjacency) for r in group.releases])
 
 
 def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
     """Train, and yield each round's metrics; with `out`, from wherever the directory stands, and paid for there."""
-    with _alone(out) if out else nullcontext():
-        done, tree, history = _restore(out, job.identity) if out else (0, (), [])
+    with ExitStack() as stack:
+        done, tree, history, seconds = 0, (), list[dict[str, Any]](), 0.0
         if out:
-            pay(job, out)
-            (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+            place = Place.find(out)
+            stack.enter_context(_alone(place))
+            who = job.identity(place.keys().identity)
+            limit = (None, None) if job.spec.noise is not None else (job.plan.privacy.epsilon, job.plan.privacy.delta)
+            ledger = stack.enter_context(Ledger(place.private / "ledger.db", epsilon=limit[0], delta=limit[1]))
+            done, tree, history = _begin(job, place, ledger, who)
+            (place.public / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))
+            seconds = timing(place)
         yield from history
         x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
-        began = time.perf_counter() - (history[-1]["seconds"] if history else 0.0)
+        began = time.perf_counter() - seconds
         for turn in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
             looked = (turn.t + 1) % job.spec.evaluate_every == 0 or turn.t + 1 == job.plan.rounds
             line: dict[str, Any] = {
                 "round": turn.t + 1,
                 **(evaluate(job.model, turn.model, x, y.to(x.device)) if looked else {}),
                 "epsilon": finite(job.plan.spent(turn.t)),
-                "seconds": round(time.perf_counter() - began, 6),
             }
             if out:
-                _store(out, job.identity, (turn.checkpoint, turn.model), line)
-                with open(out / "metrics.jsonl", "a") as file:
+                _store(place, who, (turn.checkpoint, turn.model), line)
+                ledger.mark(who, turn.t + 1)
+                with open(place.public / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(line) + "\n")
+                # Private: how long a round takes depends on the records.
+                with open(os.open(place.private / TIMINGS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
+                    took = round(time.perf_counter() - began, 6)
+                    file.write(json.dumps({"round": turn.t + 1, "seconds": took}) + "\n")
             yield line
 
 
-def finish(job: Job, out: Path, history: list[dict[str, Any]]) -> dict[str, Any]:
-    """Write model, certificate, statement and curve; return the certificate."""
-    with Ledger(out / "ledger.db") as ledger:
+def finish(job: Job, out: Path, history: list[dict[str, Any]], signer: Signer | None = None) -> dict[str, Any]:
+    """Write model, certificate, statement and curve; return the certificate, signed by `signer` or the run's key."""
+    place = Place.find(out)
+    keys = place.keys()
+    done, tree, _ = _restore(place, job.identity(keys.identity), raw=True)
+    if not done:
+        raise SordinoError(f"out: no round of '{out}' is done yet; train it first.")
+    save_model(place.public / "model.safetensors", job.spec, job.dataset, job.model, tree[1])
+    with Ledger(place.private / "ledger.db") as ledger:
         cert = certificate(
             job.plan,
             job.source,
             version=sordino.__version__,
-            spec_sha256=job.spec.sha256(),
+            spec_sha256=hashlib.sha256(job.spec.published(job.plan)[0].encode()).hexdigest(),
+            model_sha256=sha256(place.public / "model.safetensors"),
+            metrics_sha256=sha256(place.public / "metrics.jsonl"),
             ledger_head=ledger.head(),
             ledger_rows=len(ledger),
             tested=len(job.dataset.y_test) if job.plan.privacy.unit is Unit.RECORD else None,
-            assumes=["The statistics that features were centred and whitened by are public."]
-            * bool(job.spec.public_stats),
+            execution=execution(job.spec),
+            assumes=job.assumes,
+            doubts=[job.spec.doubt] if job.spec.doubt else [],
             names=job.names,
         )
-    (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
-    (out / "statement.md").write_text(statement(cert), encoding="utf-8")
-    _, (_, theta), _ = _restore(out, job.identity, raw=True)
-    save_model(out / "model.safetensors", job.spec, job.dataset, job.model, theta)
-    draw_curve(out / "curve.png", job, history)
+    cert = signed(cert, signer or keys.sign)
+    (place.public / "statement.md").write_text(statement(cert), encoding="utf-8")
+    title = f"{job.spec.method} on {job.dataset.name}, {job.plan.clients} clients"
+    draw_curve(place.public / "curve.png", title, job.plan.privacy.delta, history)
+    (place.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
+    _level(place.public)
     return cert
+
+
+def _level(folder: Path) -> None:
+    """Give all files the time at which the run was begun, because the others would tell how long it took, and the same
+    mode."""
+    first = (folder / "spec.toml").stat()
+    for path in (*folder.rglob("*"), folder):
+        if path.is_file():
+            os.chmod(path, first.st_mode & 0o777)
+        os.utime(path, (first.st_mtime, first.st_mtime))
 
 
 def beats_guessing(job: Job, last: dict[str, Any]) -> bool:
@@ -271,16 +359,25 @@ def beats_guessing(job: Job, last: dict[str, Any]) -> bool:
 def heterogeneity(job: Job) -> dict[str, float] | None:
     """How unlike simulated clients are, on average: KL of their labels from uniform, and classes they lack.
 
-    For clients that the data bring along these are private figures: not told.
+    An exact function of the records: told of data that everybody may see, and of no others.
     """
-    if not job.dataset.classes or job.spec.partition.startswith("by-"):
+    if not job.spec.open_data or not job.dataset.classes or job.spec.partition.startswith("by-"):
         return None
     owner = np.repeat(np.arange(job.plan.clients), job.plan.sizes)
-    clients = describe(job.records.y.numpy(), owner, len(job.dataset.classes))
+    clients = describe(job.records.y.cpu().numpy(), owner, len(job.dataset.classes))
     return {
         "kl_from_uniform": sum(c.kl_from_uniform for c in clients) / len(clients),
         "absent_classes": sum(c.absent for c in clients) / len(clients),
     }
+
+
+def timing(place: Place) -> float:
+    """Seconds of all rounds so far."""
+    path, seconds = place.private / TIMINGS, 0.0
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # a kill may have cut a line
+            seconds = float(json.loads(line)["seconds"])
+    return seconds
 
 
 def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: Path | None) -> dict[str, Any]:
@@ -299,21 +396,25 @@ def summary(job: Job, cert: dict[str, Any], history: list[dict[str, Any]], out: 
         "records": cert["records"],
         "rounds": job.plan.rounds,
         "beats_guessing": beats_guessing(job, history[-1]),
-        "heterogeneity": heterogeneity(job),
         "client_names": cert["client_names"],
-        "seconds": history[-1]["seconds"],
         "out": str(out) if out else None,
-        "spec": job.spec.values(),
+        "spec": job.published(),
+        **(_of_open_data(job, out) if job.spec.open_data else {}),
     }
+
+
+def _of_open_data(job: Job, out: Path | None) -> dict[str, Any]:
+    """Exact functions of the records, and the time that they took."""
+    return {"heterogeneity": heterogeneity(job), "seconds": timing(Place.find(out)) if out else None}
 
 
 # --------------------------------------------------------------------------------------------------- the directory
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _alone(place: Place) -> Iterator[None]:
     """Two processes in one directory would release a round twice. The lock goes with its process, however that ends."""
-    with open(out / "lock", "w") as file:
+    with open(os.open(place.private / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         try:
             import fcntl
 
@@ -321,42 +422,70 @@ def _alone(out: Path) -> Iterator[None]:
         except ImportError:  # not a POSIX system
             pass
         except OSError:
-            raise SordinoError(f"resume: another process is at work in '{out}'; wait for it or stop it.") from None
+            raise SordinoError(
+                f"resume: another process is at work in '{place.root}'; wait for it or stop it."
+            ) from None
         yield
 
 
-def _store(out: Path, identity: str, tree: Tree, line: dict[str, Any]) -> None:
+def _begin(job: Job, place: Place, ledger: Ledger, who: str) -> tuple[int, Tree, list[dict[str, Any]]]:
+    """Where the run stands, and paid for.
+
+    An empty checkpoint is stored before the charge. So a charge without a checkpoint means that the checkpoint was
+    taken away, and the rounds after it may have been seen: with fresh noise they would be released a second time. A
+    kill between the charge and the first round leaves the empty checkpoint, and nothing was shown.
+    """
+    path, charged = place.private / "checkpoint.npz", len(ledger) > 0
+    if not path.exists():
+        metrics, model = place.public / "metrics.jsonl", place.public / "model.safetensors"
+        if charged or model.exists() or (metrics.exists() and metrics.stat().st_size):
+            raise SordinoError(
+                f"resume: '{path}' is gone, and the run was paid for already; doing its rounds again would release a "
+                "second model on one charge. Start a new run."
+            )
+        _store(place, who, (), None)
+    done, tree, history = _restore(place, who)
+    if done < ledger.marked(who):
+        raise SordinoError(
+            f"resume: '{path}' holds round {done}, and {ledger.marked(who)} rounds were stored; doing them again would "
+            "release them twice. Put the newest checkpoint back, or start a new run."
+        )
+    if done and not charged:
+        raise SordinoError(f"resume: '{ledger.path}' does not hold the charge of {done} rounds done; start a new run.")
+    pay(job, ledger, who)
+    return done, tree, history
+
+
+def _store(place: Place, who: str, tree: Tree, line: dict[str, Any] | None) -> None:
     """Replace the checkpoint in one step, so that a kill leaves the old one or the new one."""
-    temporary = out / "checkpoint.tmp"
+    temporary = place.private / "checkpoint.tmp"
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        np.savez(file, identity=identity, line=json.dumps(line), tree=np.frombuffer(pack(tree), np.uint8))
+        np.savez(file, identity=who, line=json.dumps(line), tree=np.frombuffer(pack(tree), np.uint8))
         file.flush()
         os.fsync(file.fileno())  # a power cut must not bring an older round back
-    os.replace(temporary, out / "checkpoint.npz")
+    os.replace(temporary, place.private / "checkpoint.npz")
 
 
-def _restore(out: Path, identity: str, *, raw: bool = False) -> tuple[int, Tree, list[dict[str, Any]]]:
+def _restore(place: Place, who: str, *, raw: bool = False) -> tuple[int, Tree, list[dict[str, Any]]]:
     """(rounds done, checkpoint, metrics so far). A spec or data other than those of the rounds done are refused: the
     certificate would speak of noise that was not added."""
-    path, metrics = out / "checkpoint.npz", out / "metrics.jsonl"
-    if not path.exists():
-        if metrics.exists() and metrics.stat().st_size:
-            raise SordinoError(f"resume: '{path}' is gone, and rounds were done already; start a new run.")
-        return 0, (), []
+    path, metrics = place.private / "checkpoint.npz", place.public / "metrics.jsonl"
     try:
         with np.load(path, allow_pickle=False) as store:
             known, last, tree = str(store["identity"]), json.loads(str(store["line"])), unpack(store["tree"].tobytes())
-        done = int(last["round"])
+        done = int(last["round"]) if last else 0
         # A kill may fall between the checkpoint and its line, or inside the line: the checkpoint's own is whole.
-        whole = metrics.read_text().splitlines()[: done - 1] if metrics.exists() else []
-        history = [*map(json.loads, whole), last]
+        whole = metrics.read_text().splitlines()[: done - 1] if done and metrics.exists() else []
+        history = [*map(json.loads, whole), last] if last else []
     except Exception as error:  # a damaged archive fails in a dozen ways
         raise SordinoError(f"resume: '{path}' cannot be read ({error}); start a new run.") from None
-    if known != identity:
-        raise SordinoError(f"resume: spec.toml or the data changed since round {done} of '{out}'; start a new run.")
+    if known != who:
+        raise SordinoError(
+            f"resume: spec.toml or the data changed since round {done} of '{place.root}'; start a new run."
+        )
     if len(history) != done:
         raise SordinoError(f"resume: '{metrics}' lacks some of the {done} rounds done; start a new run.")
-    return done, tree if raw else tree[0], history
+    return done, tree if raw or not done else tree[0], history
 
 
 def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear | Flat, theta: Tensor) -> None:
@@ -382,8 +511,9 @@ def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear | Flat, t
         lora.save_peft(path.with_name("adapter"), model, theta)
 
 
-def draw_curve(path: Path, job: Job, history: list[dict[str, Any]]) -> bool:
-    """Accuracy by round, and epsilon spent so far beside it. False where matplotlib is not installed."""
+def draw_curve(path: Path, title: str, delta: float, history: list[dict[str, Any]]) -> bool:
+    """The lines of metrics.jsonl: accuracy by round, and epsilon spent so far beside it. False where matplotlib is not
+    installed."""
     try:
         import matplotlib
     except ImportError:
@@ -404,8 +534,8 @@ def draw_curve(path: Path, job: Job, history: list[dict[str, Any]]) -> bool:
     if None not in spent:
         right = left.twinx()
         right.plot(t, spent, color="#b3541e", lw=1.5, ls="--")
-        right.set_ylabel(f"ε spent (δ = {job.plan.privacy.delta:g})", color="#b3541e")
+        right.set_ylabel(f"ε spent (δ = {delta:g})", color="#b3541e")
         right.set_ylim(bottom=0)
-    left.set_title(f"{job.spec.method} on {job.dataset.name}, {job.plan.clients} clients", fontsize=11)
+    left.set_title(title, fontsize=11)
     figure.savefig(path)
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 import secrets
 import tomllib
 from collections.abc import Mapping
@@ -15,14 +16,18 @@ from typing import Any
 import torch
 
 from sordino.core import Privacy, SordinoError, Unit, nearest
+from sordino.data import catalog
+from sordino.data.sources import BUILT_IN, SUFFIXES
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Loss
 from sordino.models.nets import NETS
 from sordino.models.transformers import TRANSFORMERS
+from sordino.privacy.certificate import SECRET_SEED
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 
 MODELS = ("auto", *Loss, *NETS, *TRANSFORMERS)
+READ_LABELS = ("dirichlet", "classes", "counts")  # partitions in which labels decide who holds a record
 DTYPES = ("float32", "float64", "bfloat16")  # the last: forward and backward passes of a transformer
 
 
@@ -40,6 +45,7 @@ class Spec:
     public_stats: str | None = None
     normalize: str | None = None  # the method's own word, mostly none
     test_fraction: float = 0.2
+    public_data: bool | None = None  # true: everybody may see these records, as with benchmark data
     # clients
     clients: int | None = None  # 10, or as many as the partition brings
     partition: str = "dirichlet"
@@ -96,6 +102,37 @@ class Spec:
     def deep(self) -> bool:
         """The model is a network, not a linear one."""
         return self.model in NETS or self.model in TRANSFORMERS
+
+    @property
+    def benchmark(self) -> bool:
+        """The data are a built-in or published set, which everybody may see."""
+        word = re.split(r"[(:]", self.data, maxsplit=1)[0].strip()
+        return (word in BUILT_IN or self.data in catalog.NAMES) and Path(self.data).suffix.lower() not in SUFFIXES
+
+    @property
+    def open_data(self) -> bool:
+        """Nothing about the records needs hiding: a benchmark's, or declared public by `public_data`."""
+        return self.benchmark or bool(self.public_data)
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing can be certified of this partition of these data; empty where something can."""
+        law = self.partition.partition(":")[0]
+        if self.open_data or law not in READ_LABELS:
+            return ""
+        return (
+            f"partition {law} reads the labels of '{self.data}', so that the clients' sizes depend on its records, "
+            "where the guarantee takes them as public and fixed"
+        )
+
+    def certifiable(self) -> None:
+        """Refuse a run that would end in a certificate, and that nothing can be certified of."""
+        silent = self.epsilon == math.inf and self.noise is None
+        if self.doubt and not (self.uncertified or silent or self.seed is not None):
+            raise SordinoError(
+                f"partition: {self.doubt}. Use partition = iid or by-column:NAME; or set public_data = true, if "
+                "everybody may see these records; or uncertified = true."
+            )
 
     # ------------------------------------------------------------------------------------------------------- making
 
@@ -158,6 +195,13 @@ class Spec:
 
         flat = self.values()  # TOML wants tables last
         return tomli_w.dumps(dict(sorted(flat.items(), key=lambda item: isinstance(item[1], dict))))
+
+    def published(self, plan: Plan) -> tuple[str, str]:
+        """(what spec.toml tells, what stays private), both as TOML: a schedule that hides who took part needs a seed
+        that nobody can guess, and then nobody else may know it."""
+        if not plan.amplified or plan.schedule_seed < SECRET_SEED:
+            return self.toml(), ""
+        return dataclasses.replace(self, schedule_seed=None).toml(), f"schedule_seed = {plan.schedule_seed}\n"
 
     def sha256(self) -> str:
         return hashlib.sha256(self.toml().encode()).hexdigest()

@@ -121,6 +121,7 @@ def paid(
 ) -> dict[str, Any]:
     """A search within the one budget; with `out`, the chosen run's model, certificate and statement are kept there."""
     base = Spec.of({**values, **next(product(grid))})
+    base.certifiable()
     dataset = read(base)
     if public is not None:
         if Path(public).resolve() == Path(base.data).resolve():

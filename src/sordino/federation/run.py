@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +29,7 @@ from sordino.federation.terms import Terms
 from sordino.privacy.certificate import certificate
 from sordino.privacy.ledger import Ledger
 from sordino.privacy.noise import Secure, Seeded, Source
+from sordino.privacy.signing import of_site, sha256, signed
 from sordino.privacy.statement import statement
 from sordino.tree import leaves, pack, tree_map, unpack
 
@@ -239,12 +241,14 @@ class Run:
         if (self.folder / "certificate.json").exists():
             (self.folder / "secret").unlink(missing_ok=True)  # a kill may have fallen between the two
             return
+        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
         with self.site.ledger() as ledger:
             cert = certificate(
                 self.plan,
                 self.source(),
                 version=sordino.__version__,
                 spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
+                model_sha256=sha256(self.folder / "model.safetensors"),
                 ledger_head=ledger.head(),
                 ledger_rows=len(ledger),
                 names=self.terms.names,
@@ -255,7 +259,8 @@ class Run:
         limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
         limit |= {"rounds": paid}
         cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
-        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
+        with suppress(SordinoError):  # a site without a key of its own leaves its certificate unsigned
+            cert = signed(cert, of_site(self.site.identity))
         write(self.folder / "statement.md", statement(cert).encode())
         write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         (self.folder / "secret").unlink(missing_ok=True)

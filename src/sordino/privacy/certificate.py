@@ -1,24 +1,28 @@
 """The numbers a run ends with: raw ones (sensitivities, standard deviations, counts) beside the epsilon they imply.
 
-`statement` puts them into words, `verify` recomputes them by another road.
+`statement` puts them into words, `verify` recomputes them by another road, `signing` signs them. Everything here is
+public: `public` says of every field why it may be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sordino.core import Adjacency, Correlated, Divisor, Trust, Unit, carries
+from sordino.core import Adjacency, Correlated, Divisor, SordinoError, Trust, Unit, carries
 from sordino.privacy import account
 from sordino.privacy.noise import Seeded, Source
 from sordino.privacy.participation import EVERYONE
 from sordino.privacy.plan import Group, Plan
 from sordino.privacy.sampled import Sampler
+from sordino.privacy.signing import code_sha256
 
-FORMAT = 1
+FORMAT = 2
+MOST_CLIENTS = 10_000_000
+SECRET_SEED = 2**96  # a schedule's seed below this can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 
 NUMERICS = (
@@ -47,6 +51,9 @@ def certificate(
     spec_sha256: str = "",
     ledger_head: str = "",
     ledger_rows: int = 0,
+    model_sha256: str = "",
+    metrics_sha256: str = "",
+    doubts: Sequence[str] = (),
     tested: int | None = None,
     names: Sequence[str] = (),
     execution: str = "simulated on one machine",
@@ -55,14 +62,15 @@ def certificate(
 ) -> dict[str, Any]:
     """Everything a reader needs to recompute the promise, after `done` rounds (default: all).
 
-    `tested`: how many records the model was tested on. `names`: of the clients, where they have any.
+    `tested`: how many records the model was tested on. `names`: of the clients, where they have any. `doubts`: why it
+    is not certified, beside what the plan and the source tell. `signing.signed` adds a signature.
     """
     groups = plan.groups(done)
     own = [plan.epsilon_of(group) for group in groups]
     worst = groups[int(np.argmax(own))]
     noise, client_noise = plan.summed_noise()
     delta = plan.privacy.delta
-    reasons = _reasons(plan, source)
+    reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
     sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
     return {
         "format": FORMAT,
@@ -112,6 +120,7 @@ def certificate(
                 "clients": ranges(group.clients),
                 "count": len(group.clients),
                 "records": list(group.records) if sizes_public else None,
+                "sizes": _sizes(plan, group) if sizes_public else None,
                 "mu": finite(group.mu),
                 "epsilon": finite(epsilon),
                 "own_std": {level.name: _common(plan.own_std(level), group.clients) for level in plan.levels},
@@ -126,6 +135,10 @@ def certificate(
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
         "numerics": [*(INTEGERS if plan.integers else NUMERICS), *[SAMPLES] * plan.samples],
         "spec_sha256": spec_sha256,
+        "model_sha256": model_sha256,
+        "metrics_sha256": metrics_sha256,
+        "schema_sha256": None,
+        "code_sha256": code_sha256(),
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }
 
@@ -187,11 +200,50 @@ def _sampler(plan: Plan) -> dict[str, str]:
     kind = plan.participation.kind if plan.amplified else plan.sampling.kind
     by = "clients" if plan.amplified else "records"
     claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if plan.samples else "none claimed"
+    secret = "secret" if plan.schedule_seed >= SECRET_SEED else "guessable"
     return {
         "clients": str(plan.participation),
         "records": "all" if plan.sampling.kind == EVERYONE else str(plan.sampling),
         "amplification": claim,
+        "schedule": "all take part" if plan.participation.kind == EVERYONE else secret if plan.amplified else "public",
     }
+
+
+def _sizes(plan: Plan, group: Group) -> list[int]:
+    """Of the group's clients in order; one number where all are equal."""
+    sizes = [plan.sizes[i] for i in group.clients]
+    return sizes[:1] if len(set(sizes)) == 1 else sizes
+
+
+def sizes_of(cert: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Every client's number of records, where the certificate tells them.
+
+    Raises:
+      SordinoError: the groups do not name every client once.
+    """
+    clients = int(cert["clients"])
+    if not 1 <= clients <= MOST_CLIENTS:
+        raise SordinoError(f"certificate: {clients} clients; it lists 1 to {MOST_CLIENTS:,}.")
+    if any(group["sizes"] is None for group in cert["groups"]):
+        return None
+    found: dict[int, int] = {}
+    for group in cert["groups"]:
+        numbers = numbers_of(group["clients"], clients)
+        sizes = group["sizes"] * (len(numbers) if len(group["sizes"]) == 1 else 1)
+        if len(sizes) != len(numbers) or found.keys() & set(numbers):
+            raise SordinoError(f"certificate: clients {group['clients']} do not fit their sizes, or stand twice.")
+        found |= dict(zip(numbers, map(int, sizes), strict=True))
+    if sorted(found) != list(range(clients)):
+        raise SordinoError(f"certificate: the groups do not name each of {clients} clients once.")
+    return tuple(found[i] for i in range(clients))
+
+
+def numbers_of(text: str, clients: int) -> list[int]:
+    """The clients of '0-4, 7'."""
+    spans = [[int(end) for end in part.split("-")] for part in text.split(", ") if part]
+    if any(not 0 <= span[0] <= span[-1] < clients for span in spans):
+        raise SordinoError(f"certificate: clients '{text[:60]}' are not among 0 to {clients - 1}.")
+    return [k for span in spans for k in range(span[0], span[-1] + 1)]
 
 
 def _common(values: np.ndarray, clients: Sequence[int]) -> float | list[float]:
@@ -215,7 +267,7 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append("not private: the noise is too small for any bound")
     if not source.private:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
-    if plan.amplified and plan.schedule_seed < 2**96:
+    if plan.amplified and plan.schedule_seed < SECRET_SEED:
         reasons.append("not proved: who takes part can be guessed from a small schedule_seed; leave it out")
     if plan.by_chance:
         reasons.append(
@@ -242,8 +294,8 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         facts.append("Who takes part in a round is public.")
     if plan.amplified:
         facts.append(
-            "Cohorts are drawn anew every round from a secret seed, which spec.toml holds and the server keeps to "
-            "itself, as it does who took part; no participant tells that it came."
+            "Cohorts are drawn anew every round from a secret seed, which the server keeps to itself "
+            "(private/secret.toml), as it does who took part; no participant tells that it came."
         )
     elif plan.samples:
         facts.append(

@@ -5,9 +5,12 @@ before `charge` returns: whatever leaves a client has been paid for, and after a
 instead of fresh noise. The file is SQLite in WAL mode with synchronous=FULL, so that a committed row survives a power
 cut (as far as the disk keeps what it says it has written).
 
-Rows are only ever appended, and each carries the hash of the one before. Whoever can write the file can forge a whole
-chain, but not one that ends in a hash already written into a certificate: keep `head()` and `len()` elsewhere and hand
-them to `audit`.
+Rows are only ever appended, and each carries the hash of the one before; beside them the file keeps a witness, the
+number of rows and the last hash, so that rows cut from the end are missed. Whoever can write the file can forge chain
+and witness together, but not a chain that ends in a hash already written into a certificate: keep `head()` and `len()`
+elsewhere and hand them to `audit`.
+
+`mark` notes how many rounds of a plan were stored: a run that was put back to an earlier round is refused.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ _FIELDS = (
     "who, round, query, sensitivity, std, times, plan, rate, sampler, seq, time, key, payload_sha256, previous, hash"
 )
 _READ = f"SELECT {_FIELDS}"
+_LATER = (  # tables that files of an earlier version lack
+    "CREATE TABLE IF NOT EXISTS witness (rows INTEGER NOT NULL, head TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS progress (plan TEXT PRIMARY KEY, rounds INTEGER NOT NULL)",
+)
 _TABLES = (
     """CREATE TABLE entries (
         who TEXT NOT NULL, round INTEGER NOT NULL, query TEXT NOT NULL, sensitivity REAL NOT NULL, std REAL NOT NULL,
@@ -52,6 +59,7 @@ _TABLES = (
     "CREATE INDEX entries_by_round ON entries (plan, who, round)",
     "CREATE UNIQUE INDEX entries_by_key ON entries (key) WHERE key <> ''",
     "CREATE TABLE limits (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, epsilon REAL NOT NULL, delta REAL NOT NULL)",
+    *_LATER,
     *(
         f"CREATE TRIGGER {table}_no_{verb} BEFORE {verb} ON {table} BEGIN SELECT RAISE(ABORT, 'append-only'); END"
         for table in ("entries", "limits")
@@ -186,6 +194,8 @@ class Ledger:
                     raise OverspentError(f"{done}: already released; re-send the stored one.")
             self._affordable(entries)
             (seq, previous), now = self._last(), _now()
+            if cut := self._cut(seq, previous):
+                raise SordinoError(f"ledger {self.path}: {cut} Restore it from a backup before anything is released.")
             label, body = _label(*key), payload
             for entry in entries:
                 seq += 1
@@ -193,6 +203,37 @@ class Ledger:
                 row = row._replace(hash=_chained(row))
                 self._db.execute(f"INSERT INTO entries VALUES ({', '.join('?' * 16)})", (*row, body))
                 previous, label, body = row.hash, "", None
+            for statement in _LATER:
+                self._db.execute(statement)
+            self._db.execute("DELETE FROM witness")
+            self._db.execute("INSERT INTO witness VALUES (?, ?)", (seq, previous))
+
+    def mark(self, plan: str, rounds: int) -> None:
+        """Note that so many rounds of the plan are stored. The number never falls. A power cut may lose the last ones,
+        and then fewer are known to be stored than are: for this the drive is not waited for."""
+        self._ask("PRAGMA synchronous = NORMAL")
+        try:
+            self._mark(plan, rounds)
+        finally:
+            self._ask("PRAGMA synchronous = FULL")
+
+    def _mark(self, plan: str, rounds: int) -> None:
+        with self._transaction():
+            for statement in _LATER:
+                self._db.execute(statement)
+            most = "rounds = max(rounds, excluded.rounds)"
+            self._db.execute(
+                f"INSERT INTO progress VALUES (?, ?) ON CONFLICT (plan) DO UPDATE SET {most}", (plan, rounds)
+            )
+
+    def marked(self, plan: str) -> int:
+        """How many rounds of the plan are stored, as far as `mark` was told."""
+        found = self._ask("SELECT rounds FROM progress WHERE plan = ?", plan) if self._has("progress") else []
+        return int(found[0][0]) if found else 0
+
+    def witnessed(self) -> bool:
+        """Whether the file keeps a count of its rows; those of an earlier version do not, until they are charged."""
+        return self._witness() is not None
 
     def release(self, plan: str, who: str, round: int) -> bytes | None:
         """The stored payload, to be sent again after a crash; None if there is none."""
@@ -255,6 +296,8 @@ class Ledger:
                 seq, previous, count, found = row.seq, row.hash, count + 1, found or row.hash == expect_head
         except sqlite3.Error as error:
             problems.append(f"The file cannot be read beyond row {seq}: {error}.")
+        if cut := self._cut(seq, previous):
+            problems.append(cut)
         if expect_rows is not None and count < expect_rows:
             problems.append(f"There are {count} rows where {expect_rows} are expected: rows were cut off.")
         if not found:
@@ -363,6 +406,23 @@ class Ledger:
         while batch := self._ask(f"{_READ} FROM entries WHERE seq > ? ORDER BY seq LIMIT 1000", seq):
             yield from (Row(*fields) for fields in batch)
             seq = batch[-1][9]
+
+    def _has(self, table: str) -> bool:
+        return bool(self._ask("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", table))
+
+    def _witness(self) -> tuple[int, str] | None:
+        found = self._ask("SELECT rows, head FROM witness") if self._has("witness") else []
+        if not found:
+            return None
+        rows, head = found[0]
+        return (rows if isinstance(rows, int) else -1, str(head))
+
+    def _cut(self, seq: int, head: str) -> str:
+        """What the witness has against these as the last row's number and hash."""
+        known = self._witness()
+        if known is None or known == (seq, head):
+            return ""
+        return f"The file counts {known[0]} rows and ends with row {seq}: rows were cut off or rewritten."
 
     def _last(self) -> tuple[int, str]:
         last = self._ask("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1")

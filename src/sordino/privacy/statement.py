@@ -10,6 +10,7 @@ from scipy.special import ndtr
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.privacy.account import tv_of
+from sordino.privacy.signing import fingerprint
 
 MOST_GROUPS = 20
 
@@ -73,18 +74,30 @@ The guarantee speaks of {WHO[unit, adjacency]}. It holds against \
 {_bullets([*cert["assumes"], *cert["numerics"]])}
 
 Spec sha256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
-({cert["ledger"]["rows"]} in all); sordino {cert["sordino"]}. Re-check: `sordino verify certificate.json`.
+({cert["ledger"]["rows"]} in all); sordino {cert["sordino"]}. {_signed(cert)} \
+Re-check: `sordino verify certificate.json`.
 """
 
 
 def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
-    if not cert["execution"].startswith("simulated"):
+    if not cert["execution"].startswith("simul"):
         return f"It ran {cert['execution']}."
     assumed = " Secure aggregation was assumed, not carried out." if trust is Trust.SECURE_AGGREGATION else ""
     return (
-        "This was a simulation: all data lay on one machine, and the guarantee is for what a deployment with the same "
-        f"settings would let others see.{assumed}"
+        f"This was a {_kind(cert['execution'])}: all data lay on one machine, and the guarantee is for what a "
+        f"deployment with the same settings would let others see.{assumed}"
     )
+
+
+def _kind(execution: str) -> str:
+    return execution if execution.startswith("simulation") else "simulation"
+
+
+def _signed(cert: Mapping[str, Any]) -> str:
+    about = cert.get("signature")
+    if about is None:
+        return "Not signed."
+    return f"Signed by {about['signer']} `{fingerprint(about['key'])}`."
 
 
 def _coalition(cert: Mapping[str, Any]) -> str:

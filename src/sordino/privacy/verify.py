@@ -2,7 +2,8 @@
 
 Epsilon is recomputed from the raw numbers with dp-accounting's privacy loss distributions, which share no code with the
 closed form that calibrated the noise; and the raw numbers must follow from what the certificate says of unit,
-adjacency, trust, clip and noise. Nothing is signed: agreement shows that the numbers hold together, not who wrote them.
+adjacency, trust, clip and noise. Agreement shows that the numbers hold together. Who wrote them, and that they are
+those of a run that took place, only the signature shows, to somebody who knows whose key it is.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Kind, Query, SordinoError, Trust, Unit
-from sordino.privacy import account, discrete, gaussian
+from sordino.privacy import account, discrete, gaussian, signing
 from sordino.privacy.certificate import FORMAT, listed
 from sordino.privacy.integers import LEAST
 from sordino.privacy.participation import EVERYONE, Sampling
 from sordino.privacy.sampled import Sampler
 
 TOLERANCE = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
+FOLLOWS = "the sensitivity of query"
+NOT_SIGNED = "who wrote it: it is not signed"
 SLACK = 0.01  # and above it: both are upper bounds
 
 
@@ -31,10 +34,16 @@ class Verdict(NamedTuple):
     recomputed: float
     certified: bool
     gaps: list[str]  # what it could not be compared with
+    signed: str = ""  # by whom; empty: by nobody
+    known: bool = False  # the reader named this very key
 
 
-def verify(cert: Mapping[str, Any]) -> Verdict:
-    """Recompute every epsilon from the raw numbers with dp-accounting; list what does not hold."""
+def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
+    """Recompute every epsilon from the raw numbers with dp-accounting, check the signature; list what does not hold.
+
+    Args:
+      key: who must have signed it: a public key, its fingerprint, or a file with either.
+    """
     problems: list[str] = []
     try:
         if cert["format"] != FORMAT:
@@ -54,11 +63,29 @@ def verify(cert: Mapping[str, Any]) -> Verdict:
         _check_bounds(cert, problems)
         _check_integers(cert, problems)
         _check_claims(cert, claimed, problems)
+        by = _check_signature(cert, key, problems)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SordinoError):
             raise
         raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
-    return Verdict(problems, claimed, recomputed, bool(cert["certified"]), _taken_as_given(cert))
+    gaps = [*_taken_as_given(cert), *([] if by else [NOT_SIGNED])]
+    return Verdict(problems, claimed, recomputed, bool(cert["certified"]), gaps, by, bool(by and key))
+
+
+def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[str]) -> str:
+    """By whom it was signed; empty where it is not."""
+    about = cert.get("signature")
+    if about is None:
+        if key is not None:
+            problems.append("it is not signed, and --key names who should have signed it")
+        return ""
+    if why := signing.broken(cert):
+        problems.append(why)
+    public = str(about["key"])
+    found = signing.fingerprint(public)
+    if key is not None and not {public, found} & set(signing.known_keys(key)):
+        problems.append(f"it was signed by {about['signer']} {found}, and --key names another key")
+    return f"{about['signer']} {found}"
 
 
 def _compare(what: str, claimed: float, found: float, problems: list[str]) -> None:
@@ -356,11 +383,7 @@ def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
 def _taken_as_given(cert: Mapping[str, Any]) -> list[str]:
     """Sensitivities that do not follow from a clip."""
     why = {q["query"]: "a schedule" if q["stream"] else q["bound"].removeprefix("by ") for q in cert["queries"]}
-    return [
-        f"the sensitivity of query {name}, which follows from {source}"
-        for name, source in why.items()
-        if source != "clip"
-    ]
+    return [f"{FOLLOWS} {name}, which follows from {source}" for name, source in why.items() if source != "clip"]
 
 
 def _span(value: Any) -> tuple[float, float]:
