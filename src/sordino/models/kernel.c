@@ -186,7 +186,7 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
             vd z = WIDEN(*(vh *)(s->z + i * TILE + j));
             *(vd *)(norm + j) += z * z;
         }
-    for (int j = 0; j < TILE; j++) norm[j] = sqrt(norm[j]);
+    EACH(j, TILE) norm[j] = sqrt(norm[j]);
     for (int j = 0; j < TILE; j++) norm[j] *= factor[j] = before[j];
     if (job->residual < FAR)
         for (int j = 0; j < TILE; j++) {
