@@ -173,7 +173,7 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
     }
     fetch(y, job->y, at, count), fetch(mask, job->mask, at, count), fetch(length, job->length, at, count);
     fetch(before, job->before, at, count), fetch(after, job->after, at, count);
-    for (int64_t k = 0; k < s->width; k += LANES)
+    for (int64_t k = 0; k < f; k += LANES)
         for (int p = 0; p < TILE; p += LANES) transpose(rows + p, k, s->across + k * TILE + p);
     for (int64_t b = 0, i; i = b * o / blocks, b < blocks; b++) {
         const float *bias = job->bias ? theta + f * o + i : s->zero;
@@ -186,7 +186,7 @@ static void add_tile(const Job *job, const Scratch *s, int64_t group, int64_t st
             vd z = WIDEN(*(vh *)(s->z + i * TILE + j));
             *(vd *)(norm + j) += z * z;
         }
-    for (int j = 0; j < TILE; j++) norm[j] = sqrt(norm[j]);
+    EACH(j, TILE) norm[j] = sqrt(norm[j]);
     for (int j = 0; j < TILE; j++) norm[j] *= factor[j] = before[j];
     if (job->residual < FAR)
         for (int j = 0; j < TILE; j++) {
