@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "  sordino check --all                          try to break every method's guarantee\n"
         "  sordino audit dp-fedgd                       attack it: a lower bound on epsilon\n"
         "  sordino federate up --sites 3                a federation on this machine, with secure aggregation\n"
-        "  sordino verify runs/mine/certificate.json    recompute a certificate with a second accountant\n",
+        "  sordino verify runs/mine                     recompute a certificate with a second accountant\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"sordino {sordino.__version__}")

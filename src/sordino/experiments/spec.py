@@ -48,7 +48,7 @@ class Spec:
     public_data: bool | None = None  # true: everybody may see these records, as with benchmark data
     # clients
     clients: int | None = None  # 10, or as many as the partition brings
-    partition: str = "dirichlet"
+    partition: str = ""  # dirichlet for benchmarks and other open data, else iid
     sizes: str = "equal"
     split_seed: int = 0
     participation: str = "full"
@@ -81,6 +81,8 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.partition:
+            object.__setattr__(self, "partition", "dirichlet" if self.open_data else "iid")
         known = entry(self.method).options
         for key in self.options:
             if key not in known:

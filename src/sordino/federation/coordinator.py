@@ -26,6 +26,7 @@ from sordino import secagg, wire
 from sordino.core import Down, SordinoError, Tree
 from sordino.data.sources import Dataset, load
 from sordino.engines.client import Turn, opened, turns
+from sordino.experiments.outcome import DRAWN
 from sordino.experiments.run import evaluate, save_model
 from sordino.experiments.spec import read_values
 from sordino.federation import post
@@ -313,7 +314,7 @@ class Coordinator:
             spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
             names=self.terms.names,
             execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
-            assumes=["Every site drew its noise from a secret source; each says so in a certificate of its own."],
+            assumes=[DRAWN],
         )
         nobody = np.zeros((0, self.terms.features), np.float32)
         none = np.zeros(0, np.int64)

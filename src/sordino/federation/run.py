@@ -174,7 +174,10 @@ class Run:
             memory = local.init(down.theta, memory)
         cache = self._cache(turn)
         ask = oracle(self.model, self.data, turn, self.mine, source, quiet=self.terms.secure)  # type: ignore[arg-type]
-        message = ask.finish(local.work(ask, down, memory, cache))
+        message = local.work(ask, down, memory, cache)
+        if self.terms.secure:
+            ask.released(message)  # integers are noised in place of an answer, which must be sent as it is
+        message = ask.finish(message)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(message)):
             raise SordinoError("message: it is not finite, and noise does not hide that.")
         return secured(self.plan, turn, self.mine, message, source) if self.terms.secure else message
@@ -271,7 +274,7 @@ class Run:
         x, y = self._test
         if not self.terms.classes or not len(y):
             return {}
-        scores, constant = evaluate(self.model, theta, x, y), float(torch.bincount(y).max() / len(y))
+        scores, constant = evaluate(self.model, theta, x, y), int(torch.bincount(y).max()) / len(y)
         if scores["accuracy"] > constant:
             return {}
         return {"hint": "no better than a constant guess on this site's own test records; are its features scaled?"}

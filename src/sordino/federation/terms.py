@@ -31,7 +31,18 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(r"[0-9a-f]{32}")
 LINE = re.compile(r"([a-z0-9_]+ = [^.\[{]?.{0,400})?|[a-z0-9_]+ = \[|    [-+0-9.e]+,|\]", re.ASCII)  # of a flat spec
 # What a spec may not hold here: files of the server's choosing, noise that it knows, and what every site says itself.
-PRIVATE = ("data", "data_dir", "label", "public_stats", "test_fraction", "weights", "seed", "noise", "uncertified")
+PRIVATE = (
+    "data",
+    "data_dir",
+    "label",
+    "public_stats",
+    "test_fraction",
+    "weights",
+    "seed",
+    "noise",
+    "uncertified",
+    "public_data",
+)
 LOCAL = ("clients", "partition", "sizes", "client_epsilon", "evaluate_every")
 MOST_SITES, MOST_CLASSES = 10_000, 100_000
 

@@ -174,7 +174,8 @@ class Plan:
     def unbounded(self) -> str:
         """Why nothing is proved of this plan's minibatches; empty where something is, or none are drawn."""
         queries = [q for stage in self.method.stages for q in stage.queries]
-        if not (self.rates < 1).any():
+        # At user level sizes are private, and must not decide what is refused.
+        if self.sampling.kind == EVERYONE or (self.privacy.unit is Unit.RECORD and not (self.rates < 1).any()):
             return ""
         if any(q.bound is not None or isinstance(q.noise, Correlated | Stream) for q in queries):
             return f"{self.method.name}'s bound or noise speaks of all of a client's records; leave batch at full."
