@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,10 +38,12 @@ class Loss(StrEnum):
     POISSON = "poisson"
 
 
+Sum = TypeVar("Sum", Tensor, Tensor | None)
 NUMBERS = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
 STREAM = 512  # records whose terms of a sum of matrices are held at once
 LARGE = 2**16  # numbers of one client's terms from which on clients are served one by one: more would leave the cache
 ROWS = 2**14  # most records of one float64 product: docs/numerics.md counts on it
+DRIFT = 5e-5  # of the clip: what float64 may add to a sum's sensitivity; SAFETY leaves more
 CACHE = 2**19  # numbers that are made of the records of one product
 TILES = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
@@ -140,9 +143,11 @@ class Linear:
         theta, bound = theta.to(shard.x), clip * (1 - SAFETY)
         if scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain:
             return clipped_sums(theta, shard, self._length(shard), bound, self.outputs)
-        if scale is None:
-            total = kernel.clipped_sum(
-                *(theta, shard.x, shard.y, shard.mask, self._length(shard)),
+        scale = None if scale is None else usable(scale).to(shard.x)
+
+        def compiled(part: Shard) -> Tensor | None:
+            return kernel.clipped_sum(
+                *(theta, part.x, part.y, part.mask, self._length(part)),
                 outputs=self.outputs,
                 kind=str(self.kind),
                 bias=self.bias,
@@ -152,9 +157,9 @@ class Linear:
                 residual=self.residual,
                 cap=self.cap,
             )
-            if total is not None:
-                return total
-        scale = None if scale is None else usable(scale).to(shard.x)
+
+        if scale is None and (total := sum_over(shard, compiled, ROWS * kernel.MOST_SLICES)) is not None:
+            return total
 
         def part_sum(part: Shard) -> Tensor:
             x, residual, length = self._finite(theta, part)
@@ -402,15 +407,20 @@ def clients_of(shard: Shard) -> list[Shard]:
     return [Shard(x[k], y[k], mask[k], None if length is None else length[k]) for k in range(len(x))]
 
 
-def sum_over(shard: Shard, total: Callable[[Shard], Tensor], rows: int | None = None) -> Tensor:
-    """Of `total` over parts of a shard, some records at a time."""
-    rows = STREAM if rows is None else rows
+def sum_over(shard: Shard, total: Callable[[Shard], Sum], rows: int | None = None) -> Sum:
+    """Of `total` over parts of a shard, some records at a time; None if `total` has no answer."""
     x, y, mask, length = shard
+    rows, n = STREAM if rows is None else rows, x.shape[-2]
+    if 2 * n * (ROWS + n / min(rows, ROWS)) * 2.0**-53 > DRIFT:
+        raise SordinoError(
+            f"records: {n:,} in one sum, where rounding in float64 could exceed what the clip leaves for it; divide "
+            "them among several clients."
+        )
     parts = (
         Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k])
-        for k in (slice(start, start + rows) for start in range(0, x.shape[-2], rows))
+        for k in (slice(start, start + rows) for start in range(0, n, rows))
     )
     sums = total(next(parts))
-    for part in parts:
-        sums += total(part)
+    for part in parts if sums is not None else ():
+        sums += total(part)  # type: ignore[operator]
     return sums
