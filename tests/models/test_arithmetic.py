@@ -341,3 +341,48 @@ def test_variables_that_lower_precision_are_refused(name, monkeypatch):
     monkeypatch.setenv(name, "BF16" if "MODE" in name else "1")
     with pytest.raises(SordinoError, match=f"{name}: .* unset it"), exact_arithmetic():
         pass
+
+
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", ["tape", "two-pass", "vmap"])
+@pytest.mark.parametrize("step", [1, ROWS, 256, 2**14])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_rounding_moves_nothing_on_a_gpu(mode, step, tf32):
+    flat, clip = Flat(two_classes(), mode=mode), math.sqrt(2)
+    theta = flat.init().cuda()
+
+    def total(*rows):
+        return flat.clipped_sum(theta, Shard(*(t.cuda() for t in rows)), clip).cpu()
+
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        leaves, changes = moved(total, *drifting(300_000, total, step=step))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert 0.999 * clip < leaves <= clip
+    assert 1.998 * clip < changes <= 2 * clip
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", ["tape", "two-pass", "vmap"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_the_processor_does_not_wait_for_the_gpu(mode, autocast):
+    if mode == "two-pass" and autocast is not None:
+        pytest.skip("two-pass does not serve autocast")
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3))
+    flat = Flat(net, shape=(1, 8, 8), mode=mode, autocast=autocast)
+    shard = Shard(torch.randn(50, 64).cuda(), torch.randint(0, 3, (50,)).cuda(), torch.ones(50).cuda())
+    theta = flat.init().cuda()
+    scale = torch.ones_like(theta)
+    want = flat.clipped_sum(theta, shard, 0.1), flat.clipped_sum(theta, shard, 0.1, scale)  # compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        have = flat.clipped_sum(theta, shard, 0.1), flat.clipped_sum(theta, shard, 0.1, scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(have, want, strict=True))

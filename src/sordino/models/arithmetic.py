@@ -13,7 +13,7 @@ differ by at most the sum of
   enforces this bound.
 
 Together at most C' (1 + 4.6e-5) < C, because SAFETY = 2^-14 = 6.1e-5. The remaining 1.5e-5 covers the rounding of the
-clip factors to float32 (2^-24 each) and the float64 products of `per_example.total` (1e-6).
+clip factors to float32 (2^-24 each) and the float64 products of `examples.total` (6e-6 at most).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sordino.core import SordinoError
-from sordino.models.arithmetic import ROWS, blank
+from sordino.models.arithmetic import ROWS
 
 # (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While
 # a rule runs, the module holds the parameters of the call: the trained ones are plain tensors, no `nn.Parameter`s.
@@ -349,8 +349,8 @@ def squares(use: Use, n: int) -> Tensor:
     return upper
 
 
-def total(use: Use, factor: Tensor, fine: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Sum over the examples of each group of factor times gradient, without those that are not `fine`, in float64.
+def total(use: Use, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Sum over the examples of each group of factor times gradient, in float64; what is not finite has factor zero.
 
     a, g and, of float32 numbers, factor times g are exact in float64. A product of m examples adds K = m p terms, so it
     is off by at most (K + 1) 2^-53 times the sum over examples of factor |a| |g|. Terms of one example may
@@ -366,11 +366,10 @@ def total(use: Use, factor: Tensor, fine: Tensor) -> Iterator[tuple[str, Tensor]
     entries = groups * positions * (given + made)
     most = ROWS if g.dtype is torch.float64 else TOGETHER
     step = max(1, min(most, HELD.get(a.device.type, HELD["cpu"]) // max(1, entries)))
-    kept, factor = fine.view(groups, n), factor.double()
     found: dict[str, Tensor] = {}
     for start in range(0, n, step):
         rows = slice(start, start + step)
-        left, right = (_exact(t, kept, rows) for t in (a, g))
+        left, right = (_exact(t, groups, n, rows) for t in (a, g))
         right = right.mul_(factor[:, rows, None].expand(-1, -1, positions).reshape(groups, -1, 1))
         if "weight" in use.names:
             _gather(found, use.names["weight"], torch.bmm(right.mT, left).flatten(1))
@@ -379,13 +378,12 @@ def total(use: Use, factor: Tensor, fine: Tensor) -> Iterator[tuple[str, Tensor]
     yield from found.items()
 
 
-def _exact(t: Tensor, kept: Tensor, rows: slice) -> Tensor:
-    """Some rows of each group in float64, a copy, as groups x positions of all rows; zeros where a row is not kept."""
-    groups, n = kept.shape
+def _exact(t: Tensor, groups: int, n: int, rows: slice) -> Tensor:
+    """Some rows of each group in float64, as groups x positions of all rows; 0 for NaN, as 0 * NaN would be NaN."""
     if rows.stop - rows.start < n:
-        t, kept = t.reshape(groups, n, -1, t.shape[-1])[:, rows].flatten(0, 1), kept[:, rows]
+        t = t.reshape(groups, n, -1, t.shape[-1])[:, rows]
     t = t.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-    return blank(t.view(len(t), -1), kept.flatten()).view(groups, -1, t.shape[-1])
+    return t.view(groups, -1, t.shape[-1]).nan_to_num_(0, 0, 0)
 
 
 def _gather(found: dict[str, Tensor], name: str, part: Tensor) -> None:

@@ -265,7 +265,7 @@ class Flat:
             width = len(where) if isinstance(where, Tensor) else where.stop - where.start
             total[:, where] += summand[:, :width]
         for use in later:
-            for name, summand in examples.total(use, factor, fine):
+            for name, summand in examples.total(use, factor):
                 total[:, self._where((name,), x)] += summand
 
     def _by_vmap(self, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
