@@ -31,6 +31,8 @@ from sordino.core import SordinoError
 
 ROWS = 16  # terms that are added in float32
 RUN = 1024  # float64 numbers that are added one after another before their sum is added to the total
+LEAST_ROWS = 512  # of one float64 product of `product_rows`
+PRODUCT_DRIFT = 5e-5  # the share of the clip by which sums made of float64 products alone may move; SAFETY is 6.1e-5
 DRIFT = 2.0**-16  # the share of the clip by which the float64 additions may move a sum
 
 # Environment variables that lower the precision of products whatever a program asks for, and their harmless values.
@@ -182,6 +184,25 @@ def blank(rows: Tensor, kept: Tensor) -> Tensor:
     rows = rows.contiguous()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
     rows.view(kind).bitwise_and_(kept.to(kind).neg_().view(-1, 1))  # -1 has all bits set
+    return rows
+
+
+def product_rows(n: int) -> int:
+    """How many of n rows one float64 product may add up, where products of at least LEAST_ROWS are added in order.
+
+    Each number then passes at most `depth` additions, rows of its product and products together, and rounding moves the
+    sum of terms up to the clip by at most 2 * depth * n * 2^-53 <= PRODUCT_DRIFT clips, in whatever order they come.
+
+    Raises:
+      SordinoError: n is too large for that.
+    """
+    depth = PRODUCT_DRIFT * 2.0**52 / n
+    rows = int(depth / 2)
+    if rows < LEAST_ROWS or n / LEAST_ROWS > depth / 2:
+        raise SordinoError(
+            f"records: {n:,} in one sum, where rounding in float64 could exceed what the clip leaves for it; divide "
+            "them among several clients."
+        )
     return rows
 
 

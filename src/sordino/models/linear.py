@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sordino.core import SAFETY, Shard, SordinoError
 from sordino.models import kernel
-from sordino.models.arithmetic import exact_arithmetic
+from sordino.models.arithmetic import exact_arithmetic, product_rows
 from sordino.models.runs import clipped_sums
 
 LOG2_E = math.log2(math.e)
@@ -42,8 +42,6 @@ Sum = TypeVar("Sum", Tensor, Tensor | None)
 NUMBERS = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
 STREAM = 512  # records whose terms of a sum of matrices are held at once
 LARGE = 2**16  # numbers of one client's terms from which on clients are served one by one: more would leave the cache
-ROWS = 2**14  # most records of one float64 product: docs/numerics.md counts on it
-DRIFT = 5e-5  # of the clip: what float64 may add to a sum's sensitivity; SAFETY leaves more
 CACHE = 2**19  # numbers that are made of the records of one product
 TILES = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
@@ -158,7 +156,10 @@ class Linear:
                 cap=self.cap,
             )
 
-        if scale is None and (total := sum_over(shard, compiled, ROWS * kernel.MOST_SLICES)) is not None:
+        if (
+            scale is None
+            and (total := sum_over(shard, compiled, product_rows(shard.x.shape[-2]) * kernel.MOST_SLICES)) is not None
+        ):
             return total
 
         def part_sum(part: Shard) -> Tensor:
@@ -268,7 +269,7 @@ class Linear:
         """Records at a time, from shapes alone: what is made of them stays in cache."""
         lead = max(math.prod(theta.shape[:-1]), math.prod(shard.x.shape[:-2]))
         width = lead * (self.features + self.outputs)
-        return min(ROWS, max(64, CACHE // width))
+        return min(product_rows(shard.x.shape[-2]), max(STREAM, CACHE // width))
 
     def _finite(self, theta: Tensor, part: Shard) -> tuple[Tensor, Tensor, Tensor]:
         """Features, residuals and lengths, all zero for a record that has anything else than finite numbers.
@@ -410,12 +411,8 @@ def clients_of(shard: Shard) -> list[Shard]:
 def sum_over(shard: Shard, total: Callable[[Shard], Sum], rows: int | None = None) -> Sum:
     """Of `total` over parts of a shard, some records at a time; None if `total` has no answer."""
     x, y, mask, length = shard
-    rows, n = STREAM if rows is None else rows, x.shape[-2]
-    if 2 * n * (ROWS + n / min(rows, ROWS)) * 2.0**-53 > DRIFT:
-        raise SordinoError(
-            f"records: {n:,} in one sum, where rounding in float64 could exceed what the clip leaves for it; divide "
-            "them among several clients."
-        )
+    n = x.shape[-2]
+    rows = min(STREAM, product_rows(n)) if rows is None else rows
     parts = (
         Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k])
         for k in (slice(start, start + rows) for start in range(0, n, rows))

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from sordino.core import Shard
+from sordino.models.arithmetic import product_rows
 
 CHUNK = {"cpu": 2**20, "cuda": 2**28}  # numbers held at once
-ROWS = 2**14  # most records of one float64 product: docs/numerics.md counts on it
+STREAM = 512  # records of a chunk, at least
 UNROLLED = 32  # classes that a compiled kernel goes through one by one
 SURE = 1e-20  # probabilities below it count as 0: products with them would be subnormal, which is slow
 
@@ -34,7 +35,7 @@ def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outp
     pad = -width % 4 if theta.is_cuda else 0  # kernels for rows of whole vectors are faster
     W = torch.nn.functional.pad(W, (0, 0, 0, pad))
     total = torch.zeros_like(W, dtype=torch.float64)
-    step = min(ROWS, max(1, CHUNK.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))))
+    step = min(product_rows(rows), max(STREAM, CHUNK.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))))
     fine = torch.isfinite(length)  # a length that is not finite tells of an x that is not
     mask, length = torch.where(fine, shard.mask, 0.0), torch.where(fine, length, 1.0)
     cut = _compiled() if theta.is_cuda and outputs <= UNROLLED else cut_residuals
