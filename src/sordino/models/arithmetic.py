@@ -18,6 +18,7 @@ clip factors to float32 (2^-24 each) and the float64 products of `examples.total
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -31,7 +32,6 @@ from sordino.core import SordinoError
 
 ROWS = 16  # terms that are added in float32
 RUN = 1024  # float64 numbers that are added one after another before their sum is added to the total
-LEAST_ROWS = 512  # of one float64 product of `product_rows`
 PRODUCT_DRIFT = 5e-5  # the share of the clip by which sums made of float64 products alone may move; SAFETY is 6.1e-5
 DRIFT = 2.0**-16  # the share of the clip by which the float64 additions may move a sum
 
@@ -187,23 +187,23 @@ def blank(rows: Tensor, kept: Tensor) -> Tensor:
     return rows
 
 
-def product_rows(n: int) -> int:
-    """How many of n rows one float64 product may add up, where products of at least LEAST_ROWS are added in order.
+def product_rows(n: int, wished: int) -> int:
+    """How many of n rows one float64 product adds up, near the number wished; the products are then added in order.
 
-    Each number then passes at most `depth` additions, rows of its product and products together, and rounding moves the
+    Each number passes at most `depth` additions, rows of its product and products together, so that rounding moves the
     sum of terms up to the clip by at most 2 * depth * n * 2^-53 <= PRODUCT_DRIFT clips, in whatever order they come.
 
     Raises:
-      SordinoError: n is too large for that.
+      SordinoError: n is too large for any number of rows, which is so above 23 million.
     """
     depth = PRODUCT_DRIFT * 2.0**52 / n
-    rows = int(depth / 2)
-    if rows < LEAST_ROWS or n / LEAST_ROWS > depth / 2:
+    least, most = math.ceil(2 * n / depth), int(depth / 2)
+    if least > most:
         raise SordinoError(
             f"records: {n:,} in one sum, where rounding in float64 could exceed what the clip leaves for it; divide "
             "them among several clients."
         )
-    return rows
+    return min(max(wished, least), most)
 
 
 def in_chunks(total: Tensor, n: int, step: int, add: Callable[[Tensor, slice], None]) -> None:

@@ -42,6 +42,7 @@ Sum = TypeVar("Sum", Tensor, Tensor | None)
 NUMBERS = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
 STREAM = 512  # records whose terms of a sum of matrices are held at once
 LARGE = 2**16  # numbers of one client's terms from which on clients are served one by one: more would leave the cache
+KERNEL_ROWS = 2**16  # records of one slice of the compiled kernel, at most
 CACHE = 2**19  # numbers that are made of the records of one product
 TILES = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
@@ -158,7 +159,8 @@ class Linear:
 
         if (
             scale is None
-            and (total := sum_over(shard, compiled, product_rows(shard.x.shape[-2]) * kernel.MOST_SLICES)) is not None
+            and (total := sum_over(shard, compiled, kernel.MOST_SLICES * product_rows(shard.x.shape[-2], KERNEL_ROWS)))
+            is not None
         ):
             return total
 
@@ -269,7 +271,7 @@ class Linear:
         """Records at a time, from shapes alone: what is made of them stays in cache."""
         lead = max(math.prod(theta.shape[:-1]), math.prod(shard.x.shape[:-2]))
         width = lead * (self.features + self.outputs)
-        return min(product_rows(shard.x.shape[-2]), max(STREAM, CACHE // width))
+        return product_rows(shard.x.shape[-2], max(STREAM, CACHE // width))
 
     def _finite(self, theta: Tensor, part: Shard) -> tuple[Tensor, Tensor, Tensor]:
         """Features, residuals and lengths, all zero for a record that has anything else than finite numbers.
@@ -412,7 +414,7 @@ def sum_over(shard: Shard, total: Callable[[Shard], Sum], rows: int | None = Non
     """Of `total` over parts of a shard, some records at a time; None if `total` has no answer."""
     x, y, mask, length = shard
     n = x.shape[-2]
-    rows = min(STREAM, product_rows(n)) if rows is None else rows
+    rows = product_rows(n, STREAM) if rows is None else rows
     parts = (
         Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k])
         for k in (slice(start, start + rows) for start in range(0, n, rows))

@@ -35,7 +35,8 @@ def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outp
     pad = -width % 4 if theta.is_cuda else 0  # kernels for rows of whole vectors are faster
     W = torch.nn.functional.pad(W, (0, 0, 0, pad))
     total = torch.zeros_like(W, dtype=torch.float64)
-    step = min(product_rows(rows), max(STREAM, CHUNK.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))))
+    held = CHUNK.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))
+    step = product_rows(rows, max(STREAM, held))
     fine = torch.isfinite(length)  # a length that is not finite tells of an x that is not
     mask, length = torch.where(fine, shard.mask, 0.0), torch.where(fine, length, 1.0)
     cut = _compiled() if theta.is_cuda and outputs <= UNROLLED else cut_residuals
