@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import Adjacency, Correlated, Divisor, SordinoError, Trust, Unit, carries
+from sordino.core import SAFETY, Adjacency, Correlated, Divisor, SordinoError, Trust, Unit, carries
 from sordino.privacy import account
 from sordino.privacy.noise import Seeded, Source
 from sordino.privacy.participation import EVERYONE
@@ -26,14 +26,17 @@ SECRET_SEED = 2**96  # a schedule's seed below this can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 
 NUMERICS = (
-    "The accounting is exact for Gaussian noise in real arithmetic; noise is sampled in float64 by inverse cdf, added "
-    "in float64, and what leaves is rounded to a public grid of its standard deviation / 2^14. That hides the lowest "
-    "bits of the sum but for a chance of about 2^-38 a number, which is not part of δ.",
-    "Sums of clipped gradients are floating-point sums: in float32 one record of 100,000 may move them by some 2e-3 of "
-    "the clip more than claimed; dtype = float64 removes that.",
+    "Every released number is the exact sum of what was computed and Gaussian noise, rounded to a public grid: no tail "
+    "of the noise is cut, and rounding is post-processing, so that the account of the Gaussian mechanism is exact.",
+    f"Clips are enforced at {1 - SAFETY:.6f} of their stated value. That pays for rounding: sums are taken in float64, "
+    "or of at most 16 float32 terms at a time, and in the arithmetic that ran one record moves them by no more than the "
+    "stated sensitivity (proof: docs/numerics.md).",
 )
 
-SAMPLES = "What sampling hides is composed numerically: an upper bound, by less than 1 % of epsilon where it is tight."
+SAMPLES = (
+    "What sampling hides is composed numerically: an upper bound, by less than 1 % of epsilon where it is tight. A "
+    "millionth of δ is set aside for minibatches with more records than places."
+)
 
 INTEGERS = (
     "Messages are integers modulo 2^32: clipped sums (added up in float64) in steps, randomly rounded, with discrete "
