@@ -10,10 +10,10 @@ import torch
 from sordino.core import Batch, Kind, Local, Method, OverspentError, Privacy, Query, SordinoError, Stage, Trust, Unit
 from sordino.data.shard import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import clipped
+from sordino.engines.client import clipped, noised
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy.noise import GRID_BITS, Secure, Seeded, add
+from sordino.privacy.noise import GRID_BITS, Draw, Secure, Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
 
@@ -29,7 +29,7 @@ def plan_for(records, method=None, **privacy):
     return Plan(method or build("dp-fedgd"), 3, records.sizes, Privacy(**{"epsilon": 8.0, **privacy}))
 
 
-# ------------------------------------------------------------------------------------------------- the lowest bits
+# ----------------------------------------------------------------------------------------------------- the grid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -47,7 +47,7 @@ def test_the_lowest_bits_do_not_tell_whether_a_sum_was_zero(dtype):
 
     naive = tells(lambda v: v + (std.to(dtype) * z.to(dtype)))
     assert min(naive) > 0.5, "the naive sum has bits below the grid: the test can fail"
-    assert tells(lambda v: add(v, std * z, std, secret=True)) == [0.0, 0.0]
+    assert tells(lambda v: noised(v, Draw.plain(z), std, secret=True)) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("engine", [reference, simulate])
@@ -65,9 +65,9 @@ def test_whatever_leaves_lies_on_the_grid(engine, unit):
 def test_rounding_is_lost_in_the_noise():
     z = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     std = torch.tensor(3.0)
-    rounded = add(torch.zeros_like(z), 3.0 * z, std, secret=True)
+    rounded = noised(torch.zeros_like(z), Draw.plain(z), std, secret=True)
     assert float((rounded - 3.0 * z).abs().max()) <= 3.0 / 2**GRID_BITS
-    assert torch.equal(add(torch.zeros_like(z), 3.0 * z, std, secret=False), 3.0 * z)
+    assert torch.equal(noised(torch.zeros_like(z), Draw.plain(z), std, secret=False), 3.0 * z)
 
 
 # --------------------------------------------------------------------------------------------------- one use of noise

@@ -29,8 +29,8 @@ NUMERICS = (
     "Every released number is the exact sum of what was computed and Gaussian noise, rounded to a public grid: no tail "
     "of the noise is cut, and rounding is post-processing, so that the account of the Gaussian mechanism is exact.",
     f"Clips are enforced at {1 - SAFETY:.6f} of their stated value. That pays for rounding: sums are taken in float64, "
-    "or of at most 16 float32 terms at a time, and in the arithmetic that ran one record moves them by no more than the "
-    "stated sensitivity (proof: docs/numerics.md).",
+    "or of at most 16 float32 terms at a time, and in that arithmetic one record moves them by no more than the stated "
+    "sensitivity (proof: docs/numerics.md).",
 )
 
 SAMPLES = (

@@ -450,18 +450,6 @@ def _round_exactly(value: float, terms: Sequence[Term], grid: float) -> int:
     raise AssertionError("unreachable")
 
 
-def add(value: Tensor, noise: Tensor, std: Tensor | float, *, secret: bool) -> Tensor:
-    """value + noise, added in float64; where the noise is secret, rounded to a grid of std / 2^14 before it leaves.
-
-    The sum is the float64 one: unlike that of `settle`, it is not proved to be the rounded ideal sum.
-    """
-    total = value.double() + noise.to(value.device)
-    if secret:
-        grid = grid_of(std).to(value.device)
-        total.div_(grid).round_().mul_(grid)
-    return total.to(value.dtype)
-
-
 def source(seed: int | None) -> Source:
     """The secure source, or with a seed the reproducible one, which is not private."""
     return Secure() if seed is None else Seeded(seed)
