@@ -136,7 +136,7 @@ class Bench:
 
         def step() -> None:
             found = total(theta.detach())
-            theta.grad = found.add_(torch.randn_like(found), alpha=SIGMA * CLIP).div_(len(x))
+            theta.grad = found.add_(torch.randn_like(found), alpha=SIGMA * CLIP).div_(len(x)).to(theta.dtype)
             optimizer.step()
 
         return step
@@ -205,7 +205,10 @@ class Bench:
         shard = Shard(x, y, torch.ones(4, device=self.device))
         with self.cast():
             found = examples.gradients(self.module, self.split(theta), self.seen(x), y, summed, self.owned)
-        sums = {"private": self.flat.clipped_sum(theta, shard, CLIP), "one buffer": clipped(self.gather(found))}
+        sums = {
+            "private": self.flat.clipped_sum(theta, shard, CLIP).to(theta.dtype),
+            "one buffer": clipped(self.gather(found)),
+        }
         for part, rate in rates.items():
             part.p = rate
         return {name: float((value - want).norm() / want.norm()) for name, value in sums.items()}
@@ -349,7 +352,7 @@ def one_graph(bench: Bench, batch: int, kind: str, options: argparse.Namespace) 
         for _ in range(6):  # the first three are no replays
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(7)
-                sums.append(bench.flat.clipped_sum(theta, shard, CLIP))
+                sums.append(bench.flat.clipped_sum(theta, shard, CLIP).to(theta.dtype))
         found["distance from eager"] = float((sums[-1] - sums[0]).norm() / sums[0].norm())
         for _ in range(4):
             step()
@@ -431,7 +434,7 @@ def local_rounds(bench: Bench, clients: int, steps: int, batch: int) -> dict[str
         for k in range(1, steps + 1):
             rows = slice(batch * (k % 4), batch * (k % 4) + batch)
             shard = Shard(x[some, ..., rows, :], y[some, ..., rows], ones[some])
-            g = flat.clipped_sum(theta, shard, CLIP)
+            g = flat.clipped_sum(theta, shard, CLIP).to(theta.dtype)
             g = g.add_(torch.randn_like(g), alpha=SIGMA * CLIP).div_(batch)
             m = m.mul_(beta1).add_(g, alpha=1 - beta1)
             v = v.mul_(beta2).addcmul_(g, g, value=1 - beta2)

@@ -341,7 +341,7 @@ def message(method, model, records, theta, b):
 def test_rescaling_by_xi_exceeds_its_bound(m, ratio):
     """Sure and wrong records of logistic regression: gradients of one direction and no curvature; b across them.
 
-    The clip is enforced 1e-6 low, which keeps |g| that far from the limit and takes a few per cent off the ratio.
+    The clip is enforced a little low, which keeps |g| that far from the limit and takes up to a third off the ratio.
     """
     model = Linear(2, 1, Loss.LOGISTIC, bias=False)
     x = np.tile([1.0, 0.0], (m, 1))
@@ -356,7 +356,7 @@ def test_rescaling_by_xi_exceeds_its_bound(m, ratio):
         method = build("dp-fednew", limit_by=limit_by, **options)
         a, c = (message(method, model, records, theta, b) for records in (whole, fewer))
         moved[limit_by] = float((a - c).norm()) / method.stages[0].queries[2].bound.bound(m, ADD)
-    assert 0.93 * ratio <= moved["paper-xi"] <= 1.1 * ratio
+    assert 0.65 * ratio <= moved["paper-xi"] <= 1.1 * ratio
     assert moved["projection"] <= 1
 
 
@@ -398,7 +398,7 @@ def test_a_user_s_direction_is_clipped(name):
     if name == "dp-fednew":
         g, H = newton(SOFTMAX, records, theta)
         want = torch.linalg.solve(H[0] + 1.1 * eye(H[0]), g[0])
-        torch.testing.assert_close(said, want * 0.05 / want.norm(), rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(said, want * (0.05 * (1 - SAFETY)) / want.norm(), rtol=1e-5, atol=1e-9)
 
 
 CASES = [

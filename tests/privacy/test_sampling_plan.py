@@ -74,8 +74,9 @@ def own_account(found, i, *, slower=1.0):
             if found.sums_only:
                 records = 1.0 if query.kind is Kind.DELTA else sizes * (rates if sampled_query else 1.0)
                 weight = found.weights / records
-                who = np.concatenate([turn.cohort, turn.extras])
-                noise, moved = math.sqrt(((weight * turn.stds[k])[who] ** 2).sum()), weight[i]
+                rate = found.participation.rate(found.clients)
+                noise, moved = float(turn.sums[k]) * rate, weight[i]
+                assert turn.once
             else:
                 noise, moved = turn.stds[k][i], 1.0
             rate = rates[i] if sampled_query else 1.0

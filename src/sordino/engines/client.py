@@ -162,7 +162,7 @@ def clipped(message: Tensor, clip: float) -> Tensor:
     message = message.double()
     if math.isfinite(clip):
         bound = clip * (1 - SAFETY)
-        message = message * (bound / norm.clamp_min(bound))
+        message = message * torch.div(bound, norm.clamp_min(bound))  # exactly 1 for a short one
     return torch.where(torch.isfinite(norm), message, 0.0)
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Facts, Local, Method, Rule, Shard, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Down, Local, Method, Rule, Shard, SordinoError, Stage, Tree, Unit
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
-from sordino.rules.basic import check_decay, moving
+from sordino.rules.basic import check_decay, moving, stateless
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def adadps(
         raise SordinoError(f"eps: {eps} must lie in [1e-12, inf): it bounds 1 / A where public data are silent.")
     if not isinstance(public, str | Public):
         raise SordinoError(
-            f"public: {type(public).__name__} is not declared public; use Public.statistics or Public.records."
+            f"public: {type(public).__name__} is not declared public; see Public.statistics, Public.records."
         )
     side = public if isinstance(public, Public) else Public.statistics(public) if public else None
     queries, proves = local_steps(unit, clip, steps, noise_at)
@@ -101,12 +101,11 @@ def adadps(
             y = y - local_lr * ask.gradient(y, scale=scale)
         return y - down.theta
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        return () if side is None else side.squares(theta, facts.shapes)
-
     def update(u: Tree, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         return lr * u, moving(v, side.squares(theta + lr * u), beta) if side and side.model else v
 
-    rule = Rule(init, update, say=lambda v: () if side is None else v.sqrt() + eps)
-    assumes = () if side is None else ("The side information that gradients are divided by is public.",)
+    rule, assumes = Rule(stateless, update), tuple[str, ...]()
+    if side is not None:
+        rule = Rule(lambda theta, facts, _: side.squares(theta, facts.shapes), update, say=lambda v: v.sqrt() + eps)
+        assumes = ("The side information that gradients are divided by is public.",)
     return Method("dp-adadps", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT, assumes)

@@ -16,7 +16,7 @@ def projected(g: Tensor, b: Tensor, limit: float) -> Tensor:
     if not math.isfinite(limit):
         return v
     norm = torch.linalg.vector_norm(v, dim=-1, keepdim=True, dtype=torch.float64)  # float32 falls short over long v
-    short: Tensor = v.double() * (most / norm.clamp_min(most))
+    short: Tensor = v.double() * torch.div(most, norm.clamp_min(most))
     return short.to(v.dtype)
 
 
