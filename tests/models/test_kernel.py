@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -356,6 +358,18 @@ def test_a_library_that_computes_something_else_is_refused(fresh, monkeypatch, t
     subprocess.run(["cc", "-shared", "-fPIC", "-o", path, source], check=True)
     monkeypatch.setattr(kernel, "_compiled", lambda: path)
     assert attempt() is None
+
+
+def test_both_sources_agree_on_sizes():
+    """kernel.c has arrays of these sizes, and kernel.py decides what reaches them."""
+    source = Path(kernel.__file__).with_name("kernel.c").read_text()
+    for name, value in (("TILE", kernel.TILE), ("MOST", kernel.MOST_OUTPUTS)):
+        assert re.search(rf"enum {{.*\b{name} = {value}[,; ]", source), name
+    assert f"#define FAR {kernel.FAR:.0e} ".replace("+", "") in source
+    vectors = re.findall(r"LANES = (\d+), VECTORS = (\d+)", source)
+    assert len(vectors) == 3
+    for lanes, count in vectors:  # few outputs: two blocks at once
+        assert kernel.WIDEST_BLOCK % (int(lanes) // 2 * int(count) * 2) == 0
 
 
 @compiler

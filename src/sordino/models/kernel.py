@@ -31,7 +31,7 @@ from torch import Tensor
 KINDS = {"softmax": 0, "logistic": 1, "squares": 2, "poisson": 3}  # as numbered in kernel.c
 TILE, WIDEST_BLOCK = 16, 64  # rows computed together in kernel.c, and the most features
 FAR = 1e300  # stands for an infinite bound in kernel.c
-MOST_OUTPUTS = 64
+MOST_OUTPUTS = 64  # as MOST in kernel.c, which has arrays of this size
 MOST_PARAMETERS = 2**17  # float64 accumulators of one thread: 1 MiB
 MOST_CAP = 88.0  # exponents above this overflow float32
 MOST_SLICES, SLICE_ROWS = 16, 1024  # at most so many slices of records, each of at least so many
@@ -136,9 +136,7 @@ def _run(
     small = groups * rows * features * options.outputs < SINGLE_THREAD_WORK
     threads = 1 if small else min(torch.get_num_threads(), groups * slices, MOST_THREADS)
     width = -(-features // WIDEST_BLOCK) * WIDEST_BLOCK
-    scratch = torch.zeros(
-        threads, 3 * TILE * options.outputs + width * (options.outputs + TILE + 8), dtype=torch.float64
-    )
+    scratch = torch.zeros(threads, TILE * options.outputs + width * (options.outputs + TILE), dtype=torch.float64)
     out = _new(groups, slices, theta.shape[-1])
     job = _Job(
         x=x.data_ptr(),
