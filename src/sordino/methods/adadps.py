@@ -1,7 +1,6 @@
 """DP-AdaDPS: DP-FedAvg with gradients divided by a public scale A before the clip, and not multiplied back after it.
 
-A comes from side information that its owner declares public: `Public.statistics` of features, which stand for squared
-gradients, or `Public.records`, whose gradients the server takes in every round.
+A comes from what its owner declares public: statistics of features, or records whose gradients the server takes.
 """
 
 from __future__ import annotations
