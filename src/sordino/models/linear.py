@@ -27,6 +27,9 @@ from sordino.models.arithmetic import exact_arithmetic, product_rows
 from sordino.models.runs import clipped_sums
 
 LOG2_E = math.log2(math.e)
+LEAST = (
+    1e-30  # of a record's length and of a residual: what is smaller has too few digits for its norm, and counts as 0
+)
 SURE = 1e-20  # probabilities below it count as 0: products with them would be subnormal, which is slow
 FARTHEST = 1e15  # of a scale; squares of what is larger would overflow
 
@@ -145,8 +148,10 @@ class Linear:
         scale = None if scale is None else usable(scale).to(shard.x)
 
         def compiled(part: Shard) -> Tensor | None:
+            length = self._length(part)
+            mask = part.mask if self.bias else torch.where(length >= LEAST, part.mask, 0.0)
             return kernel.clipped_sum(
-                *(theta, part.x, part.y, part.mask, self._length(part)),
+                *(theta, part.x, part.y, mask, length),
                 outputs=self.outputs,
                 kind=str(self.kind),
                 bias=self.bias,
@@ -242,9 +247,11 @@ class Linear:
             part = self._usable(part)
             length = self._length(part)
             r = self._residual(theta, part, length)
+            r = torch.where(r.abs() < LEAST, r.new_zeros(()), r)
             norm = torch.linalg.vector_norm(r, dim=-1, dtype=torch.float64) * length.double()
-            u = self._long(part, bounded(norm.square(), clip))
-            return outer((u.unsqueeze(-1) * r.nan_to_num(0, 0, 0).unsqueeze(-2)).flatten(-2))
+            # In float64: u times its factor may be too small for float32, and r as large as to make up for it.
+            u = self._long(part._replace(x=part.x.double()), bounded(norm.square(), clip))
+            return outer((u.unsqueeze(-1) * r.double().nan_to_num(0, 0, 0).unsqueeze(-2)).flatten(-2))
 
         return sum_over(shard, total)
 
@@ -280,9 +287,10 @@ class Linear:
         would change how the others are rounded, and a small clip makes rounding as large as itself.
         """
         length = self._length(part)
-        fine = torch.isfinite(length)
+        fine = torch.isfinite(length) & (length >= LEAST)
         x = torch.where(fine.unsqueeze(-1), part.x, part.x.new_zeros(()))
         residual = self._residual(theta, part._replace(x=x), torch.where(fine, length, 1.0))
+        residual = torch.where(residual.abs() < LEAST, residual.new_zeros(()), residual)
         fine = fine & torch.isfinite(residual).all(-1)
         return x, torch.where(fine.unsqueeze(-1), residual, residual.new_zeros(())), length.masked_fill(~fine, 0)
 
@@ -302,7 +310,8 @@ class Linear:
 
     def _usable(self, shard: Shard) -> Shard:
         """Records that are not finite count as absent."""
-        fine = torch.isfinite(self._length(shard))
+        whole = self._length(shard)
+        fine = torch.isfinite(whole) & (whole >= LEAST)
         x = torch.where(fine.unsqueeze(-1), shard.x, shard.x.new_zeros(()))
         length = None if shard.length is None else shard.length.masked_fill(~fine, 0)
         return Shard(x, shard.y, shard.mask * fine, length)
@@ -338,8 +347,7 @@ class Linear:
         length = self._length(shard)
         weight = weight.double() * self._mallows(length).double()
         norm = weight * size * length.double().square()
-        factor = (weight * bounded(norm, clip) * shard.mask).nan_to_num(0, 0, 0)
-        return z, factor.masked_fill(factor < torch.finfo(shard.x.dtype).tiny, 0).to(shard.x)
+        return z, (weight * bounded(norm, clip) * shard.mask).nan_to_num(0, 0, 0)
 
     def _mallows(self, length: Tensor) -> Tensor:
         return (self.radius / length.clamp_min(self.radius)).square() if math.isfinite(self.radius) else length * 0 + 1
