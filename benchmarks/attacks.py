@@ -329,6 +329,65 @@ def moved_by_third(
     return {name: value if math.isfinite(value) else math.inf for name, value in moved.items()}
 
 
+def terms(quick: bool) -> Iterator[Finding]:
+    """Records, labels, class weights and clips of every size that float32 and float64 have: is any term of a sum longer
+    than the clip? A length or a product below the normal range has few digits, or one."""
+    rows, tries = 2_000, 40 if quick else 400
+    worst: dict[str, tuple[float, dict[str, Any]]] = {}
+    chance = np.random.default_rng(11)
+    for number in range(tries):
+        for dtype, on, bias in itertools.product((torch.float32, torch.float64), (True, False), (False, True)):
+            kind = list(Loss)[number % len(Loss)]
+            with compiled(on):
+                for name, (length, record) in longest_terms(kind, dtype, bias, rows, chance).items():
+                    label = f"{name}, {str(dtype)[6:]}, {'bias' if bias else 'no bias'}"
+                    if length > worst.get(label, (0.0,))[0]:
+                        worst[label] = length, record | {"loss": str(kind), "kernel": on}
+    wrong = {label: length for label, (length, _) in worst.items() if length > 1}
+    yield Finding(
+        "terms",
+        f"the longest term of {tries * 8 * rows:,} single records of any size, in clips; every loss and sum",
+        "not tried",
+        f"{listed(wrong, '.4f')}" if wrong else f"{max(length for length, _ in worst.values()):.5f} at most",
+        "1 clip",
+        verdict(not wrong),
+        {"samples": worst},
+    )
+
+
+def longest_terms(
+    kind: Loss, dtype: torch.dtype, bias: bool, rows: int, chance: np.random.Generator
+) -> dict[str, tuple[float, dict[str, Any]]]:
+    """By sum: the longest term, in clips, and the record that it belongs to. Each record is a client of its own."""
+    features, outputs = int(chance.integers(1, 4)), 3 if kind is Loss.SOFTMAX else 1
+    weight, clip = 10.0 ** chance.uniform(-38, 38), 10.0 ** chance.uniform(-11, 6)
+    model = Linear(features, outputs, kind, bias=bias)
+    x = chance.normal(size=(rows, 1, features)) * 10.0 ** chance.uniform(-45, 38.4, size=(rows, 1, 1))
+    theta = chance.normal(size=model.size) * 10.0 ** chance.uniform(-20, 20) * (chance.random() < 0.7)
+    if kind in (Loss.SOFTMAX, Loss.LOGISTIC):
+        labels = torch.from_numpy(chance.integers(0, max(2, outputs), (rows, 1)))
+        model = replace(model, class_weights=torch.full((max(2, outputs),), weight))
+    else:
+        labels = torch.from_numpy(chance.normal(size=(rows, 1)) * 10.0 ** chance.uniform(-45, 38, size=(rows, 1)))
+        labels = labels.to(dtype)
+    shard = Shard(torch.from_numpy(x).to(dtype), labels, torch.ones(rows, 1, dtype=dtype))
+    at, scale = torch.from_numpy(theta).to(dtype), torch.from_numpy(chance.normal(size=model.size)).to(dtype)
+    totals = {
+        "gradient": model.clipped_sum(at, shard, clip),
+        "scaled gradient": model.clipped_sum(at, shard, clip, scale),
+        "gram": model.gram_sum(shard, clip),
+        "curvature": model.curvature_sum(at, shard, clip),
+        "fisher": model.fisher_sum(at, shard, clip),
+    }
+    found = {}
+    for name, total in totals.items():
+        lengths = (total.flatten(1).norm(dim=-1) / clip).nan_to_num(math.inf, math.inf)
+        k = int(lengths.argmax())
+        record = {"x": shard.x[k, 0].tolist(), "y": float(labels[k, 0]), "clip": clip, "class_weight": weight}
+        found[name] = float(lengths[k]), record
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------- noise
 
 
@@ -736,6 +795,7 @@ ATTACKS: dict[str, Callable[[bool], Iterator[Finding]]] = {
     "lower-bound": lower_bound,
     "minibatch": minibatch,
     "zero-record": zero_record,
+    "terms": terms,
     "tail": tail,
     "cohort": cohort,
     "ledger-head": head,

@@ -27,7 +27,7 @@ def attacks():
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
-@pytest.mark.parametrize("name", ["minibatch", "zero-record", "tail", "cohort", "timing-files"])
+@pytest.mark.parametrize("name", ["minibatch", "zero-record", "terms", "tail", "cohort", "timing-files"])
 def test_the_attack_fails(attacks, name):
     for finding in attacks.ATTACKS[name](True):
         assert finding.verdict == attacks.FAILED, finding
@@ -73,9 +73,8 @@ def test_low_bits_that_tell_of_the_cohort_are_found(attacks):
     cohorts = chance.binomial(7, 0.3, 200).tolist()
     grid, weight = 2.0**-12, 1 / 2.1
     own = [[grid * chance.integers(-9999, 9999, 100) for _ in range(max(size, 1))] for size in cohorts]
-    off, p = attacks.low_bits([weight * sum(parts) for parts in own], cohorts, grid * weight)
+    off, _ = attacks.low_bits([weight * sum(parts) for parts in own], cohorts, grid * weight)
     assert off > 100
-    assert p < 1e-10
     on_grid = [parts[0] * (2 if size == 1 else 1) for parts, size in zip(own, cohorts, strict=True)]
     off, p = attacks.low_bits(on_grid, cohorts, grid)
     assert off == 0
