@@ -18,7 +18,9 @@ of rate q, came up. The adversary does not see that coin either:
     log p_1 / p_0 = sum over releases of log (1 - q + q e_b) / (1 - q + q e_a),   e_c = exp((<released, c> - |c|^2 / 2)
     / std^2).
 
-The mechanism is not Gaussian, so that epsilon is bounded by thresholds alone.
+That mechanism is not Gaussian. Instead of a mu, the attack refutes noise: how often the guess "world 1 if the score is
+above 0" is right bounds the noise for which the account of sampling would allow that many right guesses, and with it
+the account's epsilon(delta). Thresholds assume nothing of the mechanism, and are looser at small delta.
 
 Where no canary at hand reaches a query's bound (a lemma's, say), the attack is weaker than the certificate allows for.
 `reach` says how much, for all releases together; `least_claim` says it of the query whose bound is reached least, each
@@ -35,15 +37,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.special import ndtr
 from torch import Tensor
 
 from sordino import core
-from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, SordinoError, Unit
+from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, SordinoError, Stream, Unit
 from sordino.engines.client import MATRICES
 from sordino.experiments.watch import VICTIM, Attack, World, watched
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import account
 from sordino.privacy import audit as statistics
+from sordino.privacy.account import Release
 from sordino.privacy.noise import Address, Secure, Seeded, Source
 from sordino.privacy.noise import source as noise_from
 from sordino.privacy.participation import EVERYONE, Sampling
@@ -79,6 +84,7 @@ class Audit(NamedTuple):
     delta: float
     lower_thresholds: float
     lower_gaussian: float | None  # None where minibatches are drawn: that mechanism is not Gaussian
+    lower_account: float | None  # None where none are drawn
     mu_certified: float  # of minibatches, as if each held all records
     mu_lower: float | None
     false_positive_rate: float
@@ -96,7 +102,7 @@ class Audit(NamedTuple):
 
     @property
     def lower(self) -> float:
-        return max(self.lower_thresholds, self.lower_gaussian or 0.0)
+        return max(self.lower_thresholds, self.lower_gaussian or 0.0, self.lower_account or 0.0)
 
     @property
     def broken(self) -> bool:
@@ -151,25 +157,25 @@ def audit(
     check_arguments("runs", runs, noise_factor, seed)
     sources, certified, delta = _sources(seed, plan), plan.epsilon(), plan.privacy.delta
     attack, information, least = _best(plan, MODEL, sources, dtype)
-    gaussian = not _samples(plan)
-    threshold = None  # of a mixture, a part of the scores chooses it
-    if gaussian:
+    drawn, threshold = _samples(plan), None  # of a mixture, a part of the scores chooses the threshold
+    if not drawn:
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
-    found: list[list[statistics.Bound]] = []
-    while len(found) < TRIES and (not found or max(bound.epsilon for bound in found[-1]) > certified):
+    found: list[tuple[float, float, statistics.Bound]] = []
+    while len(found) < TRIES and (not found or max(found[-1][:2]) > certified):
         zero, one = (scores(attack, world, runs, sources, noise_factor) for world in (0, 1))
         plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
         sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
-        found.append([plain, sharp] if gaussian else [plain])
-    bounds = [min(tries, key=lambda bound: bound.epsilon) for tries in zip(*found, strict=True)]
+        found.append((plain.epsilon, _by_account(plan, sharp) if drawn else sharp.epsilon, sharp))
+    _, model_based, sharp = min(found, key=lambda bounds: bounds[1])
     return Audit(
         *_names(name, plan),
-        lower_thresholds=bounds[0].epsilon,
-        lower_gaussian=bounds[-1].epsilon if gaussian else None,
+        lower_thresholds=min(bounds[0] for bounds in found),
+        lower_gaussian=None if drawn else model_based,
+        lower_account=model_based if drawn else None,
         mu_certified=plan.mu(),
-        mu_lower=(bounds[-1].mu or 0.0) if gaussian else None,
-        false_positive_rate=bounds[-1].false_positive_rate,
-        false_negative_rate=bounds[-1].false_negative_rate,
+        mu_lower=None if drawn else sharp.mu or 0.0,
+        false_positive_rate=sharp.false_positive_rate,
+        false_negative_rate=sharp.false_negative_rate,
         reach=math.sqrt(information) / plan.mu(),
         least_claim=least,
         canary=attack.name,
@@ -242,7 +248,7 @@ def plan_for(
     streams = [len(q.noise.decoder) for s in method.stages for q in s.queries if isinstance(q.noise, Correlated)]
     length = min([rounds or max(1, min(ROUNDS, usual)), *streams])
     sampling = Sampling.parse(batch)
-    if sampling.kind != EVERYONE and (why := unattacked(method)):
+    if why := unattacked(method, sampling, privacy.adjacency):
         raise SordinoError(f"batch: {sampling} of {method.name} is not audited: {why}.")
     return Plan(
         method,
@@ -253,13 +259,19 @@ def plan_for(
     )
 
 
-def unattacked(method: Method) -> str:
-    """Why minibatches of this method are not audited; empty where they are."""
+def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
+    """Why minibatches of this method are not audited; empty where they are, or none are drawn."""
+    if sampling.kind == EVERYONE:
+        return ""
     if method.unit is Unit.USER:
         return "at user level nothing is claimed for them, audit it with batch = full"
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
     if not any(query.kind is Kind.GRADIENT for query in noised):
         return "it noises no gradients, and nothing is claimed for minibatches; audit it with batch = full"
+    if any(query.bound is not None or isinstance(query.noise, Correlated | Stream) for query in noised):
+        return "its bound or its noise is proved for all of a client's records; audit it with batch = full"
+    if sampling.kind == "fixed" and adjacency is Adjacency.ADD_REMOVE:
+        return "nothing is proved of minibatches of a fixed size under add-remove; use replace-one, or poisson"
     if any(query.kind is Kind.COUNT or query.joint > 1 for query in noised):
         return "one minibatch answers several questions, which the attack does not follow"
     return ""
@@ -381,10 +393,35 @@ def _best(plan: Plan, model: core.Model, sources: Iterator[Source], dtype: torch
     return *best, min(reached.values())
 
 
+def _by_account(plan: Plan, seen: statistics.Bound) -> float:
+    """Epsilon, by the account, of the most noise that would allow as many right guesses as were seen.
+
+    Of guesses between two equally likely worlds, mu-Gaussian DP allows a part of Φ(mu / 2) to be right. So the mu that
+    was refuted tells how many right guesses were proved, whatever the mechanism.
+    """
+    right = float(ndtr((seen.mu or 0.0) / 2))
+    releases, adjacency = _of_victim(plan), plan.privacy.adjacency
+
+    def with_noise(factor: float) -> list[Release]:
+        return [release._replace(std=factor * release.std) for release in releases]
+
+    low, high = 2.0**-6, 2.0**6  # the noise that is refuted lies above the one that is looked for
+    if account.guess(with_noise(high), adjacency) >= right:
+        return 0.0
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if account.guess(with_noise(middle), adjacency) < right else (middle, high)
+    return account.epsilon(with_noise(high), plan.privacy.delta, adjacency)
+
+
+def _of_victim(plan: Plan) -> tuple[Release, ...]:
+    (mine,) = [group for group in plan.groups() if VICTIM in group.clients]
+    return mine.releases
+
+
 def _claimed(plan: Plan) -> dict[tuple[int, int], float]:
     """The square of mu that the certificate counts for the victim, of each noised query: (stage, number) -> mu^2."""
-    (mine,) = [group for group in plan.groups() if VICTIM in group.clients]
-    releases = {release.query: release for release in mine.releases}
+    releases = {release.query: release for release in _of_victim(plan)}
     found = {}
     for level in plan.levels:
         if (release := releases.get(level.name)) is not None:

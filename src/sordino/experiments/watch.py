@@ -175,8 +175,8 @@ class Watch:
 
     def _divisor(self, s: int, number: int, clients: np.ndarray) -> np.ndarray:
         """Of the clients' sums: the records that an answer is about, or is expected to be."""
-        sizes = np.asarray(self.plan.sizes, dtype=float)[clients]
-        return sizes * self.plan.rates[clients] if self.plan.stages[s].queries[number].kind in SAMPLED else sizes
+        sizes, sampled = np.asarray(self.plan.sizes, dtype=float), self.plan.stages[s].queries[number].kind in SAMPLED
+        return np.asarray((sizes * self.plan.rates if sampled else sizes)[clients])
 
     def _stage(self, s: int, stage: Stage) -> Stage:
         """Clients remember their number besides, so that the observer knows whom it sees."""
@@ -294,7 +294,9 @@ class Watch:
         key, stream = (s, number, clients.tobytes()), self.streams.setdefault((s, number), [])
         turn = self._counts[key] = self._counts.get(key, -1) + 1
         if turn < len(stream):  # another batch of clients in the same round
-            stream[turn] = Seen(*(before + now for before, now in zip(stream[turn], seen, strict=True)))
+            past = stream[turn]
+            joined = past.said + seen.said, past.zero + seen.zero, past.one + seen.one
+            stream[turn] = Seen(*joined, past.variance + seen.variance)
         else:
             stream.append(seen)
 
