@@ -1,13 +1,17 @@
 """Runs of a method under observation: what was released, and what either of two worlds would have released.
 
 A method is watched by putting an observer in front of its local rules; the engine that runs it is the one that ships,
-and so are its clips and its noise. Nothing here knows a method by name.
+and so are its clips, its minibatches and its noise, in the dtype of the records. The observer itself computes in
+float64. Nothing here knows a method by name.
+
+Minibatches: the observer asks what all records together would have answered. That is enough where the canary's gradient
+is the only one that is not zero: an answer about a minibatch is then that, or zero, by the coin of the canary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.worlds import Through
-from sordino.core import Correlated, Down, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
+from sordino.core import SAMPLED, Correlated, Down, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
 from sordino.data.shard import Records
 from sordino.engines import simulate
 from sordino.engines.client import Oracle
@@ -40,8 +44,16 @@ class World(Records):
         if self.present is not None:
             for clients, shard in found:
                 for row in np.flatnonzero(clients == VICTIM):
-                    shard.mask[row, : len(self.present)] *= self.present
+                    shard.mask[row, : len(self.present)] *= self.present.to(shard.mask)
         return found
+
+    def picked(self, clients: np.ndarray, rows: Sequence[np.ndarray]) -> Shard:
+        """A record that is absent leaves its place in a minibatch empty."""
+        if self.present is not None:
+            gone = np.flatnonzero(self.present.numpy() == 0)
+            mine = zip(clients, rows, strict=True)
+            rows = [np.where(np.isin(at, gone), -1, at) if client == VICTIM else at for client, at in mine]
+        return super().picked(clients, rows)
 
 
 class Attack(NamedTuple):
@@ -55,11 +67,28 @@ class Attack(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One release: what came, less the mean of the worlds; how far they are apart; and the noise's variance."""
+    """One release: what came, what the worlds would have sent without noise, and the noise's variance. All float64."""
 
-    residual: Tensor
-    gap: Tensor
+    said: Tensor
+    zero: Tensor
+    one: Tensor
     variance: float
+
+    @property
+    def residual(self) -> Tensor:
+        return self.said - (self.zero + self.one) / 2
+
+    @property
+    def gap(self) -> Tensor:
+        return self.one - self.zero
+
+    def drawn(self, rate: float) -> Tensor:
+        """The log likelihood ratio of an answer that is noise alone but with chance `rate`, in either world."""
+        logs = []
+        for sent in (self.zero, self.one):
+            tilt = (self.said * sent - sent.square() / 2).flatten(1).sum(-1) / self.variance
+            logs.append(torch.logaddexp(tilt + math.log(rate), torch.full_like(tilt, math.log1p(-rate))))
+        return logs[1] - logs[0]
 
 
 def watched(
@@ -102,16 +131,24 @@ class Watch:
 
     def score(self) -> Tensor:
         """The log likelihood ratio of each run."""
-        return torch.stack([terms.flatten(1).sum(-1) for terms, _ in self.terms()]).sum(0)
+        whole = {key: stream for key, stream in self.streams.items() if self._rate(*key) == 1}
+        parts = [terms.flatten(1).sum(-1) for terms, _ in self.terms(whole)]
+        parts += [seen.drawn(self._rate(*key)) for key in self.streams.keys() - whole for seen in self.streams[key]]
+        return torch.stack(parts).sum(0)
 
     def information(self) -> Tensor:
-        """The square of mu of each run, as it went."""
-        return torch.stack([squares.flatten(1).sum(-1) for _, squares in self.terms()]).sum(0)
+        """The square of mu of each run, as it went; of minibatches, as if each had held all records."""
+        return torch.stack(list(self.informations().values())).sum(0)
 
-    def terms(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def informations(self) -> dict[tuple[int, int], Tensor]:
+        """The same of every noised query by itself: (stage, number of the query) -> one per run."""
+        squares = [squares.flatten(1).sum(-1) for _, squares in self.terms()]
+        return dict(zip(self.streams, squares, strict=True))
+
+    def terms(self, streams: Mapping[tuple[int, int], list[Seen]] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Of every stream of releases, entry by entry and summed over its rounds: residual x gap, and gap x gap, over
         the variance. Correlated noise is whitened first, by a triangular matrix: a round never needs a later one."""
-        for (s, number), stream in self.streams.items():
+        for (s, number), stream in (self.streams if streams is None else streams).items():
             residual, gap = torch.stack([seen.residual for seen in stream]), torch.stack([seen.gap for seen in stream])
             noise = self.plan.stages[s].queries[number].noise
             if isinstance(noise, Correlated):
@@ -126,10 +163,20 @@ class Watch:
         for number, leaf in zip(self._heard, leaves(aggregate), strict=False):
             zero, one = self._sums[number]
             variance = self.plan.aggregate_std(s, number) ** 2
-            self.streams.setdefault((s, number), []).append(Seen(leaf - (zero + one) / 2, one - zero, variance))
+            self.streams.setdefault((s, number), []).append(Seen(leaf.double(), zero, one, variance))
         self._sums, self._heard = {}, []
 
     # ------------------------------------------------------------------------------------------------------- inside
+
+    def _rate(self, s: int, number: int) -> float:
+        """The chance of the canary to be in a minibatch that this query is asked about; 1 where there is none."""
+        sampled = self.plan.stages[s].queries[number].kind in SAMPLED
+        return float(self.plan.rates[VICTIM]) if sampled else 1.0
+
+    def _divisor(self, s: int, number: int, clients: np.ndarray) -> np.ndarray:
+        """Of the clients' sums: the records that an answer is about, or is expected to be."""
+        sizes, sampled = np.asarray(self.plan.sizes, dtype=float), self.plan.stages[s].queries[number].kind in SAMPLED
+        return np.asarray((sizes * self.plan.rates if sampled else sizes)[clients])
 
     def _stage(self, s: int, stage: Stage) -> Stage:
         """Clients remember their number besides, so that the observer knows whom it sees."""
@@ -162,9 +209,9 @@ class Watch:
         def heard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             answer = method(*args, **kwargs)
             for other in silent if kwargs.get("on") is not None else ():
-                other.sample()  # all records, whichever world: minibatches are not audited
+                other.sample()  # all records
             either = [getattr(other, name)(*args, **kwargs) for other in silent]
-            self._note(s, released[name], clients, answer, either, np.asarray(self.plan.sizes)[clients])
+            self._note(s, released[name], clients, answer, either, self._divisor(s, released[name], clients))
             return answer
 
         message = local.work(Through(ask, released, heard), down, memory, cache)
@@ -217,6 +264,7 @@ class Watch:
             sizes=shard.x.new_tensor(np.asarray(self.plan.sizes)[clients]),
             stds=[torch.zeros(len(clients), dtype=torch.float64) for _ in stage.queries],
             draw=never,
+            rates=shard.x.new_tensor(self.plan.rates[clients]) if (self.plan.rates[clients] < 1).any() else None,
             facts=ask.facts,
             secret=False,
             runs=ask.runs,
@@ -236,19 +284,19 @@ class Watch:
         """What the adversary sees of one release: the victim's, or the weighted sum of all."""
         weight = self.weights[clients]
         std = (self.plan.std(s, number) * self.plan.share(self.plan.clients))[clients] / divisor
-        shaped = torch.from_numpy(weight).to(said).view(-1, *[1] * (said.dim() - 2))
-        zero, one = (part.expand_as(said) for part in either)
+        shaped = torch.from_numpy(weight).to(said.device).view(-1, *[1] * (said.dim() - 2))
+        came, zero, one = ((shaped * part.double().expand_as(said)).sum(1) for part in (said, *either))
         if self.plan.sums_only:
-            sums = torch.stack([(shaped * zero).sum(1), (shaped * one).sum(1)])
+            sums = torch.stack([zero, one])
             self._sums[number] = self._sums[number] + sums if number in self._sums else sums
             return
-        residual, gap = (shaped * (said - (zero + one) / 2)).sum(1), (shaped * (one - zero)).sum(1)
-        seen = Seen(residual, gap, float(((weight * std) ** 2).sum()))
+        seen = Seen(came, zero, one, float(((weight * std) ** 2).sum()))
         key, stream = (s, number, clients.tobytes()), self.streams.setdefault((s, number), [])
         turn = self._counts[key] = self._counts.get(key, -1) + 1
         if turn < len(stream):  # another batch of clients in the same round
             past = stream[turn]
-            stream[turn] = Seen(past.residual + residual, past.gap + gap, past.variance + seen.variance)
+            joined = past.said + seen.said, past.zero + seen.zero, past.one + seen.one
+            stream[turn] = Seen(*joined, past.variance + seen.variance)
         else:
             stream.append(seen)
 
