@@ -1,5 +1,6 @@
 """The attack finds what the noise leaves, and no more; and it finds out where there is less noise than promised."""
 
+import argparse
 import itertools
 import json
 import math
@@ -24,8 +25,8 @@ from sordino.core import (
     Trust,
     Unit,
 )
-from sordino.experiments.audit import MODEL, attacks, audit, one_run, plan_for
-from sordino.experiments.watch import watched
+from sordino.experiments.audit import MODEL, attacks, audit, one_run, plan_for, scores
+from sordino.experiments.watch import Watch, watched
 from sordino.methods import build
 from sordino.privacy.noise import Seeded
 from sordino.rules import chain, scale
@@ -80,6 +81,109 @@ def test_sums_hide_as_much_as_is_certified(trust):
         assert found.reach == pytest.approx(1.0, abs=1e-3)
         assert not found.broken
     assert audit("dp-fedgd", Privacy(1.0, 1e-5, trust=trust), runs=FEW, seed=3, noise_factor=0.5).broken
+
+
+@pytest.mark.parametrize(("name", "adjacency"), list(itertools.product(["dp-fednew", "dp-fednew-fc"], Adjacency)))
+def test_a_lemma_is_reached(name, adjacency):
+    """Company that pushes the right side to its limit without curvature, in clients whose duals stay small."""
+    found = audit(name, Privacy(1.0, 1e-5, adjacency=adjacency), runs=200, seed=4)
+    assert 0.9 < found.reach <= 1
+    assert found.least_claim == pytest.approx(found.reach), "there is one claim"
+    assert not found.broken
+
+
+def test_every_claim_is_reached_though_no_record_reaches_all_at_once():
+    """A mirrored gradient has the same outer product: the two bounds of fednewton-head need canaries of their own."""
+    found = audit("fednewton-head", Privacy(1.0, 1e-5), runs=200, seed=4)
+    assert found.reach < 0.9
+    assert found.least_claim > 0.99
+
+
+def test_runs_are_float32_and_scores_float64():
+    seen = []
+
+    class Spy(Watch):
+        def _work(self, s, local, clients, ask, down, memory, cache):
+            seen.append(down.theta.dtype)
+            return super()._work(s, local, clients, ask, down, memory, cache)
+
+    assert audit("dp-fedgd", runs=20, seed=0).dtype == "float32"
+    assert audit("dp-fedgd", runs=20, seed=0, dtype=torch.float64).dtype == "float64"
+    for dtype in (torch.float32, torch.float64):
+        attack = next(attacks(plan_for("dp-fedgd"), MODEL, dtype))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sordino.experiments.watch.Watch", Spy)
+            watch = watched(attack, 1, Seeded(0), 2)
+        assert {world.x.dtype for world in attack.worlds} == {dtype} == set(seen)
+        assert watch.score().dtype == torch.float64
+        assert watch.streams[0, 0][0].zero.dtype == torch.float64
+        seen.clear()
+
+
+# -------------------------------------------------------------------------------------------------------- minibatches
+
+BATCHES = [
+    ("poisson:4", Adjacency.ADD_REMOVE),
+    ("poisson:4", Adjacency.REPLACE_ONE),
+    ("fixed:4", Adjacency.REPLACE_ONE),
+]
+
+
+@pytest.mark.parametrize("trust", [Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION])
+@pytest.mark.parametrize(("batch", "adjacency"), BATCHES)
+def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacency, trust):
+    """Then the mean of e^score in world 0, and of e^-score in world 1, is 1."""
+    plan = plan_for("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency, trust=trust), batch=batch)
+    attack = next(a for a in attacks(plan, MODEL) if "long" in a.name)
+
+    def excess(factor):
+        found = [np.exp((1 - 2 * w) * scores(attack, w, 500, itertools.repeat(Seeded(5 + w)), factor)) for w in (0, 1)]
+        return [float((f.mean() - 1) / f.std()) * len(f) ** 0.5 for f in found]
+
+    assert np.abs(excess(1.0)).max() < 4
+    assert np.abs(excess(0.5)).max() > 4, "half the noise would pass: the test cannot fail"
+    assert watched(attack, 0, Seeded(1), 2).information().max() <= plan.mu() ** 2 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("batch", "adjacency"), BATCHES[:2])
+def test_minibatches_stay_below_their_certificate_and_halved_noise_is_found_out(batch, adjacency):
+    def found(factor):
+        privacy = Privacy(2.0, 1e-5, adjacency=adjacency)
+        return audit("dp-fedgd", privacy, runs=600, seed=3, batch=batch, noise_factor=factor)
+
+    honest, halved = found(1.0), found(0.5)
+    assert [honest.reach, honest.least_claim] == pytest.approx([1.0, 1.0], abs=1e-3)
+    assert 1.0 < honest.lower_account <= honest.certified
+    assert honest.lower_thresholds <= honest.certified
+    assert honest.lower_gaussian is None, "the mechanism is not Gaussian"
+    assert halved.broken
+
+
+def test_minibatches_of_a_fixed_size():
+    """Their certificate is a Rényi bound, which is loose: it takes a third of the noise to refute it."""
+
+    def found(factor):
+        return audit("dp-fedgd", Privacy(2.0, 1e-5), runs=600, seed=3, batch="fixed:4", noise_factor=factor)
+
+    assert not found(1.0).broken
+    assert found(1 / 3).broken
+
+
+def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
+    """The records are drawn at twice the rate that the account counts with."""
+    monkeypatch.setattr(
+        "sordino.privacy.participation.Sampling.draw", lambda self, coins, rate: np.flatnonzero(coins < 2 * rate)
+    )
+    privacy = Privacy(2.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
+    assert audit("dp-fedgd", privacy, runs=600, seed=3, batch="poisson:0.3").broken
+
+
+def test_an_absent_record_is_in_no_minibatch():
+    plan = plan_for("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="poisson:4")
+    there, here = next(attacks(plan, MODEL)).worlds
+    rows = [np.array([0, -1, 3]), np.array([0, 1, 2])]
+    assert there.picked(np.array([0, 1]), rows).mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert here.picked(np.array([0, 1]), rows).mask.tolist() == [[1, 0, 1], [1, 1, 1]]
 
 
 # ------------------------------------------------------------------------------------------------- any shape of method
@@ -214,6 +318,11 @@ def _one_matrix():
         (lambda: audit("dp-scaffold", Privacy(trust=Trust.TRUSTED_SERVER)), "trust: dp-scaffold is not proved"),
         (lambda: one_run("dp-fedgd", Privacy(unit=Unit.USER)), "unit: an audit in one run"),
         (lambda: one_run("dp-fedgd", canaries=3), "canaries: 3 tell nothing"),
+        (lambda: audit("dp-fednew", batch="poisson:4"), "batch: poisson:4 of dp-fednew is not audited"),
+        (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several questions"),
+        (lambda: audit("dp-fedgd", Privacy(unit=Unit.USER), batch="poisson:4"), "at user level nothing is claimed"),
+        (lambda: audit("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="fixed:4"), "under add-remove"),
+        (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' lacks a number"),
     ],
 )
 def test_mistakes_are_named(call, message):
@@ -236,3 +345,38 @@ def test_the_command(capsys, tmp_path):
     assert "multiplied by 0.5 on purpose" in out
     assert main(["audit", "dp-fedgd", "--one-run", "--runs", "500", "--json"]) == 0
     assert {row["canaries"] for row in json.loads(capsys.readouterr().out)} == {500}
+
+
+def test_the_command_with_minibatches(capsys):
+    words = ["audit", "dp-fedgd", "--runs", "200", "--seed", "1", "--unit", "record"]
+    assert main([*words, "--batch", "poisson:4", "--dtype", "float64"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("poisson:4") == 2
+    assert "float64" in out
+    assert main([*words, "--dtype", "int8"]) == 2
+    assert "dtype: 'int8' is unknown; use float32 or float64" in capsys.readouterr().err
+    assert main([*words, "--batch", "poisson:4", "--one-run"]) == 2
+    assert "leave --batch away" in capsys.readouterr().err
+
+
+def test_all_includes_minibatches_where_they_are_certified():
+    from sordino.cli import audit as command
+
+    def jobs(*words):
+        parser = argparse.ArgumentParser()
+        command.add(parser.add_subparsers())
+        return [
+            (job.args[0], job.args[1].adjacency, job.keywords["batch"])
+            for job in command._jobs(parser.parse_args(["audit", "--all", *words]))
+        ]
+
+    found = [job for job in jobs() if job[2] != "full"]
+    assert found == [
+        ("dp-fedgd", "add-remove", "poisson:4"),
+        ("dp-fedgd", "replace-one", "poisson:4"),
+        ("dp-fedgd", "replace-one", "fixed:4"),
+    ]
+    names = {job[0] for job in jobs("--batch", "fixed:4")}
+    assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names
+    assert not names & {"dp-fednew", "dp-ftrl", "dp-fedsam"}
+    assert not jobs("--batch", "fixed:4", "--adjacency", "add-remove")

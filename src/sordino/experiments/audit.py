@@ -62,11 +62,7 @@ PILOT = 8  # runs that choose the canary
 ENOUGH = 0.99  # of every claim: no other canary is tried
 TRIES = 3  # a bound above the certificate is looked for again, with fresh noise, before anybody is accused
 SIZES = (4, 3, 3)  # the victim is the largest client: where only sums are seen, it moves them most
-LEMMA_SIZES = (
-    30,
-    30,
-    30,
-)  # where a lemma bounds a message: noise on short messages would fill the ball that holds them
+LEMMA_SIZES = (100, 100, 100)  # where a lemma bounds a message: with fewer records noise fills its ball
 SPARSE = 8  # records of the victim, of which a minibatch at a rate holds a part
 RUNS_IN_MEMORY = 300_000  # records of all runs at once
 LONG, SHORT, LABEL = 10.0, 0.01, 1e6  # of canaries: every gradient is far beyond its clip

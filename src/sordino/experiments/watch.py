@@ -28,7 +28,7 @@ from sordino.engines import simulate
 from sordino.engines.client import Oracle
 from sordino.privacy.noise import Address, Draw, Exact, Source
 from sordino.privacy.plan import Plan
-from sordino.tree import leaves
+from sordino.tree import leaves, tree_map
 
 VICTIM = 0  # the client in whose data the worlds differ
 
@@ -224,10 +224,11 @@ class Watch:
         """A message that is noised as a whole, by the oracle once the rule has made it: overheard there."""
         message = local.work(ask, down, memory, cache)
         either = []
+        word, kept = tree_map(lambda leaf: leaf.double(), (down.word, memory))  # as wide as the answers
         for world in (0, 1):
             silent = self._silent(s, clients, ask, world)
             hushed = Through(silent, ("std",), lambda name, _, *args: ask.std(*args))
-            said = local.work(hushed, down, memory, self._cache(s, local, clients, ask, world))
+            said = local.work(hushed, down._replace(word=word), kept, self._cache(s, local, clients, ask, world))
             either.append(self._there(silent.finish(said), clients, world))
         if self.plan.sums_only:
             finish, self._heard = ask.finish, [number]
