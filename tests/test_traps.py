@@ -117,12 +117,14 @@ def still(plan, features):
 def shown(plan, source, places=100):
     """Of a run without gradients: {(t, i): message of client i}, [aggregate of round t], as rows over draws."""
     (stage,) = plan.method.stages
-    local = stage.local._replace(remember=lambda said, down, memory: said, init=lambda theta, _: 0 * theta)
-    told = replace(plan, method=plan.method._replace(stages=(stage._replace(local=local),)))
+    told, alone = plan, not plan.sums_only  # of sums no single message is made
+    if alone:
+        local = stage.local._replace(remember=lambda said, down, memory: said, init=lambda theta, _: 0 * theta)
+        told = replace(plan, method=plan.method._replace(stages=(stage._replace(local=local),)))
     messages, aggregates = {}, []
     for turn in reference.run(told, *still(plan, places), source):
         aggregates.append(turn.aggregate.numpy())
-        messages |= {(turn.t, int(i)): turn.checkpoint[2][int(i)].numpy() for i in turn.cohort}
+        messages |= {(turn.t, int(i)): turn.checkpoint[2][int(i)].numpy() for i in turn.cohort if alone}
     return messages, np.stack(aggregates)
 
 
@@ -382,8 +384,8 @@ def test_one_stream_for_all(alike):
 class ForEverybody(Plan):
     """Each participant adds its part of a noise to which all clients were to contribute."""
 
-    def share(self, cohort):
-        return super().share(self.clients)
+    def aggregate_std(self, stage, number=None):
+        return super().aggregate_std(stage, number) * math.sqrt(self.participation.rate(self.clients))
 
 
 @pytest.mark.parametrize("unit", list(Unit))
@@ -404,11 +406,10 @@ def test_noise_for_a_bigger_cohort_than_came(unit):
 class EqualNoise(Plan):
     """Under sums every client draws the same noise, though a small client's record weighs more (DP-FedSOFIM)."""
 
-    @property
-    def levels(self):
-        (level,) = super().levels
+    def aggregate_std(self, stage, number=None):
+        (level,) = self.levels
         own = (level.weight * level.std).max() / level.weight.max()  # what one client would need, were all alike
-        return (level._replace(std=np.full(self.clients, own)),)
+        return math.sqrt(((level.weight * own) ** 2).mean())
 
 
 def test_unequal_clients_under_secure_aggregation():
@@ -434,7 +435,9 @@ def test_the_server_s_view_of_noise_for_sums(promised, seen):
     """20 clients' shares of one noise, read one by one."""
     plan = plan_for(build("dp-fedgd"), (3,) * 20, 2, trust=SA, adjacency=ADD, epsilon=promised)
     assert epsilon_of(true_mu(plan, 0)) == pytest.approx(promised, rel=1e-9)
-    assert epsilon_of(true_mu(plan, 0, view=PC)) == pytest.approx(seen, rel=5e-3)
+    (level,) = plan.levels
+    alone = level.sensitivity[0] / plan.own_std(level)[0] * math.sqrt(2)  # of one client's share, twice
+    assert epsilon_of(alone) == pytest.approx(seen, rel=5e-3)
     against = plan_for(build("dp-fedgd"), (3,) * 20, 2, trust=PC, adjacency=ADD, epsilon=promised)
     assert epsilon_of(true_mu(against, 0)) == pytest.approx(promised, rel=1e-9)
     assert against.summed_noise()[0] == pytest.approx(math.sqrt(20) * plan.summed_noise()[0], rel=1e-9)

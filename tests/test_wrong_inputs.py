@@ -48,6 +48,7 @@ TAKE_A_DEVICE = [
     ["compare", "--methods", "dp-fedgd"],
     ["paper"],
     ["estimate"],
+    ["check", "--sums"],
     ["features", "--data", "mnist", "--network", "resnet20", "--weights", "w.pt", "--out", "f.npz"],
 ]
 

@@ -140,6 +140,7 @@ def _sentence(line: dict[str, Any], rounds: int | None) -> str:
 def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     import json
 
+    import sordino.federation.terms  # noqa: F401  # how a federation's certificate is rebuilt
     from sordino.experiments.outcome import verify_run
 
     sites = []

@@ -70,7 +70,7 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.experiments import run
     from sordino.experiments.place import Place
     from sordino.experiments.spec import Spec, parse_setting, read_values
-    from sordino.privacy.signing import read_signer
+    from sordino.secagg.keys import read_signer
 
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
     values: dict[str, Any] = {}

@@ -123,6 +123,9 @@ class Records:
     def _owner(self) -> Tensor:
         return torch.from_numpy(np.repeat(np.arange(len(self.sizes)), self.sizes)).to(self.x.device)
 
+    def keep(self, cohort: np.ndarray) -> None:
+        """All are here anyway."""
+
     def shard(self, i: int) -> Shard:
         """One client's records."""
         rows = slice(int(self.starts[i]), int(self.starts[i + 1]))
@@ -177,6 +180,7 @@ class Lazy:
     x: Tensor  # no rows: the kind, device and number of the features
     length: None = None
     _kept: dict[bytes, Records] = field(default_factory=dict, repr=False, compare=False)
+    _cohort: list[bytes] = field(default_factory=list, repr=False, compare=False)
 
     @staticmethod
     def of(sizes: Sequence[int], load: Callable[[int], tuple[Tensor, Tensor]]) -> Lazy:
@@ -192,11 +196,17 @@ class Lazy:
             raise SordinoError(f"clients: client {i} holds {len(x)} records where {self.sizes[i]} were declared.")
         return Shard(x, y, x.new_ones(len(x)))
 
+    def keep(self, cohort: np.ndarray) -> None:
+        """Forget the clients of another cohort than this one."""
+        key = cohort.astype(np.int64).tobytes()
+        if self._cohort[:] != [key]:
+            self._kept.clear()
+            self._cohort[:] = [key]
+
     def _some(self, clients: np.ndarray) -> Records:
         """These clients alone, numbered from 0."""
         key = np.asarray(clients, dtype=np.int64).tobytes()
         if key not in self._kept:
-            self._kept.clear()
             parts = [self.shard(int(i)) for i in clients]
             starts = np.concatenate([[0], np.cumsum([len(part.x) for part in parts])])
             x, y = (torch.cat(columns) for columns in zip(*((part.x, part.y) for part in parts), strict=True))

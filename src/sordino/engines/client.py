@@ -194,7 +194,7 @@ class Oracle:
         self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
         self._quiet = quiet  # the noise comes later, in the sum or as integers (`secured`)
         # The bound of a lemma counts on answers with the digits of float64.
-        self._wide = quiet or any(query.bound is not None for query in stage.queries)
+        self._wide = any(query.bound is not None for query in stage.queries)
         self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
         self._spent = [0] * len(stage.queries)
         self._answers: list[tuple[int, Tensor]] = []  # (number of the query, answer)
@@ -281,7 +281,8 @@ class Oracle:
         if query.noise is not None and not self._quiet:
             answer = self._noised(answer, number, call, axes)
         answer = answer / along(self._divisor(kind), axes)
-        answer = answer if self._wide else answer.to(self._sizes.dtype)
+        wide = self._wide or (self._quiet and query.noise is not None)
+        answer = answer if wide else answer.to(self._sizes.dtype)
         self._answers.append((number, answer))
         return answer
 

@@ -108,6 +108,7 @@ def run(
         aggregate: Tree = ()
         if len(turn.cohort) or (turn.once and plan.amplified):
             down = Down(theta, rule.say(state))
+            records.keep(turn.cohort)
             if fused:
                 aggregate = crowd.fused(turn, theta, shares)
             else:
@@ -249,7 +250,9 @@ class Crowd:
     def _buckets(self, turn: Turn) -> list[tuple[np.ndarray, Any]]:
         """The cohort in batches of clients; what they hold only where it is not drawn anew for every question."""
         if self._only_gradients(turn.stage) and self._samples(turn.cohort):
-            return [(clients, None) for clients in self._batches(turn.cohort)]
+            batches = self._batches(turn.cohort)
+            drawn = [[(clients, None)] if self._samples(clients) else self._held(clients) for clients in batches]
+            return [bucket for each in drawn for bucket in each]
         return self._whole if len(turn.cohort) == self.plan.clients else self._held(turn.cohort)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:

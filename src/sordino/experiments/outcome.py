@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,13 @@ from sordino.models.nets import NETS
 from sordino.models.transformers import TRANSFORMERS
 from sordino.privacy.certificate import SECRET_SEED, certificate, numbers_of, sizes_of
 from sordino.privacy.ledger import Ledger
-from sordino.privacy.noise import Secure, Seeded, Silent, source
+from sordino.privacy.noise import Silent, source
 from sordino.privacy.signing import broken, code_sha256, sha256
 from sordino.privacy.verify import FOLLOWS, Verdict, verify
 
 UNTOLD = 1_000_000  # records of a client at user level, where no number in a certificate depends on them
+# How a federation's certificate is held against its terms: `federation.terms` puts it here, which imports this module.
+AGAINST_TERMS: list[Callable[[dict[str, Any], Path], Iterator[str]]] = []
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
 
 
@@ -157,7 +159,10 @@ def _against_spec(place: Place, gaps: list[str], cert: dict[str, Any], path: Pat
         if not terms.is_file():
             gaps.append("the plan of the federation, whose terms.json is not beside it")
             return
-        yield from _against_terms(cert, terms)
+        if not AGAINST_TERMS:
+            gaps.append("the plan of the federation: import sordino.federation.terms to rebuild it")
+            return
+        yield from AGAINST_TERMS[0](cert, terms)
         gaps[:] = [gap for gap in gaps if not gap.startswith(FOLLOWS)]
         return
     try:
@@ -189,29 +194,6 @@ def _against_spec(place: Place, gaps: list[str], cert: dict[str, Any], path: Pat
             f"the code: sordino {cert['sordino']} with other sources wrote the certificate, and this installation "
             "rebuilt its numbers"
         )
-
-
-def _against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
-    """Of a federation: every party computes the same plan from the terms. Its words are those of the party."""
-    from sordino.federation.terms import Terms  # federation imports this package
-
-    try:
-        terms = Terms.read(path.read_text(encoding="utf-8"))
-        plan = terms.plan
-    except SordinoError as error:
-        yield f"no plan follows from terms.json ({error})"
-        return
-    noise = path.with_name("noise")
-    seeded = noise.read_text() != "" if noise.is_file() else cert["noise_source"] == "seeded"
-    rebuilt = certificate(
-        plan,
-        Seeded(0) if seeded else Secure(),
-        version=cert["sordino"],
-        names=terms.names,
-        execution=cert["execution"],
-        assumes=[] if "site" in cert else [DRAWN],
-    )
-    yield from differences(cert, rebuilt)
 
 
 # What other files say, or the reader knows: compared elsewhere, or not at all.

@@ -6,9 +6,10 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,15 @@ from sordino.core import Down, Kind, SordinoError, Trust, Unit, nearest
 from sordino.data.sources import Dataset
 from sordino.engines.client import turns
 from sordino.engines.simulate import only_asks_for_the_gradient
+from sordino.experiments.outcome import AGAINST_TERMS, DRAWN, differences
 from sordino.experiments.run import choose_model
 from sordino.experiments.spec import Spec
 from sordino.methods import entry
 from sordino.models.flat import Flat
 from sordino.models.linear import Linear
+from sordino.privacy.certificate import certificate
 from sordino.privacy.integers import Integers
+from sordino.privacy.noise import Secure, Seeded
 from sordino.privacy.plan import Plan
 
 FORMAT = 1
@@ -192,3 +196,27 @@ def _check_messages(plan: Plan, model: Linear | Flat) -> None:
                 f"method: {plan.method.name} makes something of its gradient before it sends it; secure aggregation "
                 "needs it as it is. Use dp-fedsofim, dp-fedgd or dp-fedadam, or untrusted-server."
             )
+
+
+def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
+    """Of a federation: every party computes the same plan from the terms. Its words are those of the party."""
+    try:
+        terms = Terms.read(path.read_text(encoding="utf-8"))
+        plan = terms.plan
+    except SordinoError as error:
+        yield f"no plan follows from terms.json ({error})"
+        return
+    noise = path.with_name("noise")
+    seeded = noise.read_text() != "" if noise.is_file() else cert["noise_source"] == "seeded"
+    rebuilt = certificate(
+        plan,
+        Seeded(0) if seeded else Secure(),
+        version=cert["sordino"],
+        names=terms.names,
+        execution=cert["execution"],
+        assumes=[] if "site" in cert else [DRAWN],
+    )
+    yield from differences(cert, rebuilt)
+
+
+AGAINST_TERMS[:] = [against_terms]

@@ -414,8 +414,8 @@ def outer(rows: Tensor) -> Tensor:
 
 def clients_of(shard: Shard) -> list[Shard]:
     """A batch of clients, one by one."""
-    x, y, mask, length = shard
-    return [Shard(x[k], y[k], mask[k], None if length is None else length[k]) for k in range(len(x))]
+    parts = [None if part is None else part.expand(shard.x.shape[:-1]) for part in shard[1:]]
+    return [Shard(shard.x[k], *(None if part is None else part[k] for part in parts)) for k in range(len(shard.x))]  # type: ignore[arg-type]
 
 
 def sum_over(shard: Shard, total: Callable[[Shard], Sum], rows: int | None = None) -> Sum:

@@ -19,7 +19,7 @@ from sordino.core import SordinoError
 ALGORITHM = "ed25519"
 PURPOSE = b"sordino certificate, format 2\0"  # a site's key signs other messages too: none of them begins like this
 _PUBLIC, _SHORT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
-_CARD = re.compile(r"""^\s*sign\s*=\s*["']([0-9a-f]{64})["']""", re.MULTILINE)
+CARD = re.compile(r"""^\s*sign\s*=\s*["']([0-9a-f]{64})["']""", re.MULTILINE)
 
 
 class Signer(Protocol):
@@ -69,32 +69,6 @@ class _Site(NamedTuple):
 def of_site(identity: Any) -> Signer:
     """A site signs with its long-term key (`secagg.Identity`), whose public half is in the roster."""
     return _Site(identity)
-
-
-def read_signer(path: str | Path) -> Signer:
-    """The key in a file: a site's identity.key, or a run.key.
-
-    Raises:
-      SordinoError: the file is missing, readable by others, or holds no ed25519 key.
-    """
-    from sordino.secagg.keys import Identity
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SordinoError(
-            f"--sign-with: '{path}' cannot be read ({error}); name an identity.key or run.key."
-        ) from None
-    if re.search(r"^\s*box\s*=", text, re.MULTILINE):
-        return of_site(Identity.load(path))
-    found = _CARD.search(text)
-    if found is None:
-        raise SordinoError(
-            f"--sign-with: '{path}' holds no signing key (sign = \"64 hex digits\"); name an identity.key."
-        )
-    if Path(path).stat().st_mode & 0o077:
-        raise SordinoError(f"--sign-with: others may read '{path}'; run chmod 600 on it, if they have not yet.")
-    return RunKey(bytes.fromhex(found[1]))
 
 
 # ------------------------------------------------------------------------------------------------------- certificates
@@ -151,7 +125,7 @@ def known_keys(given: str) -> list[str]:
         ) from None
     if "secret" in text.partition("\n")[0]:
         raise SordinoError(f"--key: '{given}' holds a secret key; give the public one (a card, or 64 hex digits).")
-    found = _CARD.findall(text) or re.findall(r"\b(?:[0-9a-f]{64}|[0-9a-f]{32})\b", text)
+    found = CARD.findall(text) or re.findall(r"\b(?:[0-9a-f]{64}|[0-9a-f]{32})\b", text)
     if not found:
         raise SordinoError(f"--key: '{given}' holds no public key; a card has a line sign = \"64 hex digits\".")
     return list(found)

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from sordino.core import SordinoError, nearest
+from sordino.privacy import signing
 from sordino.secagg.derive import low_order, public
 
 SITES = 256  # of a roster at most: every site reads every other's offer, of a size that grows with their number
@@ -239,3 +240,27 @@ def _signs(key: bytes) -> bool:
         return False
     u, v = y * y - 1, _EDWARDS * y * y + 1  # x² = u / v
     return pow(u * v, (_FIELD - 1) // 2, _FIELD) == 1
+
+
+def read_signer(path: str | Path) -> signing.Signer:
+    """The key in a file: a site's identity.key, or a run.key.
+
+    Raises:
+      SordinoError: the file is missing, readable by others, or holds no ed25519 key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SordinoError(
+            f"--sign-with: '{path}' cannot be read ({error}); name an identity.key or run.key."
+        ) from None
+    if re.search(r"^\s*box\s*=", text, re.MULTILINE):
+        return signing.of_site(Identity.load(Path(path)))
+    found = signing.CARD.search(text)
+    if found is None:
+        raise SordinoError(
+            f"--sign-with: '{path}' holds no signing key (sign = \"64 hex digits\"); name an identity.key."
+        )
+    if Path(path).stat().st_mode & 0o077:
+        raise SordinoError(f"--sign-with: others may read '{path}'; run chmod 600 on it, if they have not yet.")
+    return signing.RunKey(bytes.fromhex(found[1]))
