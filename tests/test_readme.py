@@ -48,6 +48,7 @@ def test_results_say_where_they_come_from():
         if path.name in (
             "demo_certificate.json",
             "checks.json",
+            "checks_cuda.json",
             "audit.json",
             "audit_halved.json",
         ):  # what commands wrote

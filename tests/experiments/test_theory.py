@@ -71,7 +71,7 @@ def test_populations_are_those_of_the_models_own_sums(kind):
         return abs(samples.mean() - value) / (samples.std(ddof=1) / math.sqrt(20))
 
     def along(M):
-        return torch.einsum("i,rij,j->r", u, M, u)
+        return torch.einsum("i,rij,j->r", u.double(), M, u.double())
 
     def across(M):
         return (torch.einsum("rii->r", M) - along(M)) / (DIM - 1)
@@ -80,8 +80,8 @@ def test_populations_are_those_of_the_models_own_sums(kind):
     checks = [
         (world.curvature, (along(H), across(H))),
         (world.spread, (along(V), across(V))),
-        (world.slope[:1], ((moved - back) @ u / 0.04,)),
-        (np.interp(at.length, *world.score)[None], (g @ u,)),
+        (world.slope[:1], ((moved - back) @ u.double() / 0.04,)),
+        (np.interp(at.length, *world.score)[None], (g @ u.double(),)),
     ]
     for values, samples in checks:
         for value, sample in zip(values, samples, strict=True):

@@ -647,7 +647,7 @@ def test_a_model_made_to_single_out_a_record_learns_no_more_of_it_than_the_clip(
     n = terms.sizes[0]
     per = n if level.query.kind == "gradient" else 1  # answers are means, and messages themselves
     local_lr = {"dp-scaffold": 2.0, "dp-fedavg": entry_default("dp-fedavg", "local_lr")}.get(method, 1.0)
-    for t, (a, b) in enumerate(zip(one, two, strict=True)):
+    for a, b in zip(one, two, strict=True):
         assert (a.kind, b.kind) == ("said", "said")
         assert a.fields == b.fields
         left, right = (m.arrays["said0"].astype(float) / local_lr for m in (a, b))
