@@ -43,7 +43,7 @@ class Loss(StrEnum):
 
 Sum = TypeVar("Sum", Tensor, Tensor | None)
 NUMBERS = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
-STREAM = 512  # records whose terms of a sum of matrices are held at once
+STREAM = 1024  # records whose terms of a sum of matrices are held at once
 LARGE = 2**16  # numbers of one client's terms from which on clients are served one by one: more would leave the cache
 KERNEL_ROWS = 2**16  # records of one slice of the compiled kernel, at most
 CACHE = 2**19  # numbers that are made of the records of one product
