@@ -14,7 +14,7 @@ test: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
 bench: $(READY)

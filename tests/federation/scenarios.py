@@ -282,7 +282,7 @@ def serve(transport: Any, folder: Path) -> None:
 
 def undergo(transport: Any, place: Path, name: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    from attacks import attack
+    from eavesdrop import attack
     from storms import weather
 
     from sordino.federation import coordinator

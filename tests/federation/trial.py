@@ -23,7 +23,7 @@ import tomli_w
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1] / "engines" / "flower"))
-from attacks import singled_out
+from eavesdrop import singled_out
 from scenarios import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
 from strangers import try_all
 from worlds import World
