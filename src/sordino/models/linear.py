@@ -11,6 +11,7 @@ record moves a computed sum by no more than the clip: docs/numerics.md has the p
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ STREAM = 1024  # records whose terms of a sum of matrices are held at once
 LARGE = 2**16  # numbers of one client's terms from which on clients are served one by one: more would leave the cache
 KERNEL_ROWS = 2**16  # records of one slice of the compiled kernel, at most
 CACHE = 2**19  # numbers that are made of the records of one product
+BLOCK = 2**19  # numbers of one block of products of two features
 TILES = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
 
@@ -209,19 +211,19 @@ class Linear:
             u = self._long(part, factor)
             if self.kind is not Loss.SOFTMAX:
                 return outer(u)
-            up = (u.unsqueeze(-1) * p.unsqueeze(-2)).flatten(-2)  # sqrt(factor) u (x) p
+            p = p.double()
             rest = p @ (1 - torch.eye(self.outputs).to(p))  # 1 - p, without a difference of near numbers
-            spread = (u.unsqueeze(-1) * (p * rest).unsqueeze(-2)).flatten(-2)
-            sums = outer(up).neg_()
-            lead, pairs = sums.shape[:-2], (u.shape[-1], self.outputs)
-            diagonal = (spread.double().transpose(-1, -2) @ u.double()).view(*lead, *pairs, u.shape[-1])
-            sums.view(*lead, *pairs, *pairs).diagonal(dim1=-3, dim2=-1).copy_(diagonal.transpose(-1, -2))
-            return sums
+            weights = torch.cat([p * rest, *(-p[..., a : a + 1] * p[..., a + 1 :] for a in range(self.outputs))], -1)
+            return weighted_outer(u, weights)
 
         if shard.x.dim() == 3 and theta.dim() == 2 and shard.x.shape[-2] * self.size > LARGE:
             each = zip(theta.expand(len(shard.x), -1), clients_of(shard), strict=True)
             return torch.stack([self.curvature_sum(mine, own, clip) for mine, own in each])
-        return sum_over(shard, total)
+        sums = sum_over(shard, total)
+        if self.kind is not Loss.SOFTMAX:
+            return sums
+        index = _symmetric_index(self.features + self.bias, self.outputs).to(sums.device)
+        return sums.flatten(-3).index_select(-1, index).view(*sums.shape[:-3], self.size, self.size)
 
     @exact_arithmetic()
     def curvature_times(self, theta: Tensor, shard: Shard, clip: float, v: Tensor) -> Tensor:
@@ -410,6 +412,31 @@ def outer(rows: Tensor) -> Tensor:
         sums[..., here, start:] = rows[..., here].transpose(-1, -2) @ rows[..., start:]
         sums[..., beyond, here] = sums[..., here, beyond].transpose(-1, -2)
     return sums
+
+
+def weighted_outer(rows: Tensor, weights: Tensor) -> Tensor:
+    """Sum over records of a row's outer product with itself times each of its weights, in float64: weights x size x
+    size. The products are symmetric: below the diagonal of the last two axes nothing is computed."""
+    columns, weights = rows.double().transpose(-1, -2).contiguous(), weights.double().transpose(-1, -2)
+    size, n = columns.shape[-2:]
+    sums = weights.new_empty(*weights.shape[:-1], size, size)
+    step = max(1, min(size, BLOCK // (size * n)))
+    for start in range(0, size, step):
+        products = columns[..., start : start + step, None, :] * columns[..., None, start:, :]
+        block = weights @ products.flatten(-3, -2).transpose(-1, -2)
+        sums[..., start : start + step, start:] = block.view(*block.shape[:-1], *products.shape[-3:-1])
+    return sums
+
+
+@functools.cache
+def _symmetric_index(size: int, outputs: int) -> Tensor:
+    """Where entry ((i, a), (j, b)) of a Hessian stands among the sums of `weighted_outer` over pairs of outputs."""
+    a, b = torch.triu_indices(outputs, outputs, 1)
+    pair = torch.diag(torch.arange(outputs))  # an output with itself, then the pairs a < b
+    pair[a, b] = pair[b, a] = torch.arange(outputs, outputs + len(a))
+    i, j = torch.arange(size).view(-1, 1, 1, 1), torch.arange(size).view(-1, 1)
+    place = torch.minimum(i, j) * size + torch.maximum(i, j)  # size x 1 x size x 1
+    return (pair.view(1, outputs, 1, outputs) * size**2 + place).flatten()
 
 
 def clients_of(shard: Shard) -> list[Shard]:

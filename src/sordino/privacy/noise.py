@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -111,13 +111,16 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
 class Exact(Source, Protocol):
     """A source whose normals are known to any precision."""
 
     def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
         """An interval that contains the ideal normal at this place of the (flat) draw; narrower with more words."""
         ...
+
+
+def is_exact(source: Source) -> TypeGuard[Exact]:
+    return hasattr(source, "bounds")  # `isinstance` of a protocol takes longer than a small draw
 
 
 class Secure:
@@ -352,7 +355,7 @@ class Draw:
 
 def draw(source: Source, parts: Sequence[tuple[float, Address]], shape: tuple[int, ...]) -> Draw:
     """The sum of coefficient * normal(address), as for correlated noise; [(1.0, at)] is one normal per number."""
-    if source.private and not isinstance(source, Exact):
+    if source.private and not is_exact(source):
         raise SordinoError(f"source: {source!r} is private and has no `bounds`; pass one that has, such as Secure().")
     parts = [(float(coefficient), at) for coefficient, at in parts]
     z, error = np.zeros(shape), 0.0
@@ -364,7 +367,7 @@ def draw(source: Source, parts: Sequence[tuple[float, Address]], shape: tuple[in
             z = normal
         else:
             z += coefficient * normal
-    if not isinstance(source, Exact):
+    if not is_exact(source):
         return Draw.plain(torch.from_numpy(z))
     exact = source
 

@@ -29,9 +29,13 @@ def floored_solve(matrix: Tensor, v: Tensor, floor: float) -> Tensor:
 
 
 def damped(matrix: Tensor, gamma: float) -> Tensor:
-    """The Cholesky factor of H + gamma I; not a number where H is so large that rounding left it indefinite."""
-    factor, info = torch.linalg.cholesky_ex(matrix + gamma * identity_like(matrix))
-    return torch.where((info == 0).unsqueeze(-1).unsqueeze(-1), factor, math.nan)
+    """The Cholesky factor of H + gamma I, which is written over H. Where H is so large that rounding left it
+    indefinite, the factor's diagonal is NaN, and so is every solution."""
+    matrix.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    factor: Tensor
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor.diagonal(dim1=-2, dim2=-1).masked_fill_((info != 0).unsqueeze(-1), math.nan)
+    return factor
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> Tensor:
