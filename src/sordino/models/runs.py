@@ -2,7 +2,7 @@
 
 Runs are the last axis, beside the classes: two wide matrix products take the place of two narrow ones per run, and sums
 over classes run along whole rows of memory. Records come in chunks, so that memory is bounded and a chunk stays in
-cache. Compiled, the part between the products is one kernel on a GPU; on a CPU it was slower than as it stands.
+cache. Compiled, the part between the products is one kernel on a GPU. On a CPU `Linear` takes runs one by one instead.
 The second product is float64, and no shape depends on the data: docs/numerics.md says why.
 """
 
