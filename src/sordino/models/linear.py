@@ -145,7 +145,9 @@ class Linear:
         A record whose gradient is not finite contributes zero.
         """
         theta, bound = theta.to(shard.x), clip * (1 - SAFETY)
-        if scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain:  # runs over the same records
+        if (
+            scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain
+        ):  # runs over the same records
             if theta.device.type == "cpu":  # where the kernel is faster, run by run, than wide products
                 return torch.stack([self.clipped_sum(own, shard, clip) for own in theta])
             return clipped_sums(theta, shard, self._length(shard), bound, self.outputs)
