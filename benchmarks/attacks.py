@@ -32,27 +32,27 @@ from torch import Tensor
 
 from guard import machine
 from provenance import provenance
+from sordino.checks.audit import attacks as audits
+from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.sums import ROWS, OneAccumulator, neighbours, pair, sums
 from sordino.cli import main as sordino
 from sordino.core import SAFETY, Adjacency, Privacy, Shard, SordinoError, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import SAMPLING, places, turns
-from sordino.experiments import audit as audits
-from sordino.experiments import run as runs
-from sordino.experiments.outcome import predict, verify_run
-from sordino.experiments.place import Place
-from sordino.experiments.spec import Spec
+from sordino.engines.oracle import SAMPLING, places, turns
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import audit as statistics
-from sordino.privacy import noise
-from sordino.privacy.ledger import GENESIS, Ledger, _chained, _label
-from sordino.privacy.noise import Address, Secure, Seeded, Silent, Source, grid_of
+from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label
+from sordino.privacy.evidence.signing import signed
+from sordino.privacy.evidence.verify import NOT_SIGNED
+from sordino.privacy.mechanisms import random
+from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Silent, Source, grid_of
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
-from sordino.privacy.signing import signed
-from sordino.privacy.verify import NOT_SIGNED
+from sordino.training import run as runs
+from sordino.training.artifacts import Place
+from sordino.training.outcome import predict, verify_run
+from sordino.training.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 END = float(norm.isf(2.0**-64))  # the furthest draw of a sampler that inverts 64 bits: 9.08
@@ -408,7 +408,7 @@ class Deep(Secure):
 @contextlib.contextmanager
 def extreme_first_words() -> Iterator[None]:
     """The keystream of `Deep.MARK` is all ones."""
-    chacha20 = noise._chacha20
+    chacha20 = random._chacha20
 
     class Ones:
         def update_into(self, data: Any, out: Any) -> None:
@@ -418,11 +418,11 @@ def extreme_first_words() -> Iterator[None]:
         begin = chacha20()
         return lambda key, *rest: Ones() if key == Deep.MARK else begin(key, *rest)
 
-    noise._chacha20 = patched
+    random._chacha20 = patched
     try:
         yield
     finally:
-        noise._chacha20 = chacha20
+        random._chacha20 = chacha20
 
 
 def tail(quick: bool) -> Iterator[Finding]:
@@ -670,8 +670,8 @@ def round_times(rounds: int, rows: int, dtype: torch.dtype) -> tuple[np.ndarray,
 
 
 def forgeries(quick: bool) -> Iterator[Finding]:
-    """Run directories changed after the fact (tests/experiments/test_forgeries.py has the forgers)."""
-    sys.path.insert(0, str(ROOT / "tests" / "experiments"))
+    """Run directories changed after the fact (tests/training/test_forgeries.py has the forgers)."""
+    sys.path.insert(0, str(ROOT / "tests" / "training"))
     import test_forgeries as forgers
 
     with tempfile.TemporaryDirectory() as temporary:

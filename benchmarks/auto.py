@@ -30,7 +30,7 @@ from provenance import provenance
 from sordino.data import sources
 from sordino.data.sources import RADIUS, Dataset
 from sordino.methods.auto import auto
-from sordino.rules import derived
+from sordino.rules import kalman
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "results" / "auto.json"
@@ -90,7 +90,7 @@ def one(job: tuple[str, str, float, str, int]) -> dict[str, float]:
     name, variant, epsilon, trust, seed = job
     options = dict(VARIANTS[variant])
     dataset, divisor = read(name, options.pop("records", "record")), options.pop("divisor", "pooled")
-    derived.REACH = options.pop("reach", SCAN["reach"])
+    kalman.REACH = options.pop("reach", SCAN["reach"])
     clients = FILES[name][2]
     which = so.split(dataset, "dirichlet:0.5" if clients else "by-site", clients=clients, seed=seed)
     records = so.Records.of(dataset.x_train, dataset.y_train, which)
@@ -120,7 +120,7 @@ def jobs() -> list[tuple[str, str, float, str, int]]:
 
 def main(folder: str) -> None:
     origin = provenance("python benchmarks/auto.py DATA_DIR")  # of the code that is loaded now
-    parts = [auto, derived, sources.by_record, sources.of_roots, sources.whiten]
+    parts = [auto, kalman, sources.by_record, sources.of_roots, sources.whiten]
     code = hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()
     old = json.loads(OUT.read_text()) if OUT.exists() else {}
     runs: dict[str, dict[str, float]] = old.get("runs", {}) if old.get("code") == code else {}

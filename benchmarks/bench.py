@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sordino import Linear, Plan, Privacy, Records, build, simulate
-from sordino.privacy.noise import Address, Secure
+from sordino.privacy.mechanisms.random import Address, Secure
 
 sys.path.insert(0, str(Path(__file__).parent))
 import guard

@@ -61,7 +61,7 @@ READING = (
 def load(part: str, data_dir: str) -> Any:
     """MNIST; `tuning`: a tenth of the training records in place of the test records."""
     from sordino.data.sources import load
-    from sordino.experiments.tune import validated
+    from sordino.studies.tune import validated
 
     data = load("mnist", data_dir=data_dir)
     if part.startswith("tuning"):

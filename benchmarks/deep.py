@@ -18,8 +18,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sordino.core import Shard
-from sordino.models.flat import Flat, summed
 from sordino.models.nets import cnn
+from sordino.models.torch_model import Flat, summed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance

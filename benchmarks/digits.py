@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.progress import track
 
 from provenance import provenance
-from sordino.experiments import run
-from sordino.experiments.spec import Spec
+from sordino.training import run
+from sordino.training.spec import Spec
 
 EPSILONS = (1.0, 2.0, 4.0, 8.0, float("inf"))
 TRUSTS = ("untrusted-server", "secure-aggregation")

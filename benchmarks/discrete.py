@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from provenance import provenance
-from sordino.privacy import discrete, gaussian
-from sordino.privacy.noise import Address, Secure, Seeded, Source
+from sordino.privacy.accounting import gaussian
+from sordino.privacy.mechanisms import discrete_gaussian
+from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
 
 VARIANCES = (1.0, 30.0, 1e3, 1e4, 1e6, 1e9, 1e12)
 SIZE, TIMES = 1_000_000, 5
@@ -33,25 +34,25 @@ def seconds(work: Any, times: int = TIMES) -> float:
 
 
 def speed(source: Source, variance: float) -> dict[str, Any]:
-    discrete._law.cache_clear()
-    discrete._edges.cache_clear()
-    table = seconds(lambda: discrete._law(variance), 1)
-    drawn = seconds(lambda: discrete.draw(source, Address(1, 2, 3), variance, (SIZE,)))
+    discrete_gaussian._law.cache_clear()
+    discrete_gaussian._edges.cache_clear()
+    table = seconds(lambda: discrete_gaussian._law(variance), 1)
+    drawn = seconds(lambda: discrete_gaussian.draw(source, Address(1, 2, 3), variance, (SIZE,)))
     row = {"source": type(source).__name__, "variance": variance, "samples_per_second": round(SIZE / drawn)}
-    return row | {"table_seconds": table, "table_cells": len(discrete._law(variance).edges)}
+    return row | {"table_seconds": table, "table_cells": len(discrete_gaussian._law(variance).edges)}
 
 
 def price(epsilon: float, delta: float) -> dict[str, Any]:
     """Of the same promise: epsilon found for a Gaussian that just keeps it, and the noise that it takes."""
     mu = gaussian.mu(epsilon, delta)
-    rho = discrete.rho_of(epsilon, delta)
+    rho = discrete_gaussian.rho_of(epsilon, delta)
     return {
         "epsilon": epsilon,
         "delta": delta,
-        "epsilon_over_closed_form": discrete.epsilon(mu**2 / 2, delta) / epsilon,
+        "epsilon_over_closed_form": discrete_gaussian.epsilon(mu**2 / 2, delta) / epsilon,
         "std_over_closed_form": mu / math.sqrt(2 * rho),
-        "epsilon_seconds": seconds(lambda: discrete.epsilon(rho, delta, 10)),
-        "rho_seconds": seconds(lambda: discrete.rho_of(epsilon, delta, 10)),
+        "epsilon_seconds": seconds(lambda: discrete_gaussian.epsilon(rho, delta, 10)),
+        "rho_seconds": seconds(lambda: discrete_gaussian.rho_of(epsilon, delta, 10)),
     }
 
 

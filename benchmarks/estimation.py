@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from provenance import provenance
-from sordino.experiments import estimation
-from sordino.experiments import estimation_report as report
-from sordino.experiments.estimation import LABELS, LAWS, MUS, Cell, cells
+from sordino.studies import estimation
+from sordino.studies import estimation_report as report
+from sordino.studies.estimation import LABELS, LAWS, MUS, Cell, cells
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("logistic", "poisson")

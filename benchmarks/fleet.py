@@ -19,8 +19,8 @@ def _start(load: Callable[..., Any], words: tuple[Any, ...], device: str, judge:
 
 
 def _train(number: int, values: dict[str, Any], seeds: list[int], at: list[int], part: str) -> tuple[int, Any]:
-    from sordino.experiments.many import run_many
-    from sordino.experiments.spec import Spec
+    from sordino.training.batch import run_many
+    from sordino.training.spec import Spec
 
     if part not in _here:
         _here[part] = _here["load"](part, *_here["words"])

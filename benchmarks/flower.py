@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from provenance import provenance
-from sordino.engines.flower import processes
+from sordino.federation.flower import processes
 
 ROOT = Path(__file__).parents[1]
 SIZE = 10_000

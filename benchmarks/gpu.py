@@ -43,9 +43,9 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sordino.core import Shard
-from sordino.models import examples
-from sordino.models.flat import Flat
+from sordino.models import per_example
 from sordino.models.lora import module_of
+from sordino.models.torch_model import Flat
 from sordino.models.transformers import build
 from sordino.rules.blocks import block_means, expand
 
@@ -89,7 +89,7 @@ class Bench:
         )
         self.module = module_of(self.flat).train()
         self.names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        self.owned = examples.owners(self.module, self.names)
+        self.owned = per_example.owners(self.module, self.names)
         self.seconds = time.perf_counter() - began
 
     def rows(self, *lead: int) -> Tensor:
@@ -151,7 +151,7 @@ class Bench:
         def total(theta: Tensor) -> Tensor:
             self.module.train()
             with self.cast():
-                found = examples.gradients(self.module, self.split(theta), seen, y, summed, self.owned)
+                found = per_example.gradients(self.module, self.split(theta), seen, y, summed, self.owned)
             return clipped(self.gather(found))
 
         return self.noised(x, total)
@@ -204,7 +204,7 @@ class Bench:
         want = clipped(torch.stack(grads))
         shard = Shard(x, y, torch.ones(4, device=self.device))
         with self.cast():
-            found = examples.gradients(self.module, self.split(theta), self.seen(x), y, summed, self.owned)
+            found = per_example.gradients(self.module, self.split(theta), self.seen(x), y, summed, self.owned)
         sums = {
             "private": self.flat.clipped_sum(theta, shard, CLIP).to(theta.dtype),
             "one buffer": clipped(self.gather(found)),

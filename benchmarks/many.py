@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import guard
 from provenance import provenance
 from sordino.data.sources import Dataset
-from sordino.experiments.many import run_many
-from sordino.experiments.spec import Spec
+from sordino.training.batch import run_many
+from sordino.training.spec import Spec
 
 ROOT = Path(__file__).parents[1]
 RUNS = 64

@@ -18,9 +18,9 @@ from typing import Any
 from rich.progress import track
 
 from provenance import provenance
-from sordino.experiments import run
-from sordino.experiments.spec import Spec
 from sordino.methods import REGISTRY, build
+from sordino.training import run
+from sordino.training.spec import Spec
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "methods.jsonl"

@@ -23,8 +23,8 @@ from dp_accounting import pld
 
 from provenance import provenance
 from sordino.core import Adjacency
-from sordino.privacy import sampled
-from sordino.privacy.sampled import Sampled, Sampler
+from sordino.privacy.accounting import subsampled
+from sordino.privacy.accounting.subsampled import Sampled, Sampler
 
 EPSILON, DELTA = 1.0, 1e-5
 RATES, TIMES = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0), (1, 100, 10_000, 100_000)
@@ -65,13 +65,13 @@ def timings() -> list[dict[str, Any]]:
     for rate, times, adjacency, sampler in questions:
 
         def ask(q: float = rate, t: int = times, a: Adjacency = adjacency, s: Sampler = sampler) -> float:
-            return sampled.multiplier(q, t, EPSILON, DELTA, a, s)
+            return subsampled.multiplier(q, t, EPSILON, DELTA, a, s)
 
         cold, found = seconds(ask)
         cached = statistics.median(seconds(ask)[0] for _ in range(5))
         releases = [Sampled(rate, 1 / found, times, sampler)]
-        sampled._epsilon.cache_clear()
-        once, spent = seconds(lambda r=releases, a=adjacency: sampled.epsilon(r, DELTA, a))
+        subsampled._epsilon.cache_clear()
+        once, spent = seconds(lambda r=releases, a=adjacency: subsampled.epsilon(r, DELTA, a))
         row = {"rate": rate, "times": times, "adjacency": str(adjacency), "sampler": str(sampler)}
         row |= {"multiplier": found, "cold_s": cold, "cached_s": cached, "epsilon_s": once, "epsilon": spent}
         rows.append(row)
@@ -83,7 +83,9 @@ def timings() -> list[dict[str, Any]]:
 def peers() -> list[dict[str, Any]]:
     rows = []
     for (rate, mu, times, interval), adjacency in itertools.product(PEERS, Adjacency):
-        own_s, own = seconds(lambda r=rate, m=mu, t=times, a=adjacency: sampled.epsilon([Sampled(r, m, t)], DELTA, a))
+        own_s, own = seconds(
+            lambda r=rate, m=mu, t=times, a=adjacency: subsampled.epsilon([Sampled(r, m, t)], DELTA, a)
+        )
         their_s, theirs = seconds(
             lambda r=rate, m=mu, t=times, a=adjacency, i=interval: (
                 accountant(a, i).compose(event(r, 1 / m, t)).get_epsilon(DELTA)
@@ -103,8 +105,8 @@ def naive() -> dict[str, Any]:
             lambda: accountant(adjacency), lambda x: event(rate, x, times), EPSILON, DELTA, tol=1e-3
         )
     )
-    sampled._epsilon.cache_clear()
-    own = sampled.multiplier(rate, times, EPSILON * (1 - 1e-12), DELTA, adjacency)
+    subsampled._epsilon.cache_clear()
+    own = subsampled.multiplier(rate, times, EPSILON * (1 - 1e-12), DELTA, adjacency)
     print(f"q {rate} T {times} {adjacency}: {own:.4f}; dp-accounting calibrates {theirs:.4f} in {their_s:.1f} s")
     return {
         "rate": rate,
@@ -121,7 +123,7 @@ def whole_path() -> dict[str, Any]:
     rows = {}
     for adjacency in Adjacency:
         took, found = seconds(
-            lambda a=adjacency: sampled.path([Sampled(0.016, 1.0, 1)], rounds[:, None], DELTA, a, 0.0 * rounds)
+            lambda a=adjacency: subsampled.path([Sampled(0.016, 1.0, 1)], rounds[:, None], DELTA, a, 0.0 * rounds)
         )
         rows[str(adjacency)] = {"rounds": len(rounds), "seconds": took, "last": float(found[-1])}
         print(f"path of {len(rounds)} rounds, {adjacency}: {took:.2f} s")

@@ -28,11 +28,11 @@ import torch
 
 from provenance import provenance
 from sordino.core import Privacy, Trust, Unit
-from sordino.data.shard import Lazy
+from sordino.data.records import Lazy
 from sordino.engines import simulate
 from sordino.methods import build
 from sordino.models.nets import build as net
-from sordino.privacy.noise import Seeded
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 

@@ -87,7 +87,7 @@ def prepare(data_dir: str, folder: Path) -> None:
 def load(part: str, folder: str, rows: int | None = None, *, short: bool = True) -> Any:
     """`final`, or `tuning`: 3 % of the training records in place of the test records. rows: judged."""
     from sordino.data.sources import Dataset
-    from sordino.experiments.tune import validated
+    from sordino.studies.tune import validated
 
     with np.load(Path(folder) / "sst2.npz", allow_pickle=False) as file:
         x, x_test = (file[name].astype(np.float32) for name in ("x_train", "x_test"))
@@ -108,7 +108,7 @@ def judge(run: Any, folder: str, rows: int | None, device: str) -> float:
     """Accuracy on development sentences, or validation records, in full length: no parameter depends on it."""
     import torch
 
-    from sordino.experiments.run import choose_model
+    from sordino.training.run import choose_model
 
     part = "tuning" if run.spec.seed == TUNER else "final"
     if part not in _whole:
@@ -215,7 +215,7 @@ def part_jobs(chosen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def accounts(folder: str) -> dict[str, dict[str, float]]:
     """Epsilon of every sigma under both adjacencies, for the client worst off."""
     from sordino.data.partition import split
-    from sordino.experiments.spec import Spec
+    from sordino.training.spec import Spec
 
     data = load("final", folder)
     client = split(data, "dirichlet:0.8", CLIENTS, sizes="equal", seed=0)

@@ -22,10 +22,10 @@ from typing import Any
 
 from provenance import provenance
 from sordino.data.sources import Dataset
-from sordino.experiments.many import Trained, run_many
-from sordino.experiments.run import read
-from sordino.experiments.spec import Spec
-from sordino.experiments.tune import validated
+from sordino.studies.tune import validated
+from sordino.training.batch import Trained, run_many
+from sordino.training.run import read
+from sordino.training.spec import Spec
 
 ROOT = Path(__file__).parents[1]
 EPSILONS, SEEDS = (0.5, 1.0, 5.0, 10.0), (1, 2, 3)

@@ -19,14 +19,14 @@ from rich.progress import track
 
 from provenance import provenance
 from sordino.core import Privacy
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import simulate
-from sordino.experiments import theory
-from sordino.experiments.estimation_report import markdown, short
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.noise import Seeded
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
+from sordino.studies import theory
+from sordino.studies.estimation_report import markdown, short
 
 ROOT = Path(__file__).parents[1]
 CLIENTS, RECORDS, DIM, RUNS = 20, 500, 5, 100

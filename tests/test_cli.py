@@ -158,10 +158,10 @@ def test_odd_names_are_shown_as_they_are(capsys, tmp_path):
 
 
 def test_a_useless_model_is_called_one(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("sordino.experiments.run.evaluate", lambda *args: {"accuracy": 0.05})
+    monkeypatch.setattr("sordino.training.run.evaluate", lambda *args: {"accuracy": 0.05})
     _, out, _ = call(capsys, "run", "--rounds", "6", "--out", str(tmp_path / "bad"))
     assert "no better than a constant guess" in out
-    monkeypatch.setattr("sordino.experiments.run.evaluate", lambda *args: {"accuracy": 0.95})
+    monkeypatch.setattr("sordino.training.run.evaluate", lambda *args: {"accuracy": 0.95})
     _, out, _ = call(capsys, "run", "--rounds", "6", "--out", str(tmp_path / "good"))
     assert "constant guess" not in out
 

@@ -21,7 +21,7 @@ from sordino.core import (
     Unit,
     nearest,
 )
-from sordino.engines.client import clipped
+from sordino.engines.oracle import clipped
 from sordino.models.linear import Linear, Loss
 
 ADD, SWAP = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from sordino import checks
-from sordino.checks import twins
+from sordino.checks import mutants
+from sordino.checks.audit import lower_bounds as statistics
+from sordino.checks.audit.attacks import audit
 from sordino.core import (
     Adjacency,
     Correlated,
@@ -27,21 +29,19 @@ from sordino.core import (
     Trust,
     Unit,
 )
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import clipped
-from sordino.experiments.audit import audit
+from sordino.engines.oracle import clipped
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import audit as statistics
-from sordino.privacy import correlated, gaussian
-from sordino.privacy.certificate import certificate
-from sordino.privacy.ledger import Ledger
-from sordino.privacy.noise import Address, Secure, Seeded
+from sordino.privacy.accounting import correlated, gaussian
+from sordino.privacy.evidence.certificate import certificate
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.verify import verify
+from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
-from sordino.privacy.verify import verify
 from sordino.rules import scale
 from sordino.rules.basic import stateless
 from sordino.rules.limits import LIMITS
@@ -175,7 +175,7 @@ def batch_mean(sums, shard, clip):
 
 def test_clipping_the_batch_mean():
     """One record turns the whole mean around: with noise sigma C / B the multiplier is sigma / (2 B sqrt(L))."""
-    subject, wrong = build("dp-fedgd", clip=C), twins.careless(SOFTMAX, batch_mean)
+    subject, wrong = build("dp-fedgd", clip=C), mutants.careless(SOFTMAX, batch_mean)
     for adjacency in Adjacency:
         assert searched(subject, wrong, adjacency).beyond
         assert searched(subject, SOFTMAX, adjacency).problems == []
@@ -222,7 +222,7 @@ def test_clipping_at_a_private_median():
 
     subject = build("dp-fedgd")
     for adjacency in Adjacency:
-        assert searched(subject, twins.careless(SQUARES, at_the_median), adjacency).beyond
+        assert searched(subject, mutants.careless(SQUARES, at_the_median), adjacency).beyond
     assert searched(subject, SQUARES).problems == []
 
 
@@ -278,7 +278,7 @@ def test_what_is_not_finite_and_what_is_nothing():
     def through(sums, shard, clip):
         return sums(shard, clip) + 0 * shard.x.sum()
 
-    found = searched(build("dp-fedgd"), twins.careless(SOFTMAX, through))
+    found = searched(build("dp-fedgd"), mutants.careless(SOFTMAX, through))
     assert math.isinf(found.worst)
     assert "is not finite" in found.problems[0]
     assert searched(build("dp-fedgd"), SOFTMAX).problems == []
@@ -318,7 +318,7 @@ def test_a_realised_count_for_a_divisor():
     def realised(sums, shard, clip):
         return sums(shard, clip) * len(shard.y) / shard.mask.sum().clamp_min(1)
 
-    assert searched(build("dp-fedgd"), twins.careless(SOFTMAX, realised)).beyond
+    assert searched(build("dp-fedgd"), mutants.careless(SOFTMAX, realised)).beyond
     assert searched(build("dp-fedgd"), SOFTMAX).problems == []
 
 

@@ -374,7 +374,7 @@ def test_a_spec_made_to_exhaust_its_reader_is_refused(site, spec):
 
 
 def test_the_sites_log_has_an_end(site, monkeypatch):
-    monkeypatch.setattr("sordino.federation.premises.LOG", 10_000)
+    monkeypatch.setattr("sordino.federation.site_data.LOG", 10_000)
     for _ in range(300):
         site.answer(b"x" * 100)
     sizes = [(site.config.folder / name).stat().st_size for name in ("events.jsonl", "events.old.jsonl")]

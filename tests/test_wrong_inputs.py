@@ -15,9 +15,9 @@ import sordino
 from sordino import Linear, Records, SordinoError
 from sordino.cli import main
 from sordino.cli.federate import _shown
-from sordino.data.shard import Lazy
-from sordino.models.flat import Flat
+from sordino.data.records import Lazy
 from sordino.models.linear import Loss
+from sordino.models.torch_model import Flat
 
 ROWS = [f"{k},{k % 5},{'groß' if k % 3 else 'klein'},{'Köln' if k % 2 else 'Bonn'}" for k in range(80)]
 NOT_OURS = {"how": "grid", "paid": "no", "validation": "v"}
@@ -238,13 +238,13 @@ def test_settings_of_something_else_are_refused_by_the_fednew_tables(capsys, her
 
 
 def test_settings_that_were_chosen_at_other_budgets_serve():
-    from sordino.experiments import paper_fednew
+    from papers import fednew
 
-    each = paper_fednew.FIRST_ORDER[0]
-    key = paper_fednew._key(each, "record")
+    each = fednew.FIRST_ORDER[0]
+    key = fednew._key(each, "record")
     settings = {(key, 0.1): {"lr": 1}, (key, 10.0): {"lr": 2}, (key, None): {"lr": 3}}
     for epsilon, lr in ((0.05, 1), (0.9, 1), (1.1, 2), (8, 2), (float("inf"), 2)):
-        assert paper_fednew._of_nearest(settings, each, "record", epsilon) == {"lr": lr}
+        assert fednew._of_nearest(settings, each, "record", epsilon) == {"lr": lr}
 
 
 # ----------------------------------------------------------------------------------------------------------- federation

@@ -25,22 +25,22 @@ from sordino.core import (
     Unit,
 )
 from sordino.data.partition import split
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import reference, simulate
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy import gaussian
-from sordino.privacy.certificate import certificate
-from sordino.privacy.noise import source
+from sordino.privacy.accounting import gaussian
+from sordino.privacy.evidence.certificate import certificate
+from sordino.privacy.evidence.statement import statement
+from sordino.privacy.evidence.verify import verify
+from sordino.privacy.mechanisms.random import source
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
-from sordino.privacy.statement import statement
-from sordino.privacy.verify import verify
 
 if TYPE_CHECKING:
-    from sordino.estimator import FederatedClassifier as FederatedClassifier
-    from sordino.estimator import UnpaidSearchWarning as UnpaidSearchWarning
+    from sordino.estimators import FederatedClassifier as FederatedClassifier
+    from sordino.estimators import UnpaidSearchWarning as UnpaidSearchWarning
 
 __version__ = "0.1.0"
 
@@ -84,9 +84,9 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'sordino' has no attribute '{name}'")
     if find_spec("sklearn") is None:
         raise ImportError(f"{name} needs scikit-learn: pip install 'sordino[sklearn]'")
-    from sordino import estimator
+    from sordino import estimators
 
-    return getattr(estimator, name)
+    return getattr(estimators, name)
 
 
 def __dir__() -> list[str]:

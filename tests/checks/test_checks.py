@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sordino import checks
-from sordino.checks import twins
+from sordino.checks import mutants
 from sordino.core import (
     Adjacency,
     Correlated,
@@ -205,7 +205,7 @@ def test_each_contract_rejects_its_wrong_twins(subject, model):
         assert checks.asks(*twin(subject(), model)), twin
     for twin in checks.WRONG_TWINS["replay"]:
         assert checks.replay(*twin(subject(), model)), twin
-    for twin in [each for each in checks.WRONG_TWINS["engines"] if twins.breaks(each, subject())]:
+    for twin in [each for each in checks.WRONG_TWINS["engines"] if mutants.breaks(each, subject())]:
         assert checks.engines(*twin(subject(), model)) > 100 * checks.TOLERANCE, twin
 
 
@@ -214,7 +214,7 @@ def test_each_contract_rejects_its_wrong_twins(subject, model):
 def test_sensitivity_rejects_its_wrong_twins(twin, adjacency):
     for subject, model in SUBJECTS:
         finished = any(q.kind is Kind.DELTA for stage in subject().stages for q in stage.queries)
-        if twin is twins.half_claimed or not finished:
+        if twin is mutants.half_claimed or not finished:
             for found in checks.sensitivity(*twin(subject(), model), adjacency):
                 assert found.beyond, (subject, found)
                 assert found.problems
@@ -249,7 +249,7 @@ def test_a_clip_on_records_does_not_bound_a_user():
 
 
 def careless(total):
-    return twins.careless(SOFTMAX, total)
+    return mutants.careless(SOFTMAX, total)
 
 
 @pytest.mark.parametrize(

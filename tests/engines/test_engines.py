@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sordino.core import Divisor, Down, Kind, Local, Method, Privacy, Query, SordinoError, Stage, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.ledger import Ledger
-from sordino.privacy.noise import Seeded, Silent
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.mechanisms.random import Seeded, Silent
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import scale

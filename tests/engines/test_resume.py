@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sordino.core import OverspentError, Privacy
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy.ledger import Ledger
-from sordino.privacy.noise import Secure, Seeded
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.tree import unpack

@@ -10,13 +10,13 @@ import torch
 from scipy.stats import kstest, norm
 
 from sordino.core import Kind, Local, Method, OverspentError, Privacy, Query, Stage, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import PLACES, SAMPLING, places, turns
+from sordino.engines.oracle import PLACES, SAMPLING, places, turns
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.ledger import Ledger
-from sordino.privacy.noise import Address, Secure, Seeded, Silent
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Silent
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import scale

@@ -24,11 +24,11 @@ from sordino.core import (
     Trust,
     Unit,
 )
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import gaussian
-from sordino.privacy.noise import Seeded
+from sordino.privacy.accounting import gaussian
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import chain, ema, scale

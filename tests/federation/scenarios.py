@@ -147,7 +147,7 @@ def dying(me: str, answer: Callable[[], bytes]) -> bytes:
     path.unlink()
     if how == "site restarted":
         return die(answer)
-    from sordino.privacy.ledger import Ledger
+    from sordino.privacy.evidence.ledger import Ledger
 
     charge = Ledger.charge
 
@@ -204,7 +204,7 @@ def full(answer: Callable[[], bytes]) -> bytes:
 
 
 def skew(answer: Callable[[], bytes]) -> bytes:
-    from sordino.privacy import ledger
+    from sordino.privacy.evidence import ledger
 
     ledger._now = lambda: "2025-01-01T00:00:00+00:00"  # type: ignore[assignment]
     return answer()

@@ -9,12 +9,12 @@ import torch
 
 from sordino import secagg, wire
 from sordino.core import SordinoError
-from sordino.experiments.outcome import load_model
-from sordino.federation import post
-from sordino.federation import run as module
+from sordino.federation import messenger
+from sordino.federation import site_run as module
 from sordino.federation.coordinator import Coordinator
-from sordino.privacy.ledger import Ledger
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg.messages import write_reveal
+from sordino.training.outcome import load_model
 
 FOUR, SIX = tuple("abcd"), tuple("abcdef")
 PLAIN = {"method": "dp-scaffold"}  # its sites remember
@@ -163,7 +163,7 @@ def test_sites_that_agree_on_a_wrong_form_spoil_a_round_and_not_the_run(tiny):
     [{"name": 7}, {"name": "nobody"}, {"records": "many"}, {"records": True}, {"epsilon": "none"}, {"epsilon": []}],
 )
 def test_who_does_not_say_who_it_is_is_not_met(tiny, monkeypatch, fields):
-    monkeypatch.setattr(post, "POLL", 1e-3)
+    monkeypatch.setattr(messenger, "POLL", 1e-3)
     world = tiny(patience=0.01)
     with pytest.raises(SordinoError, match="north did not come in time"):
         world.run(fault_at("hello", lambda reply, letter: altered(reply, fields)))
@@ -516,7 +516,7 @@ def test_a_round_that_was_begun_without_a_site_is_resumed_without_it(tiny):
 
 @pytest.mark.parametrize("keys", [SECURE, {**PLAIN, "names": FOUR, "dropouts": 1}], ids=["secure", "plain"])
 def test_a_site_that_comes_after_the_others_to_a_resumed_run_takes_part_from_then_on(tiny, monkeypatch, keys):
-    monkeypatch.setattr(post, "POLL", 1e-3)
+    monkeypatch.setattr(messenger, "POLL", 1e-3)
     world = tiny(**keys, rounds=4, deadline=0.01, patience=5.0)
     answers, state = world.sites(), {"alive": True}
 

@@ -10,8 +10,9 @@ import pytest
 
 from sordino.cli import main
 from sordino.core import SordinoError
-from sordino.federation import folder, machines
+from sordino.federation import folder
 from sordino.federation.config import Federation, SiteConfig
+from sordino.federation.flower import deploy
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
@@ -154,7 +155,7 @@ def test_a_join_that_cannot_be_fixes_no_limit(three, tmp_path):
     site = three / "sites" / "site1"
     for words in (("nowhere:8000", tmp_path / "none.pem"), ("no address", tmp_path)):
         with pytest.raises(SordinoError):
-            machines.join(site / "site.toml", *words)
+            deploy.join(site / "site.toml", *words)
     assert not (site / "ledger.db").exists()
 
 
@@ -166,7 +167,7 @@ def test_a_coordinator_tells_what_cannot_be_before_it_waits(three, how):
     else:
         (place / "spec.toml").write_text((place / "spec.toml").read_text().replace("dp-fedsofim", "dp-fedsofi"))
     with pytest.raises(SordinoError, match=r"dp-fedsofim|roster"):
-        next(machines.coordinate(place, port=1))
+        next(deploy.coordinate(place, port=1))
 
 
 # --------------------------------------------------------------------------------------------- following a coordinator

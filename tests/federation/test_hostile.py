@@ -10,10 +10,10 @@ from letters import NUMBERS, SIZE, put
 
 from sordino import wire
 from sordino.core import SordinoError
-from sordino.federation import premises
+from sordino.federation import site_data
 from sordino.federation.terms import Terms
 from sordino.methods import REGISTRY, build
-from sordino.privacy.ledger import Ledger
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity
 
 NORTH = "north"
@@ -79,7 +79,7 @@ def test_a_ledger_adds_up_under_one_adjacency(tiny, tmp_path):
 
 
 def test_long_and_odd_letters_do_not_silence_the_log(tiny, talk, monkeypatch):
-    monkeypatch.setattr(premises, "LOG", 5000)
+    monkeypatch.setattr(site_data, "LOG", 5000)
     world = tiny()
     talk = talk(world.site(NORTH), world.terms())
     talk.propose()

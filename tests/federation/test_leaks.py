@@ -10,8 +10,8 @@ from worlds import CLASSES, Loopback
 
 from sordino import wire
 from sordino.federation.coordinator import Coordinator
-from sordino.federation.run import Run
 from sordino.federation.site import Site
+from sordino.federation.site_run import Run
 
 
 def first_terms(world):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference
-from sordino.experiments.outcome import load_model, verify_run
-from sordino.privacy.noise import Seeded
-from sordino.privacy.verify import verify
+from sordino.privacy.evidence.verify import verify
+from sordino.privacy.mechanisms.random import Seeded
+from sordino.training.outcome import load_model, verify_run
 
 
 def simulated(world, coordinator):

@@ -13,10 +13,10 @@ import tomli_w
 from test_parity import simulated
 from worlds import World
 
-from sordino.engines.flower.processes import Federation
-from sordino.experiments.outcome import load_model, verify_run
+from sordino.federation.flower.processes import Federation
 from sordino.federation.handler import HANDLER
 from sordino.federation.terms import Terms
+from sordino.training.outcome import load_model, verify_run
 
 CASES = {
     "dp-fedsofim": {},

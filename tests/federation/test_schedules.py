@@ -10,10 +10,10 @@ from storms import ATTEMPTS, FAULTS, KILLED, RATES, corrupted
 
 from sordino import wire
 from sordino.core import SordinoError
-from sordino.experiments.outcome import load_model
-from sordino.federation import post
+from sordino.federation import messenger
 from sordino.federation.coordinator import Coordinator
-from sordino.privacy.ledger import Ledger
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.training.outcome import load_model
 
 TOTAL = Counter()
 
@@ -136,7 +136,7 @@ DYING = [None]
 
 @pytest.fixture(autouse=True)
 def killable(monkeypatch):
-    monkeypatch.setattr(post, "POLL", 1e-4)
+    monkeypatch.setattr(messenger, "POLL", 1e-4)
     charge = Ledger.charge
 
     def charged(self, entries, payload=None):

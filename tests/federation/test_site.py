@@ -15,13 +15,13 @@ import sordino
 from sordino import secagg, wire
 from sordino.core import Down, OverspentError, SordinoError
 from sordino.data.sources import load
-from sordino.engines.client import turns
-from sordino.federation import premises as data_module
-from sordino.federation import run as run_module
+from sordino.engines.oracle import turns
+from sordino.federation import site_data as data_module
+from sordino.federation import site_run as run_module
 from sordino.federation.refusal import REASONS
-from sordino.federation.run import Run
-from sordino.privacy import ledger as ledgers
-from sordino.privacy.ledger import Entry, Ledger
+from sordino.federation.site_run import Run
+from sordino.privacy.evidence import ledger as ledgers
+from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.secagg import Identity, Roster
 
 NORTH, FOUR = "north", tuple("abcd")
@@ -359,17 +359,17 @@ PLACES = [  # where something fails, and on which letter
     ("terms", "sordino.federation.site.Site.load"),
     ("terms", "sordino.federation.site.Run.make"),
     ("terms", "sordino.federation.site.secagg.offer"),
-    ("hello", "sordino.federation.premises.load"),
-    ("round", "sordino.federation.run.oracle"),
-    ("round", "sordino.federation.run.secured"),
+    ("hello", "sordino.federation.site_data.load"),
+    ("round", "sordino.federation.site_run.oracle"),
+    ("round", "sordino.federation.site_run.secured"),
     ("round", "sordino.federation.site.Run.vector"),
     ("round", "sordino.federation.site.Run.keep"),
     ("round", "sordino.federation.site.secagg.masked"),
-    ("round", "sordino.federation.premises.Ledger.charge"),
-    ("round", "sordino.federation.premises.Ledger.afford"),
+    ("round", "sordino.federation.site_data.Ledger.charge"),
+    ("round", "sordino.federation.site_data.Ledger.afford"),
     ("round", "sordino.federation.site.wire.encode"),
-    ("finish", "sordino.federation.run.certificate"),
-    ("finish", "sordino.federation.run.save_model"),
+    ("finish", "sordino.federation.site_run.certificate"),
+    ("finish", "sordino.federation.site_run.save_model"),
 ]
 ERRORS = (ValueError, SordinoError, OSError, OverspentError, wire.WireError, sqlite3.OperationalError, MemoryError)
 

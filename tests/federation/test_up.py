@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
-from sordino.privacy.ledger import Ledger
+from sordino.privacy.evidence.ledger import Ledger
 
 UP = [sys.executable, "-m", "sordino.cli", "federate", "up"]
 

@@ -22,7 +22,7 @@ import numpy as np
 import tomli_w
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1] / "engines" / "flower"))
+sys.path.insert(1, str(Path(__file__).parent / "flower"))
 from eavesdrop import singled_out
 from scenarios import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
 from strangers import try_all
@@ -30,7 +30,8 @@ from worlds import World
 
 import sordino
 from sordino.data.sources import load
-from sordino.engines.flower.processes import (
+from sordino.federation.config import SiteConfig
+from sordino.federation.flower.processes import (
     Federation,
     called,
     environment,
@@ -39,10 +40,9 @@ from sordino.engines.flower.processes import (
     server_command,
     superlink_command,
 )
-from sordino.experiments.outcome import load_model
-from sordino.federation.config import SiteConfig
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
+from sordino.training.outcome import load_model
 
 VICTIM = "alpha"  # one of its records is singled out
 QUICK = (

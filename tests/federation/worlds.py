@@ -13,7 +13,7 @@ from sordino.federation.config import SiteConfig
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
-from sordino.privacy.ledger import Ledger
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
 FEDERATION = ("dropouts", "colluders", "names", "seed")

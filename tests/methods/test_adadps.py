@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sordino.core import SAFETY, Privacy, Shard, SordinoError, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.methods import build
 from sordino.methods.adadps import Public
 from sordino.models.linear import Linear
-from sordino.privacy.noise import Seeded
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 
 MODEL = Linear(3, 3)

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from sordino.core import Facts, Privacy, SordinoError, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.data.sources import FEW, RADIUS, by_record, of_roots, preprocess
 from sordino.engines import simulate
 from sordino.methods import build
 from sordino.methods.auto import EARLY
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.noise import Seeded, Silent
+from sordino.privacy.mechanisms.random import Seeded, Silent
 from sordino.privacy.plan import Plan
-from sordino.rules import curved, derived, kalman
+from sordino.rules import curved, kalman
 
 MODEL = Linear(3, 4)
 SIZES = (40, 60, 100)
@@ -61,14 +61,14 @@ def noised(A, std, seed):
 
 def test_without_noise_the_spectrum_is_the_matrix():
     A = moments(federation())
-    value, V = derived.spectrum(A, torch.tensor(0.0), 100.0)
+    value, V = kalman.spectrum(A, torch.tensor(0.0), 100.0)
     assert torch.allclose(V * value @ V.T, A)
 
 
 def test_noise_is_told_from_what_stands_above_it_and_the_rest_shares_the_trace():
     rows, std, v = 60, 0.002, 0.3
     A = torch.diag(torch.cat([torch.full((rows - 1,), (1 - v) / (rows - 1)), torch.tensor([v])])).double()
-    found = [derived.spectrum(noised(A, 8 * std, seed), torch.tensor(8 * std), 1.0)[0] for seed in range(200)]
+    found = [kalman.spectrum(noised(A, 8 * std, seed), torch.tensor(8 * std), 1.0)[0] for seed in range(200)]
     top = torch.stack([value.max() for value in found])
     error = float(top.std()) / math.sqrt(len(top))
     raw = torch.stack([torch.linalg.eigvalsh(noised(A, 8 * std, seed)).max() for seed in range(200)])
@@ -83,9 +83,9 @@ def test_noise_is_told_from_what_stands_above_it_and_the_rest_shares_the_trace()
 def test_under_pure_noise_all_directions_are_alike():
     rows = 40
     A = torch.eye(rows).double() / rows
-    value, _ = derived.spectrum(noised(A, 0.05, 1), torch.tensor(0.05), 1.0)
+    value, _ = kalman.spectrum(noised(A, 0.05, 1), torch.tensor(0.05), 1.0)
     assert value.max() < 12 * value.min()  # the largest noise may just pass the edge
-    value, _ = derived.spectrum(noised(A, 50.0, 3), torch.tensor(50.0), 1.0)
+    value, _ = kalman.spectrum(noised(A, 50.0, 3), torch.tensor(50.0), 1.0)
     assert value.sum() <= 1 + 1e-12
     assert value.min() > 0
 

@@ -8,12 +8,12 @@ import torch
 
 from sordino import checks
 from sordino.core import Adjacency, Kind, Privacy, Shard, SordinoError
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.methods import build
-from sordino.models.flat import Flat
 from sordino.models.linear import Linear
-from sordino.privacy.noise import Seeded, Silent
+from sordino.models.torch_model import Flat
+from sordino.privacy.mechanisms.random import Seeded, Silent
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sordino.core import SAFETY, Adjacency, Kind, Privacy, SordinoError, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import gaussian
-from sordino.privacy.noise import Seeded
+from sordino.privacy.accounting import gaussian
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 

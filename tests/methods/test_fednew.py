@@ -9,13 +9,13 @@ from torch.func import grad, jacrev, vmap
 
 from sordino.checks import sensitivity
 from sordino.core import SAFETY, Adjacency, Down, Kind, Privacy, SordinoError, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import turns
+from sordino.engines.oracle import turns
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.noise import Seeded, Silent
+from sordino.privacy.mechanisms.random import Seeded, Silent
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 

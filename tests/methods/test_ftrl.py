@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from sordino.core import Kind, Privacy, SordinoError, Stream, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import turns
+from sordino.engines.oracle import turns
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import correlated, gaussian
-from sordino.privacy.ledger import Ledger
-from sordino.privacy.noise import Address, Secure, Seeded
+from sordino.privacy.accounting import correlated, gaussian
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 

@@ -11,12 +11,12 @@ import torch
 
 from sordino import methods
 from sordino.core import Down, Privacy, SordinoError, Trust, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import turns
+from sordino.engines.oracle import turns
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear
-from sordino.privacy.noise import Seeded
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 

@@ -8,13 +8,13 @@ import torch
 from torch.func import grad, vmap
 
 from sordino.core import SAFETY, Adjacency, Kind, Privacy, SordinoError
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import turns
+from sordino.engines.oracle import turns
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import gaussian
-from sordino.privacy.noise import Seeded
+from sordino.privacy.accounting import gaussian
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from sordino.core import SAFETY, Down, Kind, Local, Privacy, SordinoError, Stage, Unit
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.client import clipped
+from sordino.engines.oracle import clipped
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.noise import Seeded
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 
 MODEL = Linear(3, 3)

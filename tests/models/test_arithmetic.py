@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from sordino.core import Shard, SordinoError
-from sordino.models import arithmetic, examples
+from sordino.models import arithmetic, per_example
 from sordino.models.arithmetic import ROWS, RUN, blank, exact_arithmetic, in_chunks, row_sums
-from sordino.models.flat import Flat
+from sordino.models.torch_model import Flat
 
 CHUNK = 256  # rows that a CPU takes at once
 LARGE = 1e5  # a record that is clipped
@@ -155,16 +155,16 @@ def test_positions_that_cancel(seed, threads):
 def test_ghost_norms_hold_where_numbers_are_too_small_to_square():
     module, a, g = nn.Linear(3, 4), torch.full((2, 2, 3), 1e-23), torch.full((2, 2, 4), 1e18)
     a[1], g[1] = 1e-5, 1e-22
-    use = examples.Use(module, {"weight": "weight"}, a, g, True)
+    use = per_example.Use(module, {"weight": "weight"}, a, g, True)
     exact = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
-    assert (examples.squares(use, 2) >= exact).all()
+    assert (per_example.squares(use, 2) >= exact).all()
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [100_003, 1_000_000])
 def test_the_norm_of_a_long_row_is_an_upper_bound(kind, width):
     rows = torch.stack([torch.full((width,), v) for v in (1.0, 1 + 2**-7, 0.1, 1e-4, 1e-21, 3e-39)]).to(kind)
-    exact, found = rows.double().square().sum(1), examples.bound(rows)
+    exact, found = rows.double().square().sum(1), per_example.bound(rows)
     assert (found >= exact).all()
     assert (found[:4] <= exact[:4] * (1 + 1e-4)).all()
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from sordino.core import Shard, SordinoError
-from sordino.models import examples, lora
+from sordino.models import lora, per_example
 from sordino.models.lora import Adapter, GroupedLinear, LoRALinear, adapt, load_peft, module_of, save_peft
 from sordino.rules.blocks import count, transformer_blocks
 
@@ -185,7 +185,7 @@ def test_the_first_a_follows_the_seed_and_pefts_law():
 def test_gradients_of_examples_are_those_of_autograd(name):
     module, x = made(name)
     params = moved(module.eval())
-    assert far(examples.gradients(module, params, x, LABELS, summed), naive(module, params, x, LABELS)) < 1e-10
+    assert far(per_example.gradients(module, params, x, LABELS, summed), naive(module, params, x, LABELS)) < 1e-10
 
 
 def forgets_the_scale(module, x, up, n):
@@ -208,8 +208,8 @@ def forgets_the_input(module, x, up, n):
 def test_a_wrong_rule_is_found_out(name, wrong, monkeypatch):
     module, x = made(name, head=[])
     params = moved(module.eval())
-    monkeypatch.setitem(examples.RULES, Adapter, wrong)
-    assert far(examples.gradients(module, params, x, LABELS, summed), naive(module, params, x, LABELS)) > 0.1
+    monkeypatch.setitem(per_example.RULES, Adapter, wrong)
+    assert far(per_example.gradients(module, params, x, LABELS, summed), naive(module, params, x, LABELS)) > 0.1
 
 
 def test_the_dropped_input_makes_the_gradient():
@@ -222,7 +222,7 @@ def test_the_dropped_input_makes_the_gradient():
         return summed(z[:, 0], y)
 
     torch.manual_seed(5)
-    got = examples.gradients(layer, params, x, LABELS, loss)
+    got = per_example.gradients(layer, params, x, LABELS, loss)
     torch.manual_seed(5)
     mask = layer.dropout(torch.ones_like(x))
     seen = []
@@ -235,7 +235,7 @@ def test_the_dropped_input_makes_the_gradient():
     assert 0 < int((mask == 0).sum()) < mask.numel()
     assert far({name: part.sum(0) for name, part in got.items()}, want) < 1e-12
     layer.eval()
-    assert far({k: v.sum(0) for k, v in examples.gradients(layer, params, x, LABELS, loss).items()}, want) > 0.1
+    assert far({k: v.sum(0) for k, v in per_example.gradients(layer, params, x, LABELS, loss).items()}, want) > 0.1
 
 
 @needs_transformers
@@ -244,10 +244,10 @@ def test_clients_with_their_own_adapters_share_a_pass(name):
     module, x = made(name)
     params, three = moved(module.eval(), clients=2), torch.cat([x, x.flip(0)])
     y = torch.cat([LABELS, LABELS.flip(0)])
-    together = examples.gradients(module, params, three, y, summed)
+    together = per_example.gradients(module, params, three, y, summed)
     for k in range(2):
         mine, rows = {key: p[k] for key, p in params.items()}, slice(4 * k, 4 * k + 4)
-        alone = examples.gradients(module, mine, three[rows], y[rows], summed)
+        alone = per_example.gradients(module, mine, three[rows], y[rows], summed)
         assert far({key: part[rows] for key, part in together.items()}, alone) < 1e-10
 
 
@@ -292,9 +292,9 @@ def test_an_adapter_used_twice_and_one_on_a_layer_of_its_own_kind(kind, clients)
         module.inner.base = Doubles(6, 6).double().requires_grad_(False)
         module.inner._plain = False
     params, x = moved(module, clients), torch.randn(4, 3, 6, dtype=torch.float64)
-    room = examples.Room(examples.owners(module, params), {k: p[0] if clients else p for k, p in params.items()})
+    room = per_example.Room(per_example.owners(module, params), {k: p[0] if clients else p for k, p in params.items()})
     rows, parts = room.make(4, x, torch.float64)
-    found = examples.norms_first(module, params, x, LABELS, summed, apart=examples.never, room=parts)
+    found = per_example.norms_first(module, params, x, LABELS, summed, apart=per_example.never, room=parts)
     assert set(found.made) == {"head.weight"}
     got = found.made | parts
     for k in range(clients or 1):

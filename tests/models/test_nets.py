@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from sordino.core import Shard, SordinoError
-from sordino.models import examples, nets
-from sordino.models.flat import Flat
+from sordino.models import nets, per_example
+from sordino.models.torch_model import Flat
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_networks_pass_the_check_of_construction(shape):
 def test_resnet():
     net = nets.build("resnet18-gn", 3072, 10)
     assert net.size == 11_173_962
-    assert examples.supported(net.module) == []
+    assert per_example.supported(net.module) == []
     assert not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.module.modules())
     small = Flat(nn.Sequential(nets.Block(4, 8, 2), nn.Flatten(), nn.Linear(128, 3)), shape=(4, 8, 8))
     assert small.mode != "vmap"

@@ -10,7 +10,7 @@ import pytest
 from sordino.core import Privacy, SordinoError
 from sordino.methods import build
 from sordino.privacy import participation
-from sordino.privacy.noise import Seeded
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 

@@ -28,12 +28,12 @@ from sordino.core import (
     Trust,
     Unit,
 )
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
-from sordino.privacy import correlated, gaussian
-from sordino.privacy.noise import Seeded, Silent
+from sordino.privacy.accounting import correlated, gaussian
+from sordino.privacy.mechanisms.random import Seeded, Silent
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.rules import ema, scale

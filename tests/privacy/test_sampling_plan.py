@@ -13,20 +13,20 @@ from safetensors import safe_open
 
 from sordino.core import Adjacency, Kind, OverspentError, Privacy, SordinoError, Trust, Unit
 from sordino.data.sources import load
-from sordino.engines.client import turns
-from sordino.experiments import charge
-from sordino.experiments import run as runs
-from sordino.experiments.spec import Spec
+from sordino.engines.oracle import turns
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy import account, gaussian, sampled
-from sordino.privacy.certificate import certificate, listed
-from sordino.privacy.ledger import Entry, Ledger
-from sordino.privacy.noise import Secure
+from sordino.privacy.accounting import events, gaussian, subsampled
+from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.evidence.certificate import certificate, listed
+from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.verify import _check_bounds, verify
+from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
-from sordino.privacy.sampled import Sampled, Sampler
-from sordino.privacy.verify import _check_bounds, verify
+from sordino.studies import private_tuning
+from sordino.training import run as runs
+from sordino.training.spec import Spec
 
 MODEL = Linear(2, 3)
 SECRET = 2**120 + 7
@@ -92,7 +92,7 @@ def own_account(found, i, *, slower=1.0):
                 whole += query.calls * (moved * query.sensitivity(promise.adjacency, promise.unit) / noise) ** 2
     law = Sampler(kind if hidden else found.sampling.kind)
     parts = [Sampled(rate, mu, times, law) for (rate, mu), times in drawn.items()]
-    return sampled.epsilon(parts, promise.delta, promise.adjacency, math.sqrt(whole))
+    return subsampled.epsilon(parts, promise.delta, promise.adjacency, math.sqrt(whole))
 
 
 def claims(found):
@@ -148,7 +148,7 @@ def test_a_semidefinite_message_has_terms_of_length_c():
     """A user's covariance against none at all, which is semidefinite too: the pair that the account must cover."""
     found = plan("dp-fedfc", who="poisson:0.05", epsilon=8.0, rounds=2, options={"covariance_share": 0.9}, **USER)
     first = found.groups()[0].releases[0]
-    alone = sampled.epsilon([Sampled(0.05, 1.0 / first.std, 1)], 1e-5, Adjacency.ADD_REMOVE)
+    alone = subsampled.epsilon([Sampled(0.05, 1.0 / first.std, 1)], 1e-5, Adjacency.ADD_REMOVE)
     assert alone <= found.epsilon() * (1 + 1e-3)
 
 
@@ -297,7 +297,7 @@ def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):
     assert together > max(alone)
     # One sampler's account with all others as if nothing had been sampled: here add-remove of the first.
     others = math.sqrt(sum(k.times * (k.sensitivity / k.std) ** 2 for k in kinds[1:]))
-    assert together <= sampled.epsilon([Sampled(0.1, 1.0, 4)], 1e-5, Adjacency.ADD_REMOVE, others) * (1 + 1e-9)
+    assert together <= subsampled.epsilon([Sampled(0.1, 1.0, 4)], 1e-5, Adjacency.ADD_REMOVE, others) * (1 + 1e-9)
     assert together < gaussian.epsilon(math.hypot(others, 2.0), 1e-5)
     with pytest.raises(SordinoError, match="sampler"):
         cost("crossed", entry(0.1, "fixed add-remove"))
@@ -320,12 +320,12 @@ def consistent(cert):
     """All sums of a forged certificate done again."""
     adjacency = Adjacency(cert["adjacency"])
     for group in cert["groups"]:
-        group["epsilon"] = float(account.epsilon(listed(group["releases"]), cert["delta"], adjacency))
-        group["mu"] = account.mu(listed(group["releases"]))
+        group["epsilon"] = float(events.epsilon(listed(group["releases"]), cert["delta"], adjacency))
+        group["mu"] = events.mu(listed(group["releases"]))
     worst = max(cert["groups"], key=lambda group: group["epsilon"])
     cert["epsilon"], cert["mu"] = worst["epsilon"], worst["mu"]
     cert["epsilon_at"] = {
-        d: float(account.epsilon(listed(worst["releases"]), float(d), adjacency)) for d in cert["epsilon_at"]
+        d: float(events.epsilon(listed(worst["releases"]), float(d), adjacency)) for d in cert["epsilon_at"]
     }
     return cert
 
@@ -401,7 +401,7 @@ def test_figures_at_other_deltas_hold_for_every_client():
     for group in found.groups():
         for delta, value in cert["epsilon_at"].items():
             assert found.epsilon_of(group, float(delta)) <= value * (1 + 1e-3)
-        assert account.guess(group.releases, found.privacy.adjacency) <= cert["guess"] + 1e-6
+        assert events.guess(group.releases, found.privacy.adjacency) <= cert["guess"] + 1e-6
 
 
 def test_a_schedule_that_can_be_guessed_is_not_certified():
@@ -426,4 +426,4 @@ def test_the_model_handed_out_does_not_tell_the_cohorts(tmp_path):
 def test_a_paid_search_knows_no_sampled_runs():
     values = {"method": "dp-fedgd", "data": "digits", "participation": "poisson:0.1", "rounds": 2, "epsilon": 2.0}
     with pytest.raises(SordinoError, match=r"participation|batch"):
-        charge.search({**values, **USER, "schedule_seed": SECRET}, {"lr": (0.5, 1.0)}, load("digits"), "public")
+        private_tuning.search({**values, **USER, "schedule_seed": SECRET}, {"lr": (0.5, 1.0)}, load("digits"), "public")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sordino.core import Facts, Privacy, SordinoError
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy.noise import Seeded
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import adam, yogi
 

@@ -21,10 +21,10 @@ import torch
 
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay
+from sordino.checks.fixtures import claims
+from sordino.checks.mutants import WRONG_TWINS, breaks
 from sordino.checks.search import REACH, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
-from sordino.checks.twins import WRONG_TWINS, breaks
-from sordino.checks.worlds import claims
 from sordino.core import Adjacency, Method
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear, Loss

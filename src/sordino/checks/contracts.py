@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.checks.worlds import Space, Through, same, short_plan
+from sordino.checks.fixtures import Space, Through, same, short_plan
 from sordino.core import Divisor, Down, Method, OverspentError, Shard, SordinoError, Stage, Tree, Trust
 from sordino.engines import reference, simulate
-from sordino.privacy.ledger import Ledger
-from sordino.privacy.noise import Seeded
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.mechanisms.random import Seeded
 
 TOLERANCE = 1e-9  # between engines, relative to max(1, |theta|)
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.checks.worlds import SIZES, Space, Through, bits, same, short_plan
+from sordino.checks.fixtures import SIZES, Space, Through, bits, same, short_plan
 from sordino.core import Adjacency, Down, Kind, Method, Shard, Tree, Unit, nothing
-from sordino.data.shard import Records
+from sordino.data.records import Records
 from sordino.engines import reference
-from sordino.engines.client import Turn, turns
-from sordino.privacy.noise import Seeded, Silent
+from sordino.engines.oracle import Turn, turns
+from sordino.privacy.mechanisms.random import Seeded, Silent
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 

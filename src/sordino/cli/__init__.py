@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from sordino.cli import (
     advise,
@@ -24,7 +25,6 @@ from sordino.cli import (
     federate,
     ledger,
     methods,
-    paper,
     predict,
     privacy,
     run,
@@ -37,7 +37,6 @@ COMMANDS = (
     run,
     sweep,
     compare,
-    paper,
     predict,
     privacy,
     methods,
@@ -52,11 +51,11 @@ COMMANDS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, commands: Sequence[Any] = COMMANDS) -> int:
     """Entry point; returns the exit status. Where the reader of stdout went away (`| head`), it ends quietly."""
     try:
         try:
-            return _main(argv)
+            return _main(argv, commands)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -65,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(argv: Sequence[str] | None, commands: Sequence[Any]) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal without ε shows ? in its place
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    arguments, rest = _parser().parse_known_args(argv)
+    arguments, rest = _parser(commands).parse_known_args(argv)
     try:
         if rest:
             flags = [flag for flag in vars(arguments.command)["_option_string_actions"] if flag.startswith("--")]
@@ -90,7 +89,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(modules: Sequence[Any]) -> argparse.ArgumentParser:
     import sordino
 
     parser = argparse.ArgumentParser(
@@ -107,6 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sordino {sordino.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in COMMANDS:
+    for module in modules:
         module.add(commands)
     return parser

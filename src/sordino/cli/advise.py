@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.experiments.advise import advise
+    from sordino.studies.advise import advise
 
     found = advise(
         _sizes(arguments.records, arguments.clients),
@@ -71,8 +71,8 @@ def _sizes(records: str, clients: int | None) -> tuple[int, ...]:
 
 
 def _tell(found: dict[str, Any]) -> None:
-    from sordino.experiments.estimation import LABELS
-    from sordino.experiments.estimation_report import short
+    from sordino.studies.estimation import LABELS
+    from sordino.studies.estimation_report import short
 
     page = console()
     page.print(

@@ -84,7 +84,7 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     """Everything that is asked for, checked before the first of it runs."""
     import torch
 
-    from sordino.experiments import audit
+    from sordino.checks.audit import attacks
     from sordino.methods import REGISTRY
 
     names = list(REGISTRY) if arguments.all else arguments.method
@@ -94,23 +94,23 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
         raise SordinoError(f"dtype: '{arguments.dtype}' is unknown; use {' or '.join(DTYPES)}.")
     if arguments.one_run and arguments.batch:
         raise SordinoError("batch: an audit in one run uses all records; leave --batch away.")
-    call, counted = (audit.one_run, "canaries") if arguments.one_run else (audit.audit, "runs")
-    count = audit.RUNS if arguments.runs is None else arguments.runs
-    audit.check_arguments(counted, count, arguments.noise_factor, arguments.seed)
+    call, counted = (attacks.one_run, "canaries") if arguments.one_run else (attacks.audit, "runs")
+    count = attacks.RUNS if arguments.runs is None else arguments.runs
+    attacks.check_arguments(counted, count, arguments.noise_factor, arguments.seed)
     given = {counted: arguments.runs, "rounds": arguments.rounds, "seed": arguments.seed}
     rest = {key: value for key, value in given.items() if value is not None} | {"noise_factor": arguments.noise_factor}
     rest["dtype"] = getattr(torch, arguments.dtype)
     for name in names:
         for privacy, method in _targets(arguments, name):
             for batch in _batches(arguments, name, privacy, method):
-                audit.plan_for(name, privacy, rounds=arguments.rounds, method=method, batch=batch)
+                attacks.plan_for(name, privacy, rounds=arguments.rounds, method=method, batch=batch)
                 how = rest if arguments.one_run else rest | {"batch": batch}
                 yield partial(call, name, privacy, method=method, **how)
 
 
 def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method: Method) -> list[str]:
     """The minibatches asked for; --all leaves out what is not certified or not audited."""
-    from sordino.experiments.audit import unattacked
+    from sordino.checks.audit.attacks import unattacked
     from sordino.privacy.participation import EVERYONE, Sampling
 
     asked = [arguments.batch or EVERYONE]
@@ -123,8 +123,8 @@ def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method:
 
 def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy, Method]]:
     """Units and adjacencies, against the strongest adversary that is proved against. --all leaves out the unproved."""
-    from sordino.experiments.spec import parse_setting
     from sordino.methods import build, entry
+    from sordino.training.spec import parse_setting
 
     chosen = {key: getattr(arguments, key) for key in ("unit", "adjacency", "trust") if getattr(arguments, key)}
     asked = Privacy(arguments.epsilon, arguments.delta, **chosen)
@@ -143,8 +143,8 @@ def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy
 
 def _options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Of a method, read as a run reads them; `build` refuses what is unknown."""
-    from sordino.experiments.spec import Spec
     from sordino.methods import entry
+    from sordino.training.spec import Spec
 
     known = {key: value for key, value in given.items() if key in entry(name).options}
     return given | Spec.of({"method": name, **known}).options

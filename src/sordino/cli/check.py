@@ -30,7 +30,7 @@ def act(arguments: argparse.Namespace) -> int:
     from rich.progress import track
 
     from sordino.checks import check, check_sums
-    from sordino.data.shard import check_device
+    from sordino.data.records import check_device
     from sordino.methods import REGISTRY, entry
 
     names = list(REGISTRY) if arguments.all else arguments.method

@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     check_device(arguments.device)
-    from sordino.experiments import compare, report
+    from sordino.studies import compare, report
 
     base, out = read_keys(arguments), Path(arguments.out)
     for key in ("method", "epsilon", "seed", "noise"):

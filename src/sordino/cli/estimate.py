@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     check_device(arguments.device)
-    from sordino.experiments import estimation
+    from sordino.studies import estimation
 
     if arguments.design not in estimation.DESIGNS:
         raise SordinoError(f"--design: '{arguments.design}' is unknown.{nearest(arguments.design, estimation.DESIGNS)}")
@@ -82,7 +82,7 @@ def _mus(text: str) -> list[float]:
 
 
 def _simulate(arguments: argparse.Namespace, mus: list[float], repetitions: int) -> dict[str, Any]:
-    from sordino.experiments import estimation
+    from sordino.studies import estimation
 
     points = estimation.cells(arguments.design, [arguments.model], mus, arguments.sizes)
     estimation.setup(arguments.model), points[0].sizes  # a wrong word is told before any work
@@ -94,7 +94,7 @@ def _simulate(arguments: argparse.Namespace, mus: list[float], repetitions: int)
 
 
 def _mnist(arguments: argparse.Namespace, mus: list[float], repetitions: int) -> dict[str, Any]:
-    from sordino.experiments import estimation
+    from sordino.studies import estimation
 
     if arguments.data is None:
         raise SordinoError(
@@ -142,7 +142,7 @@ class _bar:  # noqa: N801
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:
-    from sordino.experiments import estimation_report as report
+    from sordino.studies import estimation_report as report
 
     report.pyplot()
     out.mkdir(parents=True, exist_ok=True)
@@ -160,8 +160,8 @@ def _write(out: Path, document: dict[str, Any]) -> None:
 
 
 def _tell(document: dict[str, Any]) -> None:
-    from sordino.experiments import estimation_report as report
-    from sordino.experiments.estimation import LABELS, POOLED
+    from sordino.studies import estimation_report as report
+    from sordino.studies.estimation import LABELS, POOLED
 
     points = document["points"]
     if "pooled" in document:

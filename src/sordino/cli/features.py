@@ -55,22 +55,22 @@ def act(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from sordino.core import nearest
-    from sordino.data import catalog, features
+    from sordino.data import backbones, catalog
 
     if arguments.data not in catalog.IMAGES:
         raise SordinoError(f"--data: '{arguments.data}' is no set of images.{nearest(arguments.data, catalog.IMAGES)}")
     normal = {"mean": _channels(arguments.mean, "--mean"), "std": _channels(arguments.std, "--std", positive=True)}
     normal = {key: value for key, value in normal.items() if value is not None}
     if arguments.module:
-        module = features.script(arguments.module)
+        module = backbones.script(arguments.module)
     else:
-        module = features.network(arguments.network, arguments.weights)
+        module = backbones.network(arguments.network, arguments.weights)
     found = catalog.read(arguments.data, arguments.data_dir)
     start = time.perf_counter()
     x_train, x_test = _extract(arguments, module, (found.x_train, found.x_test), normal)
     np.savez_compressed(arguments.out, x_train=x_train, y_train=found.y_train, x_test=x_test, y_test=found.y_test)
     if arguments.stats:
-        features.save_statistics(arguments.stats, x_train)
+        backbones.save_statistics(arguments.stats, x_train)
     summary = {
         "data": arguments.data,
         "network": arguments.network or arguments.module,
@@ -128,7 +128,7 @@ def _extract(arguments: argparse.Namespace, module: Any, parts: Any, normal: dic
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from sordino.data.features import extract
+    from sordino.data.backbones import extract
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -59,9 +59,9 @@ def _add_up(parts: Any) -> None:
 
 def _up(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.engines.flower import require
-    from sordino.experiments.spec import parse_setting
     from sordino.federation import folder
+    from sordino.federation.flower import require
+    from sordino.training.spec import parse_setting
 
     require()
     if arguments.resume:
@@ -141,7 +141,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
     import json
 
     import sordino.federation.terms  # noqa: F401  # how a federation's certificate is rebuilt
-    from sordino.experiments.outcome import verify_run
+    from sordino.training.outcome import verify_run
 
     sites = []
     for place in sorted((out / "sites").iterdir()):
@@ -286,11 +286,11 @@ def _add_coordinate(parts: Any) -> None:
 
 
 def _coordinate(arguments: argparse.Namespace) -> int:
-    from sordino.federation import machines
+    from sordino.federation.flower import deploy
 
     _check_port(arguments.port)
     place = Path(arguments.folder)
-    lines = machines.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
+    lines = deploy.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
     *_, last = _shown(lines, place)
     if last["what"] == "failed":
         raise SordinoError(str(last["why"]))
@@ -318,8 +318,8 @@ def _add_join(parts: Any) -> None:
 
 
 def _join(arguments: argparse.Namespace) -> int:
-    from sordino.federation import machines
+    from sordino.federation.flower import deploy
 
     _check_port(arguments.port)
-    machines.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port)
+    deploy.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port)
     return 0

@@ -33,7 +33,7 @@ def act(arguments: argparse.Namespace) -> int:
 
 
 def _open(arguments: argparse.Namespace) -> Any:
-    from sordino.privacy.ledger import Ledger
+    from sordino.privacy.evidence.ledger import Ledger
 
     check_json(arguments)
     path = _path(arguments)
@@ -44,7 +44,7 @@ def _open(arguments: argparse.Namespace) -> Any:
 
 def _path(arguments: argparse.Namespace) -> Path:
     """The ledger that is named, or that of the run whose directory, or public file, is."""
-    from sordino.experiments.place import Place
+    from sordino.training.artifacts import Place
 
     given = Path(arguments.file)
     place = Place.find(given)
@@ -55,7 +55,7 @@ def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The head and length that the run's certificate names, where it lies beside the ledger."""
     import json
 
-    from sordino.experiments.place import Place
+    from sordino.training.artifacts import Place
 
     path = Place.find(_path(arguments)).public / "certificate.json"
     try:

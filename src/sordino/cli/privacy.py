@@ -52,7 +52,7 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.core import Privacy
     from sordino.methods import build
-    from sordino.privacy import account
+    from sordino.privacy.accounting import events
     from sordino.privacy.participation import EVERYONE, Sampling
     from sordino.privacy.plan import Plan
 
@@ -82,7 +82,7 @@ def act(arguments: argparse.Namespace) -> int:
         "client_noise": own,
         "aggregate_std": plan.aggregate_std(0) if counted else None,
         "epsilon": plan.epsilon(),
-        "guess": account.guess(plan.worst().releases, plan.privacy.adjacency),
+        "guess": events.guess(plan.worst().releases, plan.privacy.adjacency),
         "batch": str(sampling),
         "delta": privacy.delta,
         "unit": str(privacy.unit),

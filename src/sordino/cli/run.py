@@ -67,10 +67,10 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.experiments import run
-    from sordino.experiments.place import Place
-    from sordino.experiments.spec import Spec, parse_setting, read_values
     from sordino.secagg.keys import read_signer
+    from sordino.training import run
+    from sordino.training.artifacts import Place
+    from sordino.training.spec import Spec, parse_setting, read_values
 
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
     values: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _train(job: Any, out: Path) -> list[dict[str, Any]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from sordino.experiments import run
+    from sordino.training import run
 
     history, shown = [], ""
     columns = (
@@ -132,10 +132,10 @@ def _score(line: dict[str, Any]) -> str:
 
 def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
     """What `privacy.public` lists under console, and nothing else."""
-    from sordino.experiments import run
-    from sordino.experiments.place import Place
-    from sordino.privacy.certificate import ranges
-    from sordino.privacy.signing import fingerprint
+    from sordino.privacy.evidence.certificate import ranges
+    from sordino.privacy.evidence.signing import fingerprint
+    from sordino.training import run
+    from sordino.training.artifacts import Place
 
     page = console()
     sizes = sorted(job.plan.sizes)

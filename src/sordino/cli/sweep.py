@@ -54,7 +54,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    from sordino.experiments.spec import parse_setting, read_values
+    from sordino.training.spec import parse_setting, read_values
 
     values: dict[str, Any] = read_values(arguments.spec) if arguments.spec else {}
     for _, key, _ in RUN_FLAGS:
@@ -65,17 +65,17 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def check_device(name: str) -> None:
     """Before any work. Of several GPUs the commands use the first."""
-    from sordino.data import shard
+    from sordino.data import records
 
     if name not in ("cpu", "cuda"):
         raise SordinoError(f"--device: '{name}' is unknown; use cpu or cuda.")
-    shard.check_device(name, "--device")
+    records.check_device(name, "--device")
 
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     check_device(arguments.device)
-    from sordino.experiments import grids, sweep
+    from sordino.studies import grids, sweep
 
     values, out = read_keys(arguments), Path(arguments.out) if arguments.out else None
     if arguments.charge_tuning not in PAY:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sordino.core import Down, Model, Round, Shard, SordinoError, Tree, nothing
-from sordino.data.shard import Lazy, Records
-from sordino.engines.client import (
+from sordino.data.records import Lazy, Records
+from sordino.engines.oracle import (
     SAMPLING,
     Oracle,
     Turn,
@@ -24,8 +24,8 @@ from sordino.engines.client import (
     standard,
     turns,
 )
-from sordino.privacy.ledger import Entry, Ledger
-from sordino.privacy.noise import EVERYONE, Address, Draw, Source
+from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import pack, tree_map, unpack
 

@@ -43,8 +43,8 @@ from sordino.core import (
     keep,
     nothing,
 )
-from sordino.data.shard import Lazy, Records
-from sordino.engines.client import (
+from sordino.data.records import Lazy, Records
+from sordino.engines.oracle import (
     MATRICES,
     SAMPLING,
     Oracle,
@@ -57,7 +57,7 @@ from sordino.engines.client import (
     standard,
     turns,
 )
-from sordino.privacy.noise import EVERYONE, Address, Counted, Draw, Source, counted, stack
+from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
 

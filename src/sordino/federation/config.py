@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sordino.core import Adjacency, SordinoError, Trust, nearest
-from sordino.experiments.spec import MODELS
 from sordino.federation.terms import NAME
 from sordino.methods import REGISTRY
+from sordino.training.spec import MODELS
 
 T = TypeVar("T", bound="_File")
 

@@ -25,19 +25,19 @@ import sordino
 from sordino import secagg, wire
 from sordino.core import Down, SordinoError, Tree
 from sordino.data.sources import Dataset, load
-from sordino.engines.client import Turn, opened, turns
-from sordino.experiments.outcome import DRAWN
-from sordino.experiments.run import evaluate, save_model
-from sordino.experiments.spec import read_values
-from sordino.federation import post
+from sordino.engines.oracle import Turn, opened, turns
+from sordino.federation import messenger
 from sordino.federation.config import Federation
-from sordino.federation.disk import write
-from sordino.federation.post import Post, Transport, about, read
-from sordino.federation.sums import Arrays, Sums, parts
+from sordino.federation.messenger import Post, Transport, about, read
+from sordino.federation.secure_sum import Arrays, Sums, parts
 from sordino.federation.terms import Terms, federated, written
-from sordino.privacy.certificate import certificate
-from sordino.privacy.noise import Secure
-from sordino.privacy.statement import statement
+from sordino.files import write
+from sordino.privacy.evidence.certificate import certificate
+from sordino.privacy.evidence.statement import statement
+from sordino.privacy.mechanisms.random import Secure
+from sordino.training.outcome import DRAWN
+from sordino.training.run import evaluate, save_model
+from sordino.training.spec import read_values
 from sordino.tree import leaves, pack, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
@@ -141,7 +141,7 @@ class Coordinator:
                 return met
             if waited > self.config.patience:
                 raise SordinoError(f"sites: {', '.join(sorted(wanted - met.keys()))} did not come in time.")
-            time.sleep(post.POLL)
+            time.sleep(messenger.POLL)
 
     def _greet(self) -> dict[str, Hello]:
         """Sites that were not met before."""

@@ -15,14 +15,14 @@ import numpy as np
 from sordino.core import OverspentError, SordinoError
 from sordino.data.partition import split
 from sordino.data.sources import Dataset, load
-from sordino.engines.flower.keys import node_key
 from sordino.federation.config import Federation, SiteConfig
+from sordino.federation.flower.keys import node_key
 from sordino.federation.handler import HANDLER
 from sordino.federation.policy import agree
 from sordino.federation.refusal import Refused
 from sordino.federation.site import Site
 from sordino.federation.terms import NAME, Terms, federated, written
-from sordino.privacy.ledger import Ledger
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
 SPEC = """\
@@ -110,7 +110,7 @@ def init(
     """
     import tomli_w
 
-    from sordino.engines.flower.processes import write_app
+    from sordino.federation.flower.processes import write_app
 
     for name in names:
         if not NAME.fullmatch(name):
@@ -144,7 +144,7 @@ def init(
 
 def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = None) -> Terms:
     """The terms that a coordinator's folder would propose to sites of these sizes; the plan is calibrated."""
-    from sordino.experiments.spec import read_values
+    from sordino.training.spec import read_values
 
     config = Federation.read(folder / "federation.toml")
     terms = Terms(
@@ -356,7 +356,7 @@ def _named(whole: Dataset, y: np.ndarray) -> np.ndarray:
 
 def up(folder: Path, seconds: float = 1800.0) -> Iterator[dict[str, Any]]:
     """Start link, coordinator and sites of a demonstration on loopback, over TLS; yield progress until it is over."""
-    from sordino.engines.flower.processes import Federation as Processes
+    from sordino.federation.flower.processes import Federation as Processes
 
     coordinator = folder / "coordinator"
     names = Federation.read(coordinator / "federation.toml").sites

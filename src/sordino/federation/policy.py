@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sordino import secagg
 from sordino.core import SordinoError
-from sordino.federation.premises import Premises
 from sordino.federation.refusal import Refused
+from sordino.federation.site_data import Premises
 from sordino.federation.terms import Terms
 
 CLIPS = ("clip", "covariance_clip", "curvature_clip", "limit", "radius")  # options that bound what a record may do

@@ -21,14 +21,14 @@ import numpy as np
 import sordino
 from sordino import secagg, wire
 from sordino.core import Down, OverspentError, SordinoError
-from sordino.engines.client import Turn, turns
+from sordino.engines.oracle import Turn, turns
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
-from sordino.federation.premises import Premises
 from sordino.federation.refusal import REASONS, Refused
-from sordino.federation.run import Run
+from sordino.federation.site_data import Premises
+from sordino.federation.site_run import Run
 from sordino.federation.terms import RUN, Terms
-from sordino.privacy.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Entry, Ledger
 
 log = logging.getLogger("sordino.site")
 MOST = 2**30  # bytes of a letter

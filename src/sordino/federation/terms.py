@@ -17,18 +17,18 @@ import torch
 
 from sordino.core import Down, Kind, SordinoError, Trust, Unit, nearest
 from sordino.data.sources import Dataset
-from sordino.engines.client import turns
+from sordino.engines.oracle import turns
 from sordino.engines.simulate import only_asks_for_the_gradient
-from sordino.experiments.outcome import AGAINST_TERMS, DRAWN, differences
-from sordino.experiments.run import choose_model
-from sordino.experiments.spec import Spec
 from sordino.methods import entry
-from sordino.models.flat import Flat
 from sordino.models.linear import Linear
-from sordino.privacy.certificate import certificate
-from sordino.privacy.integers import Integers
-from sordino.privacy.noise import Secure, Seeded
+from sordino.models.torch_model import Flat
+from sordino.privacy.evidence.certificate import certificate
+from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.plan import Plan
+from sordino.training.outcome import AGAINST_TERMS, DRAWN, differences
+from sordino.training.run import choose_model
+from sordino.training.spec import Spec
 
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -14,7 +14,7 @@ from functools import partial
 
 from sordino.core import Correlated, Kind, Method, SordinoError, Stream, Unit, nearest
 from sordino.methods.fedgd import served
-from sordino.privacy import correlated
+from sordino.privacy.accounting import correlated
 from sordino.rules import heavy_ball
 
 MECHANISMS = ("tree", "banded", "schedule", "independent")

@@ -25,7 +25,7 @@ from torch import Tensor
 from sordino.core import SAFETY, Shard, SordinoError
 from sordino.models import kernel
 from sordino.models.arithmetic import exact_arithmetic, product_rows
-from sordino.models.runs import clipped_sums
+from sordino.models.softmax_batched import clipped_sums
 
 LOG2_E = math.log2(math.e)
 LEAST = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sordino.core import SordinoError, nearest
-from sordino.models.flat import Flat
+from sordino.models.torch_model import Flat
 
 NETS = ("mlp", "cnn", "resnet18-gn")
 IMAGES = {64: (8, 8, 1), 784: (28, 28, 1), 3072: (32, 32, 3)}  # what rows of so many features are: as `data` lays them

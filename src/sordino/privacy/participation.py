@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 
 from sordino.core import SordinoError, nearest
-from sordino.privacy.noise import Address, Secure
+from sordino.privacy.mechanisms.random import Address, Secure
 
 EVERYONE = "full"
 

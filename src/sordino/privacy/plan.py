@@ -39,13 +39,14 @@ from sordino.core import (
     nearest,
     nothing,
 )
-from sordino.privacy import account as account_of
-from sordino.privacy import discrete, gaussian, integers, sampled, slots
-from sordino.privacy.account import Release
-from sordino.privacy.integers import Integers
-from sordino.privacy.ledger import DISCRETE, Entry
+from sordino.privacy.accounting import events as account_of
+from sordino.privacy.accounting import gaussian, slots, subsampled
+from sordino.privacy.accounting.events import Release
+from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.evidence.ledger import DISCRETE, Entry
+from sordino.privacy.mechanisms import discrete_gaussian, quantization
+from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.participation import EVERYONE, Participation, Sampling
-from sordino.privacy.sampled import Sampled, Sampler
 
 MOST_ROUNDS = 1_000_000
 
@@ -143,7 +144,7 @@ class Plan:
 
     def _check_integers(self, how: Integers) -> None:
         how.honest(self.clients)
-        integers.check(self.method)
+        quantization.check(self.method)
         if self.privacy.trust is not Trust.SECURE_AGGREGATION:
             raise SordinoError(f"trust: integers are added up under secure-aggregation, not {self.privacy.trust}.")
         if self.participation.kind != EVERYONE:
@@ -337,7 +338,7 @@ class Plan:
         """mu of all releases together; of discrete noise what concentrated DP proves, rho = mu^2 / 2."""
         if self.integers is None:
             return gaussian.mu(epsilon, self.privacy.delta)
-        return math.sqrt(2 * discrete.rho_of(epsilon, self.privacy.delta, releases)) * (1 - 1e-11)
+        return math.sqrt(2 * discrete_gaussian.rho_of(epsilon, self.privacy.delta, releases)) * (1 - 1e-11)
 
     def _in_steps(self, level: Level, how: Integers, needed: np.ndarray) -> Level:
         """The same level in integers: as fine as they can be, with noise that covers the rounding too. `needed`: what
@@ -350,11 +351,14 @@ class Plan:
         factor = how.lengthened(own, level.weight * needed) if self.noise is None else 1.0
         level = level._replace(std=level.std * factor, step=1 / (steps * level.weight.max()))
         variance = self.variance(level)
-        if variance < integers.LEAST:
+        if variance < quantization.LEAST:
             raise SordinoError(
-                f"noise: its variance is {variance:.3g} in integer steps; {integers.LEAST:g} are needed."
+                f"noise: its variance is {variance:.3g} in integer steps; {quantization.LEAST:g} are needed."
             )
-        if discrete.wraps(reach * steps + self.clients, variance, self.clients, how.dimension) > integers.WRAPS:
+        if (
+            discrete_gaussian.wraps(reach * steps + self.clients, variance, self.clients, how.dimension)
+            > quantization.WRAPS
+        ):
             raise SordinoError("noise: the sums leave the range of integers too often; use untrusted-server.")
         return level
 
@@ -372,7 +376,7 @@ class Plan:
         parts = [account_of.split(self._releases(levels, row[:-1]), self.privacy.adjacency) for row in accounts]
         if any(drawn for drawn, _ in parts):
             for n, (drawn, whole) in enumerate(parts):
-                found[n] = sampled.scale(drawn, accounts[n, -1], self.privacy.delta, self.privacy.adjacency, whole)
+                found[n] = subsampled.scale(drawn, accounts[n, -1], self.privacy.delta, self.privacy.adjacency, whole)
         relief = np.minimum(found, 1.0)[which.reshape(-1)]
         return np.full(self.clients, relief.max()) if self.sums_only else relief
 
@@ -527,7 +531,7 @@ class Plan:
         if self.samples:
             return float(self._path[t])
         if self.integers is not None:
-            return discrete.epsilon(float(self._squares[t]) / 2, self.privacy.delta, t + 1)
+            return discrete_gaussian.epsilon(float(self._squares[t]) / 2, self.privacy.delta, t + 1)
         return gaussian.epsilon(float(self._squares[t]) ** 0.5, self.privacy.delta)
 
     @cached_property
@@ -557,7 +561,7 @@ class Plan:
             squares += mu**2 * times
         if not drawn:
             return np.array([gaussian.epsilon(float(mu), self.privacy.delta) for mu in np.sqrt(squares)])
-        return sampled.path(drawn, np.stack(counts, 1), self.privacy.delta, self.privacy.adjacency, np.sqrt(squares))
+        return subsampled.path(drawn, np.stack(counts, 1), self.privacy.delta, self.privacy.adjacency, np.sqrt(squares))
 
     def entries(self, client: int, t: int, run_id: str) -> list[Entry]:
         """What client pays for round t, one ledger row a query."""

@@ -2,8 +2,8 @@
 
 from sordino.rules.adaptive import adam, yogi
 from sordino.rules.basic import average, chain, ema, heavy_ball, scale
-from sordino.rules.derived import curved, kalman
 from sordino.rules.fisher import fisher
+from sordino.rules.kalman import curved, kalman
 from sordino.rules.smoothing import smooth
 
 __all__ = ["adam", "average", "chain", "curved", "ema", "fisher", "heavy_ball", "kalman", "scale", "smooth", "yogi"]

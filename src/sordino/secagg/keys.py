@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from sordino.core import SordinoError, nearest
-from sordino.privacy import signing
+from sordino.privacy.evidence import signing
 from sordino.secagg.derive import low_order, public
 
 SITES = 256  # of a roster at most: every site reads every other's offer, of a size that grows with their number

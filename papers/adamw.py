@@ -1,0 +1,360 @@
+"""The federated configurations of the DP-FedAdamW paper (arXiv 2602.19945, tables 18 to 20), and what they promise.
+
+`preset` gives a row as keys of a run. A table itself trains nothing: its lines are the epsilon of each row under both
+adjacencies, which needs no data, and its notes say what is at hand to run it. The paper's accuracies are not set beside
+ours: its released code clips the gradient of a batch, tensor by tensor, and not that of a record.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from functools import partial
+from typing import Any, NamedTuple
+
+from papers.tables import Found, Job, Table, against, published, roots
+from sordino.core import Adjacency, SordinoError, nearest
+from sordino.data import catalog, fetch, glue
+from sordino.methods import entry
+from sordino.models.transformers import TRANSFORMERS, package_folder
+from sordino.privacy.accounting import subsampled
+from sordino.privacy.accounting.subsampled import Sampled, Sampler
+
+CLIP, GAMMA = 0.1, 0.5
+UNPRINTED = {"tau": 1e-8, "rho": 0.05, "strength": 1.0}  # AdamW's own; one of those tried; ours
+SKEW = {"adamw-18": 0.6, "adamw-19": 0.8, "adamw-20": 0.6}  # of the Dirichlet partition; the paper also has 0.1
+RECORDS = {  # for training, as published
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "tiny-imagenet": 100_000,
+    "sst2": 67_349,
+    "qqp": 363_846,
+    "qnli": 104_743,
+    "mnli": 392_702,
+}
+SETS = {
+    "CIFAR-10": "cifar10",
+    "CIFAR-100": "cifar100",
+    "Tiny-ImageNet": "tiny-imagenet",
+    "SST-2": "sst2",
+    "QQP": "qqp",
+    "QNLI": "qnli",
+    "MNLI": "mnli",
+}
+MODELS = {
+    "ResNet-18 (GN)": ("resnet18-gn",),
+    "ViT-Base": ("vit-base-lora",),
+    "Swin-Tiny/Base": ("swin-tiny-lora", "swin-base-lora"),
+    "RoBERTa-Base": ("roberta-base-lora",),
+}
+
+
+class Row(NamedTuple):
+    """One configuration as printed, and the records of its set."""
+
+    data: str
+    printed: str  # the model's name
+    models: tuple[str, ...]
+    clients: int
+    rounds: int
+    steps: int
+    part: float  # of the clients that come to a round
+    batch: int
+    sigma: float  # of each client's own noise, over the clip
+    delta: float
+    own: dict[str, Any]  # keys of the model: adapters, length
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of clients as equal as can be."""
+        each, more = divmod(RECORDS[self.data], self.clients)
+        return tuple(each + (k < more) for k in range(self.clients))
+
+    @property
+    def rate(self) -> float:
+        """At which records are drawn by the client that has fewest."""
+        return self.batch / min(self.sizes)
+
+    @property
+    def releases(self) -> dict[str, int]:
+        """Noised gradients of a client: in its share of the rounds, and in all of them."""
+        every = self.rounds * self.steps
+        return {"T K": every} if self.part == 1 else {"T K l": round(every * self.part), "T K": every}
+
+
+def rows(table: str) -> list[Row]:
+    """Of tables 18 and 19; table 20 is about the first model of table 18."""
+    if table not in SKEW:
+        raise SordinoError(f"table: '{table}' is unknown.{nearest(table, SKEW)}")
+    if table == "adamw-20":
+        return [row for row in rows("adamw-18") if row.models == MODELS["ResNet-18 (GN)"]]
+    return [_row(line) for line in published(table.replace("-", "_table"))]
+
+
+def _row(line: dict[str, str]) -> Row:
+    models = MODELS[line["model"]]
+    own: dict[str, Any] = {"length": int(line["length"])} if "length" in line else {}
+    if models[0] in TRANSFORMERS:
+        rank, alpha, dropout = int(line["lora_rank"]), float(line["lora_alpha"]), float(line["dropout"])
+        own |= {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+    return Row(
+        data=SETS[line["dataset"]],
+        printed=line["model"],
+        models=models,
+        clients=int(line["clients"]),
+        rounds=int(line["rounds"]),
+        steps=int(line["steps"]),
+        part=float(line["participation"]),
+        batch=int(line["batch"]),
+        sigma=float(line["sigma"]),
+        delta=float(line["delta"]),
+        own=own,
+    )
+
+
+def methods() -> dict[str, dict[str, str]]:
+    """Table 20, by our names."""
+    return {line["method"].lower(): line for line in published("adamw_table20")}
+
+
+# ----------------------------------------------------------------------------------------------------------- presets
+
+
+def preset(
+    table: str,
+    data: str,
+    method: str,
+    *,
+    model: str | None = None,
+    sigma: float | None = None,
+    alpha: float | None = None,
+    adjacency: str = "add-remove",
+    **more: Any,
+) -> dict[str, Any]:
+    """Keys for `Spec.of`: a row of adamw-18, adamw-19 or adamw-20, trained by one of table 20's methods.
+
+    The noise is such that each client's own is `sigma` times the clip. Step sizes are table 20's, which were chosen for
+    ResNet-18; for other models only the grids are printed.
+
+    Args:
+      model: where the row has several: resnet18-gn, vit-base-lora, swin-tiny-lora or swin-base-lora.
+      sigma: by default the row's.
+      alpha: of the Dirichlet partition.
+      more: further keys (weights, seed, evaluate_every), and other values for the preset's (lr, tau, rounds). Another
+        model than the row's is merged over what is returned: `| {"model": "minilm-lora"}`.
+    """
+    row, chosen = _find(table, data, model)
+    sigma = row.sigma if sigma is None else sigma
+    return {
+        "data": data,
+        "model": chosen,
+        **row.own,
+        "method": method,
+        "rounds": row.rounds,
+        **options(method, row.steps),
+        "clients": row.clients,
+        "partition": f"dirichlet:{SKEW[table] if alpha is None else alpha:g}",
+        "participation": "full" if row.part == 1 else f"fixed:{round(row.part * row.clients)}",
+        "batch": f"poisson:{row.batch}",
+        "divisor": "client-mean",
+        "unit": "record",
+        "adjacency": adjacency,
+        "noise": sigma * math.sqrt(row.clients * row.part),
+        "delta": row.delta,
+        **more,
+    }
+
+
+def _find(table: str, data: str, model: str | None) -> tuple[Row, str]:
+    found = {(row.data, each): row for row in rows(table) for each in row.models}
+    if data not in {known for known, _ in found}:
+        raise SordinoError(f"data: {table} has no row for '{data}'.{nearest(data, {known for known, _ in found})}")
+    models = [each for known, each in found if known == data]
+    if model is None and len(models) == 1:
+        model = models[0]
+    if model not in models:
+        wrong = "several models" if model is None else f"no row for '{model}'"
+        raise SordinoError(f"model: {table} has {wrong} on {data}; name one of {', '.join(models)}.")
+    return found[data, model], model
+
+
+def options(method: str, steps: int) -> dict[str, Any]:
+    """What the paper sets, of what the method has: dp-fedavg, dp-fedavg-ls and dp-scaffold have no decay here."""
+    known = methods()
+    if method not in known:
+        raise SordinoError(f"method: '{method}' is none of table 20's.{nearest(method, known)}")
+    line, own = known[method], entry(method).options
+    said = {key: float(line[key]) for key in ("beta1", "beta2", "decay") if line[key]}
+    said |= {"local_lr": float(line["lr"]), "lr": 1.0} if "local_lr" in own else {"lr": float(line["lr"])}
+    said |= {"clip": CLIP, "gamma": GAMMA} | UNPRINTED
+    return {"steps": steps, **{key: value for key, value in said.items() if key in own}} | (
+        {"schedule": "cosine"} if "schedule" in own else {}
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ epsilon
+
+
+def epsilon(
+    row: Row,
+    releases: int,
+    adjacency: str,
+    *,
+    sampler: str = "poisson",
+    gradients: int = 1,
+    sigma: float | None = None,
+) -> float:
+    """Of the client with fewest records. gradients: noised answers about one minibatch."""
+    mu = math.sqrt(gradients) / (row.sigma if sigma is None else sigma)
+    return subsampled.epsilon([Sampled(row.rate, mu, releases, Sampler(sampler))], row.delta, Adjacency(adjacency))
+
+
+ACCOUNTS = {  # by the words for them
+    "add-remove": ("add-remove", "poisson"),
+    "replace-one": ("replace-one", "poisson"),
+    "replace-one, fixed size": ("replace-one", "fixed"),
+}
+
+
+def _lines(table: str) -> list[dict[str, Any]]:
+    if table == "adamw-20":  # CIFAR-100 has as many records, and the same settings
+        row = rows(table)[0]
+        return [
+            each
+            for method, line in methods().items()
+            for each in _said(table, row, method, {"method": method, "lr": line["lr"], "decay": line["decay"]})
+        ]
+    two = {"dp-fedadamw": "all but dp-fedsam", "dp-fedsam": "dp-fedsam"}
+    return [
+        each
+        for row in rows(table)
+        for method, name in two.items()
+        for each in _said(table, row, method, {"data": row.data, "model": row.printed, "method": name})
+    ]
+
+
+def _said(table: str, row: Row, method: str, labels: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of one configuration and method: each count of minibatches by each account."""
+    found = []
+    for times, count in row.releases.items():
+        for words, (adjacency, sampler) in ACCOUNTS.items():
+            shown = {
+                **labels,
+                "delta": row.delta,
+                "rate": f"{row.batch}/{min(row.sizes):,}",
+                "minibatches": f"{count:,} ({times})",
+                "epsilon": words,
+            }
+            known = epsilon(row, count, adjacency, sampler=sampler, gradients=2 if method == "dp-fedsam" else 1)
+            settings = preset(table, row.data, method, model=row.models[0], adjacency=adjacency)
+            settings |= {"batch": f"{sampler}:{row.batch}"}
+            found.append(
+                {
+                    "labels": shown,
+                    "rounds": {str(row.rounds): against([known]) | {"digits": 2}},
+                    "settings": settings,
+                }
+            )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ what is there
+
+
+def held(data: str, data_dir: str | None) -> bool:
+    """Is the set on this machine? Nothing is downloaded."""
+    known, members = _files(data)
+    stores = [store for root in roots(data_dir) for store in fetch._stores(known, root)]
+    return any(isinstance(store, fetch.Archive) or all(map(store.has, members)) for store in stores)
+
+
+def _files(data: str) -> tuple[fetch.Published, tuple[str, ...]]:
+    if data in glue.TASKS:
+        task = glue.TASKS[data]
+        return task.published, (task.parts["train"], task.parts["dev"])
+    return catalog.SETS[data].published, tuple(catalog.SETS[data].members)
+
+
+def weights(model: str, data_dir: str | None) -> str | None:
+    """The folder of published weights: DIR/roberta-base of roberta-base-lora."""
+    places = (root / model.removesuffix("-lora") for root in roots(data_dir))
+    return next((str(place) for place in places if (place / "config.json").is_file()), None)
+
+
+def command(values: dict[str, Any]) -> str:
+    """The run as one command."""
+    return " ".join(["sordino run", *(f"--set {key}={shlex.quote(str(value))}" for key, value in values.items())])
+
+
+def _at_hand(table: str, data_dir: str | None) -> list[str]:
+    """What is missing and where it belongs; a command for each model that could be run."""
+    everything = rows(table)
+    sets = {row.data: held(row.data, data_dir) for row in everything}
+    models = dict.fromkeys(model for row in everything for model in row.models if model in TRANSFORMERS)
+    folders = {model: weights(model, data_dir) for model in models}
+    notes = []
+    if lacking := [_files(data)[0] for data, here in sets.items() if not here]:
+        wanted = ", ".join(f"{each.title} ({each.remotes[0].file} in DIR/{each.folders[0]})" for each in lacking)
+        notes.append(
+            f"data not at hand: {table} needs {wanted}. Name DIR by --data-dir, or let sordino run download them"
+        )
+    if absent := [model.removesuffix("-lora") for model, folder in folders.items() if folder is None]:
+        notes.append(
+            f"weights not at hand: {table} needs {', '.join(absent)}, each as save_pretrained writes it (with "
+            f"tokenizer.json where it reads text) in a folder of that name under DIR; none are downloaded"
+        )
+    for model in dict.fromkeys(each for row in everything for each in row.models):
+        row = next((row for row in everything if model in row.models and sets[row.data]), None)
+        if row is not None and (model not in models or folders[model]):
+            more: dict[str, Any] = {"weights": folders[model]} if folders.get(model) else {}
+            more |= {"data_dir": data_dir} if data_dir else {}
+            notes.append(f"to run it: {command(preset(table, row.data, 'dp-fedadamw', model=model, **more))}")
+    if sets.get("sst2") and package_folder() is not None:
+        notes.append(
+            "SST-2 and MiniLM are at hand: benchmarks/sst2.py runs this configuration on minilm-lora in place of "
+            "roberta-base-lora"
+        )
+    return notes
+
+
+NOTES = (
+    "epsilon of the configuration, for the client with the fewest records where sizes are equal and every message is "
+    "seen; nothing was trained for it. Minibatches are Poisson's but in the last column. A Dirichlet partition makes "
+    "sizes unlike: a run counts each client's own rate, and a small client's epsilon is larger than these",
+    "T K: who came to all rounds. T K l: who came to its share of them; a schedule gives some clients more, and a run "
+    "counts what each one's own schedule says. Not knowing who came helps no record: other records of a client tell",
+    "dp-fedsam noises two gradients of each minibatch, which counts as one with sigma / sqrt(2)",
+    "the paper draws minibatches of a fixed size, for which no bound under add-remove is known here, and a loose "
+    "one (Rényi's) under replace-one; a preset draws Poisson ones of the same expected size",
+    "step sizes are table 20's (ResNet-18); for other models the paper prints grids only. tau, rho and the smoothing's "
+    "strength are not printed. dp-fedavg, dp-fedavg-ls and dp-scaffold run without the weight decay of 0.001, and with "
+    "dp-fedsam without cosine decay of steps, which they do not have here",
+)
+VISION = (
+    "resnet18-gn is trained in full from random weights: it has no adapters, and no weights are published for it",
+)
+RESIZED = (
+    "vit-base-lora and swin-*-lora read rows of 3 x 224 x 224 numbers, or of the image_size in their folder's "
+    "config.json; rows of CIFAR are 3 x 32 x 32",
+)
+
+
+def configuration(job: Job, extra: tuple[str, ...] = ()) -> Found:
+    """The epsilon of every row, and what is there to run it."""
+    name = job.table.name
+    return Found(_lines(name), "epsilon", (*NOTES, *extra, *_at_hand(name, job.data_dir)))
+
+
+TABLES = (
+    Table(
+        "adamw-18",
+        "DP-FedAdamW's configurations for images, and their epsilon",
+        partial(configuration, extra=(*VISION, *RESIZED)),
+    ),
+    Table("adamw-19", "DP-FedAdamW's configurations for GLUE with RoBERTa-base, and their epsilon", configuration),
+    Table(
+        "adamw-20",
+        "DP-FedAdamW's settings of ResNet-18 by method, and their epsilon",
+        partial(configuration, extra=VISION),
+    ),
+)

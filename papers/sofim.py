@@ -1,0 +1,444 @@
+"""The tables of the DP-FedSOFIM paper (arXiv 2601.09166).
+
+Its noise is that of its appendix E: every client accounted on its own, one record replaced, clients weighed alike.
+Beside it stands the noise of secure aggregation, which its section 5.1 suggests, where that is proved.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from papers.tables import (
+    PUBLISHED,
+    Found,
+    Job,
+    Said,
+    Table,
+    Want,
+    against,
+    attempt,
+    chosen,
+    published,
+    train,
+)
+from sordino.core import SordinoError
+from sordino.data.partition import describe, split
+from sordino.privacy.evidence.certificate import finite
+from sordino.studies import compare
+from sordino.studies.statistics import from_counts, mcnemar
+from sordino.training.batch import run_many
+from sordino.training.spec import Spec
+
+SEEDS, ROUNDS, LEVEL = 3, 70, 0.05  # LEVEL: of a test
+BUDGETS = (0.5, 1.0, 5.0, 10.0)  # the paper's
+BASE = {
+    "clients": 20,
+    "partition": "dirichlet:0.5",
+    "rounds": ROUNDS,
+    "delta": 1e-5,
+    "adjacency": "replace-one",
+    "clip": 10.0,
+    "covariance_clip": 100.0,
+}
+SEEN = {"trust": "untrusted-server", "divisor": "client-mean"}  # appendix E
+SUMS = {"trust": "secure-aggregation", "divisor": "pooled"}
+NAMES = {
+    "dp-fedgd": "DP-FedGD",
+    "dp-fedavg": "DP-FedAvg",
+    "dp-fedfc": "DP-FedFC",
+    "dp-scaffold": "DP-SCAFFOLD",
+    "dp-fedadam": "DP-FedAdam",
+    "dp-fedyogi": "DP-FedYogi",
+    "dp-ftrl": "DP-FTRL",
+    "dp-adafedprox": "DP-AdaFedProx",
+    "dp-fedsofim": "DP-FedSOFIM",
+}
+GRADIENT, MOMENTUM = "dp-fedsofim", "dp-fedsofim (momentum)"
+INFERRED = {1.0: {"lr": 4.0, "rho": 10.0, "beta": 0.9}, 5.0: {"lr": 0.5, "rho": 0.5, "beta": 0.9}}
+FORMS = ("gradient", "momentum")
+FEATURES = "the features are not the paper's: compare orders, gaps and shapes, not levels"
+TUNED = "settings: the paper's fine grid, chosen on validation records (seed 0) under the noise of the row"
+SILENT = "epsilon ∞ is without noise: nothing is certified there"
+AS_PRINTED = "DP-FedSOFIM (gradient) is the formula as printed, (momentum) multiplies the moving average instead"
+
+
+def title(label: str) -> str:
+    """A contestant as the tables call it."""
+    name, _, form = label.partition(" ")
+    return NAMES[name] + (f" {form or '(gradient)'}" if name == GRADIENT else "")
+
+
+def said(rows: Sequence[dict[str, str]], **where: Any) -> Said:
+    """By round, mean and standard deviation of the rows that match."""
+    return {
+        int(row.get("round", ROUNDS)): (float(row["test_accuracy_mean_pct"]), float(row["test_accuracy_std_pct"]))
+        for row in rows
+        if all(_same(row[key], value) for key, value in where.items())
+    }
+
+
+def _same(text: str, value: Any) -> bool:
+    return text == value if isinstance(value, str) else float(text) == value
+
+
+def of_budget(settings: dict[tuple[str, float | None], dict[str, Any]], label: str, epsilon: float) -> dict[str, Any]:
+    """What was chosen for a method at a budget, or a refusal."""
+    if (label, finite(epsilon)) not in settings:
+        raise SordinoError(
+            f"settings: none for {label} at epsilon {epsilon:g}; choose them with sordino compare "
+            "--only-tune and give its settings.json as --settings, or leave the budget out of --epsilons."
+        )
+    return settings[label, finite(epsilon)]
+
+
+def listed(budgets: Sequence[float]) -> str:
+    """In words."""
+    return ", ".join("∞" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in budgets)
+
+
+def trained(job: Job, wants: Sequence[Want]) -> list[dict[str, Any]]:
+    """Lines whose mark stands beside their labels, so that rows go on to a budget that is not certified."""
+    lines = train(job, wants, job.seeds or SEEDS)
+    for line in lines:
+        mark = line["labels"].pop("certified")
+        line["certified"] = "no: no noise" if math.isinf(line["labels"]["epsilon"]) else mark
+    return lines
+
+
+def remarks(budgets: Sequence[float]) -> list[str]:
+    """What is to be said of budgets that the paper has not."""
+    notes = []
+    if more := [epsilon for epsilon in budgets if epsilon not in BUDGETS]:
+        notes.append(f"the paper has no epsilon {listed(more)}")
+    if any(map(math.isinf, budgets)):
+        notes.append(SILENT)
+    return notes
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
+
+
+def lineup(
+    job: Job, world: dict[str, Any], tuning: dict[str, Any], rows: Sequence[dict[str, str]], *, strict: bool = True
+) -> list[Want]:
+    """Every method of the paper that is proved in this world, at every budget. strict: refuse one without settings."""
+    base = {**BASE, **world, "data": job.source}
+    settings = chosen(tuning)
+    budgets = job.epsilons or tuple(sorted({float("inf") if e is None else e for _, e in settings}))
+    wants = []
+    for each in compare.contestants(["paper"], base):
+        for epsilon in budgets:
+            if not strict and (each.label, finite(epsilon)) not in settings:
+                continue
+            values = {**each.values(base, epsilon), **of_budget(settings, each.label, epsilon)}
+            labels = {"method": title(each.label), "noise": world["trust"], "epsilon": epsilon}
+            wants.append(Want(labels, values, said(rows, method=NAMES[each.method], epsilon=epsilon)))
+    return wants
+
+
+def comparison(job: Job, of: str, partition: str, worlds: Sequence[tuple[dict[str, str], str]]) -> Found:
+    """Tables 3 to 6, 8 and 9. worlds: with the settings of each."""
+    rows = published(of)
+    worlds = worlds[:1] if job.settings else worlds  # a file has settings for one noise
+    tunings = [job.tuning(name) for _, name in worlds]
+    wants = [
+        want
+        for (world, _), tuning in zip(worlds, tunings, strict=True)
+        for want in lineup(job, {**world, "partition": partition}, tuning, rows, strict=world is SEEN)
+    ]
+    unsaid: Said = dict.fromkeys(range(10, ROUNDS + 1, 10), (None, None))  # of a budget that the paper has not
+    wants = [want._replace(said=want.said or unsaid) for want in wants]
+    notes = [FEATURES, TUNED, AS_PRINTED]
+    if len(worlds) > 1:
+        notes.append("under secure aggregation records are pooled, and methods that are not proved there are left out")
+    for world, _ in worlds:
+        has = {want.labels["epsilon"] for want in wants if want.labels["noise"] == world["trust"]}
+        if lacks := [epsilon for epsilon in job.epsilons or () if epsilon not in has]:
+            notes.append(f"left out under {world['trust']}, for want of settings: epsilon {listed(lacks)}")
+    notes += remarks(sorted({want.labels["epsilon"] for want in wants}))
+    if partition == "iid":
+        notes.append("settings are those of the Dirichlet partition: the paper says both that it kept and retuned them")
+    return Found(trained(job, wants), "epsilon", notes, tunings[0])
+
+
+BOTH = ((SEEN, "settings_client-mean"), (SUMS, "settings_sa"))
+
+
+# ---------------------------------------------------------------------------------------------------------- ablation
+
+
+def ablation(job: Job, dataset: str) -> Found:
+    """Tables 10 and 11: as printed, and with the parts at the whole's own step lr / rho."""
+    rows, base = published("sofim-10-11"), {**BASE, **SEEN, "data": job.source}
+    base.pop("covariance_clip")
+    tuning = job.tuning("settings_client-mean")
+    budgets = job.epsilons or BUDGETS
+    tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
+    wants = []
+    for origin, settings in (("tuned here", tuned), ("inferred", {e: INFERRED[e] for e in budgets if e in INFERRED})):
+        for epsilon, whole in settings.items():
+            run = {**base, "epsilon": epsilon}
+            for step, word in ((whole["lr"], "lr"), (whole["lr"] / whole["rho"], "lr / rho")):
+                gradient = {**run, "method": "dp-fedgd", "lr": step}
+                average = {"rho": 1.0, "lr": step, "beta": whole["beta"], "ema_rounds": ROUNDS}
+                for part, values in (
+                    ("grad_only", gradient),
+                    ("ema_only", {**run, "method": "dp-fedsofim", **average}),
+                ):
+                    printed = said(rows, dataset=dataset, variant=part, epsilon=epsilon) if word == "lr" else {}
+                    labels = {"settings": origin, "part": part, "step": word, "epsilon": epsilon}
+                    wants.append(Want(labels, values, printed))
+            for form in FORMS:
+                values = {**run, "method": "dp-fedsofim", "apply_to": form, **whole}
+                labels = {"settings": origin, "part": f"full ({form})", "step": "lr / rho", "epsilon": epsilon}
+                wants.append(Want(labels, values, said(rows, dataset=dataset, variant="full", epsilon=epsilon)))
+    order = {"grad_only": 0, "ema_only": 1}
+    wants.sort(key=lambda want: (want.labels["settings"] != "tuned here", order.get(want.labels["part"], 2)))
+    notes = [
+        FEATURES,
+        "tuned here: lr, rho and beta of the momentum form in table 3; inferred: the paper's, from its table 12",
+        "inferred settings are for epsilon 1 and 5 alone, which are those of table 12",
+        "the paper compares its parts at step lr with a whole that moves by about lr / rho",
+        *remarks(budgets),
+    ]
+    return Found(trained(job, wants), "epsilon", notes, tuning)
+
+
+def regulariser(job: Job) -> Found:
+    """Table 12, in both forms."""
+    rows, base = published("sofim-12"), {**BASE, **SEEN, "data": job.source, "method": "dp-fedsofim"}
+    base.pop("covariance_clip")
+    tuning = job.tuning("settings_client-mean")
+    budgets = job.epsilons or tuple(INFERRED)
+    tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
+    wants = []
+    for epsilon in budgets:
+        origins = {"inferred": INFERRED[epsilon]} if epsilon in INFERRED else {}
+        for origin, whole in {**origins, "tuned here": tuned[epsilon]}.items():
+            for form in FORMS:
+                for rho in dict.fromkeys(float(row["rho"]) for row in rows):
+                    values = {**base, "epsilon": epsilon, **whole, "rho": rho, "apply_to": form}
+                    step = f"{whole['lr']:g} ({origin})"
+                    labels = {"epsilon": epsilon, "lr": step, "form": form, "rho": rho}
+                    printed = said(rows, dataset="CIFAR-10", epsilon=epsilon, rho=rho)
+                    wants.append(Want(labels, values, printed))
+    at = ", ".join(f"{tuned[epsilon]['rho']:g} at epsilon {listed([epsilon])}" for epsilon in budgets)
+    notes = [
+        FEATURES,
+        "lr of the paper is not given; inferred from its figures: 4 at epsilon 1, 0.5 at epsilon 5",
+        "tuned here: lr and beta of the momentum form in table 3; a row keeps them while rho varies",
+        f"they were tuned beside rho = {at}",
+    ]
+    if more := [epsilon for epsilon in budgets if epsilon not in INFERRED]:
+        notes.append(f"table 12 has no epsilon {listed(more)}: no figures to infer an lr from, so tuned here alone")
+    if any(map(math.isinf, budgets)):
+        notes.append(SILENT)
+    return Found(trained(job, wants), "rho", notes, tuning)
+
+
+# --------------------------------------------------------------------------------------------------- other measures
+
+
+def measured(labels: dict[str, Any], figure: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """A line that is no accuracy by round."""
+    return {"labels": labels, "rounds": {str(ROUNDS): figure}, "settings": settings}
+
+
+def runtime(job: Job) -> Found:
+    """Table 7: rounds are timed on this machine, so that ratios to DP-FedGD are what compares."""
+    rows = [row for row in published("sofim-7") if (row["dataset"], row["backbone"]) == ("CIFAR-10", "ResNet-20")]
+    base, times, repeats = {**BASE, **SEEN, "data": job.source}, dict[tuple[str, int], list[float]](), 3
+    todo = {(row["method"], int(row["local_steps_K"])): float(row["seconds_per_round"]) for row in rows}
+    names = {title: name for name, title in NAMES.items()}
+    for _ in range(job.seeds or repeats):
+        for method, steps in todo:
+            each = compare.Contestant(method, names[method], {"steps": steps} if steps > 1 else {})
+            spec = Spec.of({**each.values(base, 1.0), "seed": 1, "split_seed": 1})
+            (run,) = run_many([spec], job.dataset, device=job.device, at=(), stop=20)
+            times.setdefault((method, steps), []).append(run.seconds / 20)
+            job.tick(1)
+    lines, unit = [], ("DP-FedGD", 1)
+    for key, printed in todo.items():
+        labels, ours = {"method": key[0], "K": key[1]}, [min(times[key])]
+        lines.append(
+            measured({**labels, "measure": "seconds"}, {**against(ours, printed), "digits": 3}, {"steps": key[1]})
+        )
+        ratio = against([min(times[key]) / min(times[unit])], printed / todo[unit])
+        lines.append(measured({**labels, "measure": "times DP-FedGD"}, {**ratio, "digits": 2}, {"steps": key[1]}))
+    notes = [
+        "seconds a round at epsilon 1, the best of three repeats over 20 rounds; machines differ: compare the ratios",
+        "the paper prints two digits, so that its ratios are good to an eighth",
+    ]
+    return Found(lines, "measure", notes)
+
+
+def partition(job: Job, of: str, dataset: str) -> Found:
+    """Tables 13 and 14: what the printed counts are like among Dirichlet partitions, and what they do to training."""
+    rows, file = published(of), PUBLISHED / f"{of}.csv"
+    classes = len(job.dataset.classes)
+    counts = np.array([[int(row[f"class_{k}"]) for k in range(classes)] for row in rows])
+    whose, label = np.repeat(np.arange(len(counts)), counts.sum(1)), np.tile(np.arange(classes), len(counts))
+    printed = _shape(np.repeat(label, counts.ravel()), whose, classes)
+    drawn = [
+        _shape(job.dataset.y_train, split(job.dataset, "dirichlet:0.5", len(counts), seed=seed), classes)
+        for seed in range(1, 101)
+    ]
+    lines = []
+    for key, value in printed.items():
+        figure = {**against([each[key] for each in drawn], value), "digits": 2}
+        lines.append(measured({"what": key, "epsilon": "any"}, figure, {"seeds": 100}))
+    tuning, wants = job.tuning("settings_client-mean"), []
+    table3 = published("sofim-3" if dataset == "CIFAR-10" else "sofim-4")
+    settings = chosen(tuning)
+    for law, words in (("dirichlet:0.5", "drawn"), (f"counts:{file}", "as printed")):
+        base = {**BASE, **SEEN, "data": job.source, "partition": law, "clients": None}
+        if law.startswith("dirichlet"):
+            base["clients"] = len(counts)
+        for each in compare.contestants(["dp-fedgd", "dp-fedsofim", "dp-fedsofim:apply_to=momentum"], {**BASE, **SEEN}):
+            for epsilon in job.epsilons or BUDGETS:
+                values = {**each.values(base, epsilon), **of_budget(settings, each.label, epsilon)}
+                labels = {"what": f"accuracy of {title(each.label)}, counts {words}", "epsilon": epsilon}
+                last = said(table3, method=NAMES[each.method], epsilon=epsilon, round=ROUNDS)
+                wants.append(Want(labels, values, last))
+    accuracies = trained(job, wants)
+    for line in accuracies:
+        line["settings"]["partition"] = str(line["settings"]["partition"]).replace(str(PUBLISHED), "published")
+    notes = [
+        "statistics of the partition: ours over 100 Dirichlet(0.5) draws, the paper's of its printed counts",
+        FEATURES,
+        "accuracies: the paper's are those of its table 3, over three partitions",
+        *remarks(job.epsilons or BUDGETS),
+    ]
+    return Found([*lines, *accuracies], "epsilon", notes, tuning)
+
+
+def _shape(y: np.ndarray, whose: np.ndarray, classes: int) -> dict[str, float]:
+    clients = describe(y, whose, classes)
+    sizes = [each.records for each in clients]
+    return {
+        "smallest client": float(min(sizes)),
+        "largest client": float(max(sizes)),
+        "standard deviation of sizes": statistics.pstdev(sizes),
+        "KL of a client's labels from uniform, mean": statistics.fmean(each.kl_from_uniform for each in clients),
+        "classes absent, mean": statistics.fmean(each.absent for each in clients),
+        "noise against equal sizes": float(np.sqrt(np.mean(np.array(sizes, float) ** -2)) * np.mean(sizes)),
+    }
+
+
+def significance(job: Job, dataset: str, backbone: str) -> Found:
+    """Tables 15 and 16: McNemar's test of DP-FedSOFIM against every baseline, one seed."""
+    rows = [r for r in published("sofim-15-16") if (r["dataset"], r["backbone"]) == (dataset, backbone)]
+    tuning = job.tuning("settings_client-mean")
+    wants = lineup(job, SEEN, tuning, [])
+    if job.epsilons is None:
+        wants = [want for want in wants if want.labels["epsilon"] in BUDGETS]
+    right = {}
+    for want, run in zip(wants, attempt(job, wants, [1]), strict=True):
+        guessed = run.model.predict(run.theta, job.dataset.x_test).numpy()
+        right[want.labels["method"], want.labels["epsilon"]] = guessed == job.dataset.y_test
+    lines, budgets = [], list(dict.fromkeys(epsilon for _, epsilon in right))
+    printed = {(row["baseline"], float(row["epsilon"])): row for row in rows}
+    for epsilon in budgets:
+        for form in FORMS:
+            ours = right[f"DP-FedSOFIM ({form})", epsilon]
+            for baseline in dict.fromkeys(row["baseline"] for row in rows):
+                rival = right[baseline, epsilon]
+                test, lead = mcnemar(ours, rival), 100 * float(ours.mean() - rival.mean())
+                figure = {**against([lead]), "mark": _star(test.p), "test": test._asdict()}
+                if row := printed.get((baseline, epsilon)):
+                    n10, n01 = int(row["n10_sofim_right_baseline_wrong"]), int(row["n01_sofim_wrong_baseline_right"])
+                    theirs = from_counts(n10, n01)
+                    figure |= against([lead], 100 * (n10 - n01) / int(row["n_test"]))
+                    figure |= {"published_mark": _star(theirs.p), "published_test": theirs._asdict()}
+                labels = {"form": form, "against": baseline, "epsilon": epsilon}
+                lines.append(measured(labels, figure, {"seed": 1}))
+    notes = [
+        f"lead of DP-FedSOFIM in points; * significant at {LEVEL:g} (McNemar with continuity correction, seed 1)",
+        "tests against one baseline each, not corrected for their number",
+        FEATURES,
+        TUNED,
+        *remarks(budgets),
+    ]
+    return Found(lines, "epsilon", notes, tuning)
+
+
+def _star(p: float) -> str:
+    return "*" if p < LEVEL else ""
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def _source(images: str, network: str) -> str:
+    return (
+        f"features of {images} by a {network} that was trained on CIFAR-100 (sordino features --data {images} "
+        f"--network {network} --weights FILE --out {images}_{network}.npz)"
+    )
+
+
+CIFAR, PATH = (
+    ("cifar10_resnet20.npz", _source("cifar10", "resnet20")),
+    ("pathmnist_resnet20.npz", _source("pathmnist", "resnet20")),
+)
+CIFAR_VGG, PATH_VGG = (
+    ("cifar10_vgg16.npz", _source("cifar10", "vgg16")),
+    ("pathmnist_vgg16.npz", _source("pathmnist", "vgg16")),
+)
+DIRICHLET, ALONE = "dirichlet:0.5", BOTH[:1]
+
+TABLES = (
+    Table(
+        "sofim-3",
+        "CIFAR-10, ResNet-20, Dirichlet 0.5",
+        partial(comparison, of="sofim-3", partition=DIRICHLET, worlds=BOTH),
+        *CIFAR,
+    ),
+    Table(
+        "sofim-4",
+        "PathMNIST, ResNet-20, Dirichlet 0.5",
+        partial(comparison, of="sofim-4", partition=DIRICHLET, worlds=BOTH),
+        *PATH,
+    ),
+    Table(
+        "sofim-5",
+        "CIFAR-10, VGG-16, Dirichlet 0.5",
+        partial(comparison, of="sofim-5", partition=DIRICHLET, worlds=BOTH),
+        *CIFAR_VGG,
+    ),
+    Table(
+        "sofim-6",
+        "PathMNIST, VGG-16, Dirichlet 0.5",
+        partial(comparison, of="sofim-6", partition=DIRICHLET, worlds=BOTH),
+        *PATH_VGG,
+    ),
+    Table("sofim-7", "seconds a round", runtime, *CIFAR),
+    Table(
+        "sofim-8", "CIFAR-10, ResNet-20, IID", partial(comparison, of="sofim-8", partition="iid", worlds=ALONE), *CIFAR
+    ),
+    Table(
+        "sofim-9", "PathMNIST, ResNet-20, IID", partial(comparison, of="sofim-9", partition="iid", worlds=ALONE), *PATH
+    ),
+    Table("sofim-10", "ablation, CIFAR-10", partial(ablation, dataset="CIFAR-10"), *CIFAR),
+    Table("sofim-11", "ablation, PathMNIST", partial(ablation, dataset="PathMNIST"), *PATH),
+    Table("sofim-12", "sensitivity to rho, CIFAR-10", regulariser, *CIFAR),
+    Table("sofim-13", "partition of PathMNIST", partial(partition, of="sofim-13", dataset="PathMNIST"), *PATH),
+    Table("sofim-14", "partition of CIFAR-10", partial(partition, of="sofim-14", dataset="CIFAR-10"), *CIFAR),
+    Table(
+        "sofim-15",
+        "McNemar's test, CIFAR-10, ResNet-20",
+        partial(significance, dataset="CIFAR-10", backbone="ResNet-20"),
+        *CIFAR,
+    ),
+    Table(
+        "sofim-16",
+        "McNemar's test, PathMNIST, ResNet-20",
+        partial(significance, dataset="PathMNIST", backbone="ResNet-20"),
+        *PATH,
+    ),
+)

@@ -1,0 +1,285 @@
+"""The tables of the papers beside our own figures: what is common to all of them.
+
+`published/` holds what the papers print, and settings that were tuned for it. A table is a list of wants: runs, and
+what is said of them by round. Features were pre-trained elsewhere than the papers' were, so levels differ; orders, gaps
+and shapes are to be compared.
+`paper_sofim`, `paper_fednew` and `paper_adamw` have the tables.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import sordino
+from sordino.core import SordinoError
+from sordino.data.fetch import Folder, cache
+from sordino.data.sources import Dataset, load
+from sordino.studies.compare import frozen
+from sordino.training.batch import MOST, Trained, run_many
+from sordino.training.spec import Spec
+
+PUBLISHED = Path(__file__).with_name("published")
+Tick = Callable[[int], None]
+Said = dict[int, tuple[float | None, float | None]]  # by round: mean and standard deviation, in percent
+
+
+def published(name: str) -> list[dict[str, str]]:
+    """The rows of one table as printed."""
+    with (PUBLISHED / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+class Table(NamedTuple):
+    name: str
+    about: str
+    make: Callable[[Job], Found]
+    needs: str | None = None  # a file or a set that must be at hand
+    source: str = ""  # where that comes from
+
+    def where(self, data_dir: str | Path | None) -> str | None:
+        """What `needs` is called here: a file's path, or a set's name; None: not at hand."""
+        if self.needs is None:
+            return ""
+        for root in roots(data_dir):
+            if self.needs.endswith(".npz"):
+                if (root / self.needs).is_file():
+                    return str(root / self.needs)
+            elif Folder(root).has(self.needs) or Folder(root / self.needs).has(self.needs):
+                return self.needs
+        return None
+
+
+def roots(data_dir: str | Path | None) -> list[Path]:
+    """Folders to look in."""
+    return [*(Path(given).expanduser() for given in (data_dir, os.environ.get("SORDINO_DATA")) if given), cache()]
+
+
+def tables() -> dict[str, Table]:
+    """All of them, by name."""
+    from papers import adamw, fednew, sofim
+
+    return {t.name: t for t in (*sofim.TABLES, *fednew.TABLES, *adamw.TABLES)}
+
+
+class Want(NamedTuple):
+    """One line: its labels, the keys of its runs but for the seed, and what is printed of it."""
+
+    labels: dict[str, Any]
+    values: dict[str, Any]
+    said: Said
+
+
+class Found(NamedTuple):
+    lines: list[dict[str, Any]]
+    across: str  # the label whose values are the columns
+    notes: Sequence[str]
+    tuning: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked of a table."""
+
+    table: Table
+    data_dir: str | None = None
+    seeds: int | None = None  # the table's own
+    epsilons: tuple[float, ...] | None = None  # the table's own
+    clients: tuple[int, ...] | None = None  # of tables that vary them
+    device: str = "cpu"
+    settings: str | None = None  # a file; the table's own
+    tick: Tick = lambda runs: None
+
+    @cached_property
+    def source(self) -> str:
+        """Of the data, for a spec."""
+        where = self.table.where(self.data_dir)
+        if where is None:
+            raise SordinoError(f"data: {self.table.needs} is not at hand; {self.table.source}.")
+        return where
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        return load(self.source, data_dir=self.data_dir)
+
+    def tuning(self, *names: str) -> dict[str, Any]:
+        """Settings that were asked for, or those of `published/` whose file names begin so."""
+        files = [Path(self.settings)] if self.settings else []
+        files = files or sorted(path for name in names for path in PUBLISHED.glob(f"{name}*.json"))
+        parts = [frozen(path) for path in files]
+        return {**parts[0], "settings": [setting for part in parts for setting in part["settings"]]}
+
+
+def chosen(tuning: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, Any]]:
+    """By label and budget (None: without noise)."""
+    try:
+        return {(each["method"], each["epsilon"]): dict(each["options"]) for each in tuning["settings"]}
+    except (KeyError, TypeError, ValueError):
+        raise SordinoError(
+            "settings: each needs method, epsilon and options; give settings.json or compare.json of a comparison, or "
+            "the JSON file of a table."
+        ) from None
+
+
+# ----------------------------------------------------------------------------------------------------------- running
+
+
+def train(job: Job, wants: Sequence[Want], seeds: int, **how: Any) -> list[dict[str, Any]]:
+    """Every want with every seed: its line for the document. how: see `attempt`."""
+    runs = attempt(job, wants, range(1, seeds + 1), **how)
+    return [line(want, runs[k * seeds : (k + 1) * seeds]) for k, want in enumerate(wants)]
+
+
+def attempt(
+    job: Job,
+    wants: Sequence[Want],
+    seeds: Sequence[int],
+    *,
+    most: int = MOST,
+    split: int | None = None,
+    own_data: bool = False,
+) -> list[Trained]:
+    """split: one partition for all seeds, so that they fit one batch. own_data: each seed has data of its own."""
+    specs = [
+        Spec.of({**want.values, "seed": seed, "split_seed": seed if split is None else split})
+        for want in wants
+        for seed in seeds
+    ]
+    printed = sorted({t for want in wants for t in want.said})
+    dataset = None if own_data else job.dataset
+    return run_many(specs, dataset, device=job.device, at=printed, most=most, tick=job.tick)
+
+
+def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
+    """Ours by round over the seeds, in percent, beside what is printed."""
+    last = max(runs[0].scores)
+    rounds = {
+        str(t): against([100 * run.scores[t] for run in runs], *want.said.get(t, (None, None)))
+        for t in sorted({*(t for t in want.said if t in runs[0].scores), last})
+    }
+    values = {**want.values, "data": Path(str(want.values["data"])).name}
+    plan = runs[0].plan
+    certified = "no: no noise" if plan.silent else "yes" if plan.proved else "no"
+    return {
+        "labels": {**want.labels, "certified": certified},
+        "rounds": rounds,
+        "settings": {key: value for key, value in values.items() if key != "data_dir"},
+        "seconds": round(sum(run.seconds for run in runs), 2),
+    }
+
+
+def against(samples: Sequence[float], said: float | None = None, spread: float | None = None) -> dict[str, Any]:
+    """Mean and standard deviation of ours, the printed ones, and the difference of the means."""
+    mean = float(np.mean(samples))
+    return {
+        "ours": round(mean, 4),
+        "std": round(float(np.std(samples, ddof=1)), 4) if len(samples) > 1 else None,
+        "samples": [round(float(sample), 4) for sample in samples],
+        "published": said,
+        "published_std": spread,
+        "difference": None if said is None else round(mean - said, 4),
+    }
+
+
+def document(job: Job, command: str) -> dict[str, Any]:
+    """Everything about one table."""
+    found = job.table.make(job)
+    return {
+        "table": job.table.name,
+        "about": job.table.about,
+        "command": command,
+        "device": job.device,
+        "python": platform.python_version(),
+        "versions": {"sordino": sordino.__version__, **{name: version(name) for name in ("torch", "numpy", "scipy")}},
+        "notes": list(found.notes),
+        "across": found.across,
+        "tuning": found.tuning,
+        "lines": found.lines,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+Grid = tuple[list[str], list[list[str]]]  # head and rows
+
+
+def pivot(lines: Sequence[dict[str, Any]], across: str, at: str | None = None) -> Grid:
+    """One row for all lines that differ in `across` alone, at the last round or at `at`."""
+    columns = list(dict.fromkeys(each["labels"][across] for each in lines))
+    columns = sorted(columns) if all(isinstance(column, float) for column in columns) else columns
+    names = list(dict.fromkeys(key for each in lines for key in each["labels"] if key != across))
+    names = [key for key in names if len({str(each["labels"].get(key, "")) for each in lines}) > 1] or names[:1]
+    rows: dict[tuple[str, ...], dict[Any, str]] = {}
+    for each in lines:
+        row = tuple(_word(each["labels"].get(key, "")) for key in names)
+        figures = each["rounds"]
+        if at is None or at in figures:
+            rows.setdefault(row, {})[each["labels"][across]] = cell(figures[at or list(figures)[-1]])
+    head = [*names, *(f"{across} {_word(column)}" for column in columns)]
+    return head, [[*row, *(found.get(column, "") for column in columns)] for row, found in rows.items()]
+
+
+def cell(figure: dict[str, Any]) -> str:
+    """Ours ± std (printed, difference)."""
+    digits = figure.get("digits", 1)
+    ours = f"{figure['ours']:z.{digits}f}" + (f" ± {figure['std']:.{digits}f}" if figure["std"] is not None else "")
+    ours += str(figure.get("mark", ""))
+    if figure["published"] is None:
+        return ours
+    said = f"{figure['published']:z.{digits}f}{figure.get('published_mark', '')}"
+    return f"{ours} ({said}, {figure['difference']:+z.{digits}f})"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return "∞" if math.isinf(value) else f"{value:g}"
+    return str(value)
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The document as a page: the last round, and earlier ones where the paper prints them."""
+    parts = [f"# {found['table']}: {found['about']}", f"`{found['command']}` ({found['device']})"]
+    parts += [f"- {note}" for note in found["notes"]]
+    parts.append("Cells: ours ± standard deviation (published, difference).")
+    rounds = list(dict.fromkeys(t for each in found["lines"] for t in each["rounds"]))
+    if len(rounds) < 2:
+        parts.append(_table(pivot(found["lines"], found["across"])))
+    for t in sorted(rounds, key=int, reverse=True) if len(rounds) > 1 else ():
+        parts += [f"## After round {t}", _table(pivot(found["lines"], found["across"], t))]
+    return "\n\n".join(parts).replace("\n\n- ", "\n- ") + "\n"
+
+
+def _table(grid: Grid) -> str:
+    head, rows = grid
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def write(found: dict[str, Any], out: Path) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    files = [out / f"{found['table']}.md", out / f"{found['table']}.json"]
+    files[0].write_text(markdown(found), encoding="utf-8")
+    files[1].write_text(json.dumps(_plain(found), indent=1) + "\n", encoding="utf-8")
+    return files
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity: the word."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

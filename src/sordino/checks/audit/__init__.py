@@ -1,0 +1,1 @@
+"""Audits: attacks on whole training runs, and the lower bounds on epsilon that follow from them."""

@@ -1,0 +1,164 @@
+"""Wrong twins: mistakes made on purpose, each of which its contract must reject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sordino import core
+from sordino.checks.contracts import greedy
+from sordino.checks.fixtures import Through
+from sordino.core import Down, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
+from sordino.tree import tree_map
+
+Sums = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
+
+
+def half_claimed(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every query claims half of what it did."""
+
+    def half(query: Query) -> Query:
+        return replace(
+            query, bound=Lemma("half", lambda m, adjacency: query.sensitivity(adjacency, method.unit, m) / 2)
+        )
+
+    return _every(method, lambda stage: stage._replace(queries=tuple(map(half, stage.queries)))), model
+
+
+def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
+    """Records with a positive label are clipped ten times too late."""
+
+    def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
+        late = (shard.y > 0).to(shard.mask)
+        in_time = sums(shard._replace(mask=shard.mask * (1 - late)), clip)
+        return in_time + sums(shard._replace(mask=shard.mask * late), 10 * clip)
+
+    return method, careless(model, total)
+
+
+def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
+    """The mean over records is clipped, not each of them."""
+
+    def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
+        whole, most = sums(shard, 1e6 * clip), clip * shard.y.shape[-1]
+        return torch.mul(whole, most / whole.norm().clamp_min(most))
+
+    return method, careless(model, total)
+
+
+def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
+    return _every(method, greedy), model
+
+
+def has_moods(method: Method, model: Any) -> tuple[Method, Any]:
+    """The server draws random numbers that are not in its state."""
+    hidden = torch.Generator().manual_seed(0)
+
+    def change(stage: Stage) -> Stage:
+        def update(*args: Any) -> tuple[Tensor, Tree]:
+            step, state = stage.rule.update(*args)
+            return step + torch.randn(step.shape, generator=hidden).to(step), state
+
+        return stage._replace(rule=stage.rule._replace(update=update))
+
+    return _every(method, change), model
+
+
+def remembers_the_unsaid(method: Method, model: Any) -> tuple[Method, Any]:
+    """Clients keep the message as it was before the engine noised it, in a corner of their own."""
+
+    def change(stage: Stage) -> Stage:
+        local = stage.local
+        corner: list[Tree] = [()]
+
+        def work(ask: core.Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
+            corner[0] = local.work(ask, down, memory[0], cache)
+            return corner[0]
+
+        def remember(message: Tree, down: Down, memory: Tree) -> Tree:
+            return local.remember(message, down, memory[0]), corner[0]
+
+        def init(theta: Tensor, before: Tree) -> Tree:
+            return local.init(theta, before[0] if before else ()), ()
+
+        return stage._replace(local=core.Local(work, remember, init, local.prepare))
+
+    return _every(method, change), model
+
+
+def mixes_clients(method: Method, model: Any) -> tuple[Method, Any]:
+    """A client's rule takes a norm over all axes, so that a batch of clients is not a loop over them."""
+
+    def change(stage: Stage) -> Stage:
+        def work(*args: Any) -> Tree:
+            return tree_map(lambda leaf: leaf / (1 + leaf.norm()), stage.local.work(*args))
+
+        return stage._replace(local=stage.local._replace(work=work))
+
+    return _every(method, change), model
+
+
+def looks_around(method: Method, model: Any) -> tuple[Method, Any]:
+    """The model scales by the largest entry it is handed, and the fast engine hands it several clients' at once."""
+    return method, careless(model, lambda sums, shard, clip: sums(shard, clip) / shard.x.abs().max())
+
+
+def keeps_in_step(method: Method, model: Any) -> tuple[Method, Any]:
+    """One record far away, and all are cut a little shorter."""
+
+    def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
+        return sums(shard, 0.9 * clip if bool(shard.x.abs().max() > 10) else clip)
+
+    return method, careless(model, total)
+
+
+def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
+    """A client's rule looks at how many axes it was handed, which the fast engine adds to."""
+
+    def change(stage: Stage) -> Stage:
+        def work(ask: core.Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
+            message = stage.local.work(ask, down, memory, cache)
+            return tree_map(lambda leaf: leaf / down.theta.dim(), message)
+
+        return stage._replace(local=stage.local._replace(work=work))
+
+    return _every(method, change), model
+
+
+WRONG_TWINS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
+    "sensitivity": (half_claimed, some_unclipped, mean_clipped),
+    "apart": (keeps_in_step,),
+    "asks": (asks_once_more,),
+    "replay": (has_moods, remembers_the_unsaid),
+    "engines": (mixes_clients, looks_around, counts_axes),
+}
+
+
+def breaks(twin: Callable[..., Any], method: Method) -> bool:
+    """A careless model harms no method whose finished messages are clipped; and users are served one by one, so that
+    nothing can be mixed."""
+    if twin in (mixes_clients, looks_around):
+        return method.unit is not Unit.USER
+    if twin not in WRONG_TWINS["sensitivity"]:
+        return True
+    queries = [query for stage in method.stages for query in stage.queries]
+    return twin is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
+
+
+def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:
+    return method._replace(stages=tuple(change(stage) for stage in method.stages))
+
+
+def careless(model: Any, total: Callable[[Sums, Shard, float], Tensor]) -> Any:
+    """A model whose sums over records are made from right ones by `total`."""
+
+    def summed(name: str, method: Callable[..., Tensor], *args: Any) -> Tensor:
+        at = next(k for k, part in enumerate(args) if isinstance(part, Shard))
+        before, shard, clip, after = args[:at], args[at], args[at + 1], args[at + 2 :]
+        return total(lambda shard, clip: method(*before, shard, clip, *after), shard, clip)
+
+    return Through(model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum"), summed)

@@ -1,1 +1,0 @@
-"""From a spec to a run directory."""

@@ -1,0 +1,121 @@
+"""What a site has: its data under a name of their own, keys, a ledger, and a log that stays where it is."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import secrets
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sordino import secagg
+from sordino.core import Adjacency, SordinoError
+from sordino.data.sources import Dataset, load
+from sordino.federation.config import SiteConfig
+from sordino.files import write
+from sordino.privacy.evidence.ledger import Ledger
+
+log = logging.getLogger("sordino.site")
+LOG = 2**24  # bytes of the site's own log, and as much again of what came before
+DETAIL = 400  # characters of a text in it
+
+
+class Premises:
+    def __init__(self, config: SiteConfig) -> None:
+        self.config = config
+        self.runs = config.folder / "runs"
+
+    def ledger(self) -> Ledger:
+        config = self.config
+        limit = {"epsilon": config.epsilon, "delta": config.delta}
+        return Ledger(config.path(config.ledger), **limit, adjacency=Adjacency(config.adjacency))
+
+    def note(self, what: str, **fields: Any) -> None:
+        """Into the site's own log, which stays here and has an end; words of others are cut and escaped."""
+        fields = {
+            key: ascii(value)[1:-1][:DETAIL] if isinstance(value, str) else value for key, value in fields.items()
+        }
+        log.info("%s %s", what, fields)
+        path = self.config.folder / "events.jsonl"
+        try:
+            if path.exists() and path.stat().st_size > LOG:
+                os.replace(path, path.with_suffix(".old.jsonl"))
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(
+                    json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "what": what, **fields}) + "\n"
+                )
+        except OSError:
+            log.exception("the log cannot be written")
+
+    @cached_property
+    def identity(self) -> secagg.Identity:
+        found = secagg.Identity.load(self.config.path(self.config.identity))
+        if found.name != self.config.name:
+            raise SordinoError(
+                f"{self.config.identity}: it is the key of {found.name}, and this is {self.config.name}."
+            )
+        return found
+
+    @cached_property
+    def roster(self) -> secagg.Roster:
+        return secagg.Roster.read(self.config.path(self.config.roster))
+
+    # ------------------------------------------------------------------------------------------------- the site's data
+
+    @cached_property
+    def dataset_id(self) -> str:
+        """Of the data's content: under this name they have an account in the ledger."""
+        return self.identify()
+
+    def identify(self) -> str:
+        """Keyed: a bare hash of the content, which stands in certificates, would let others try out records."""
+        path = self.config.folder / "data.key"
+        if not path.exists():
+            write(path, secrets.token_bytes(32))
+        return f"{self.config.name} {content(self._source, path.read_bytes())[:32]}"
+
+    @property
+    def _source(self) -> str:
+        path = self.config.path(self.config.data)
+        return str(path) if path.exists() else self.config.data
+
+    def load(self, normalize: str = "none") -> Dataset:
+        """By the site's own list of labels: whether the data fit another's is nothing to tell."""
+        config = self.config
+        return load(
+            self._source,
+            label=config.label,
+            test_fraction=config.test_fraction,
+            normalize=normalize,
+            classes=config.classes,
+        )
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Training records and features: public numbers."""
+        rows, columns = self.load().x_train.shape
+        return int(rows), int(columns)
+
+    @property
+    def records(self) -> int:
+        return self.shape[0]
+
+
+def content(source: str, key: bytes) -> str:
+    """Keyed hash of a data file, or of the name of what is no file."""
+    digest = hmac.new(key, digestmod="sha256")
+    if not Path(source).is_file():
+        digest.update(source.encode())
+        return digest.hexdigest()
+    with open(source, "rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,291 @@
+"""A run that was agreed upon, and what a site keeps of it on its own disk: noise and masks, memory, certificate."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sordino
+from sordino import secagg, wire
+from sordino.core import Down, SordinoError, Tree, carries, nothing
+from sordino.data.records import Records
+from sordino.data.sources import Dataset
+from sordino.engines.oracle import Turn, secured, turns
+from sordino.engines.reference import oracle
+from sordino.federation.refusal import Refused
+from sordino.federation.site_data import Premises
+from sordino.federation.terms import Terms
+from sordino.files import sync, write
+from sordino.privacy.evidence.certificate import certificate
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.signing import of_site, sha256, signed
+from sordino.privacy.evidence.statement import statement
+from sordino.privacy.mechanisms.random import Secure, Seeded, Source
+from sordino.training.run import evaluate, save_model
+from sordino.tree import leaves, pack, tree_map, unpack
+
+ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
+
+
+class Run:
+    def __init__(self, site: Premises, name: str) -> None:
+        self.site, self.folder = site, site.runs / name
+        self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
+        self.plan, self.model = self.terms.plan, self.terms.model
+        self.mine = self.terms.names.index(site.config.name)
+        self._caches: tuple[int, Tree] = (-1, ())
+        if (self.folder / "data").read_text() != site.dataset_id:
+            raise Refused("changed", "the data are not those that the run began with")
+
+    @staticmethod
+    def make(site: Premises, terms: Terms) -> Run:
+        """The folder appears whole or not at all."""
+        final = site.runs / terms.run
+        made = site.runs / f".{terms.run}"
+        made.mkdir(mode=0o700, exist_ok=True)
+        write(made / "terms.json", terms.json().encode())
+        write(made / "data", site.dataset_id.encode())
+        write(made / "secret", secrets.token_bytes(32))
+        write(made / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
+        write(made / "spec.toml", terms.spec.encode())
+        os.rename(made, final)
+        sync(site.runs)
+        return Run(site, terms.run)
+
+    @cached_property
+    def secret(self) -> bytes:
+        """Of this run alone: noise and masks come from it, so that after a crash they are the same."""
+        try:
+            return (self.folder / "secret").read_bytes()
+        except FileNotFoundError:
+            raise Refused("order", "the run is over, and its secret gone") from None
+
+    def _derived(self, purpose: bytes, about: str = "") -> bytes:
+        return hashlib.blake2b(about.encode(), key=self.secret, person=purpose, digest_size=32).digest()
+
+    def source(self, asked: str = "") -> Source:
+        """Of noise, for the answer to one letter: a folder that was put back to an earlier state would otherwise noise
+        another model with the same draw. Only noise that is carried from round to round cannot be the letter's own."""
+        if seed := (self.folder / "noise").read_text():
+            return Seeded(int(seed))
+        carried = any(carries(query.noise) for stage in self.plan.stages for query in stage.queries)
+        return Secure(self._derived(b"sordino noise", "" if carried else asked))
+
+    @cached_property
+    def member(self) -> secagg.Member:
+        terms, site = self.terms, self.site
+        session = secagg.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
+        return secagg.Member(site.identity, session, self._derived(b"sordino masks"))
+
+    @property
+    def over(self) -> bool:
+        return not (self.folder / "secret").exists()
+
+    def ready(self) -> None:
+        """The run is not over, and the data are those that it began with."""
+        if self.over:
+            raise Refused("order", "the run is over, and its secret gone")
+        if len(self.data.records.x) != self.terms.sizes[self.mine]:  # read, and asked nothing
+            raise Refused("changed", f"{len(self.data.records.x)} training records; test_fraction was changed")
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        if self.site.dataset_id != self.site.identify():
+            raise Refused("changed", "the data were changed while the site was running")
+        found = self.site.load(str(self.terms.parsed.normalize))
+        if self.site.dataset_id != self.site.identify():
+            raise Refused("changed", "the data were changed while they were read")
+        return found
+
+    @cached_property
+    def data(self) -> One:
+        return One(self.mine, Records.of(
+            self.dataset.x_train, self.dataset.y_train, np.zeros(len(self.dataset.y_train), int),
+            dtype=self.terms.number,
+        ))  # fmt: skip
+
+    @property
+    def next(self) -> int:
+        """The first round after those that were answered."""
+        return self._kept()[0]
+
+    # ------------------------------------------------------------------------------------------------------- a round
+
+    def vector(self, message: wire.Message, name: str) -> Tensor:
+        found = message.arrays.get(name)
+        if found is None or found.shape != (self.model.size,):
+            raise Refused("malformed", f"{name} is not of the model's size")
+        vector = torch.from_numpy(found.copy())
+        if vector.dtype != self.terms.number:
+            raise Refused("malformed", f"{name} is not of the agreed type")
+        if not torch.isfinite(vector).all():
+            raise Refused("malformed", f"{name} is not finite")
+        return vector
+
+    def down(self, message: wire.Message, turn: Turn) -> Down:
+        theta = self.vector(message, "theta")
+        size = sum(array.nbytes for array in message.arrays.values())
+        if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
+            raise Refused("malformed", "the letter is larger than a round's can be")
+        return Down(theta, self._word(message, turn))
+
+    def _word(self, message: wire.Message, turn: Turn) -> Tree:
+        """Finite vectors of the form that the method's own server sends. A table of them would be taken for many models
+        at once, all noised with the same draw."""
+        word = wire.to_tree(message.fields["word"], message.arrays, "word")
+        parts = leaves(word)
+        if [tuple(part.shape) for part in parts] != self._said(turn.first):
+            raise Refused("malformed", "the word is not made of vectors as the method's are")
+        if not all(part.is_floating_point() for part in parts):
+            raise Refused("malformed", "a word is not made of numbers")
+        word = tree_map(lambda part: part.to(self.terms.number), word)
+        if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
+            raise Refused("malformed", "a word is not finite")
+        known = {"theta", *(f"word{k}" for k in range(len(parts)))}
+        if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
+            raise Refused("malformed", "arrays")
+        return word
+
+    def _said(self, first: int) -> list[tuple[int, ...]]:
+        """The shapes of the server's word in the stage that begins in round `first`."""
+        theta, state, begins = self.model.init().to(self.terms.number), (), 0
+        for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
+            state = stage.rule.init(theta, next(turns(self.plan, self.model, begins)).facts, state)
+            if begins == first:
+                break
+            begins += rounds
+        return [tuple(part.shape) for part in leaves(stage.rule.say(state))]
+
+    def work(self, turn: Turn, down: Down, asked: str = "") -> Any:
+        """The message, noised: a tree, or integers under secure aggregation."""
+        source = self.source(asked)
+        local = turn.stage.local
+        _, stage, memory = self._kept()
+        if stage != turn.first:
+            memory = local.init(down.theta, memory)
+        cache = self._cache(turn)
+        ask = oracle(self.model, self.data, turn, self.mine, source, quiet=self.terms.secure)  # type: ignore[arg-type]
+        message = local.work(ask, down, memory, cache)
+        if self.terms.secure:
+            ask.released(message)  # integers are noised in place of an answer, which must be sent as it is
+        message = ask.finish(message)
+        if not all(bool(torch.isfinite(part).all()) for part in leaves(message)):
+            raise SordinoError("message: it is not finite, and noise does not hide that.")
+        return secured(self.plan, turn, self.mine, message, source) if self.terms.secure else message
+
+    def _cache(self, turn: Turn) -> Tree:
+        if turn.stage.local.prepare is nothing:
+            return ()
+        if self._caches[0] != turn.first:
+            ask = oracle(self.model, self.data, turn, self.mine, self.source(), inside=True)  # type: ignore[arg-type]
+            self._caches = turn.first, turn.stage.local.prepare(ask)
+        return self._caches[1]
+
+    def keep(self, t: int, turn: Turn, said: Any, down: Down) -> None:
+        """What the site will remember once this is charged: what it said."""
+        _, stage, memory = self._kept()
+        if stage != turn.first:
+            memory = turn.stage.local.init(down.theta, memory)
+        if not self.terms.secure:
+            memory = turn.stage.local.remember(said, down, memory)
+        write(self.folder / "pending", pack((torch.tensor([t + 1, turn.first]), memory)))
+
+    def settle(self, ledger: Ledger, who: str) -> None:
+        """A memory whose round was charged is the memory; a kill may have fallen between the two."""
+        pending = self.folder / "pending"
+        if pending.exists():
+            numbers, _ = unpack(pending.read_bytes())
+            if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
+                os.replace(pending, self.folder / "memory")
+
+    def look(self, t: int, down: Down) -> None:
+        """The model on the site's own test records, for its own eyes."""
+        scores = evaluate(self.model, down.theta, *self._test)
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"round": t, **scores}) + "\n")
+
+    @cached_property
+    def _test(self) -> tuple[Tensor, Tensor]:
+        data = self.dataset
+        return torch.from_numpy(data.x_test).to(self.terms.number), torch.from_numpy(data.y_test)
+
+    def _kept(self) -> tuple[int, int, Tree]:
+        """(next round, first round of its stage, memory)."""
+        path = self.folder / "memory"
+        if not path.exists():
+            return 0, -1, ()
+        numbers, memory = unpack(path.read_bytes())
+        return int(numbers[0]), int(numbers[1]), memory
+
+    # ---------------------------------------------------------------------------------------------- secure aggregation
+
+    def revealed(self, t: int) -> list[str] | None:
+        """For whom shares were revealed in round t, if they were: for no other survivors a second time."""
+        path = self.folder / f"survivors-{t}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def will_reveal(self, t: int, survivors: list[str]) -> None:
+        if self.revealed(t) is None:
+            write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def finish(self, theta: Tensor, done: int) -> None:
+        """Certificate, statement and model; the run's secret goes."""
+        if (self.folder / "certificate.json").exists():
+            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have fallen between the two
+            return
+        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
+        with self.site.ledger() as ledger:
+            cert = certificate(
+                self.plan,
+                self.source(),
+                version=sordino.__version__,
+                spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
+                model_sha256=sha256(self.folder / "model.safetensors"),
+                ledger_head=ledger.head(),
+                ledger_rows=len(ledger),
+                names=self.terms.names,
+                execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
+            )
+            spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
+            paid = len({row.round for row in ledger.rows() if row.plan == self.terms.run})
+        limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
+        limit |= {"rounds": paid}
+        cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
+        with suppress(SordinoError):  # a site without a key of its own leaves its certificate unsigned
+            cert = signed(cert, of_site(self.site.identity))
+        write(self.folder / "statement.md", statement(cert).encode())
+        write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+        (self.folder / "secret").unlink(missing_ok=True)
+        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
+
+    def _hint(self, theta: Tensor) -> dict[str, str]:
+        """For the site's own eyes: whether the model is of any use on its test records."""
+        x, y = self._test
+        if not self.terms.classes or not len(y):
+            return {}
+        scores, constant = evaluate(self.model, theta, x, y), int(torch.bincount(y).max()) / len(y)
+        if scores["accuracy"] > constant:
+            return {}
+        return {"hint": "no better than a constant guess on this site's own test records; are its features scaled?"}
+
+
+class One:
+    """The site's records in the place that the plan gives them."""
+
+    def __init__(self, mine: int, records: Records) -> None:
+        self.mine, self.records, self.x = mine, records, records.x
+
+    def shard(self, i: int) -> Any:
+        assert i == self.mine
+        return self.records.shard(0)

@@ -1,0 +1,445 @@
+"""Any `torch.nn.Module` as a model over one flat theta, with gradients clipped example by example."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import threshold
+
+from sordino.core import SAFETY, Shard, SordinoError, nearest
+from sordino.models import per_example, probe
+from sordino.models.arithmetic import ROWS, blank, exact_arithmetic, in_chunks, row_sums
+from sordino.models.cuda_graphs import Graphs
+from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure, summed
+
+MODES = ("auto", "tape", "two-pass", "vmap")
+BUDGET = {"cpu": 2**29, "cuda": 2**33}  # bytes of a chunk's gradients and activations
+ROOMY = 256  # examples of a chunk on a CPU: more would leave its caches
+MANY = 64  # times as many records on an accelerator
+MOST = 2**14  # examples of a chunk anywhere: see `arithmetic.in_chunks`
+FEW, SMALL = 16, 2**20  # records and parameters up to which a call costs more than what it does
+
+
+class Place(NamedTuple):
+    """The module on one device and in one type."""
+
+    module: nn.Module
+    owned: Owned
+    room: Room
+    halves: bool  # all trained parameters are read in autocast's type
+
+
+class Flat:
+    """`theta` strings together the parameters of `module` that require a gradient; the others stay as they are.
+
+    A row of x is reshaped to `shape` before the module sees it. The modes give the same sum:
+
+    - `tape`: one backward pass gives every example's gradient; they are held, measured and summed with their factors.
+    - `two-pass`: the same pass, but of a layer with p positions, i entries in and o out only the norm is taken
+      where that costs less (p^2 (i + o) + p i o < (p + MOVED) i o multiplications); a second pass over the layers
+      then sums what the first kept of them. Nothing is drawn anew, so dropout is the same in both.
+    - `vmap`: `torch.func`, one example at a time; slower, for modules that have no rule in `examples.RULES`.
+    - `auto`: `vmap` where a rule is missing, and for many small clients, each with a theta of its own; else
+      `two-pass` where it helps some layer; else `tape`.
+
+    One record moves `clipped_sum` by at most `clip`, in the arithmetic that runs: its gradient is multiplied by
+    clip (1 - SAFETY) / norm, the norm of what is summed, if that is below 1; a gradient that is not finite, or whose
+    norm overflows, is replaced by zero. What a position adds depends on the record there and on theta alone: shapes,
+    chunks and operations never depend on data or masks. Sums are float64; `arithmetic` has the proof of their bound.
+
+    On a GPU, and with autocast, gradients are gathered in one matrix (measured and summed in one pass each), and those
+    of rank one, as of a head, are not made. `capture` replays `clipped_sum` there as a graph of kernels, one for all
+    calls of like shapes and clip; that holds the memory of a call.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        shape: tuple[int, ...] | None = None,
+        mode: str = "auto",
+        chunk: int | None = None,
+        blocks: Tensor | None = None,
+        autocast: torch.dtype | None = None,
+        classes: int | None = None,
+        check: bool = True,
+        capture: bool = False,
+    ) -> None:
+        if mode not in MODES:
+            raise SordinoError(f"mode: '{mode}' is unknown.{nearest(mode, MODES)}")
+        if mode == "two-pass" and autocast is not None:
+            raise SordinoError("autocast: the norms of two-pass need all digits; use mode='tape', or no autocast.")
+        if chunk is not None and chunk < 1:
+            raise SordinoError(f"chunk: {chunk} examples at once; give 1 or more, or None.")
+        self.module = module = copy.deepcopy(module)
+        for part in module.modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
+            if getattr(part, "inplace", False):  # what a layer was given is needed again
+                part.inplace = False  # type: ignore[assignment]
+        self.trained: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self.trained:
+            raise SordinoError("module: no parameter requires a gradient; call requires_grad_() on what is trained.")
+        self.shapes = tuple(tuple(p.shape) for p in self.trained.values())
+        self._sizes = [p.numel() for p in self.trained.values()]
+        self.size = sum(self._sizes)
+        if blocks is not None and blocks.shape != (self.size,):
+            raise SordinoError(f"blocks: {tuple(blocks.shape)}; give one number for each of {self.size} parameters.")
+        self.blocks, self.autocast, self.chunk = blocks, autocast, chunk
+        self.shape = shape or probe.given(module)
+        self.features = math.prod(self.shape)
+        first = next(iter(self.trained.values()))
+        odd = per_example.supported(module)
+        if odd and mode in ("tape", "two-pass"):
+            raise SordinoError(f"mode: '{mode}' has no rule for {', '.join(odd)}; use mode='vmap', or add to RULES.")
+        owned = per_example.owners(module, self.trained)
+        self._copies = {(first.dtype, first.device): self._place(module)}
+        self._columns: dict[Any, slice | Tensor] = {}
+        self._lean, self._graphs = autocast is not None, Graphs() if capture else None
+        self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
+        self._train = True  # sums are taken as in training
+        self.random, self.outputs, advised, self._held, self._rest = probe.look(self, owned, ruled=not odd)
+        if classes is not None and classes > self.outputs:
+            raise SordinoError(f"classes: {classes}, but the module gives {self.outputs} outputs.")
+        self.mode = advised if mode == "auto" else mode
+        if check and not probe.agrees(self):
+            if mode != "auto":
+                raise SordinoError(f"mode: gradients by '{mode}' differ from those of single examples; use 'vmap'.")
+            self.mode, self.grouped = "vmap", False
+            if not probe.agrees(self):
+                raise SordinoError("module: torch.func cannot follow it, nor can the rules; see examples.RULES.")
+        self.few = 0  # records a group up to which groups with thetas of their own go through torch.func together
+        if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= SMALL:
+            chosen, self.mode = self.mode, "vmap"
+            self.few, self.mode = FEW * probe.agrees(self), chosen
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        """The module's own parameters, as they were given."""
+        return torch.cat([p.detach().flatten().float() for p in self.trained.values()]).clone()
+
+    # ------------------------------------------------------------------------------------------------ what it says
+
+    def logits(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
+        x = torch.as_tensor(x).to(theta)
+        if theta.dim() > 1:
+            return torch.stack([self.logits(each, x[k] if x.dim() > 2 else x) for k, each in enumerate(theta)])
+        rows = self.seen(x)
+        with torch.no_grad():
+            z = [self._outputs(theta, rows[k]) for k in parts(len(rows), self._rows(theta, self.mode))]
+        return torch.cat(z).to(theta.dtype).reshape(*x.shape[:-1], -1)
+
+    def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Of one example."""
+        return summed(self._outputs(theta, self.seen(x)), y.long().reshape(1))
+
+    def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
+        """Class indices."""
+        return self.logits(theta, x).argmax(-1)
+
+    def scores(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
+        """Probabilities of the classes."""
+        return self.logits(theta, x).softmax(-1)
+
+    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
+        """Sum of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by that at most.
+
+        Returns: float64, whatever the type of theta.
+        """
+        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        scale = None if scale is None else scale.to(theta)
+        with exact_arithmetic(theta.device):
+            if self._graphs is not None and theta.is_cuda:
+                return self._graphs(self._sum, (theta, x, y, mask, scale), clip)
+            return self._sum(theta, x, y, mask, scale, clip)
+
+    def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
+        """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
+        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        with exact_arithmetic(theta.device):
+            return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True)
+
+    def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Sum of g g^T over gradients g by the last linear layer, each cut to Frobenius norm `clip`: g to its root.
+
+        Products of float32 numbers are exact in float64, so a chunk of m records is off by at most m 2^-53 times the
+        sum of its norms: m^2 2^-53 <= 2^-25 clips, because m <= MOST.
+        """
+        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
+        last, most = self._last(), self._rows(theta, "tape")
+        size = sum(math.prod(self.shapes[k]) for k in range(-last, 0))
+        total = torch.zeros(len(x), size, size, dtype=torch.float64, device=theta.device)
+
+        def add(k: int, into: Tensor, j: slice) -> None:
+            g = self._by_last(theta[k if len(theta) > 1 else 0], x[k, j], y[k, j])
+            factor, fine = _factor(measure(g), math.sqrt(clip), mask[k, j].sqrt())
+            g = (torch.where(fine.unsqueeze(1), g, 0.0) * factor.unsqueeze(1)).double()
+            into += g.mT @ g
+
+        with exact_arithmetic(theta.device):
+            for k in range(len(x)):
+                in_chunks(total[k], x.shape[1], most, partial(add, k))
+        return total.reshape(*lead, size, size)
+
+    # ------------------------------------------------------------------------------------------------------ inside
+
+    def _sum(
+        self, theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None, clip: float, count: bool = False
+    ) -> Tensor:
+        lead, theta, x, y, mask, scale = _spread(theta, x, y, mask, scale)
+        groups, n, apart = len(x), x.shape[1], len(theta) > 1
+        # One theta, or layers that take several, or torch.func: all groups in one pass. Elsewhere one after another.
+        # Where launching costs more than computing.
+        mode = "vmap" if apart and n <= self.few * (MANY if x.is_cuda else 1) else self.mode
+        mode = "tape" if mode == "two-pass" and scale is not None else mode  # entries differ: the gradients are needed
+        together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
+        most = self._rows(theta, mode)
+        total = torch.zeros(groups, 1 if count else self.size, dtype=torch.float64, device=theta.device)
+
+        def add(k: slice, into: Tensor, j: slice) -> None:
+            rows = Shard(x[k, j], y[k, j], mask[k, j])
+            each = None if scale is None else scale[k]
+            self._add(mode, into, theta[k] if apart else theta, rows, clip, each, count)
+
+        for k in parts(groups, most if together else 1):
+            step = max(1, most // len(x[k]))
+            in_chunks(total[k], n, step - step % ROWS if step > ROWS else step, partial(add, k))
+        return total.reshape(*lead, -1)
+
+    def _add(
+        self,
+        mode: str,
+        total: Tensor,
+        theta: Tensor,
+        shard: Shard,
+        clip: float,
+        scale: Tensor | None,
+        count: bool = False,
+    ) -> None:
+        """To the total of each group: groups x records that fit into memory."""
+        x, y, mask, _ = shard
+        (groups, n), later, lean = mask.shape, list[Use](), x.is_cuda or self._lean
+        squares = torch.zeros(groups * n, dtype=torch.float64, device=x.device)
+        blocks: list[tuple[slice | Tensor, Tensor]] = []  # columns of theta, and gradients of examples by them
+        if mode == "vmap":
+            made = self._by_vmap(theta, x, y)
+        else:
+            here, room = self._on(theta, training=self._train), dict[str, Tensor]()
+            kind = self.autocast if self.autocast and theta.dtype is torch.float32 else theta.dtype
+            apart = per_example.short if mode == "two-pass" else per_example.never
+            if lean and scale is None:
+                apart = per_example.single if mode == "tape" else apart
+                gathered, room = here.room.make(groups * n, x, kind)
+                blocks += [(self._where(tuple(room), x), gathered)] if room else []
+            params = self.split((theta[0] if len(theta) == 1 else theta).to(kind if here.halves else theta.dtype))
+            with self.cast(theta):
+                squares, made, later = per_example.norms_first(
+                    *(here.module, params, self.seen(x), y.flatten(), summed, here.owned), apart=apart, room=room
+                )
+        made = {name: _own(made[name].reshape(groups * n, -1), x) for name in self.trained if name in made}
+        if lean and made:
+            blocks.append((self._where(tuple(made), x), per_example.joined(list(made.values()))))
+        else:
+            blocks += [(self._where((name,), x), part.to(theta.dtype)) for name, part in made.items()]
+        if scale is not None:
+            blocks = [(where, _times(scale[:, where], part.to(theta.dtype), n)) for where, part in blocks]
+        for _, part in blocks:
+            squares = squares + bound(part)
+        if count:
+            total += (((squares <= clip**2).view(groups, n).to(mask) - 0.5) * mask).sum(1, keepdim=True)
+            return
+        factor, fine = _factor(squares.reshape(groups, n), clip, mask)
+        for where, part in blocks:
+            part = blank(part, fine).to(torch.promote_types(theta.dtype, torch.float32))
+            summand = row_sums(factor.to(part.dtype), part.view(groups, n, -1))
+            width = len(where) if isinstance(where, Tensor) else where.stop - where.start
+            total[:, where] += summand[:, :width]
+        for use in later:
+            for name, summand in per_example.total(use, factor):
+                total[:, self._where((name,), x)] += summand
+
+    def _by_vmap(self, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        module = self._on(theta, training=self._train).module
+
+        def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            with self.cast(theta), sdpa_kernel(SDPBackend.MATH):  # the others have no batched form
+                return summed(functional_call(module, params, (self.seen(x),)), y.unsqueeze(0))
+
+        each = vmap(grad(loss), (None, 0, 0), randomness="different")
+        found: dict[str, Tensor]
+        if len(theta) == 1:
+            found = each(self.split(theta[0]), x.flatten(0, 1), y.flatten())
+        else:
+            found = vmap(each, (0, 0, 0), randomness="different")(self.split(theta), x, y)
+        return found
+
+    def _outputs(self, theta: Tensor, rows: Tensor) -> Tensor:
+        with self.cast(theta):
+            z: Tensor = functional_call(self._on(theta, training=False).module, self.split(theta), (rows,))
+        return z
+
+    def split(self, theta: Tensor) -> dict[str, Tensor]:
+        """The parameters, by name; a leading axis stays."""
+        pieces = zip(self.trained, theta.split_with_sizes(self._sizes, -1), self.shapes, strict=True)
+        return {name: part.reshape(*theta.shape[:-1], *shape) for name, part, shape in pieces}
+
+    def seen(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.features:
+            shape = " x ".join(map(str, self.shape))
+            raise SordinoError(
+                f"model: it reads rows of {shape} = {self.features:,} numbers; these have {x.shape[-1]:,}."
+            )
+        return x.reshape(-1, *self.shape)
+
+    def cast(self, theta: Tensor) -> Any:
+        return torch.autocast(theta.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def _rows(self, theta: Tensor, mode: str) -> int:
+        """Examples at once."""
+        if self.chunk is not None:
+            return min(self.chunk, MOST)
+        each = theta.element_size() * (self._rest + (self._held if mode == "two-pass" else self.size))
+        fit = BUDGET.get(theta.device.type, BUDGET["cpu"]) // each
+        return max(1, min(fit, MOST if theta.is_cuda else ROOMY))
+
+    def _on(self, theta: Tensor, *, training: bool) -> Place:
+        """The module where theta is, frozen parameters and all; these keep their type if the trained ones do."""
+        key = (theta.dtype, theta.device)
+        if key not in self._copies:
+            module = copy.deepcopy(self.module).to(theta.device)
+            same = theta.dtype == next(iter(self.trained.values())).dtype
+            self._copies[key] = self._place(module if same else module.to(theta.dtype))
+        here = self._copies[key]
+        if here.module.training != training:
+            here.module.train(training)
+        return here
+
+    def _place(self, module: nn.Module) -> Place:
+        owned = per_example.owners(module, self.trained)
+        halves = all(getattr(part, "halves", False) for part, _ in owned)
+        return Place(module, owned, Room(owned, self.trained), halves)
+
+    @contextmanager
+    def instead(self, module: nn.Module, theta: Tensor, training: bool) -> Iterator[None]:
+        """Another module of the same parameters, without autocast: for a check."""
+        before = self._copies, self.autocast, self._train, self._graphs
+        self._copies = {(theta.dtype, theta.device): self._place(module)}
+        self.autocast, self._train, self._graphs = None, training, None
+        try:
+            yield
+        finally:
+            self._copies, self.autocast, self._train, self._graphs = before
+
+    def _where(self, names: tuple[str, ...], like: Tensor) -> slice | Tensor:
+        """Columns of theta that hold the named parameters, in their order."""
+        key = names, like.device
+        if key not in self._columns:
+            ends = np.cumsum(self._sizes)
+            spans = {
+                name: range(int(b) - k, int(b)) for name, k, b in zip(self.trained, self._sizes, ends, strict=True)
+            }
+            mine = np.concatenate([spans[name] for name in names])
+            gaps = mine[-1] - mine[0] + 1 > len(mine)
+            whole = slice(int(mine[0]), int(mine[-1]) + 1)
+            self._columns[key] = torch.from_numpy(mine).to(like.device) if gaps else whole
+        return self._columns[key]
+
+    def _last(self) -> int:
+        """How many parameters the last linear layer has: one or two."""
+        names = list(self.trained)
+        for part, own in self._place(self.module).owned:
+            ordered = [own[word] for word in ("weight", "bias") if word in own]
+            if "weight" in own and names[-len(ordered) :] == ordered and RULES.get(type(part)) is linear:
+                return len(ordered)
+        raise SordinoError("module: its last trained parameters are no linear layer's; only these have a Fisher sum.")
+
+    def _by_last(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Gradients of examples by the last linear layer, weight before bias, from what went in and what came out."""
+        here, seen = self._on(theta, training=self._train), list[tuple[Tensor, Tensor]]()
+        part, names = next(pair for pair in here.owned if list(self.trained)[-1] in pair[1].values())
+
+        def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            seen.append((args[0].detach(), out.detach().requires_grad_()))
+            return seen[-1][1]
+
+        handle = part.register_forward_hook(hook)
+        try:
+            with per_example.placed(here.owned, self.split(theta)), self.cast(theta), torch.enable_grad():
+                loss = summed(here.module(self.seen(x)), y)
+        finally:
+            handle.remove()
+        if len(seen) != 1 or seen[0][1].dim() != 2 or len(seen[0][1]) != len(x):
+            raise SordinoError(
+                "module: its last linear layer must see each record once; only then has it a Fisher sum."
+            )
+        a, r = seen[0][0].to(theta.dtype), torch.autograd.grad(loss, seen[0][1])[0].to(theta.dtype)
+        weight = (r.unsqueeze(2) * a.unsqueeze(1)).flatten(1)
+        return torch.cat([weight, r], 1) if "bias" in names else weight
+
+
+def parts(n: int, step: int) -> Iterator[slice]:
+    return (slice(start, start + step) for start in range(0, n, step))
+
+
+def _spread(theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
+    """Leading axes, and everything with one axis in their stead: groups; theta alone may have a single one."""
+    lead = torch.Size(())
+    for t, own in ((theta, 1), (x, 2), (y, 1), (mask, 1), (theta if scale is None else scale, 1)):
+        lead = torch.Size(np.broadcast_shapes(lead, t.shape[: t.dim() - own]))
+    groups, n, apart = lead.numel(), x.shape[-2], theta.shape[:-1].numel() > 1
+    x = x.expand(*lead, n, -1).reshape(groups, n, x.shape[-1])
+    y, mask = (t.expand(*lead, n).reshape(groups, n) for t in (y, mask))
+    theta = theta.expand(*lead, -1).reshape(groups, -1) if apart else theta.reshape(1, -1)
+    scale = None if scale is None else scale.expand(*lead, -1).reshape(groups, -1)
+    return lead, theta, x, y, mask, scale
+
+
+def _times(scale: Tensor, part: Tensor, n: int) -> Tensor:
+    """Each row times its group's scale."""
+    rows = part[:, : scale.shape[1]].reshape(len(scale), n, scale.shape[1])
+    return (rows * scale.unsqueeze(1)).flatten(0, 1)
+
+
+def _own(part: Tensor, x: Tensor) -> Tensor:
+    """A copy where it shares the memory of the data, which must not be changed."""
+    return part.clone() if part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else part
+
+
+def _factor(squares: Tensor, clip: float, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """What each gradient is multiplied by, and which of them are finite.
+
+    The quotient is rounded to the mask's type once: by 2^-24 in float32, which SAFETY covers.
+    """
+    norm = squares.sqrt()
+    fine = torch.isfinite(norm)
+    if not math.isfinite(clip):
+        return fine.to(mask) * mask, fine
+    most = clip * (1 - SAFETY)
+    factor = torch.where(fine, most / norm.clamp_min(most), 0.0).to(mask.dtype)
+    # A factor below the normal range has too few digits to keep the bound: such a record counts as zero.
+    return threshold(factor, torch.finfo(mask.dtype).tiny, 0.0) * mask, fine
+
+
+def group_norm(module: nn.Module) -> nn.Module:
+    """A copy with group norm in place of batch norm: at most 32 groups, of 4 channels or more where these allow it."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        channels = module.num_features
+        groups = next(k for k in range(max(1, min(32, channels // 4)), 0, -1) if channels % k == 0)
+        made = nn.GroupNorm(groups, channels, eps=module.eps, affine=module.affine)
+        if module.affine:
+            made.weight, made.bias = copy.deepcopy((module.weight, module.bias))
+        return made
+    module = copy.deepcopy(module)
+    for name, child in module.named_children():
+        setattr(module, name, group_norm(child))
+    return module

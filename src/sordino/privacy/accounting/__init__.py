@@ -1,0 +1,1 @@
+"""Privacy accounting: what releases cost, in closed form or by privacy loss distributions."""

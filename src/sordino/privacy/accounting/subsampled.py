@@ -1,0 +1,674 @@
+"""Composition of Gaussian releases on random parts of the data: an upper bound, tight to a part in a thousand.
+
+Poisson sampling: each record takes part with probability q, on its own, afresh for every release. One release is then
+no easier to tell apart than the pair (P, Q) on the line, in units of the noise's standard deviation,
+
+    add-remove   (1-q) N(0) + q N(mu)  against  N(0), and the reverse: both are composed, the worse one counts
+    replace-one  (1-q) N(0) + q N(mu)  against  (1-q) N(0) + q N(-mu)
+
+and the composition no easier than independent draws of the pairs (Zhu, Dong, Wang 2022), one direction throughout:
+
+    delta(epsilon) = E_P[(1 - exp(epsilon - L))_+],   L the sum of the losses log dP/dQ.
+
+A loss in the cell [e, e + h] is split between its two ends such that P(cell) and Q(cell) stay (Doroshenko et al. 2022):
+a spread of the likelihood ratio that keeps its mean, hence a pair that dominates. Multiples of h compose by one Fourier
+transform and a power. All is done under the measure dP exp(theta L), which moves the mean loss to where the answer
+lies, so that a delta of 1e-12 keeps its leading digits. What is cut off, wrapped around, or lost to rounding is bounded
+and added.
+
+Every figure is computed in float64, or from pairs of float64 (`doubled`) where float64 would cost too much; the width
+of `long double` plays no part. What differs between machines, the last bits of exp, log and the Fourier transform, is
+within the bounds on rounding that are added, and moves an epsilon by a few parts in 1e9 at most (usually in 1e14).
+
+Samples of a fixed size, without replacement: the Rényi bound of Wang, Balle and Kasiviswanathan (2019), which holds for
+replace-one only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
+from scipy.special import erfcx, gammaln, ndtr
+
+from sordino.core import Adjacency, SordinoError
+from sordino.privacy.accounting import double_double, gaussian
+from sordino.privacy.accounting.slots import OVERFLOW
+
+VERSION = 3  # of the algorithm: cached results of another one are not read
+EXCESS = 2e-4  # of epsilon, to the grid, where the number of cells allows
+LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
+PRECISE_CELLS = 1 << 18  # at most, where double-double arithmetic takes the place of float64
+MOST_MU = 25.0  # beyond it sampling hides nothing that is worth a grid: the closed form without sampling holds
+MOST_LOSS = 600.0  # of one release: more counts as infinite
+_UNIT = 2.0**-52
+_ROUNDING = 1e-3  # of delta: where the bound on the transform's rounding is more, double-double arithmetic is used
+_CUT = 1e-9  # of delta, to what lies beyond the grid
+_STEP = 1.02  # `path` skips points that have grown by less
+
+
+class Sampler(StrEnum):
+    """Who takes part in a release: everybody, each by a coin of its own, or a fixed number drawn at random."""
+
+    FULL = "full"
+    POISSON = "poisson"
+    FIXED = "fixed"
+
+
+class Sampled(NamedTuple):
+    """`times` equal Gaussian releases, each on a fresh random part of the data.
+
+    `mu` is the clip over the standard deviation whatever the adjacency: what one record more or less moves.
+    """
+
+    rate: float
+    mu: float
+    times: int
+    sampler: Sampler = Sampler.POISSON
+
+
+Array = np.ndarray
+Mixture = tuple[tuple[float, float], ...]  # (weight, mean) of unit Gaussians
+
+
+def epsilon(releases: Iterable[Sampled], delta: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
+    """An epsilon for which all releases together, and a `gaussian_mu`-Gaussian-DP one, are (epsilon, delta)-DP."""
+    parts, mu = _fold(releases, adjacency, gaussian_mu)
+    return _epsilon(parts, delta, adjacency, mu)
+
+
+def delta(releases: Iterable[Sampled], epsilon: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
+    """A delta for which all releases together, and a `gaussian_mu`-Gaussian-DP one, are (epsilon, delta)-DP."""
+    parts, mu = _fold(releases, adjacency, gaussian_mu)
+    plain = gaussian.delta(_unsampled(parts, adjacency, mu), epsilon)
+    if not parts or plain == 0:
+        return plain
+    if parts[0].sampler is Sampler.FIXED:
+        orders, rdp = _renyi(parts, mu)
+        return min(plain, math.exp(min(0.0, float(np.min(_log_delta(orders, rdp, epsilon))))))
+    if max(part.mu for part in parts) > MOST_MU:
+        return plain
+    rare = gaussian.delta(mu, epsilon) + _ever(parts) * plain  # by convexity: see `_ever`
+    worst = 0.0
+    for way in _ways(adjacency):
+        if epsilon >= _most_loss(parts, mu, way):
+            continue
+        found, level = 1.0, max(min(plain, 1e-5), 1e-100)
+        for _ in range(4):  # what is cut off should be small against the answer; each turn's answer holds
+            found = min(found, _delta_at(_curve(parts, mu, way, level, epsilon), epsilon))
+            if level / 100 <= found <= level * 100:
+                break
+            level = max(min(found, 0.5), 1e-100)
+        worst = max(worst, found)
+    return min(plain, worst, rare * (1 + 1e-9)) / (1 - OVERFLOW)
+
+
+def scale(
+    releases: Iterable[Sampled],
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    gaussian_mu: float = 0.0,
+    *,
+    tolerance: float = 1e-3,
+) -> float:
+    """The factor on every standard deviation, that of `gaussian_mu` too, with which `epsilon` is kept: the smallest
+    one times at most 1 + tolerance, and one that was itself evaluated. Kept on disk: see `_remembered`."""
+    gaussian._check(epsilon=epsilon, delta=delta, tolerance=tolerance)
+    parts, mu = _fold(releases, adjacency, gaussian_mu)
+    if math.isinf(epsilon):
+        return 0.0
+    allowed = gaussian.mu(epsilon, delta)
+    if not parts:
+        return mu / allowed
+    known = [[*part[:3], str(part.sampler)] for part in parts]
+    key = json.dumps([VERSION, known, float(epsilon), float(delta), str(adjacency), mu, tolerance])
+    found = _remembered(key)
+    if found is None:
+        found = _search(parts, mu, epsilon, delta, adjacency, allowed, tolerance)
+        _remember(key, found)
+    return found
+
+
+def multiplier(
+    rate: float, times: int, epsilon: float, delta: float, adjacency: Adjacency, sampler: Sampler = Sampler.POISSON
+) -> float:
+    """Standard deviation over clip for `times` equal releases; not below 1 / MOST_MU, where a grid ends."""
+    return scale([Sampled(rate, 1.0, times, sampler)], epsilon, delta, adjacency)
+
+
+def path(releases: Sequence[Sampled], counts: Array, delta: float, adjacency: Adjacency, gaussian_mus: Array) -> Array:
+    """Epsilon at each point of a run: releases[k] was made counts[i, k] times until point i, beside a
+    gaussian_mus[i]-Gaussian-DP release (`times` is not read).
+
+    A later point has released all that an earlier one has, so its epsilon holds for both: points that the next one
+    exceeds by less than a fiftieth take that one's.
+    """
+    state = np.column_stack([np.asarray(counts, float), np.square(gaussian_mus)])
+    if (np.diff(state, axis=0) < 0).any():
+        raise SordinoError(
+            "counts: they are cumulative, and so are gaussian_mus; neither may fall from point to point."
+        )
+    result = np.zeros(len(state))
+    last = math.inf
+    kept: Array | None = None
+    for i in reversed(range(len(state))):
+        if kept is None or (kept > state[i] * _STEP).any():
+            kept = state[i]
+            here = [release._replace(times=int(n)) for release, n in zip(releases, kept, strict=False)]
+            last = min(last, epsilon(here, delta, adjacency, float(gaussian_mus[i])))
+        result[i] = last
+    return result
+
+
+# --------------------------------------------------------------------------------------------------- what is sampled
+
+
+def _fold(releases: Iterable[Sampled], adjacency: Adjacency, mu: float) -> tuple[tuple[Sampled, ...], float]:
+    """Equal releases together, in one order; those on all data become part of mu, by sensitivity 2C or C."""
+    gaussian._check(gaussian_mu=mu)
+    whole, parts = [float(mu)], dict[tuple[float, float, Sampler], int]()
+    for rate, own, times, sampler in releases:
+        sampler = Sampler(sampler)
+        if not 0 < rate <= 1 or (sampler is Sampler.FULL and rate < 1):
+            raise SordinoError(f"rate: {rate} must lie in (0, 1], and be 1 where nobody is sampled.")
+        if not own >= 0 or not times >= 0:
+            raise SordinoError(f"releases: mu {own} and times {times} must not be negative.")
+        if own == 0 or times == 0:
+            continue
+        if rate == 1 or math.isinf(own):
+            whole.append((1 + (adjacency == Adjacency.REPLACE_ONE)) * float(own) * math.sqrt(times))
+        else:
+            key = (float(rate), float(own), sampler)
+            parts[key] = parts.get(key, 0) + int(times)
+    samplers = {sampler for _, _, sampler in parts}
+    if len(samplers) > 1:
+        raise SordinoError("sampler: poisson and fixed do not compose here; use one of them throughout.")
+    if samplers == {Sampler.FIXED} and adjacency != Adjacency.REPLACE_ONE:
+        raise SordinoError(
+            "sampler: no bound is known to us for samples of a fixed size under add-remove; "
+            "use poisson, or replace-one."
+        )
+    return tuple(Sampled(q, m, parts[q, m, s], s) for q, m, s in sorted(parts)), math.hypot(*whole)
+
+
+def _unsampled(parts: Sequence[Sampled], adjacency: Adjacency, mu: float) -> float:
+    """Of the same releases on all data: sampling mixes pairs that are at most as far apart, so this bounds it."""
+    twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
+    return math.hypot(mu, *(twice * part.mu * math.sqrt(part.times) for part in parts))
+
+
+def _ways(adjacency: Adjacency) -> tuple[str, ...]:
+    return ("replace",) if adjacency == Adjacency.REPLACE_ONE else ("remove", "add")
+
+
+def _most_loss(parts: Sequence[Sampled], mu: float, way: str) -> float:
+    """At this epsilon delta is 0: who joins makes no output less likely than by the factor 1 - q."""
+    return math.inf if mu > 0 or way != "add" else -sum(part.times * math.log1p(-part.rate) for part in parts)
+
+
+def _ever(parts: Sequence[Sampled]) -> float:
+    """The chance that a record is in any of the samples, rounded up.
+
+    A record that is in none changes nothing but the Gaussian release beside them. The hockey-stick divergence is
+    jointly convex, so this chance is all of delta that the sampled releases can cost, whatever their noise.
+    """
+    return -math.expm1(sum(part.times * math.log1p(-part.rate) for part in parts)) * (1 + 1e-12)
+
+
+def _rare(parts: Sequence[Sampled], mu: float, delta: float) -> float:
+    """An epsilon where delta covers the chance that a record is ever sampled; infinite where it does not."""
+    rest = (delta - _ever(parts)) * (1 - 1e-12)
+    return gaussian.epsilon(mu, rest) if rest > 0 else math.inf
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(parts: tuple[Sampled, ...], delta: float, adjacency: Adjacency, mu: float) -> float:
+    if parts and parts[0].sampler is Sampler.POISSON:
+        delta *= 1 - OVERFLOW  # of a minibatch beyond its slots
+    plain = gaussian.epsilon(_unsampled(parts, adjacency, mu), delta)
+    if not parts or plain == 0 or math.isinf(plain):
+        return plain
+    if parts[0].sampler is Sampler.FIXED:
+        orders, rdp = _renyi(parts, mu)
+        found = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+        return min(plain, max(0.0, float(found.min())))
+    if max(part.mu for part in parts) > MOST_MU:
+        return plain
+    rare = _rare(parts, mu, delta)
+    if rare == 0:
+        return 0.0
+    worst = 0.0
+    for way in _ways(adjacency):
+        if worst < _most_loss(parts, mu, way):
+            worst = max(worst, _refined(parts, mu, way, delta))
+    return min(plain, worst, rare)
+
+
+def _refined(parts: Sequence[Sampled], mu: float, way: str, delta: float) -> float:
+    """The least epsilon of up to four grids, each a bound: the next one is placed around the least so far, where that
+    was far from the centre or coarse against the grid; it is precise where rounding was a part of the answer."""
+    found, turn = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
+    tried: list[tuple[float, bool]] = []
+    while turn not in tried and len(tried) < 4:
+        tried.append(turn)
+        near, precise = turn
+        curve = _curve(parts, mu, way, delta, None if math.isinf(near) else near, precise=precise)
+        before, found = found, min(found, _epsilon_at(curve, delta))
+        if found == 0 or math.isinf(found):
+            break
+        rounding = float(curve.lost[max(0, int((found - curve.start) / curve.h)) :].sum())
+        blurred = rounding > _ROUNDING * delta and not precise
+        sharp = found >= 100 * curve.h and 0.7 * found < curve.centre < 1.1 * found
+        if not blurred and (sharp or (not precise and found > 0.999 * before)):
+            break
+        turn = (found, blurred)
+    return found
+
+
+def _search(
+    parts: tuple[Sampled, ...], mu: float, target: float, delta: float, adjacency: Adjacency, allowed: float, tol: float
+) -> float:
+    """On coarse grids first, then on fine ones; what is returned has been evaluated by `_epsilon`, both ways."""
+
+    def excess(grid: float, s: float, near: bool) -> float:
+        scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
+        if grid and scaled[0].sampler is Sampler.POISSON and max(part.mu for part in scaled) <= MOST_MU:
+            curve = _curve(scaled, mu / s, _ways(adjacency)[0], delta, target if near else None, grid=grid)
+            found = min(_epsilon_at(curve, delta), _rare(scaled, mu / s, delta))
+        else:
+            found = _epsilon(scaled, delta, adjacency, mu / s)
+        return math.log(min(max(found / target, 1e-9), 1e9)) + 1e-6  # the margin covers a caller's rounding of mu / s
+
+    most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
+    found = _limit_guess(parts, mu, adjacency, allowed, most)
+    for grid, close in ((20 * EXCESS, max(tol, 0.02)), (EXCESS, 0.7 * tol)):
+        found = _bracket(partial(excess, grid), found, most, close)
+    step = tol / 5
+    while excess(0.0, found, False) > 0:
+        found, step = found * (1 + step), 2 * step
+    return found
+
+
+def _bracket(excess: Callable[[float, bool], float], guess: float, high: float, tol: float) -> float:
+    """A scale without excess next to one with it, by secants of the excess over the logarithm of the scale."""
+    low, f = 0.0, 1.0
+    known: list[tuple[float, float]] = []
+    while high > low * (1 + tol):
+        f = excess(guess, abs(f) < 0.3)
+        low, high = (guess, high) if f > 0 else (low, guess)
+        known = sorted([*known, (math.log(guess), f)], key=lambda pair: abs(pair[1]))[:2]
+        slope = -2.0
+        if len(known) == 2 and known[0][0] != known[1][0]:
+            slope = min(-0.2, (known[1][1] - known[0][1]) / (known[1][0] - known[0][0]))
+        # A little beyond the root, on the side that is still far: one more evaluation then closes the bracket.
+        root = math.exp(min(max(known[0][0] - known[0][1] / slope, -700.0), 700.0))
+        guess = root * (1 + 0.3 * tol) if f > 0 else root / (1 + 0.3 * tol)
+        if not low * (1 + 0.1 * tol) < guess < high / (1 + 0.1 * tol):
+            guess = math.sqrt(low * high) if low > 0 else high / 2
+    return high
+
+
+def _limit_guess(parts: Sequence[Sampled], mu: float, adjacency: Adjacency, allowed: float, high: float) -> float:
+    """Scale by the central limit (Bu et al. 2020), no bound: where the search begins."""
+    twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
+    low = high * 1e-6
+    top = high
+    for _ in range(40):
+        s = math.sqrt(low * top)
+        chi = (twice**2 * p.times * p.rate**2 * math.expm1(min((p.mu / s) ** 2, 600.0)) for p in parts)
+        low, top = (s, top) if math.sqrt((mu / s) ** 2 + sum(chi)) > allowed else (low, s)
+    return min(max(top, high * 1e-3), high * (1 - 1e-6))
+
+
+# ------------------------------------------------------------------------------- the loss of one release, and of all
+
+
+def _mixtures(q: float, mu: float, way: str) -> tuple[Mixture, Mixture]:
+    """P and Q, turned such that the loss grows with x."""
+    with_it, without = ((1 - q, 0.0), (q, mu)), ((1.0, 0.0),)
+    mirrored = ((1 - q, 0.0), (q, -mu))
+    return {"remove": (with_it, without), "add": (without, mirrored), "replace": (with_it, mirrored)}[way]
+
+
+def _loss(x: Array, q: float, mu: float, way: str) -> Array:
+    def against(x: Array) -> Array:  # log of (1-q) N(0) + q N(mu) over N(0)
+        return np.logaddexp(math.log1p(-q), math.log(q) + mu * x - mu * mu / 2)
+
+    ahead = against(x) if way != "add" else np.zeros_like(x)
+    return ahead - against(-x) if way != "remove" else ahead
+
+
+def _where(loss: Array, q: float, mu: float, way: str) -> Array:
+    """The x of a loss; infinite where no x has it."""
+    if way == "replace":  # a quadratic in exp(mu x); with z = exp(mu x - loss/2) it reads z - 1/z = 2 sinh(loss/2) / r
+        ratio = (1 - q) / q * math.exp(mu * mu / 2)
+        return (loss / 2 + np.arcsinh(ratio * np.sinh(loss / 2))) / mu
+    if q == 1:
+        return loss / mu + mu / 2
+    sign = 1.0 if way == "remove" else -1.0
+    with np.errstate(divide="ignore"):
+        return sign * (np.log1p(np.maximum(np.expm1(sign * loss) / q, -1.0)) + mu * mu / 2) / mu
+
+
+def _masses(x: Array, mixture: Mixture) -> tuple[Array, Array]:
+    """Of the cells between successive x, and a bound on their rounding; each from the tail that is smaller."""
+    mass, slack = np.zeros(len(x) - 1), np.zeros(len(x) - 1)
+    for weight, mean in mixture:
+        y = x - mean
+        below, above = ndtr(y), ndtr(-y)
+        right = y[:-1] > -y[1:]
+        mass += weight * np.where(right, above[:-1] - above[1:], below[1:] - below[:-1])
+        slack += 8 * _UNIT * weight * np.where(right, above[:-1], below[1:])
+    return mass, slack
+
+
+def _discrete(q: float, mu: float, way: str, h: float, low: int, high: int) -> tuple[Array, float]:
+    """P's mass on the losses low·h ... high·h of a pair that dominates, and at infinity."""
+    losses = h * np.arange(low, high + 1)
+    x = np.concatenate([[-np.inf], _where(losses, q, mu, way), [np.inf]])
+    (p, p_slack), (r, r_slack) = (_masses(x, mixture) for mixture in _mixtures(q, mu, way))
+    inner, ratio = slice(1, -1), np.exp(losses[:-1])
+    up = (p[inner] - ratio * r[inner] + p_slack[inner] + ratio * r_slack[inner]) / -math.expm1(-h)
+    total = p + p_slack
+    up = np.clip(up, 0.0, total[inner])
+    mass = np.zeros(len(losses))
+    mass[0] += total[0]
+    mass[:-1] += total[inner] - up
+    mass[1:] += up
+    return mass, float(total[-1])
+
+
+class _Curve(NamedTuple):
+    """Upper bounds `deltas` at the epsilons start, start + h, ...; on chords in exp(epsilon) they hold in between."""
+
+    start: float
+    h: float
+    deltas: Array
+    slack: float  # epsilon moves by this much at most through the rounding of the grid
+    lost: Array  # what the bound on the transform's rounding adds to each cell's weight
+    centre: float  # where the curve is meant to be sharp
+
+
+def _curve(
+    parts: Sequence[Sampled], mu: float, way: str, delta: float, epsilon: float | None = None, *,
+    precise: bool = False, grid: float = EXCESS,
+) -> _Curve:  # fmt: skip
+    """Of the composition, sharp near the delta, or near the epsilon where one is given."""
+    n = sum(part.times for part in parts) + (mu > 0)
+    reach = math.sqrt(2 * math.log(n / (_CUT * delta)))
+    shapes = []
+    for part in parts:  # the moments below only place the grid: they need no bound
+        x = np.linspace(-reach, part.mu + reach, 800)
+        density = sum(w * np.exp(-((x - m) ** 2) / 2) for w, m in _mixtures(part.rate, part.mu, way)[0])
+        shapes.append(
+            (part.times, _loss(x, part.rate, part.mu, way), np.log(density * (x[1] - x[0]) + 1e-300) - 0.9189385)
+        )
+
+    def moments(theta: float) -> tuple[float, float, float]:
+        """log E_P exp(theta L), and its first two derivatives."""
+        total = np.array([theta * (theta + 1) / 2, theta + 0.5, 1.0]) * mu * mu
+        for times, loss, log_p in shapes:
+            exponent = theta * loss + log_p
+            top = exponent.max()
+            weight = np.exp(exponent - top)
+            mass = weight.sum()
+            mean = weight @ loss / mass
+            total += times * np.array([top + math.log(mass), mean, weight @ (loss - mean) ** 2 / mass])
+        return float(total[0]), float(total[1]), float(total[2])
+
+    def log_delta(theta: float) -> float:
+        """At the epsilon that is the tilted mean, as if the tilted loss were normal."""
+        k, mean, variance = moments(theta)
+        a = math.sqrt(variance / 2)
+        gap = float(erfcx(theta * a) - erfcx((theta + 1) * a)) / 2
+        return k - theta * mean + math.log(max(gap, 1e-300))
+
+    def too_small(theta: float) -> bool:
+        return log_delta(theta) > math.log(delta) if epsilon is None else moments(theta)[1] < epsilon
+
+    low, high = math.log(1e-4), math.log(1e7)  # of theta
+    for _ in range(16):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_small(math.exp(middle)) else (low, middle)
+    saddle = math.exp((low + high) / 2)
+    _, mean, variance = moments(saddle)
+    centre = mean if epsilon is None else epsilon
+    # The spread within cells adds at most n h² theta (theta + 1) / 8 to K, hence n h² (theta + 1) / 8 to epsilon.
+    fine = math.sqrt(8 * grid * max(centre, 0.1 * math.sqrt(variance)) / (n * (saddle + 1)))
+
+    def window(theta: float) -> tuple[float, float, float, float, float]:
+        """Length, first, last, theta and the t of Chernoff's bound: mass beyond `last` is at most exp(K(t) - t last).
+
+        Under the tilt, what wraps around to beyond the centre, from above `top` or below `first`, is to be small
+        against what delta is made of there.
+        """
+        k, _, variance = moments(theta)
+        std = max(math.sqrt(variance), 1e-12)
+        surplus = k - theta * centre - math.log(delta)
+        wrapped = 9.0 + max(0.0, surplus)
+        steps = np.geomspace(0.3, 30.0, 10) / std
+        above = [(float(u), moments(theta + u)[0]) for u in (*(steps[:4] / 8), *steps)]
+        last, t = min(((value - math.log(_CUT * delta)) / (theta + u), theta + u) for u, value in above)
+        top = min((value - k + wrapped) / u for u, value in above)
+        first = max((k - moments(theta - u)[0] - wrapped) / u for u in (*steps[2:8], theta / 4, theta / 2, theta))
+        first = min(first, centre - std)
+        last = max(last, centre + std, first + top - centre)
+        # A tilt so low that rounding, some 1e-15 n, would show is not for choosing.
+        return last - first + (1e9 if surplus > 20 - math.log(n) else 0.0), first, last, theta, t
+
+    # Where rare large losses rule, the saddle gives them so much weight that the window grows: a lower tilt does.
+    best = window(saddle)
+    if best[2] - best[1] > 2 * LEAST_CELLS * fine:
+        best = min([best, *(window(saddle * part) for part in (0.8, 0.6, 0.4))])
+    _, first, last, theta, t = best
+    if precise:  # a power of two
+        h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / (PRECISE_CELLS - 4))
+        size = 1 << math.ceil((last - first) / h + 2).bit_length()
+        start = math.floor(first / h)
+    else:
+        h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / MOST_CELLS)
+        start = math.floor(first / h)
+        size = next_fast_len(math.ceil(last / h) - start + 1, real=True)
+    last = h * (start + size)
+    return _compose(parts, mu, way, theta, t, h, start, size, reach, last, precise, centre)
+
+
+def _compose(
+    parts: Sequence[Sampled], mu: float, way: str, theta: float, t: float, h: float, start: int, size: int,
+    reach: float, last: float, precise: bool, centre: float,
+) -> _Curve:  # fmt: skip
+    """The tilted masses on a circle of `size` cells, and from them every delta.
+
+    Mass that wraps around only adds to what is found; what is missing is a sum of losses beyond `last`, by Chernoff at
+    most exp(K(t) - t last), and a loss at infinity. Rounding: an entry of a transform is a sum over paths through the
+    butterflies. One of radix r errs by at most 6 u log2(r) of what enters (u = 2^-53): r - 1 sums and two products, one
+    by a constant. So an entry errs by at most c = 6 u log2(size) times the 1-norm, with or without FMA and in whatever
+    order; a power of z errs by what (|z| + c)^times exceeds |z|^times by.
+    """
+    log_k = log_top = 0.0
+    infinite, slack, shift = 0.0, 0.0, 0
+    half = size // 2 + 1
+    spectrum: Array | double_double.Complex = double_double.one(half) if precise else np.ones(half, complex)
+    log_most, errors = np.zeros(half), np.zeros(half)
+    unit = double_double.UNIT if precise else _UNIT
+    c = 3 * unit * math.log2(size)
+    pieces = [(part.rate, part.mu, part.times, way) for part in parts]
+    pieces += [(1.0, mu, 1, "remove")] if mu > 0 else []
+    for q, own, times, its_way in pieces:
+        if q == 1:
+            ends = own * np.array([own / 2 - reach, own / 2 + reach])
+        else:
+            ends = _loss(np.array([-reach, own + reach]), q, own, its_way)
+        high = math.ceil(min(ends[1], last, MOST_LOSS) / h)
+        low = min(max(math.floor(max(ends[0], -MOST_LOSS) / h), high - 2 * size), high - 1)
+        mass, beyond = _discrete(q, own, its_way, h, low, high)
+        losses = h * np.arange(low, high + 1)
+        infinite += times * beyond
+        slack += times * 1e-14 * (1 + max(abs(losses[0]), abs(losses[-1])))
+        with np.errstate(divide="ignore"):
+            log_mass = np.log(mass)
+        own_k = _log_sum(log_mass + theta * losses)
+        log_k += times * own_k
+        log_top += times * _log_sum(log_mass + t * losses)
+        folded = np.bincount(np.arange(len(mass)) % size, np.exp(log_mass + theta * losses - own_k), size)
+        shift += times * low
+        z = double_double.rfft(np.asarray(folded, float)) if precise else rfft(folded)
+        bound = (z.size() if isinstance(z, double_double.Complex) else np.abs(z)) + c
+        spectrum = _multiplied(spectrum, z, times, times * np.log(bound) > -200)
+        log_most += times * np.log(bound)
+        errors += times * (c / bound + 8 * unit) + 8 * unit
+    # The spectrum so far is that of sums counted from `shift`; the window counts from `start`.
+    raw = double_double.irfft(spectrum) if isinstance(spectrum, double_double.Complex) else irfft(spectrum, size)
+    found = np.roll(raw, (shift - start) % size)
+    lost = 2 * float((np.exp(log_most) * (errors + c)).sum()) / size
+    found = np.maximum(found, 0.0) + lost
+    # delta at cell j: the sum over i > j of weight_i (1 - exp(-h (i-j))), by one pass from the top for each term.
+    offset = h * (np.arange(size) - size // 2)
+    weight = np.minimum(found * np.exp(np.minimum(log_k - theta * (offset + h * (start + size // 2)), 700.0)), 1e30)
+    after = np.append(np.cumsum(weight[:0:-1])[::-1], 0.0)
+    decay = np.where(offset < 600, np.exp(-np.clip(offset, -600, 600)), 0.0)  # less than true is safe
+    before = np.append(np.cumsum((weight * decay)[:0:-1])[::-1], 0.0) * np.exp(np.clip(offset, -600, 600))
+    missing = infinite + math.exp(min(0.0, log_top - t * last))
+    n = sum(times for _, _, times, _ in pieces)  # an exponential's rounding, some 1e-14, is taken to this power
+    deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
+    return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / found, centre)
+
+
+def _multiplied(
+    spectrum: Array | double_double.Complex, z: Array | double_double.Complex, times: int, live: Array
+) -> Array | double_double.Complex:
+    """spectrum z^times, by squaring, so within 2 u times, relatively; what is not live is below any error: zero."""
+    if isinstance(spectrum, double_double.Complex) and isinstance(z, double_double.Complex):
+        product = spectrum.at(live).times(z.at(live).power(times))
+        return double_double.spread(product, live)
+    result, base = np.where(live, spectrum, 0.0), np.where(live, z, 0.0)
+    while times:
+        if times & 1:
+            result = result * base
+        times >>= 1
+        base = base * base
+    return result
+
+
+def _epsilon_at(curve: _Curve, delta: float) -> float:
+    """The least epsilon >= 0 at which the curve, a chord in exp(epsilon) between two cells, keeps delta."""
+    begin = max(0, math.ceil(-curve.start / curve.h))  # no epsilon below 0 is of use
+    kept = np.flatnonzero(curve.deltas[begin:] <= delta)
+    if not len(kept):
+        return math.inf
+    j = begin + int(kept[0])
+    if kept[0] == 0:
+        return max(0.0, curve.start + j * curve.h + curve.slack) if curve.start > 0 else 0.0
+    left, right = float(curve.deltas[j - 1]), float(curve.deltas[j])
+    part = math.log1p((left - delta) / (left - right) * math.expm1(curve.h))
+    return curve.start + (j - 1) * curve.h + part + curve.slack
+
+
+def _delta_at(curve: _Curve, epsilon: float) -> float:
+    place = (epsilon - curve.slack - curve.start) / curve.h
+    if not 0 <= place < len(curve.deltas) - 1:
+        return 1.0
+    j = int(place)
+    share = math.expm1((place - j) * curve.h) / math.expm1(curve.h)
+    return float(curve.deltas[j] * (1 - share) + curve.deltas[j + 1] * share)
+
+
+# ------------------------------------------------------------------------------------------- samples of a fixed size
+
+
+def _renyi(parts: Sequence[Sampled], mu: float) -> tuple[Array, Array]:
+    """Orders, and the Rényi divergence of all releases: replace-one, so a record moves the sum by 2C."""
+    orders = np.unique(np.append(np.arange(2.0, 129.0), np.geomspace(129, 16384, 60).round()))
+    rdp = orders * mu * mu / 2
+    for part in parts:
+        full = orders * (2 * part.mu) ** 2 / 2
+        rdp = rdp + part.times * np.minimum(full, _without_replacement(orders, part.rate, 2 * part.mu))
+    return orders, rdp
+
+
+def _without_replacement(orders: Array, q: float, mu: float) -> Array:
+    """Wang, Balle and Kasiviswanathan (2019), Theorem 27, of a base release N(0) against N(mu):
+
+        exp((a-1) rdp(a)) <= 1 + sum_{j=2}^a C(a, j) q^j min(2 exp(j (j-1) mu²/2), 4 sqrt(M(2⌊j/2⌋) M(2⌈j/2⌉)))
+
+    with M(l) = E_Q[(P/Q - 1)^l], here for l <= 256 by quadrature (no terms that cancel), rounded up; the 2 is what an
+    infinite divergence of infinite order leaves of the theorem's min(2, ...).
+    """
+    j = np.arange(2.0, orders.max() + 1)
+    log_terms = math.log(2) + j * (j - 1) * mu * mu / 2
+    even = np.arange(2, 257, 2)
+    x = np.arange(-12.0, 256 * mu + 12, 0.02) if mu < 4 else np.zeros(0)
+    if len(x):
+        ratio = mu * x - mu * mu / 2
+        with np.errstate(divide="ignore"):
+            log_ratio = np.where(ratio > 30, ratio, np.log(np.abs(np.expm1(np.minimum(ratio, 30.0)))))
+        log_m = np.array([_log_sum(n * log_ratio - x * x / 2) for n in even]) + math.log(0.02) - 0.9189385 + 1e-6
+        known = j <= 256
+        index = j[known].astype(int)
+        paired = math.log(4) + (log_m[index // 2 - 1] + log_m[(index + 1) // 2 - 1]) / 2
+        log_terms[known] = np.minimum(log_terms[known], paired)
+    factorials = gammaln(np.arange(orders.max() + 2) + 1)  # their logarithms
+    log_terms += j * math.log(q) - factorials[2 : len(j) + 2]
+    result = np.empty(len(orders))
+    for i, a in enumerate(orders):
+        n = int(a) - 1  # terms j = 2 ... a
+        rest = factorials[int(a)] - factorials[n - 1 :: -1]  # a! / (a-j)!
+        result[i] = np.logaddexp(0.0, _log_sum(log_terms[:n] + rest)) / (a - 1)
+    return result * (1 + 1e-9)
+
+
+def _log_sum(exponents: Array) -> float:
+    top = float(exponents.max())
+    return top + math.log(float(np.exp(exponents - top).sum()))
+
+
+def _log_delta(orders: Array, rdp: Array, epsilon: float) -> Array:
+    """Canonne, Kamath and Steinke (2020), Proposition 12."""
+    return np.asarray((orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders))
+
+
+# ------------------------------------------------------------------------------------------------------ kept on disk
+
+
+def _place(key: str) -> Path:
+    own, shared = os.environ.get("SORDINO_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(own) if own else Path(shared or "~/.cache").expanduser() / "sordino"
+    return folder / "noise" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _seal(key: str, value: str) -> str:
+    return hashlib.sha256(f"{key} {value}".encode()).hexdigest()
+
+
+def _remembered(key: str) -> float | None:
+    """A result of an earlier search, one file each. The seal covers question and answer: a file that is damaged, or
+    answers another question, is not read. It does not guard against someone who may write to the folder: whoever can
+    do that could also change the code."""
+    try:
+        value, seal = _place(key).read_text().split()
+        return float(value) if seal == _seal(key, value) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _remember(key: str, value: float) -> None:
+    """Written aside and renamed, so that concurrent readers see all of it or nothing; where that fails, forgotten."""
+    place, text = _place(key), repr(value)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as file:
+            file.write(f"{text} {_seal(key, text)}\n")
+        os.replace(file.name, place)
+    except OSError:
+        return

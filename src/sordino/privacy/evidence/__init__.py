@@ -1,0 +1,1 @@
+"""Evidence of what was released: ledger, certificate, statement, signatures, and their verification."""

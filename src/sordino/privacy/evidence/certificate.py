@@ -1,0 +1,335 @@
+"""The numbers a run ends with: raw ones (sensitivities, standard deviations, counts) beside the epsilon they imply.
+
+`statement` puts them into words, `verify` recomputes them by another road, `signing` signs them. Everything here is
+public: `public` says of every field why it may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sordino.core import SAFETY, Adjacency, Correlated, Divisor, SordinoError, Trust, Unit, carries
+from sordino.privacy.accounting import events
+from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.evidence.signing import code_sha256
+from sordino.privacy.mechanisms.random import Seeded, Source
+from sordino.privacy.participation import EVERYONE
+from sordino.privacy.plan import Group, Plan
+
+FORMAT = 2
+MOST_CLIENTS = 10_000_000
+SECRET_SEED = 2**96  # a schedule's seed below this can be guessed
+DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
+
+NUMERICS = (
+    "Every released number is the exact sum of what was computed and Gaussian noise, rounded to a public grid: no tail "
+    "of the noise is cut, and rounding is post-processing, so that the account of the Gaussian mechanism is exact.",
+    f"Clips are enforced at {1 - SAFETY:.6f} of their stated value. That pays for rounding: sums are taken in float64, "
+    "or of at most 16 float32 terms at a time, and in that arithmetic one record moves them by no more than the stated "
+    "sensitivity (proof: docs/numerics.md).",
+)
+
+SAMPLES = (
+    "What sampling hides is composed numerically: an upper bound, by less than 1 % of epsilon where it is tight. A "
+    "millionth of δ is set aside for minibatches with more records than places."
+)
+
+INTEGERS = (
+    "Messages are integers modulo 2^32: clipped sums (added up in float64) in steps, randomly rounded, with discrete "
+    "Gaussian noise sampled exactly. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; "
+    "what the rounding's bound may miss, 2^-64 a release, is part of δ.",
+)
+
+
+def certificate(
+    plan: Plan,
+    source: Source,
+    *,
+    version: str,
+    done: int | None = None,
+    spec_sha256: str = "",
+    ledger_head: str = "",
+    ledger_rows: int = 0,
+    model_sha256: str = "",
+    metrics_sha256: str = "",
+    doubts: Sequence[str] = (),
+    tested: int | None = None,
+    names: Sequence[str] = (),
+    execution: str = "simulated on one machine",
+    assumes: Sequence[str] = (),
+    tuning: str = "if settings were tried out on these data first, that is not paid for here",
+) -> dict[str, Any]:
+    """Everything a reader needs to recompute the promise, after `done` rounds (default: all).
+
+    `tested`: how many records the model was tested on. `names`: of the clients, where they have any. `doubts`: why it
+    is not certified, beside what the plan and the source tell. `signing.signed` adds a signature.
+    """
+    groups = plan.groups(done)
+    own = [plan.epsilon_of(group) for group in groups]
+    worst = groups[int(np.argmax(own))]
+    noise, client_noise = plan.summed_noise()
+    delta = plan.privacy.delta
+    reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
+    sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
+    return {
+        "format": FORMAT,
+        "sordino": version,
+        "certified": not reasons,
+        "reasons": reasons,
+        "epsilon": finite(max(own)),
+        "delta": delta,
+        "mu": finite(worst.mu),
+        "guess": max(events.guess(group.releases, plan.privacy.adjacency) for group in groups),
+        "epsilon_asked": finite(plan.privacy.epsilon) if plan.noise is None else None,
+        "epsilon_at": {f"{d:g}": finite(max(plan.epsilon_of(g, d) for g in groups)) for d in DELTAS},
+        "unit": str(plan.privacy.unit),
+        "adjacency": str(plan.privacy.adjacency),
+        "trust": str(plan.privacy.trust),
+        "method": plan.method.name,
+        "execution": execution,
+        "rounds": plan.rounds if done is None else done,
+        "clients": plan.clients,
+        "client_names": list(names) if sizes_public else [],  # whose data were used is what user level hides
+        "cohort": plan.participation.rate(plan.clients) * plan.clients,
+        "records": sum(plan.sizes) if sizes_public else None,
+        "test_records": tested,
+        "sampler": _sampler(plan),
+        "divisor": str(plan.divisor if sizes_public else Divisor.CLIENT_MEAN),
+        "clip": plan.levels[0].scale,
+        "noise": noise,
+        "client_noise": client_noise,
+        "noise_source": "seeded" if isinstance(source, Seeded) else type(source).__name__.lower(),
+        "queries": [
+            {
+                "query": level.name,
+                "clip": level.scale,
+                "calls": level.query.calls,
+                "joint": level.query.joint,
+                "semidefinite": level.query.psd,
+                "stream": isinstance(level.query.noise, Correlated),
+                "carried": carries(level.query.noise),
+                "step": level.step,
+                "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
+            }
+            for level in plan.levels
+        ],
+        "worst_client": worst.clients[0],
+        "groups": [
+            {
+                "clients": ranges(group.clients),
+                "count": len(group.clients),
+                "records": list(group.records) if sizes_public else None,
+                "sizes": _sizes(plan, group) if sizes_public else None,
+                "mu": finite(group.mu),
+                "epsilon": finite(epsilon),
+                "own_std": {level.name: _common(plan.own_std(level), group.clients) for level in plan.levels},
+                "influence": {
+                    level.name: _common(level.weight / level.weight.max(), group.clients) for level in plan.levels
+                },
+                "releases": [release._asdict() for release in group.releases],
+            }
+            for group, epsilon in zip(groups, own, strict=True)
+        ],
+        "secure": _secure(plan, groups),
+        "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
+        "numerics": [*(INTEGERS if plan.integers else NUMERICS), *[SAMPLES] * plan.samples],
+        "spec_sha256": spec_sha256,
+        "model_sha256": model_sha256,
+        "metrics_sha256": metrics_sha256,
+        "schema_sha256": None,
+        "code_sha256": code_sha256(),
+        "ledger": {"head": ledger_head, "rows": ledger_rows},
+    }
+
+
+def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
+    """The certificate of so many runs like this one, all of them seen: k times the releases, sqrt(k) times the mu."""
+    adjacency, root = Adjacency(cert["adjacency"]), math.sqrt(runs)
+    groups = []
+    for group in cert["groups"]:
+        releases = [{**release, "times": runs * release["times"]} for release in group["releases"]]
+        epsilon = events.epsilon(listed(releases), cert["delta"], adjacency)
+        mu = None if group["mu"] is None else root * group["mu"]
+        groups.append({**group, "mu": mu, "epsilon": finite(epsilon), "releases": releases})
+    worst = max(groups, key=lambda group: math.inf if group["epsilon"] is None else group["epsilon"])
+    seen = [listed(group["releases"]) for group in groups]
+    return {
+        **cert,
+        "epsilon": worst["epsilon"],
+        "epsilon_asked": None,
+        "epsilon_at": {
+            d: finite(max(events.epsilon(each, float(d), adjacency) for each in seen)) for d in cert["epsilon_at"]
+        },
+        "mu": worst["mu"],
+        "guess": max(events.guess(each, adjacency) for each in seen),
+        "rounds": runs * cert["rounds"],
+        "groups": groups,
+    }
+
+
+def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
+    return [events.Release(**{**release, "sampler": Sampler(release["sampler"])}) for release in releases]
+
+
+def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
+    """Of a sum of integers: whose noise is counted on, and epsilon against the server alone beside the coalition's."""
+    if plan.integers is None:
+        return None
+    how, honest = plan.integers, plan.integers.honest(plan.clients)
+    more = math.sqrt((plan.clients - how.dropouts) / honest)  # against the server alone, colluders' noise counts too
+    alone = [[r._replace(std=r.std * more) for r in group.releases] for group in groups]
+    return {
+        "dimension": how.dimension,
+        "dropouts": how.dropouts,
+        "colluders": how.colluders,
+        "honest": honest,
+        "epsilon_server": finite(
+            max(events.epsilon(each, plan.privacy.delta, plan.privacy.adjacency) for each in alone)
+        ),
+    }
+
+
+def _sampler(plan: Plan) -> dict[str, str]:
+    """What was drawn by chance, and what is claimed for it: the account of exactly that."""
+    ways = {
+        ("poisson", Adjacency.ADD_REMOVE): "Poisson, add-remove: composed privacy loss distributions",
+        ("poisson", Adjacency.REPLACE_ONE): "Poisson, replace-one: composed privacy loss distributions",
+        ("fixed", Adjacency.REPLACE_ONE): "fixed size, replace-one: Rényi bound (Wang, Balle, Kasiviswanathan 2019)",
+    }
+    kind = plan.participation.kind if plan.amplified else plan.sampling.kind
+    by = "clients" if plan.amplified else "records"
+    claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if plan.samples else "none claimed"
+    secret = "secret" if plan.schedule_seed >= SECRET_SEED else "guessable"
+    return {
+        "clients": str(plan.participation),
+        "records": "all" if plan.sampling.kind == EVERYONE else str(plan.sampling),
+        "amplification": claim,
+        "schedule": "all take part" if plan.participation.kind == EVERYONE else secret if plan.amplified else "public",
+    }
+
+
+def _sizes(plan: Plan, group: Group) -> list[int]:
+    """Of the group's clients in order; one number where all are equal."""
+    sizes = [plan.sizes[i] for i in group.clients]
+    return sizes[:1] if len(set(sizes)) == 1 else sizes
+
+
+def sizes_of(cert: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Every client's number of records, where the certificate tells them.
+
+    Raises:
+      SordinoError: the groups do not name every client once.
+    """
+    clients = int(cert["clients"])
+    if not 1 <= clients <= MOST_CLIENTS:
+        raise SordinoError(f"certificate: {clients} clients; it lists 1 to {MOST_CLIENTS:,}.")
+    if any(group["sizes"] is None for group in cert["groups"]):
+        return None
+    found: dict[int, int] = {}
+    for group in cert["groups"]:
+        numbers = numbers_of(group["clients"], clients)
+        sizes = group["sizes"] * (len(numbers) if len(group["sizes"]) == 1 else 1)
+        if len(sizes) != len(numbers) or found.keys() & set(numbers):
+            raise SordinoError(f"certificate: clients {group['clients']} do not fit their sizes, or stand twice.")
+        found |= dict(zip(numbers, map(int, sizes), strict=True))
+    if sorted(found) != list(range(clients)):
+        raise SordinoError(f"certificate: the groups do not name each of {clients} clients once.")
+    return tuple(found[i] for i in range(clients))
+
+
+def numbers_of(text: str, clients: int) -> list[int]:
+    """The clients of '0-4, 7'."""
+    spans = [[int(end) for end in part.split("-")] for part in text.split(", ") if part]
+    if any(not 0 <= span[0] <= span[-1] < clients for span in spans):
+        raise SordinoError(f"certificate: clients '{text[:60]}' are not among 0 to {clients - 1}.")
+    return [k for span in spans for k in range(span[0], span[-1] + 1)]
+
+
+def _common(values: np.ndarray, clients: Sequence[int]) -> float | list[float]:
+    """What equal clients share; the range, where they do not share it."""
+    mine = values[list(clients)]
+    low, high = float(mine.min()), float(mine.max())
+    return low if low == high else [low, high]
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity: null."""
+    return value if math.isfinite(value) else None
+
+
+def _reasons(plan: Plan, source: Source) -> list[str]:
+    """Why it is not certified; empty if it is."""
+    if plan.silent:
+        return ["not private: no noise was added"]
+    reasons = []
+    if not math.isfinite(plan.mu()):
+        reasons.append("not private: the noise is too small for any bound")
+    if not source.private:
+        reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
+    if plan.amplified and plan.schedule_seed < SECRET_SEED:
+        reasons.append("not proved: who takes part can be guessed from a small schedule_seed; leave it out")
+    if plan.by_chance:
+        reasons.append(
+            f"not proved: correlated noise under {plan.participation}, where any client may come every round"
+        )
+    elif plan.unbounded:
+        reasons.append(f"not proved: {plan.unbounded}")
+    elif not plan.proved:
+        where = f"{plan.privacy.unit} level under {plan.privacy.trust}"
+        reasons.append(f"not proved: {plan.method.name} at {where}. {plan.method.caveat}".strip())
+    return reasons
+
+
+def _assumes(plan: Plan, tuning: str) -> list[str]:
+    facts = [
+        "The number of clients, the features and the set of labels are public.",
+        "Which record belongs to which client, and which are for testing, is taken as given and tells nothing.",
+        "Records used for testing lie outside the guarantee, and so do figures computed from them.",
+        f"Tuning: {tuning}.",
+    ]
+    if plan.privacy.unit is Unit.RECORD:
+        facts.append("The number of records of each client is public and fixed.")
+    if plan.privacy.trust is not Trust.TRUSTED_SERVER:
+        facts.append("Who takes part in a round is public.")
+    if plan.amplified:
+        facts.append(
+            "Cohorts are drawn anew every round from a secret seed, which the server keeps to itself "
+            "(private/secret.toml), as it does who took part; no participant tells that it came."
+        )
+    elif plan.samples:
+        facts.append(
+            "Minibatches are drawn anew for every answer by the noise's own secret source, and no client tells what "
+            "they hold."
+        )
+    if plan.integers is not None:
+        facts.append(
+            "The server follows the protocol of secure aggregation; of the sites at most "
+            f"{plan.integers.colluders} tell it, or one another, what they know."
+        )
+    elif plan.privacy.trust is Trust.SECURE_AGGREGATION:
+        facts.append("Messages are added up by a secure aggregation protocol, which a simulation does not carry out.")
+        facts.append("Every participant adds its share of the noise, and none tells its share to the observer.")
+    if plan.sums_only and plan.participation.kind != EVERYONE and any(plan.goes_on(t) for t in range(plan.rounds)):
+        facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
+    if plan.privacy.trust is Trust.TRUSTED_SERVER:
+        facts.append("The server, and the links to it, see every message and are trusted with them.")
+    if plan.participation.kind != EVERYONE and not plan.amplified:
+        facts.append(
+            "Participants were drawn before the run, without looking at data; each client pays for its rounds."
+        )
+    return facts
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """'0-4, 7' for 0, 1, 2, 3, 4, 7."""
+    parts: list[list[int]] = []
+    for i in sorted(numbers):
+        if parts and i == parts[-1][1] + 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

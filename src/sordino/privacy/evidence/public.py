@@ -1,0 +1,318 @@
+"""Every field of every file that a run publishes, and why it is safe. docs/files.md is made from this list:
+
+    python -m sordino.privacy.evidence.public > docs/files.md
+
+`tests/privacy/evidence/test_public.py` walks the files of real runs: a field that is not listed fails, and so
+does a listed field that never occurs. Add a field here, with its reason, before you publish it.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SETTING = "A setting, chosen without looking at the data."
+PLAN = "Follows from the settings, and at record level from the clients' sizes, which are public and fixed."
+ACCOUNT = "Follows from the plan's noise and sensitivities; no record enters it."
+NAMES = "Features, labels and file names are declared public."
+TESTED = (
+    "Computed from the noised model and from test records, which lie outside the guarantee: at user level they are "
+    "those of clients held out as a whole."
+)
+RELEASED = "A function of noised releases, which the account pays for."
+WORDS = "Words that follow from the settings."
+HASH = "Hash of a file that is public itself."
+OPEN = "Only for data that everybody may see: a benchmark, or public_data = true."
+
+CERTIFICATE: Mapping[str, str] = {
+    "format": "A constant of the version.",
+    "sordino": "The version of the package.",
+    "certified": PLAN,
+    "reasons": WORDS,
+    "epsilon": ACCOUNT,
+    "delta": SETTING,
+    "mu": ACCOUNT,
+    "guess": ACCOUNT,
+    "epsilon_asked": SETTING,
+    "epsilon_at.*": ACCOUNT,
+    "unit": SETTING,
+    "adjacency": SETTING,
+    "trust": SETTING,
+    "method": SETTING,
+    "execution": WORDS,
+    "rounds": SETTING,
+    "clients": "The number of clients is public; the certificate says so.",
+    "client_names": "At record level who takes part is public. Empty at user level, where it is what is hidden.",
+    "cohort": PLAN,
+    "records": "At record level sizes are public and fixed. Null at user level.",
+    "test_records": "At record level the number of records held out by position. Null at user level.",
+    "sampler.clients": SETTING,
+    "sampler.records": SETTING,
+    "sampler.amplification": WORDS,
+    "sampler.schedule": "Whether the schedule is secret; its seed is then in private/secret.toml.",
+    "divisor": SETTING,
+    "clip": SETTING,
+    "noise": ACCOUNT,
+    "client_noise": ACCOUNT,
+    "noise_source": "The kind of the source, and nothing of its key.",
+    "queries[].query": PLAN,
+    "queries[].clip": PLAN,
+    "queries[].calls": PLAN,
+    "queries[].joint": PLAN,
+    "queries[].semidefinite": PLAN,
+    "queries[].stream": PLAN,
+    "queries[].carried": PLAN,
+    "queries[].step": PLAN,
+    "queries[].bound": WORDS,
+    "worst_client": ACCOUNT,
+    "groups[].clients": "Numbers of clients, by account.",
+    "groups[].count": "Numbers of clients, by account.",
+    "groups[].records": "At record level sizes are public and fixed. Null at user level.",
+    "groups[].sizes": "At record level sizes are public and fixed. Null at user level.",
+    "groups[].mu": ACCOUNT,
+    "groups[].epsilon": ACCOUNT,
+    "groups[].own_std.*": ACCOUNT,
+    "groups[].influence.*": PLAN,
+    "groups[].releases[].query": PLAN,
+    "groups[].releases[].sensitivity": PLAN,
+    "groups[].releases[].std": ACCOUNT,
+    "groups[].releases[].times": PLAN,
+    "groups[].releases[].rate": PLAN,
+    "groups[].releases[].sampler": PLAN,
+    "groups[].releases[].integers": PLAN,
+    "secure": "Null where sums are not of integers.",
+    "assumes": WORDS,
+    "numerics": WORDS,
+    "spec_sha256": HASH,
+    "model_sha256": HASH,
+    "metrics_sha256": HASH,
+    "schema_sha256": "Null: files have no schema of their own yet.",
+    "code_sha256": "Hash of the package's sources.",
+    "ledger.head": "Every row of the chain holds the identity of the data keyed by 256 random bits (private/run.key).",
+    "ledger.rows": "One row for each query and group of equal accounts.",
+    "signature.algorithm": "A constant of the version.",
+    "signature.key": "A public key, drawn by chance or a site's own.",
+    "signature.signer": "The name of the key.",
+    "signature.value": "A function of the other fields and of a secret key.",
+}
+METRICS: Mapping[str, str] = {
+    "round": PLAN,
+    "accuracy": TESTED,
+    "auc": TESTED,
+    "mse": TESTED,
+    "epsilon": ACCOUNT,
+}
+SPEC: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("clients", "partition", "sizes", "split_seed", "participation", "batch", "divisor", "model", "length"),
+            *("class_weights", "lora_rank", "lora_alpha", "lora_dropout", "method", "rounds", "dtype", "normalize"),
+            *("evaluate_every", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
+            *("test_fraction", "public_data"),
+        ),
+        SETTING,
+    ),
+    **dict.fromkeys(("data", "data_dir", "label", "public_stats", "weights"), NAMES),
+    "client_epsilon.*": SETTING,
+    "seed": "Of an experiment; the run is then not certified.",
+    "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
+    "(option)": "An option of the method: a setting, chosen without looking at the data.",
+}
+MODEL: Mapping[str, str] = {
+    "theta": RELEASED,
+    "public_mean": "Declared public (public_stats).",
+    "public_cov": "Declared public (public_stats).",
+    "sordino.kind": SETTING,
+    "sordino.spec": "The public spec, without its seeds.",
+    "sordino.features": NAMES,
+    "sordino.outputs": NAMES,
+    "sordino.columns": NAMES,
+    "sordino.classes": NAMES,
+    "sordino.normalize": SETTING,
+    "sordino.method": SETTING,
+}
+FILES: Mapping[str, Mapping[str, str]] = {
+    "certificate.json": CERTIFICATE,
+    "metrics.jsonl": METRICS,
+    "spec.toml": SPEC,
+    "model.safetensors": MODEL,
+    "statement.md": {"(text)": "A function of certificate.json alone."},
+    "curve.png": {"(picture)": "A function of metrics.jsonl, delta, the method's and the data's name alone."},
+}
+ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
+SECURE: Mapping[str, str] = {  # of a federation that adds up integers
+    "secure.dimension": PLAN,
+    "secure.dropouts": SETTING,
+    "secure.colluders": SETTING,
+    "secure.honest": PLAN,
+    "secure.epsilon_server": ACCOUNT,
+}
+SITE: Mapping[str, str] = {  # of a site's own certificate
+    "site.name": "The site's name in the roster.",
+    "site.client": "The site's number in the plan.",
+    "site.data": "Identity of the data, keyed by the site's data.key.",
+    "site.epsilon": SETTING,
+    "site.delta": SETTING,
+    "site.spent": "Follows from the rows of the ledger, which hold no record.",
+    "site.rounds": "How many rounds the site answered; the server knows.",
+}
+SUMMARY: Mapping[str, str] = {
+    "accuracy.*": TESTED,
+    "auc.*": TESTED,
+    "mse.*": TESTED,
+    **{key: CERTIFICATE[key] for key in ("epsilon", "delta", "certified", "reasons", "noise", "client_noise")},
+    **{key: CERTIFICATE[key] for key in ("method", "clients", "records", "rounds", "client_names")},
+    "beats_guessing": TESTED,
+    "out": "The directory that was named.",
+    "heterogeneity.*": OPEN,
+    "seconds": OPEN,
+}
+
+
+class Line(NamedTuple):
+    """Of the console. `open_only`: never of private data."""
+
+    pattern: str  # a regular expression for the whole line
+    reason: str
+    open_only: bool = False
+
+
+CONSOLE = (
+    Line(r".+ on .+: \d+ clients(, [\d,]+ records \([\d,]+ to [\d,]+ each\))?, \d+ rounds", "As in certificate.json."),
+    Line(r".+ on .+: \d+ clients(, [\d,]+ records \([\d,]+ to [\d,]+ each\))?, \d+ rounds, [\d.]+ s", OPEN, True),
+    Line(r"partition .+: a client's labels have KL .+ classes, on average", OPEN, True),
+    Line(r"final (accuracy|mse) [-+.e\d]+%?( on [\d,]+ test records)?", TESTED),
+    Line(r"warning: that is no better than a constant guess\. .+", TESTED),
+    Line(r"note: batch .+ is all that clients .+ hold; sampling hides nothing of theirs", PLAN),
+    Line(r"clients: 0 .+", CERTIFICATE["client_names"]),
+    Line(r"certified: ε = .+ at δ = .+ level, .+", ACCOUNT),
+    Line(r"not certified: .+ \(ε = .+ level, .+\)", ACCOUNT),
+    Line(r"signed by .+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
+    Line(r"written to .+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
+    Line(r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
+    Line(
+        r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))? *\d+:\d\d:\d\d\s*", "Progress on stderr. " + OPEN, True
+    ),
+)
+
+
+def fields(document: Any, prefix: str = "") -> Iterator[str]:
+    """Paths of a JSON document: `groups[].mu`; `*` for keys that are no names, such as rounds and queries."""
+    if isinstance(document, Mapping) and document:
+        for key, value in document.items():
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from fields(value, f"{prefix}.*" if _keyed(prefix) else name)
+    elif isinstance(document, list) and document and isinstance(document[0], Mapping):
+        for part in document:
+            yield from fields(part, f"{prefix}[]")
+    elif _keyed(prefix):
+        yield f"{prefix}.*"  # empty, or absent
+    else:
+        yield prefix
+
+
+KEYED = ("epsilon_at", "own_std", "influence", "client_epsilon", "accuracy", "auc", "mse", "heterogeneity")
+
+
+def _keyed(prefix: str) -> bool:
+    return prefix.split(".")[-1] in KEYED
+
+
+def found(folder: Path) -> dict[str, set[str]]:
+    """The fields of every file in a run's public/, as `FILES` names them."""
+    told: dict[str, set[str]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name == "certificate.json":
+            told[path.name] = set(fields(json.loads(path.read_text(encoding="utf-8"))))
+        elif path.name == "metrics.jsonl":
+            told[path.name] = {
+                key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)
+            }
+        elif path.name == "spec.toml":
+            told[path.name] = spec_fields(tomllib.loads(path.read_text(encoding="utf-8")))
+        elif path.name == "model.safetensors":
+            told[path.name] = _model(path)
+        else:
+            told[path.name] = set(FILES.get(path.name, {"(unknown file)": ""}))
+    return told
+
+
+def spec_fields(values: Mapping[str, Any]) -> set[str]:
+    """A method's options under one name: what is no key of a run is one of them, else the spec would not be read."""
+    return {key if key in SPEC else "(option)" for key in fields(values)}
+
+
+def _model(path: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as store:
+        about = store.metadata() or {}
+        names = set(store.keys())
+    return names | {field for key, text in about.items() for field in fields({key: json.loads(text)})}
+
+
+def unlisted(folder: Path) -> list[str]:
+    """Fields and files of a run's public/ that nobody gave a reason for."""
+    return [
+        f"{name}: {field}"
+        for name, told in found(folder).items()
+        for field in sorted(told - set(FILES.get(name, ())))
+        if name != "adapter"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- for people
+
+HEAD = """# The files of a run
+
+`sordino run --out OUT` writes two folders.
+
+- `OUT/public/` may be published. Nothing in it is computed from protected records but through noised releases.
+- `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
+  hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
+  `secret.toml` (the seed of a secret schedule, where there is one), `lock`. Only its owner can read it.
+
+`sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
+as it is: `verify` compares its files with the hashes in the certificate. All files have the time of the start of the
+run, because other times would tell how long it took.
+
+A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second
+release on one charge. If the whole of `private/` is put back to an earlier state, nothing on the machine can tell.
+
+A certificate is signed with a key of the run, or with `--sign-with identity.key`. `sordino verify OUT --key KEY` says
+whether KEY signed it. Without a signature anybody can make up spec, certificate and ledger that agree.
+
+Data-dependent partitions (`dirichlet`, `classes`, `counts`) decide by labels who holds a record, so that clients' sizes
+would tell of them. They are certified for benchmark data and for data declared public (`public_data = true`), as a
+simulation; on other files use `iid` or `by-column`. At user level with `by-column` a part of the *clients* is held out
+for testing.
+
+Every field of every public file, and why it is safe (this page is made from
+`sordino.privacy.evidence.public`, and a test walks real runs for fields that are not listed):
+"""
+
+
+def page() -> str:
+    """docs/files.md."""
+    parts = [HEAD]
+    for name, listed in FILES.items():
+        parts.append(_table(f"public/{name}", listed))
+    parts.append(f"## public/adapter/\n\n{ADAPTER}\n")
+    parts.append(_table("certificate.json of a federation that adds up integers: also", SECURE))
+    parts.append(_table("certificate.json of a site: also", SITE))
+    parts.append(_table("`sordino run --json` (its `spec` is spec.toml)", SUMMARY))
+    lines = {f"`{line.pattern}`".replace("|", "\\|"): line.reason for line in CONSOLE}
+    parts.append(_table("Lines on the console (regular expressions)", lines, code=False))
+    return "\n".join(parts)
+
+
+def _table(title: str, rows: Mapping[str, str], *, code: bool = True) -> str:
+    body = "".join(f"| {f'`{name}`' if code else name} | {reason} |\n" for name, reason in rows.items())
+    return f"## {title}\n\n| field | why it is safe |\n|---|---|\n{body}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,147 @@
+"""Signatures of certificates (ed25519), and the hashes that bind a certificate to its files and to the code.
+
+A signature shows that the holder of a key wrote these very numbers. Whose key it is must be known by another way:
+`sordino verify --key` compares it with a public key that the reader already has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from sordino.core import SordinoError
+
+ALGORITHM = "ed25519"
+PURPOSE = b"sordino certificate, format 2\0"  # a site's key signs other messages too: none of them begins like this
+_PUBLIC, _SHORT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
+CARD = re.compile(r"""^\s*sign\s*=\s*["']([0-9a-f]{64})["']""", re.MULTILINE)
+
+
+class Signer(Protocol):
+    """Who signs: a run's own key (`RunKey`), or a site (`of_site`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def public(self) -> str: ...
+    def sign(self, data: bytes) -> bytes: ...
+
+
+class RunKey(NamedTuple):
+    """An ed25519 key: the 32 secret bytes."""
+
+    secret: bytes
+    name: str = "run key"
+
+    @property
+    def public(self) -> str:
+        return self._key().public_key().public_bytes_raw().hex()  # type: ignore[no-any-return]
+
+    def sign(self, data: bytes) -> bytes:
+        return self._key().sign(data)  # type: ignore[no-any-return]
+
+    def _key(self) -> Any:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return Ed25519PrivateKey.from_private_bytes(self.secret)
+
+
+class _Site(NamedTuple):
+    identity: Any
+
+    @property
+    def name(self) -> str:
+        return f"site {self.identity.name}"
+
+    @property
+    def public(self) -> str:
+        return str(self.identity.card.sign)
+
+    def sign(self, data: bytes) -> bytes:
+        return bytes(self.identity.sign(data))
+
+
+def of_site(identity: Any) -> Signer:
+    """A site signs with its long-term key (`secagg.Identity`), whose public half is in the roster."""
+    return _Site(identity)
+
+
+# ------------------------------------------------------------------------------------------------------- certificates
+
+
+def canonical(document: Mapping[str, Any]) -> bytes:
+    """The one spelling of a JSON document: keys sorted, no spaces, shortest floats."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def signed(cert: Mapping[str, Any], signer: Signer) -> dict[str, Any]:
+    """The certificate with a signature over all the rest of it. What is added or changed later breaks it."""
+    about = {"algorithm": ALGORITHM, "key": signer.public, "signer": signer.name}
+    value = signer.sign(PURPOSE + canonical({**cert, "signature": about}))
+    return {**cert, "signature": {**about, "value": value.hex()}}
+
+
+def broken(cert: Mapping[str, Any]) -> str:
+    """Why the signature does not hold; empty if it does. A certificate without one is not asked about."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    about = dict(cert["signature"])
+    value = about.pop("value", "")
+    if about.get("algorithm") != ALGORITHM:
+        return f"the signature's algorithm is {about.get('algorithm')!r}, and only {ALGORITHM} is known here"
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(about["key"]))
+        key.verify(bytes.fromhex(value), PURPOSE + canonical({**cert, "signature": about}))
+    except (InvalidSignature, ValueError, TypeError, KeyError):
+        return "the signature does not fit the certificate: it was changed after it was signed"
+    return ""
+
+
+def fingerprint(public: str) -> str:
+    """32 hex digits by which people compare keys."""
+    return hashlib.sha256(bytes.fromhex(public)).hexdigest()[:32]
+
+
+def known_keys(given: str) -> list[str]:
+    """What `--key` names: a public key (64 hex digits), its fingerprint (32), or a file with either or with cards.
+
+    Returns:
+      Public keys or fingerprints.
+    """
+    word = given.strip().lower()
+    if _PUBLIC.fullmatch(word) or _SHORT.fullmatch(word):
+        return [word]
+    try:
+        text = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise SordinoError(
+            f"--key: '{given}' is neither a public key (64 hex digits), nor a fingerprint (32), nor a file with one."
+        ) from None
+    if "secret" in text.partition("\n")[0]:
+        raise SordinoError(f"--key: '{given}' holds a secret key; give the public one (a card, or 64 hex digits).")
+    found = CARD.findall(text) or re.findall(r"\b(?:[0-9a-f]{64}|[0-9a-f]{32})\b", text)
+    if not found:
+        raise SordinoError(f"--key: '{given}' holds no public key; a card has a line sign = \"64 hex digits\".")
+    return list(found)
+
+
+# -------------------------------------------------------------------------------------------------------------- hashes
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@cache
+def code_sha256() -> str:
+    """Of the installed sources of the package: names and contents of every .py and .c file."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.c")], key=lambda path: path.relative_to(root).as_posix()):
+        digest.update(f"{path.relative_to(root).as_posix()} {sha256(path)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,411 @@
+"""The independent re-check of a certificate.
+
+Epsilon is recomputed from the raw numbers with dp-accounting's privacy loss distributions, which share no code with the
+closed form that calibrated the noise; and the raw numbers must follow from what the certificate says of unit,
+adjacency, trust, clip and noise. Agreement shows that the numbers hold together. Who wrote them, and that they are
+those of a run that took place, only the signature shows, to somebody who knows whose key it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sordino.core import SAMPLED, Adjacency, Kind, Query, SordinoError, Trust, Unit
+from sordino.privacy.accounting import events, gaussian
+from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.evidence import signing
+from sordino.privacy.evidence.certificate import FORMAT, listed
+from sordino.privacy.mechanisms import discrete_gaussian
+from sordino.privacy.mechanisms.quantization import LEAST
+from sordino.privacy.participation import EVERYONE, Sampling
+
+TOLERANCE = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
+FOLLOWS = "the sensitivity of query"
+NOT_SIGNED = "who wrote it: it is not signed"
+SLACK = 0.01  # and above it: both are upper bounds
+
+
+class Verdict(NamedTuple):
+    problems: list[str]
+    claimed: float
+    recomputed: float
+    certified: bool
+    gaps: list[str]  # what it could not be compared with
+    signed: str = ""  # by whom; empty: by nobody
+    known: bool = False  # the reader named this very key
+
+
+def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
+    """Recompute every epsilon from the raw numbers with dp-accounting, check the signature; list what does not hold.
+
+    Args:
+      key: who must have signed it: a public key, its fingerprint, or a file with either.
+    """
+    problems: list[str] = []
+    try:
+        if cert["format"] != FORMAT:
+            raise SordinoError(f"certificate: format {cert['format']} is not the format {FORMAT} known here.")
+        delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
+        recomputed = 0.0
+        adjacency = Adjacency(cert["adjacency"])
+        deltas = (delta, *map(float, cert["epsilon_at"]))
+        found = [_epsilons(group["releases"], deltas, adjacency) for group in cert["groups"]]
+        for group, (own, *_) in zip(cert["groups"], found, strict=True):
+            recomputed = max(recomputed, own)
+            _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), own, problems)
+        _compare("the worst client", claimed, recomputed, problems)
+        for k, (at, value) in enumerate(cert["epsilon_at"].items(), 1):
+            worst = max(epsilons[k] for epsilons in found)
+            _compare(f"epsilon at delta {at}", _limitless(value), worst, problems)
+        _check_bounds(cert, problems)
+        _check_integers(cert, problems)
+        _check_claims(cert, claimed, problems)
+        by = _check_signature(cert, key, problems)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, SordinoError):
+            raise
+        raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
+    gaps = [*_taken_as_given(cert), *([] if by else [NOT_SIGNED])]
+    return Verdict(problems, claimed, recomputed, bool(cert["certified"]), gaps, by, bool(by and key))
+
+
+def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[str]) -> str:
+    """By whom it was signed; empty where it is not."""
+    about = cert.get("signature")
+    if about is None:
+        if key is not None:
+            problems.append("it is not signed, and --key names who should have signed it")
+        return ""
+    if why := signing.broken(cert):
+        problems.append(why)
+    public = str(about["key"])
+    found = signing.fingerprint(public)
+    if key is not None and not {public, found} & set(signing.known_keys(key)):
+        problems.append(f"it was signed by {about['signer']} {found}, and --key names another key")
+    return f"{about['signer']} {found}"
+
+
+def _compare(what: str, claimed: float, found: float, problems: list[str]) -> None:
+    if claimed == found:  # both infinite, or both zero
+        return
+    if not -TOLERANCE * max(abs(found), 1e-6) <= claimed - found <= SLACK * max(abs(found), 1e-6):
+        problems.append(f"{what}: {claimed:.6g} is claimed, the raw numbers give {found:.6g}")
+
+
+def _epsilons(
+    releases: Sequence[Mapping[str, Any]], deltas: tuple[float, ...], adjacency: Adjacency
+) -> tuple[float, ...]:
+    steps = tuple(Step.of(release, adjacency) for release in releases)
+    return _accounted(steps, any(release.get("integers") for release in releases), deltas, adjacency)
+
+
+@lru_cache(256)  # of clients alike, and of a certificate that is read again
+def _accounted(
+    steps: tuple[Step, ...], integers: bool, deltas: tuple[float, ...], adjacency: Adjacency
+) -> tuple[float, ...]:
+    """By the other accountant. What it composes, it composes once for all deltas where it can."""
+    if any(step.std == 0 and step.moved > 0 and step.times for step in steps):
+        return (math.inf,) * len(deltas)
+    rough = sum(step.times * (step.moved / step.std * step.rate) ** 2 for step in steps if step.moved)
+    if not rough:
+        return (0.0,) * len(deltas)
+    if any(step.sampler is Sampler.FIXED and step.rate < 1 for step in steps):
+        return _by_renyi(steps, deltas)
+    # A release adds mu^2/2 + mu sqrt(2 log 1/delta) to epsilon at most: enough to choose a grid.
+    guesses = [rough / 2 + math.sqrt(2 * rough * math.log(1 / delta)) for delta in deltas]
+    if integers:
+        return _by_concentration(steps, deltas)
+    accountants: dict[float, Any] = {}
+    epsilons = []
+    for delta, guess in zip(deltas, guesses, strict=True):
+        interval = _interval(steps, guess)
+        if interval not in accountants:
+            accountants[interval] = _by_losses(steps, interval, adjacency)
+        epsilons.append(float(accountants[interval].get_epsilon(delta)))
+    return tuple(epsilons)
+
+
+def _interval(steps: Sequence[Step], guess: float) -> float:
+    """Of the grid that losses are rounded to: finer for small epsilon, where relative error counts."""
+    sampled = any(step.rate < 1 for step in steps)
+    single = min(step.rate * step.moved / step.std for step in steps if step.moved)  # a small loss needs a finer grid
+    interval = min(1e-2, max(1e-6, guess * 1e-4), single / 10 if sampled else 1e-2)
+    # Nor may it have too many cells: one loss reaches about mu^2 / 2 + 10 mu.
+    reach = max(step.moved / step.std for step in steps)
+    return max(1e-6, interval, (reach**2 / 2 + 10 * reach) / 1e5)
+
+
+def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Any:
+    """Privacy loss distributions, composed."""
+    import dp_accounting as dp
+    from dp_accounting.pld import PLDAccountant
+
+    sampled = any(step.rate < 1 for step in steps)
+    # Its replace-one pair for sampled Gaussians is N(0) mixed with N(+1) against N(-1), in units of the clip.
+    replaced = sampled and adjacency is Adjacency.REPLACE_ONE
+    relation = dp.NeighboringRelation.REPLACE_ONE if replaced else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
+    accountant = PLDAccountant(relation, value_discretization_interval=interval)
+    for step in steps:
+        if step.moved and step.times:
+            term = step.moved / 2 if replaced else step.moved
+            event: Any = dp.GaussianDpEvent(step.std / term)
+            if sampled:
+                event = dp.PoissonSampledDpEvent(step.rate, event)
+            accountant.compose(event, step.times)
+    return accountant
+
+
+def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
+    """Samples of fixed size under replace-one; the accountant reads a multiplier as std over the whole change, 2 clip.
+    The plain account of the same releases holds too."""
+    import dp_accounting as dp
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    for step in steps:
+        if step.moved and step.times:
+            event: Any = dp.GaussianDpEvent(step.std / step.moved)
+            if step.rate < 1:  # so many of a thousand million: the rate is all that counts
+                event = dp.SampledWithoutReplacementDpEvent(10**9, round(step.rate * 10**9), event)
+            accountant.compose(event, step.times)
+    plain = gaussian.mu_of((step.moved, step.std, step.times) for step in steps)
+    return tuple(min(float(accountant.get_epsilon(delta)), gaussian.epsilon(plain, delta)) for delta in deltas)
+
+
+def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
+    """Discrete noise: zero-concentrated DP, and 2^-64 a release for what rounding and sampling may miss."""
+    import dp_accounting as dp
+    from dp_accounting.rdp import RdpAccountant
+
+    if any(step.rate < 1 for step in steps):
+        raise SordinoError("certificate: no account is known of discrete noise on a sample.")
+    rho = sum(step.times * (step.moved / step.std) ** 2 / 2 for step in steps)
+    orders = 1 + np.geomspace(1e-3, 1e6, 4000)
+    accountant = RdpAccountant(orders)
+    accountant.compose(dp.ZCDpEvent(rho))
+    missed = sum(step.times for step in steps) * 2.0**-64
+    return tuple(float(accountant.get_epsilon(d - missed)) if d > missed else math.inf for d in deltas)
+
+
+class Step(NamedTuple):
+    std: float
+    moved: float
+    times: int
+    rate: float
+    sampler: Sampler
+
+    @staticmethod
+    def of(release: Mapping[str, Any], adjacency: Adjacency) -> Step:
+        rate, sampler = float(release["rate"]), Sampler(release["sampler"])
+        step = Step(float(release["std"]), float(release["sensitivity"]), int(release["times"]), rate, sampler)
+        if not (step.std >= 0 and step.moved >= 0 and step.times >= 0 and 0 < rate <= 1):
+            raise SordinoError("certificate: releases hold a negative or undefined number.")
+        if rate < 1 and (sampler is Sampler.FULL or (sampler is Sampler.FIXED and adjacency is Adjacency.ADD_REMOVE)):
+            raise SordinoError(f"certificate: no account is known of sampler {sampler} at rate {rate:g}, {adjacency}.")
+        return step
+
+
+def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """What was seen follows from unit, adjacency, trust, clip and each client's own noise."""
+    unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
+    sums_only = trust is not Trust.UNTRUSTED_SERVER
+    for query in cert["queries"]:
+        gather = math.sqrt(_senders(cert, query)) if sums_only else 1.0
+        name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
+        rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
+        if unit is Unit.USER and kind is not Kind.DELTA:
+            problems.append(f"{name}: at user level a whole message must be noised, not an answer")
+        if rows and max(int(r["times"]) for _, r in rows) > int(cert["rounds"]) * int(query["calls"]):
+            problems.append(f"{name}: released more often than {cert['rounds']} rounds allow")
+        for group, release in rows:
+            low, high = _span(group["influence"][name])
+            own, most = _span(group["own_std"][name])
+            seen = float(release["std"])
+            # In a sum, a client's noise and its data arrive with the same weight, and a cohort's noises add up.
+            weights = (low * gather, high * gather) if sums_only else (1.0, 1.0)
+            if not (_near(seen, own * weights[1]) and _near(seen, most * weights[0])):
+                problems.append(
+                    f"{name}: the noise seen under {trust} is not {seen:.6g}, from a client's own {own:.6g}"
+                )
+            if query["bound"] == "by clip" and not query["stream"]:
+                bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit)
+                drawn = float(release["rate"]) < 1
+                apart = drawn and query["semidefinite"] and release["sampler"] == Sampler.POISSON
+                apart = apart and adjacency is Adjacency.REPLACE_ONE
+                joint = (int(query["joint"]) if drawn else 1) * (2 if apart else 1)
+                expected = _after_rounding(cert, query, bound * (high if sums_only else 1.0) * math.sqrt(joint))
+                if not _near(float(release["sensitivity"]), expected):
+                    problems.append(
+                        f"{name}: the sensitivity is {release['sensitivity']:.6g}, but clip {clip:g}, {unit} level and "
+                        f"{adjacency} make it {expected:.6g}"
+                    )
+            _check_rate(cert, kind, name, group, release, problems)
+    _check_rounds(cert, problems)
+    _check_totals(cert, problems)
+
+
+def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """Integers throughout or nowhere; their noise is large enough for its account; figures told beside epsilon."""
+    secure, releases = cert.get("secure"), [r for g in cert["groups"] for r in g["releases"]]
+    marks = [bool(r.get("integers")) for r in releases] + [float(q.get("step", 0)) > 0 for q in cert["queries"]]
+    if any(mark != bool(secure) for mark in marks):
+        problems.append("sums of integers are marked in one place and not in another")
+        return
+    seen = [listed(group["releases"]) for group in cert["groups"]]
+    adjacency = Adjacency(cert["adjacency"])
+    if float(cert["guess"]) < max(events.guess(each, adjacency) for each in seen) * (1 - 1e-6):
+        problems.append(f"a bet won at {cert['guess']:.4g} does not follow from the releases")
+    if not secure:
+        return
+    if cert["trust"] != Trust.SECURE_AGGREGATION:
+        problems.append(f"integers are added up under secure-aggregation, not under {cert['trust']}")
+    more = math.sqrt((int(cert["clients"]) - int(secure["dropouts"])) / int(secure["honest"]))
+    alone = [[{**r, "std": more * float(r["std"])} for r in g["releases"]] for g in cert["groups"]]
+    found = max(_epsilons(each, (float(cert["delta"]),), adjacency)[0] for each in alone)
+    _compare("epsilon against the server alone", _limitless(secure["epsilon_server"]), found, problems)
+    for query in cert["queries"]:
+        name, step = query["query"], float(query["step"])
+        least = min(_span(g["own_std"][name])[0] * _span(g["influence"][name])[0] for g in cert["groups"])
+        if not (least / step) ** 2 >= LEAST * (1 - 1e-6):
+            problems.append(f"{name}: noise of {least / step:.3g} steps is too coarse for its account")
+
+
+def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: float) -> float:
+    """Of integers: randomly rounded, a change of s steps in d numbers is at most this long, but for 2^-80."""
+    secure, step = cert.get("secure"), float(query.get("step", 0.0))
+    if secure is None:
+        return moved
+    if not step > 0 or any(not r.get("integers") for g in cert["groups"] for r in g["releases"]):
+        raise SordinoError("certificate: sums of integers need their step, and releases marked so.")
+    return step * discrete_gaussian.rounded(moved / step, int(secure["dimension"]))
+
+
+def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """Where every client pays for every round, the stages' rounds add up to the run's."""
+    hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.USER
+    if not (hidden or cert["sampler"]["clients"] == EVERYONE) or any(q["stream"] for q in cert["queries"]):
+        return
+    queries = {query["query"]: query for query in cert["queries"]}
+    for group in cert["groups"]:
+        rounds: dict[str, int] = {}
+        for r in group["releases"]:
+            query = queries[r["query"]]
+            joint = int(query["joint"]) if float(r["rate"]) < 1 else 1
+            rounds[r["query"].split(".")[0]] = int(r["times"]) * joint // int(query["calls"])
+        if sum(rounds.values()) != int(cert["rounds"]):
+            problems.append(f"clients {group['clients']}: they paid for {sum(rounds.values())} rounds")
+
+
+def _check_rate(
+    cert: Mapping[str, Any],
+    kind: Kind,
+    name: str,
+    group: Mapping[str, Any],
+    release: Mapping[str, Any],
+    problems: list[str],
+) -> None:
+    """A rate below 1 is that of the sampler that ran, for the smallest client of the group, and in a place where
+    sampling hides something."""
+    rate, sampler, unit = float(release["rate"]), str(release["sampler"]), Unit(cert["unit"])
+    if rate == 1:
+        return
+    if unit is Unit.RECORD and kind in SAMPLED:
+        law = Sampling.parse(cert["sampler"]["records"])
+        least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
+    elif unit is Unit.USER and cert["trust"] == Trust.TRUSTED_SERVER:
+        least, ran = float(cert["cohort"]) / int(cert["clients"]), cert["sampler"]["clients"].partition(":")[0]
+    else:
+        problems.append(
+            f"{name}: sampling hides nothing of it at {unit} level under {cert['trust']}, yet it is claimed"
+        )
+        return
+    if sampler != ran:
+        problems.append(f"{name}: accounted for as {sampler} sampling, but {ran} sampling ran")
+    if rate < least * (1 - 1e-9):
+        problems.append(f"{name}: a rate of {rate:.6g} is claimed, the sampler draws at {least:.6g}")
+
+
+def _mu(releases: Sequence[Mapping[str, Any]]) -> float:
+    moved = [(float(r["sensitivity"]), float(r["std"]), int(r["times"])) for r in releases]
+    return gaussian.mu_of(moved)
+
+
+def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
+    groups, first = cert["groups"], cert["queries"][0]
+    for group in groups:
+        if not _near(_limitless(group["mu"]), _mu(group["releases"])):
+            problems.append(f"clients {group['clients']}: mu {group['mu']} does not follow from the releases")
+    worst = max(groups, key=lambda group: _limitless(group["epsilon"]))
+    if not _near(_limitless(cert["mu"]), _mu(worst["releases"])):
+        problems.append(f"mu {cert['mu']} is not that of the client worst off")
+    if not cert["assumes"] or not cert["numerics"]:
+        problems.append("the assumptions are missing")
+    if sum(int(g["count"]) for g in groups) != int(cert["clients"]):
+        problems.append("the groups do not add up to the number of clients")
+    sizes = [g["records"] for g in groups]
+    if cert["records"] is not None:
+        low, high = (sum(int(g["count"]) * size[k] for g, size in zip(groups, sizes, strict=True)) for k in (0, 1))
+        if not low <= int(cert["records"]) <= high:
+            problems.append(f"{cert['records']} records are claimed, the groups hold {low} to {high}")
+    if float(cert["clip"]) != float(first["clip"]):
+        problems.append(f"clip {cert['clip']:g} is claimed, the first query has {first['clip']:g}")
+    spans = [_span(g["own_std"][first["query"]]) for g in groups]
+    most = max(high for _, high in spans) / float(first["clip"])
+    if not _near(float(cert["client_noise"]), most):
+        problems.append(f"client noise {cert['client_noise']:.6g} is claimed, the groups have {most:.6g}")
+    low, high = (
+        math.sqrt(
+            _senders(cert, first)
+            * sum(int(g["count"]) * s[k] ** 2 for g, s in zip(groups, spans, strict=True))
+            / int(cert["clients"])
+        )
+        / float(first["clip"])
+        for k in (0, 1)
+    )
+    if not low * (1 - 1e-6) <= float(cert["noise"]) <= high * (1 + 1e-6):
+        problems.append(f"noise {cert['noise']:.6g} is claimed, the groups have {high:.6g}")
+
+
+def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
+    """Clients whose noise a round adds up: a common stream has all of them."""
+    if secure := cert.get("secure"):
+        honest = int(cert["clients"]) - int(secure["dropouts"]) - int(secure["colluders"])
+        if honest != int(secure["honest"]) or honest < 2 or min(secure["dropouts"], secure["colluders"]) < 0:
+            raise SordinoError("certificate: the sites whose noise is counted on do not follow from the others.")
+        return float(honest)
+    common = query.get("carried", query["stream"]) and cert["trust"] != Trust.UNTRUSTED_SERVER
+    return float(cert["clients"] if common else cert["cohort"])
+
+
+def _taken_as_given(cert: Mapping[str, Any]) -> list[str]:
+    """Sensitivities that do not follow from a clip."""
+    why = {q["query"]: "a schedule" if q["stream"] else q["bound"].removeprefix("by ") for q in cert["queries"]}
+    return [f"{FOLLOWS} {name}, which follows from {source}" for name, source in why.items() if source != "clip"]
+
+
+def _span(value: Any) -> tuple[float, float]:
+    low, high = value if isinstance(value, list) else (value, value)
+    return float(low), float(high)
+
+
+def _near(a: float, b: float) -> bool:
+    return a == b or math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12)
+
+
+def _check_claims(cert: Mapping[str, Any], claimed: float, problems: list[str]) -> None:
+    if cert["certified"] and (cert["reasons"] or cert["noise_source"] != "secure" or not math.isfinite(claimed)):
+        problems.append(
+            "it says certified, yet its noise is not secret, its epsilon is infinite, or it names reasons why not"
+        )
+    if not cert["certified"] and not cert["reasons"]:
+        problems.append("it says not certified and gives no reason")
+
+
+def _limitless(value: Any) -> float:
+    """The number behind a null."""
+    return math.inf if value is None else float(value)

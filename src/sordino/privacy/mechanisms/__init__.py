@@ -1,0 +1,1 @@
+"""Mechanisms: where randomness comes from, and how noise is drawn and added."""

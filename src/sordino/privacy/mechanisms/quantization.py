@@ -1,0 +1,87 @@
+"""Sums of integers under secure aggregation: whose noise counts, how fine the integers are, and what rounding costs.
+
+Client i sends floor(u_i + dither) + discrete Gaussian noise, modulo 2^32, where u_i is its weighted clipped sum in
+steps of a public size. Of n clients `dropouts` may fail and `colluders` may tell their own noise: what protects is the
+noise of the h = n - dropouts - colluders others, so each adds 1/h of what the promise asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sordino.core import Independent, Kind, Method, SordinoError, keep, nothing
+from sordino.privacy.mechanisms import discrete_gaussian
+
+WRAPS = 1e-9  # chance in a round that any coordinate of the sum leaves the range: a failure of utility, not of privacy
+COARSE = 1.1  # rounding may lengthen a sensitivity by this factor at most
+FINE = 2.0**20  # standard deviation of one client's noise, in steps: finer ones would gain nothing
+LEAST = 100.0  # variance of one client's noise, in steps: a sum of such noises is a discrete Gaussian to e^-900
+
+
+@dataclass(frozen=True)
+class Integers:
+    """How a sum is made secure. `dimension`: numbers of a message."""
+
+    dimension: int
+    dropouts: int = 0
+    colluders: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dimension", "dropouts", "colluders"):
+            if getattr(self, name) < (name == "dimension"):
+                raise SordinoError(f"{name}: {getattr(self, name)} must not be less.")
+
+    def honest(self, clients: int) -> int:
+        """Clients whose noise is in every sum that is opened, and unknown to the coalition."""
+        left = clients - self.dropouts - self.colluders
+        if left < 2:
+            raise SordinoError(
+                f"colluders: of {clients} sites {self.dropouts} may drop out and {self.colluders} collude; the noise "
+                f"of {max(left, 0)} is left, which is no better than untrusted-server. Allow fewer, or find more sites."
+            )
+        return left
+
+    def steps(self, reach: float, std: float, clients: int) -> float:
+        """How many integer steps one unit of the aggregate takes: as many as fit, or as are of use.
+
+        reach: the largest that a coordinate of the sum can be without noise. std: of the honest noise in the sum.
+        """
+        honest = self.honest(clients)
+        tail = math.sqrt(2 * math.log(2 * self.dimension / WRAPS))
+        spread = COARSE * std * math.sqrt(clients / honest)
+        fit = (1 - 2.0**-10) * discrete_gaussian.MODULUS / 2 / (reach + tail * spread)
+        return min(fit, FINE * math.sqrt(honest) / std)
+
+    def rounded(self, moved: np.ndarray) -> np.ndarray:
+        """Sensitivities in steps, after rounding."""
+        # Up to a grid, so that equal clients stay equal whatever the last bits of their weights.
+        values, which = np.unique(np.ceil(moved * 2**20) / 2**20, return_inverse=True)
+        return np.array([discrete_gaussian.rounded(float(v), self.dimension) for v in values])[which.reshape(-1)]
+
+    def lengthened(self, moved: np.ndarray, needed: np.ndarray) -> float:
+        """The factor that rounding adds to the noise, so that it is enough for everyone: `moved` are sensitivities in
+        steps, `needed` the noise that each would need unrounded."""
+        most = float(moved.max())
+        factor = float((needed * self.rounded(moved) / moved).max() / needed.max()) if moved.min() > 0 else math.inf
+        if not factor <= COARSE:
+            raise SordinoError(
+                f"records: integers below 2^32 are too coarse for one record of so many ({most:.3g} steps); rounding "
+                f"would cost a factor {factor:.3g} of noise. Use untrusted-server, or fewer records."
+            )
+        return factor
+
+
+def check(method: Method) -> None:
+    """What is noised must be one vector a round, sent as it is."""
+    for stage in method.stages:
+        noised = [query for query in stage.queries if query.noise is not None]
+        single = len(noised) == 1 and noised[0].calls == 1 and isinstance(noised[0].noise, Independent)
+        bare = stage.local.remember is keep and stage.local.prepare is nothing  # a memory is of a single message
+        if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.DELTA):
+            raise SordinoError(
+                f"method: {method.name} does not send one noised vector a round, which secure aggregation adds up; "
+                "use dp-fedsofim, dp-fedgd, dp-fedadam or another with one gradient a round, or untrusted-server."
+            )

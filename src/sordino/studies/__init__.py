@@ -1,0 +1,1 @@
+"""Studies over many runs: tuning, comparisons, sweeps, reports and statistical theory."""

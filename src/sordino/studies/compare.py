@@ -1,0 +1,378 @@
+"""Methods side by side under exactly equal budgets: tune each once, train with every seed, tell all in one document.
+
+Each method is tuned once per budget, for its last round's accuracy on validation records; that setting is read at every
+round. A seed changes partition and noise. `report` turns the document into a page, Markdown and figures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import sordino
+from sordino.core import SordinoError, Unit, nearest
+from sordino.data.partition import describe, split
+from sordino.data.sources import Dataset
+from sordino.methods import REGISTRY, entry
+from sordino.privacy.evidence.certificate import certificate, finite
+from sordino.privacy.mechanisms.random import Seeded
+from sordino.studies import private_tuning
+from sordino.studies.grids import UNTUNED, preset
+from sordino.studies.statistics import mcnemar, pack, unpack
+from sordino.studies.tune import Case, tune, validated
+from sordino.training.batch import Trained, run_many
+from sordino.training.run import read
+from sordino.training.spec import RUN_KEYS, Spec, parse_setting
+
+PAPER = (
+    "dp-fedgd",
+    "dp-fedavg",
+    "dp-fedfc",
+    "dp-scaffold",
+    "dp-fedadam",
+    "dp-fedyogi",
+    "dp-ftrl",
+    "dp-adafedprox",
+    "dp-fedsofim",
+    "dp-fedsofim:apply_to=momentum",
+)
+RIVAL, SHARE = "dp-fedgd", 0.95  # rounds are counted to this share of this method's last accuracy
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a tuned step, to see how much it matters
+MEMORIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
+Tick = Callable[[int], None]
+
+
+class Contestant(NamedTuple):
+    label: str
+    method: str
+    options: dict[str, Any]  # fixed, not tuned
+
+    def values(self, base: dict[str, Any], epsilon: float) -> dict[str, Any]:
+        """Of a run; a common option such as the clip goes to methods that have it and do not derive their own."""
+        own = () if self.method in UNTUNED else entry(self.method).options
+        common = {key: value for key, value in base.items() if key in RUN_KEYS or key in own}
+        return {**common, **self.options, "method": self.method, "epsilon": epsilon}
+
+
+OPTION_KEYS = {key for known in REGISTRY.values() for key in known.options}
+
+
+def contestants(words: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
+    """`paper`, `all` (what is proved of these in this setting), or names, with options as in dp-fedsofim:rho=1."""
+    if strangers := [key for key in base if key not in RUN_KEYS and key not in OPTION_KEYS]:
+        raise SordinoError(f"{strangers[0]}: no method has it.{nearest(strangers[0], [*RUN_KEYS, *OPTION_KEYS])}")
+    found: list[Contestant] = []
+    for word in words:
+        if word == "paper":
+            found += [each for each in map(_contestant, PAPER) if _proved(each.values(base, 1.0))]
+        elif word == "all":
+            found += [each for each in map(_contestant, REGISTRY) if _proved(each.values(base, 1.0))]
+        else:
+            found.append(_contestant(word))
+            Spec.of(found[-1].values(base, 1.0)).plan((10,) * int(base.get("clients", 10)))  # a mistake shows here
+    return list({each.label: each for each in found}.values())
+
+
+def _contestant(text: str) -> Contestant:
+    name, *settings = text.split(":")
+    entry(name)
+    options = dict(map(parse_setting, settings))
+    for key in options:
+        if key not in entry(name).options:
+            raise SordinoError(f"methods: {name} has no option '{key}'.{nearest(key, entry(name).options)}")
+    about = ", ".join(value if isinstance(value, str) else f"{key} {value:g}" for key, value in options.items())
+    return Contestant(f"{name} ({about})" if about else name, name, options)
+
+
+def _proved(values: dict[str, Any]) -> bool:
+    try:
+        Spec.of(values).plan((10, 10))
+    except SordinoError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------ tuning
+
+
+def settle(
+    who: Sequence[Contestant],
+    base: dict[str, Any],
+    epsilons: Sequence[float],
+    *,
+    grid: str = "paper-fine",
+    how: str = "grid",
+    validation: float = 0.1,
+    **search: Any,
+) -> dict[str, Any]:
+    """Every contestant's best setting for every budget: the `tuning` part of a document."""
+    cases: list[tuple[Contestant, float, Case]] = []
+    for each in who:
+        at = each.values(base, 1.0)
+        tried = {
+            key: tuple(value for value in values if _proved({**at, key: value}))  # say, K > 1 where sums alone are seen
+            for key, values in preset(grid, each.method).items()
+            if key not in each.options
+        }
+        for epsilon in epsilons:
+            cases.append((each, epsilon, Case({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
+    open_ = [case for case in cases if case[2].grid]
+    dataset = validated(read(Spec.of(open_[0][2].values)), validation) if open_ else None
+    found = tune([case for *_, case in open_], dataset, how=how, **search) if dataset else []
+    settings = [
+        {
+            "method": each.label,
+            "epsilon": finite(epsilon),
+            "options": best.options,
+            "score": best.score,
+            "tried": best.tried,
+        }
+        for (each, epsilon, _), best in zip(open_, found, strict=True)
+    ]
+    return {
+        "how": f"{how} over {grid}",
+        "paid": private_tuning.UNPAID,
+        "validation": f"{validation:.0%} of the training records, held out by position (seed 0); no test record",
+        "settings": settings,
+    }
+
+
+UNTOUCHED = {"how": "none", "paid": "nothing was tuned", "validation": "none", "settings": []}
+
+
+# ----------------------------------------------------------------------------------------------------------- running
+
+
+class Entrant(NamedTuple):
+    """A run to make, and how the document files it."""
+
+    label: str
+    group: str
+    values: dict[str, Any]
+    vary: tuple[str, Any] | None = None
+
+
+def lineup(
+    who: Sequence[Contestant],
+    base: dict[str, Any],
+    epsilons: Sequence[float],
+    seeds: Sequence[int],
+    tuning: dict[str, Any],
+) -> list[Entrant]:
+    """The comparison itself."""
+    chosen = {(s["method"], s["epsilon"]): s["options"] for s in tuning["settings"]}
+    return [
+        Entrant(each.label, "comparison", {**values, "seed": seed, "split_seed": seed})
+        for each in who
+        for epsilon in epsilons
+        for values in [{**each.values(base, epsilon), **chosen.get((each.label, finite(epsilon)), {})}]
+        for seed in seeds
+    ]
+
+
+def ablation(runs: Sequence[Entrant], of: str) -> list[Entrant]:
+    """DP-FedSOFIM in parts, at equal effective step lr / rho: the gradient alone, its moving average alone."""
+    found = []
+    for run in runs:
+        if run.label == of:
+            rest = {
+                key: value
+                for key, value in run.values.items()
+                if key not in ("rho", "beta", "lr", "apply_to", "method")
+            }
+            options = {**entry("dp-fedsofim").options, **run.values}
+            step = options["lr"] / options["rho"]
+            found.append(Entrant("gradient alone", "ablation", {**rest, "method": "dp-fedgd", "lr": step}))
+            average = {"rho": 1.0, "lr": step, "beta": options["beta"], "ema_rounds": 10**6}
+            found.append(Entrant("moving average alone", "ablation", {**rest, "method": "dp-fedsofim", **average}))
+            found.append(run._replace(label=f"full: {of}", group="ablation"))
+    return found
+
+
+def sensitivity(runs: Sequence[Entrant], of: str) -> list[Entrant]:
+    """Around one method's settings: each step and regulariser times some factors, each memory over its range."""
+    found = []
+    for run in runs:
+        if run.label != of:
+            continue
+        for key in [k for k in ("lr", "rho", "beta") if k in entry(run.values["method"]).options]:
+            centre = run.values.get(key, entry(run.values["method"]).options[key])
+            for value in MEMORIES if key == "beta" else [centre * factor for factor in FACTORS]:
+                found.append(Entrant(of, "sensitivity", {**run.values, key: value}, (key, value)))
+    return found
+
+
+def document(
+    entrants: Sequence[Entrant],
+    *,
+    base: dict[str, Any],
+    tuning: dict[str, Any],
+    command: str,
+    printed: Sequence[int] = (),
+    pairs: Sequence[tuple[str, str]] = (),
+    device: str = "cpu",
+    tick: Tick = lambda runs: None,
+) -> dict[str, Any]:
+    """Train all, and tell everything that a report needs. pairs: labels for McNemar's test, first seed only."""
+    specs = [Spec.of(entrant.values) for entrant in entrants]
+    trained = run_many(specs, device=device, tick=tick)
+    data: dict[tuple[Any, ...], Dataset] = {}
+    runs, partition = [], dict[str, list[list[int]]]()
+    for entrant, spec, each in zip(entrants, specs, trained, strict=True):
+        key = (spec.data, each.spec.normalize, spec.public_stats, spec.split_seed)
+        if key not in data:
+            data = {key: read(spec)}
+        client = _owners(each.spec, data[key])
+        runs.append(_filed(entrant, spec, each, data[key], client))
+        if str(spec.seed) not in partition:
+            held = describe(data[key].y_train, client, len(data[key].classes))
+            partition[str(spec.seed)] = [list(map(int, client.counts)) for client in held]
+    rounds = max(len(run["accuracy"]) for run in runs)
+    first = next(iter(data.values()))
+    shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
+    promise = {key: value for key, value in trained[0].spec.values().items() if key in PROMISE}
+    return {
+        "sordino": sordino.__version__,
+        "command": command,
+        "host": {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__},
+        "setting": {**promise, **shared},
+        "data": {
+            "name": first.name,
+            "train": len(first.y_train),
+            "test": len(first.y_test),
+            "features": first.x_train.shape[1],
+            "classes": list(first.classes),
+            "clients": trained[0].plan.clients,
+        },
+        "rounds": list(printed) or _printed(rounds),
+        "target": {
+            "reference": RIVAL if any(e.label == RIVAL for e in entrants) else entrants[0].label,
+            "share": SHARE,
+        },
+        "tuning": tuning,
+        # Of simulated clients only: these figures are private.
+        "partition": None if trained[0].spec.partition.startswith("by-") else partition,
+        "runs": runs,
+        "pairs": _pairs(runs, pairs, len(first.y_test)),
+        "varied": _varied(entrants),
+    }
+
+
+PROMISE = ("unit", "adjacency", "trust", "delta", "divisor", "partition", "participation", "rounds", "clients")
+
+
+def _owners(whole: Spec, dataset: Dataset) -> np.ndarray:
+    return split(dataset, whole.partition, whole.clients, sizes=whole.sizes, seed=whole.split_seed)
+
+
+def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, client: np.ndarray) -> dict[str, Any]:
+    plan, theta, model = trained.plan, trained.theta, trained.model
+    right = model.predict(theta, dataset.x_test).numpy() == dataset.y_test
+    classes = len(dataset.classes)
+    held = np.bincount(dataset.y_test, minlength=classes)
+    by_class = np.bincount(dataset.y_test, weights=right, minlength=classes) / np.maximum(held, 1)
+    rounds = max(trained.scores)
+    cert = certificate(
+        plan,
+        Seeded(spec.seed or 0),
+        version=sordino.__version__,
+        spec_sha256=trained.spec.sha256(),
+        tested=len(dataset.y_test) if plan.privacy.unit is Unit.RECORD else None,
+    )
+    own = np.zeros(plan.clients)
+    for group in plan.groups():
+        own[list(group.clients)] = plan.epsilon_of(group)
+    noise = plan.aggregate_std(0) * math.sqrt(model.size)
+    filed = {
+        "label": entrant.label,
+        "method": spec.method,
+        "group": entrant.group,
+        "epsilon": finite(spec.epsilon),
+        "seed": spec.seed,
+        "options": {key: value for key, value in trained.spec.options.items() if key in spec.options},
+        "accuracy": [round(trained.scores[t], 6) for t in sorted(trained.scores)],
+        "signal": [float(f"{value:.4g}") for value in trained.signal] or None,
+        "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
+        "per_class": [round(float(value), 4) for value in by_class],
+        "per_client": None if spec.partition.startswith("by-") else _per_client(trained, dataset, client),
+        "client_epsilon": [finite(float(f"{value:.6g}")) for value in own],
+        "correct": pack(right),
+        "seconds": round(trained.seconds, 4),
+        "bytes_up": 4 * trained.traffic[0],
+        "bytes_down": 4 * trained.traffic[1],
+        "command": as_command(spec),
+        "certificate": cert,
+    }
+    return filed if entrant.vary is None else {**filed, "vary": entrant.vary[0], "value": entrant.vary[1]}
+
+
+def _per_client(trained: Trained, dataset: Dataset, client: np.ndarray) -> list[float]:
+    """Accuracy on each client's own records: who pays for the noise? A simulation may look; a federation could not."""
+    right = trained.model.predict(trained.theta, dataset.x_train).numpy() == dataset.y_train
+    inside = client >= 0
+    totals = np.bincount(client[inside], weights=right[inside], minlength=trained.plan.clients)
+    return [round(float(value), 4) for value in totals / np.asarray(trained.plan.sizes)]
+
+
+def _pairs(runs: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], tested: int) -> list[dict[str, Any]]:
+    compared = [run for run in runs if run["group"] == "comparison"]
+    seed = min((run["seed"] for run in compared), default=None)
+    by = {(run["label"], run["epsilon"]): unpack(run["correct"], tested) for run in compared if run["seed"] == seed}
+    found = []
+    for epsilon in dict.fromkeys(run["epsilon"] for run in compared):
+        for a, b in pairs:
+            if (a, epsilon) in by and (b, epsilon) in by:
+                test = mcnemar(by[a, epsilon], by[b, epsilon])
+                found.append({"epsilon": epsilon, "a": a, "b": b, "seed": seed, "tested": tested, **test._asdict()})
+    return found
+
+
+def _varied(entrants: Sequence[Entrant]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for entrant in entrants:
+        if entrant.vary:
+            key, value = entrant.vary
+            found[key] = sorted({*found.get(key, []), value})
+    return found
+
+
+def _printed(rounds: int) -> list[int]:
+    """Every tenth round, as the papers print; all of a short run."""
+    return list(range(10, rounds + 1, 10)) if rounds >= 10 else list(range(1, rounds + 1))
+
+
+def as_command(spec: Spec) -> str:
+    """The `sordino run` that makes the same run."""
+    default, flags = Spec(method=spec.method).values(), []
+    for key, value in spec.values().items():
+        if key not in ("data", "method", "epsilon", "seed") and default.get(key) != value:
+            flags.append(
+                f"--set {shlex.quote(f'{key}={json.dumps(value) if isinstance(value, list | bool) else value}')}"
+            )
+    head = f"sordino run --data {shlex.quote(spec.data)} --method {spec.method}"
+    budget = f"--epsilon {spec.epsilon:g}" if spec.noise is None else ""
+    seed = [] if spec.seed is None else [f"--seed {spec.seed}"]
+    return " ".join([head, budget, *flags, *seed]).replace("  ", " ")
+
+
+def frozen(path: Path) -> dict[str, Any]:
+    """Settings that an earlier comparison chose: the `tuning` part of its document, or a file of that part alone."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        found = found.get("tuning", found)
+        assert {"how", "paid", "validation", "settings"} <= found.keys()
+    except FileNotFoundError:
+        raise SordinoError(f"settings: there is no file '{path}'; check the path.") from None
+    except (ValueError, AttributeError, AssertionError):
+        raise SordinoError(
+            f"settings: '{path}' holds no settings; give settings.json or compare.json of a comparison."
+        ) from None
+    return dict(found)

@@ -1,0 +1,417 @@
+"""How far private federated estimates fall from the truth: simulations of four methods, beside what is predicted.
+
+Designs: x ~ N(0, I_5), logistic labels with |theta_0| = 1 or Poisson labels with |theta_0| = 1/2. Records are bounded
+by Mallows weights (radius 3), Poisson also by |residual| <= 3 and rate <= e^2; steps are 3 and 1/2. Every repetition
+has data and noise of its own and is one row of a tensor; it has the same data under every method and budget. Sizes are
+drawn once per design. The promise is mu-GDP for one record of a client against the server, replace-one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino.core import Method, Privacy, SordinoError, nearest
+from sordino.data.records import Records
+from sordino.engines import simulate
+from sordino.methods import build
+from sordino.models.linear import Linear, Loss
+from sordino.privacy.accounting import gaussian
+from sordino.privacy.mechanisms.random import Address, Floats, Seeded, Words
+from sordino.privacy.plan import Plan
+from sordino.studies import theory
+
+DIM, DELTA = 5, 1e-5
+MUS = (0.5, 1.0, 3.0)
+CLIENTS, MEAN, TOTAL = (20, 30, 40, 50, 60), 400, 20_000
+SPLITS = (10, 20, 50, 100, 200)  # clients of a fixed total
+STEPS = (2, 4, 6, 10, 20, 50, 100, 200, 400)
+LAWS = ("equal", "uniform", "lognormal")
+DESIGNS = (*LAWS, "fixed-total", "iterations", "mnist-binary", "mnist-multiclass")
+LABELS = {"fedsgd": "FedSGD", "fedhybrid": "FedHybrid", "fedavg-gdp": "FedAvg", "fednewton": "FedNewton"}
+POOLED = "pooled"  # the estimate from all data in one place, without privacy
+AT_ONCE = 4_000_000  # records of all repetitions held together: some 0.5 GB
+
+Progress = Callable[[str], None]
+
+
+class Setup(NamedTuple):
+    """A model, its truth, and the public constants that methods need."""
+
+    model: Linear
+    length: float
+    clip: float
+    curvature_clip: float
+    lr: float
+    floor: float = 0.05
+
+    @property
+    def truth(self) -> Tensor:
+        return torch.full((self.model.features,), self.length / math.sqrt(self.model.features), dtype=torch.float64)
+
+
+def setup(kind: str, dim: int = DIM) -> Setup:
+    """The simulations' constants for `logistic` or `poisson`; the radius is 3 at five dimensions."""
+    radius = 3 * math.sqrt(dim / DIM)
+    if kind == "logistic":
+        return Setup(Linear(dim, 1, Loss.LOGISTIC, bias=False, radius=radius), 1.0, radius, radius**2 / 4, 3.0)
+    if kind == "poisson":
+        model = Linear(dim, 1, Loss.POISSON, bias=False, radius=radius, residual=3.0, cap=2.0)
+        return Setup(model, 0.5, 3 * radius, radius**2 * math.exp(2), 0.5)
+    raise SordinoError(f"model: '{kind}' is unknown.{nearest(kind, ('logistic', 'poisson'))}")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a figure."""
+
+    kind: str
+    law: str
+    clients: int
+    mu: float
+    total: int | None = None  # records of all clients; None: some 400 each
+    iterations: int = 100
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return sizes(self.law, self.clients, self.total)
+
+    @property
+    def case(self) -> theory.Case:
+        at = setup(self.kind)
+        world = theory.population(at.model, at.length)
+        return theory.Case(self.sizes, self.mu, world, at.clip, at.curvature_clip, at.lr)
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Its noise is its own."""
+        law, kind = LAWS.index(self.law), int(self.kind == "poisson")
+        return (kind, law, self.clients, round(1000 * self.mu), self.total or 0, self.iterations)
+
+    def predicted(self) -> dict[str, theory.Terms]:
+        """By method, from the closed forms."""
+        case, half = self.case, self.iterations // 2
+        return {
+            "fedsgd": theory.fedsgd(case, self.iterations),
+            "fedhybrid": theory.fedhybrid(case, half, half),
+            "fedavg-gdp": theory.fedavg(case, half, 2),
+            "fednewton": theory.fednewton(case, half),
+        }
+
+
+def sizes(law: str, clients: int, total: int | None = None) -> tuple[int, ...]:
+    """Records of every client: all equal, uniform within half of the mean, or lognormal (log-sd 0.5, at least 50)."""
+    if law not in LAWS:
+        raise SordinoError(f"design: sizes cannot be '{law}'.{nearest(law, LAWS)}")
+    mean = MEAN if total is None else total / clients
+    rng = np.random.default_rng([LAWS.index(law), clients])
+    if law == "equal":
+        drawn = np.full(clients, mean)
+    elif law == "uniform":
+        drawn = rng.integers(int(mean / 2), int(1.5 * mean) + 1, clients).astype(float)
+    else:
+        drawn = np.exp(0.5 * rng.standard_normal(clients))
+        drawn *= mean / drawn.mean()
+    if total is not None:
+        drawn *= total / drawn.sum()
+    n = np.maximum(np.round(drawn), min(50, mean / 2)).astype(int)
+    if total is not None:  # what rounding left over
+        n[np.argmax(n)] += total - n.sum()
+    return tuple(n.tolist())
+
+
+def cells(design: str, kinds: Sequence[str], mus: Sequence[float], law: str = "equal") -> list[Cell]:
+    """The points of a design."""
+    if design in LAWS:
+        return [Cell(kind, design, m, mu) for kind in kinds for mu in mus for m in CLIENTS]
+    if design == "fixed-total":
+        return [Cell(kind, law, m, mu, TOTAL) for kind in kinds for mu in mus for m in SPLITS]
+    if design == "iterations":
+        return [Cell(kind, law, 40, mu, iterations=k) for kind in kinds for mu in mus for k in STEPS]
+    raise SordinoError(f"design: '{design}' is unknown.{nearest(design, DESIGNS)}")
+
+
+# ---------------------------------------------------------------------------------------------------- simulation
+
+
+class Rows:
+    """Seeded noise, drawn for all clients of a release at once: cheaper where clients are many and vectors short."""
+
+    private = False
+
+    def __init__(self, seed: int, clients: int) -> None:
+        self.seeded, self.clients = Seeded(seed), clients
+        self.key: tuple[Any, ...] = ()
+        self.block = np.zeros(0)
+
+    def fresh(self) -> Rows:
+        return self
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        if at.client >= self.clients:
+            return self.seeded.normal(at, shape)
+        key = (*at[1:], shape)
+        if key != self.key:
+            self.key = key
+            self.block = self.seeded.normal(at._replace(client=self.clients), (self.clients, *shape))
+        return np.asarray(self.block[at.client])
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return self.seeded.uniform(at, shape)
+
+    def words(self, at: Address, count: int) -> Words:
+        return self.seeded.words(at, count)
+
+
+def worlds(kind: str, sizes: Sequence[int], repetitions: Iterable[int], seed: int, device: str = "cpu") -> Records:
+    """Data of some repetitions, as the leading axis; each has its own stream, whatever others are drawn with it."""
+    at, n = setup(kind), sum(sizes)
+    rngs = [np.random.default_rng([seed, r, n, len(sizes)]) for r in repetitions]
+    x = np.stack([rng.standard_normal((n, DIM), dtype=np.float32) for rng in rngs])
+    z = x @ at.truth.numpy().astype(np.float32)
+    if kind == "logistic":
+        y = np.stack([rng.random(n) < 1 / (1 + np.exp(-row)) for rng, row in zip(rngs, z, strict=True)])
+    else:
+        y = np.stack([rng.poisson(np.exp(row)) for rng, row in zip(rngs, z, strict=True)])
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    return Records(torch.from_numpy(x).to(device), torch.from_numpy(y.astype(np.float32)).to(device), starts)
+
+
+def contestants(at: Setup, iterations: int) -> dict[str, tuple[Method, int]]:
+    """The four methods with their rounds, at equal numbers of gradients; FedNewton takes half, and one Newton step."""
+    half = iterations // 2
+    local: dict[str, Any] = {"clip": at.clip, "local_lr": at.lr}
+    newton: dict[str, Any] = {"curvature_clip": at.curvature_clip, "floor": at.floor}
+    return {
+        "fedsgd": (build("fedsgd", clip=at.clip, lr=at.lr), iterations),
+        "fedhybrid": (build("fedhybrid", lr=at.lr, local_steps=half, **local), 1 + half),
+        "fedavg-gdp": (build("fedavg-gdp", steps=half, **local), 2),
+        "fednewton": (build("fednewton", local_steps=half, **newton, **local), 2),
+    }
+
+
+def promise(mu: float) -> Privacy:
+    """mu-GDP, said as (epsilon, delta)."""
+    return Privacy(gaussian.epsilon(mu, DELTA), DELTA)
+
+
+def estimates(plan: Plan, model: Linear, records: Records, seeds: Sequence[Sequence[int]]) -> Tensor:
+    """One estimate a seed."""
+    sources = [Rows(int(np.random.SeedSequence(s).generate_state(1, np.uint64)[0]), plan.clients) for s in seeds]
+    theta = torch.zeros(len(sources), model.size, device=records.x.device)
+    for turn in simulate.run(plan, model, records, sources, theta=theta):
+        theta = turn.model
+    return theta
+
+
+def pooled(kind: str, records: Records, steps: int = 12) -> Tensor:
+    """Maximum likelihood from all records of each repetition, by Newton's method."""
+    model = Linear(DIM, 1, setup(kind).model.kind, bias=False)
+    shard = Records(records.x, records.y, np.array([0, records.x.shape[-2]])).shard(0)
+    theta = torch.zeros(len(records.x), DIM, device=records.x.device)
+    for _ in range(steps):
+        g = model.clipped_sum(theta, shard, math.inf).double()
+        H = model.curvature_sum(theta, shard, math.inf).double()
+        theta = theta - torch.linalg.solve(H, g).to(theta)
+    return theta
+
+
+def simulate_cell(
+    cell: Cell,
+    repetitions: int,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    methods: Iterable[str] = (*LABELS, POOLED),
+    progress: Progress = lambda _: None,
+) -> dict[str, np.ndarray]:
+    """Squared errors by method, one a repetition."""
+    at, sizes, found = setup(cell.kind), cell.sizes, {name: list[np.ndarray]() for name in methods}
+    known = contestants(at, cell.iterations)
+    chunk = max(1, AT_ONCE // sum(sizes))
+    for start in range(0, repetitions, chunk):
+        turn = range(start, min(start + chunk, repetitions))
+        records = worlds(cell.kind, sizes, turn, seed, device)
+        for name in found:
+            if name == POOLED:
+                theta = pooled(cell.kind, records)
+            else:
+                method, rounds = known[name]
+                plan = Plan(method, rounds, sizes, promise(cell.mu))
+                theta = estimates(
+                    plan, at.model, records, [(seed, r, *cell.key, list(LABELS).index(name)) for r in turn]
+                )
+            found[name].append((theta.cpu().double() - at.truth).square().sum(-1).numpy())
+            progress(f"{cell.kind}, {cell.clients} clients, mu {cell.mu:g}: {LABELS.get(name, name)}")
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def pieces(cell: Cell, repetitions: int) -> int:
+    """How often `simulate_cell` reports progress."""
+    return math.ceil(repetitions / max(1, AT_ONCE // sum(cell.sizes))) * (len(LABELS) + 1)
+
+
+def point(cell: Cell, errors: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What is said of one point: each method's error with its standard error, and what is known beforehand."""
+    return {
+        "samples": len(next(iter(errors.values()))),
+        "methods": {name: _said(values) for name, values in errors.items()},
+        **foretold(cell),
+    }
+
+
+def foretold(cell: Cell) -> dict[str, Any]:
+    """The point itself, the predictions, and the rates."""
+    case = cell.case
+    bound = theory.information_bound(cell.sizes, cell.mu, case.world.fisher, case.world.times)
+    return {
+        "model": cell.kind,
+        "sizes": cell.law,
+        "total": "fixed" if cell.total else "grows",
+        "clients": cell.clients,
+        "records": case.records,
+        "smallest": min(cell.sizes),
+        "mu": cell.mu,
+        "iterations": cell.iterations,
+        "rate": rounded(theory.rate(DIM, cell.sizes, cell.mu)),
+        "rate_with_log": rounded(theory.rate(DIM, cell.sizes, cell.mu, log=True)) if cell.mu < 1 else None,
+        "information_bound": rounded(bound),
+        "fednewton_safe": theory.safe(case),
+        "predicted": {
+            name: {part: rounded(value) for part, value in theory.plain(terms).items()}
+            for name, terms in cell.predicted().items()
+        },
+    }
+
+
+def _said(errors: np.ndarray) -> dict[str, float]:
+    return {
+        "error": rounded(errors.mean()),
+        "se": rounded(errors.std(ddof=1) / math.sqrt(len(errors))),
+        "median": rounded(np.median(errors)),
+    }
+
+
+def rounded(value: float) -> float:
+    """To four digits."""
+    return float(f"{float(value):.4g}")
+
+
+def measure(points: Sequence[Cell], repetitions: int, **options: Any) -> Iterator[dict[str, Any]]:
+    """Every point, simulated."""
+    if repetitions < 2:
+        raise SordinoError(f"repetitions: {repetitions} must be at least 2; a standard error needs them.")
+    for cell in points:
+        yield point(cell, simulate_cell(cell, repetitions, **options))
+
+
+# ---------------------------------------------------------------------------------------------------------- MNIST
+
+MATRICES_AT_ONCE = 20_000_000  # numbers in the Hessians of all clients and repetitions
+POOL = 4  # pixels a side that are averaged: 28 x 28 becomes 7 x 7, whatever the data
+
+
+class Digits(NamedTuple):
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+
+
+def mnist(folder: str | Path, *, binary: bool) -> Digits:
+    """7 x 7 averages of 4 x 4 pixels, each record less its own mean and scaled to norm 1: no record meets another.
+
+    Binary: even against odd. The files are MNIST's four, in idx format, gzipped, as `mnist-train-images-idx3-ubyte.gz`.
+    """
+    parts = []
+    for part in ("train", "t10k"):
+        x = _idx(Path(folder) / f"mnist-{part}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)
+        y = torch.from_numpy(_idx(Path(folder) / f"mnist-{part}-labels-idx1-ubyte.gz", 8).astype(np.int64))
+        small = x.reshape(-1, 28 // POOL, POOL, 28 // POOL, POOL).mean((2, 4), dtype=np.float32).reshape(len(x), -1)
+        small -= small.mean(1, keepdims=True)
+        small /= np.maximum(np.linalg.norm(small, axis=1, keepdims=True), 1e-6)
+        parts += [torch.from_numpy(small), y % 2 if binary else y]
+    return Digits(*parts)
+
+
+def _idx(path: Path, header: int) -> np.ndarray:
+    if not path.is_file():
+        raise SordinoError(f"data: there is no '{path}'; name the folder that holds MNIST's four files.")
+    return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8, offset=header)
+
+
+def mnist_setup(*, binary: bool) -> Setup:
+    """Bounds that hold for every record of norm 1. The step was chosen by hand, once for all methods and budgets."""
+    d = (28 // POOL) ** 2
+    if binary:
+        return Setup(Linear(d, 1, Loss.LOGISTIC, bias=False, radius=1.0), 0.0, 1.0, 0.25, 12.0)
+    # |p - e_y| <= sqrt(2), and diag p - p p^T has Frobenius norm at most 1/2.
+    return Setup(Linear(d, 10, Loss.SOFTMAX, bias=False, radius=1.0), 0.0, math.sqrt(2), 0.5, 12.0)
+
+
+def mnist_accuracies(
+    data: Digits,
+    mu: float,
+    *,
+    binary: bool,
+    clients: int = 80,
+    repetitions: int = 10,
+    iterations: int = 100,
+    seed: int = 0,
+    device: str = "cpu",
+    progress: Progress = lambda _: None,
+) -> dict[str, np.ndarray]:
+    """Test accuracies by method, one a repetition; records are dealt out at random once, noise is drawn anew."""
+    at, n = mnist_setup(binary=binary), len(data.x_train)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(n))
+    owner = np.sort(np.arange(n) % clients)
+    records = Records.of(data.x_train[order], data.y_train[order], owner, device=device)
+    # The floor is the size of the noise on a client's Hessian, sqrt(2 d) s_H: public, and what can be told from 0.
+    noisy = math.sqrt(2 * at.model.size) * 2 * math.sqrt(2) * at.curvature_clip / (mu * (n // clients))
+    chunk = max(1, MATRICES_AT_ONCE // (clients * at.model.size**2))
+    found = {}
+    for i, (name, (method, rounds)) in enumerate(contestants(at._replace(floor=noisy), iterations).items()):
+        plan, reached = Plan(method, rounds, records.sizes, promise(mu)), list[float]()
+        for start in range(0, repetitions, chunk):
+            seeds = [(seed, r, i) for r in range(start, min(start + chunk, repetitions))]
+            theta = estimates(plan, at.model, records, seeds).cpu()
+            reached += [accuracy(at.model, one, data) for one in theta]
+        found[name] = np.array(reached)
+        progress(f"mu {mu:g}: {LABELS[name]}")
+    return found
+
+
+def accuracy(model: Linear, theta: Tensor, data: Digits) -> float:
+    return float((model.predict(theta, data.x_test) == data.y_test).double().mean())
+
+
+def mnist_point(mu: float, accuracies: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Of one budget: accuracy and its standard error over noise, by method."""
+    count = len(next(iter(accuracies.values())))
+    return {
+        "mu": mu,
+        "samples": count,
+        "methods": {
+            name: {"accuracy": rounded(a.mean()), "se": rounded(a.std(ddof=1) / math.sqrt(count))}
+            for name, a in accuracies.items()
+        },
+    }
+
+
+def mnist_pooled(data: Digits, *, binary: bool, steps: int = 2000) -> float:
+    """Test accuracy of the same model from all records, without privacy: gradient steps with momentum."""
+    at = mnist_setup(binary=binary)
+    shard = Records(data.x_train, data.y_train, np.array([0, len(data.x_train)])).shard(0)
+    theta, velocity = at.model.init(), at.model.init()
+    for _ in range(steps):
+        velocity = 0.95 * velocity + at.model.clipped_sum(theta, shard, at.clip) / len(data.x_train)
+        theta = theta - at.lr * velocity
+    return accuracy(at.model, theta, data)

@@ -1,0 +1,640 @@
+"""A comparison as a page, as Markdown and as figures.
+
+Everything is worked out here, once, in `view`; the page and the figures only draw it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sordino.core import Adjacency, Trust, Unit
+from sordino.privacy.evidence.certificate import finite
+from sordino.privacy.evidence.statement import WHO, WHOM
+from sordino.studies import figures
+from sordino.studies.estimation_report import markdown
+
+Document = dict[str, Any]
+Epsilon = float | None  # None: no noise
+MOST_CLIENTS = 200  # that a page shows one by one
+SIGNIFICANT = 0.05
+NONE = "–"
+
+
+class Score(NamedTuple):
+    mean: float
+    std: float | None  # over seeds, of the population; None with one seed
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f}" + ("" if self.std is None else f" ± {100 * self.std:.1f}")
+
+
+class Cell(NamedTuple):
+    text: str
+    mark: str = ""  # "best", or "near": within the best one's standard deviation
+
+
+class Table(NamedTuple):
+    head: list[str]
+    rows: list[list[Cell]]
+    note: str = ""
+
+
+def write(document: Document, out: Path) -> list[Path]:
+    """`report.html`, `report.md` and, where matplotlib is installed, `figures/`."""
+    out.mkdir(parents=True, exist_ok=True)
+    seen = view(document)
+    drawn = figures.draw(seen, out / "figures")
+    texts = {"report.html": page(seen), "report.md": text(document, [path.name for path in drawn])}
+    for name, content in texts.items():
+        (out / name).write_text(content, encoding="utf-8")
+    return [*(out / name for name in texts), *drawn]
+
+
+# ------------------------------------------------------------------------------------------------------- the numbers
+
+
+def named(epsilon: Epsilon) -> str:
+    return "∞" if epsilon is None else f"{epsilon:g}"
+
+
+def of_group(document: Document, group: str = "comparison") -> list[Document]:
+    return [run for run in document["runs"] if run["group"] == group]
+
+
+def labels(runs: Sequence[Document]) -> list[str]:
+    return list(dict.fromkeys(run["label"] for run in runs))
+
+
+def epsilons(runs: Sequence[Document]) -> list[Epsilon]:
+    """From the strongest promise to none."""
+    return sorted({run["epsilon"] for run in runs}, key=lambda e: math.inf if e is None else e)
+
+
+def score(values: Sequence[float]) -> Score:
+    return Score(statistics.fmean(values), statistics.pstdev(values) if len(values) > 1 else None)
+
+
+def by_label(runs: Sequence[Document], epsilon: Epsilon) -> dict[str, list[Document]]:
+    """The seeds of each method."""
+    found: dict[str, list[Document]] = {}
+    for run in runs:
+        if run["epsilon"] == epsilon:
+            found.setdefault(run["label"], []).append(run)
+    return found
+
+
+def curve(runs: Sequence[Document], key: str = "accuracy") -> list[Score]:
+    """By round."""
+    return [score(values) for values in zip(*(run[key] for run in runs), strict=True)]
+
+
+def marked(scores: Sequence[Score | None]) -> list[Cell]:
+    """The best, and those that its own standard deviation does not tell from it."""
+    known = [s for s in scores if s is not None]
+    if not known:
+        return [Cell(NONE)] * len(scores)
+    best = max(s.mean for s in known)
+    slack = max(s.std or 0.0 for s in known if s.mean == best)
+    marks = ("" if s is None else "best" if s.mean == best else "near" * (s.mean >= best - slack) for s in scores)
+    return [Cell(NONE if s is None else str(s), mark) for s, mark in zip(scores, marks, strict=True)]
+
+
+def mean_of(rows: Iterable[Sequence[float | None]]) -> list[float | None]:
+    """Entry by entry, of what is known."""
+    columns = [[v for v in column if v is not None] for column in zip(*rows, strict=True)]
+    return [statistics.fmean(column) if column else None for column in columns]
+
+
+def parts(runs: Sequence[Document], key: str) -> dict[tuple[str, Epsilon], list[float | None]]:
+    """Accuracy per class or per client of every method and ε, over the seeds given."""
+    found = {}
+    for epsilon in epsilons(runs):
+        for label, some in by_label(runs, epsilon).items():
+            if all(run.get(key) for run in some):
+                found[label, epsilon] = mean_of([run[key] for run in some])
+    return found
+
+
+def payment(shares: dict[tuple[str, Epsilon], list[float | None]]) -> dict[tuple[str, Epsilon], list[float | None]]:
+    """What the noise costs: differences from the same method without noise or, failing that, at its largest ε."""
+    base: dict[str, tuple[float, list[float | None]]] = {}
+    for (label, epsilon), values in shares.items():
+        size = math.inf if epsilon is None else epsilon
+        if label not in base or size > base[label][0]:
+            base[label] = size, values
+    return {
+        (label, epsilon): [
+            None if v is None or b is None else v - b for v, b in zip(values, base[label][1], strict=True)
+        ]
+        for (label, epsilon), values in shares.items()
+        if base[label][1] is not values
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- the tables
+
+
+def table(head: list[str], names: Sequence[str], columns: Sequence[Sequence[Cell]], note: str = "") -> Table:
+    """Methods down, columns across."""
+    rows = [[Cell(name), *(column[i] for column in columns)] for i, name in enumerate(names)]
+    return Table(head, rows, note)
+
+
+def _note(runs: Sequence[Document]) -> str:
+    seeds = len({run["seed"] for run in runs})
+    if seeds == 1:
+        return "Accuracy in %, one seed; the best is bold."
+    return (
+        f"Accuracy in %, mean ± standard deviation over {seeds} seeds; the best is bold, ≈ marks those within its "
+        "standard deviation."
+    )
+
+
+def _final(runs: Sequence[Document]) -> Table:
+    names, columns = labels(runs), []
+    for epsilon in epsilons(runs):
+        found = by_label(runs, epsilon)
+        columns.append(marked([curve(found[name])[-1] if name in found else None for name in names]))
+    head = ["method", *(f"ε = {named(epsilon)}" for epsilon in epsilons(runs))]
+    return table(head, names, columns, _note(runs))
+
+
+def final(document: Document) -> Table:
+    """Accuracy at the last round."""
+    return _final(of_group(document))
+
+
+def by_round(document: Document) -> dict[str, Table]:
+    """For each ε, accuracy at the rounds that are printed."""
+    runs = of_group(document)
+    names, printed = labels(runs), document["rounds"]
+    tables = {}
+    for epsilon in epsilons(runs):
+        curves = {name: curve(some) for name, some in by_label(runs, epsilon).items()}
+        columns = [
+            marked([curves[name][t - 1] if t <= len(curves.get(name, ())) else None for name in names]) for t in printed
+        ]
+        tables[named(epsilon)] = table(["method", *(f"round {t}" for t in printed)], names, columns, _note(runs))
+    return tables
+
+
+def reached(means: Sequence[float], goal: float, rounds: Iterable[int] | None = None) -> int | None:
+    """The first round (of those given) at which a mean reaches the goal."""
+    some = range(1, len(means) + 1) if rounds is None else rounds
+    return next((t for t in some if t <= len(means) and means[t - 1] >= goal - 1e-12), None)
+
+
+def to_target(document: Document) -> Table | None:
+    """Rounds until the mean reaches a share of what the reference ends with; None without a reference."""
+    runs, target = of_group(document), document["target"]
+    names, columns, head = labels(runs), [], ["method"]
+    for epsilon in epsilons(runs):
+        means = {name: [s.mean for s in curve(some)] for name, some in by_label(runs, epsilon).items()}
+        if target["reference"] not in means:
+            continue
+        goal = target["share"] * means[target["reference"]][-1]
+        head.append(f"ε = {named(epsilon)} ({100 * goal:.1f} %)")
+        columns.append([_reached(means.get(name, []), goal, document["rounds"]) for name in names])
+    if not columns:
+        return None
+    note = (
+        f"The first round at which the mean accuracy reaches {100 * target['share']:g} % of what "
+        f"{target['reference']} ends with at the same ε; after the stroke, the first of the printed rounds. "
+        f"{NONE}: never."
+    )
+    return table(head, names, columns, note)
+
+
+def _reached(means: Sequence[float], goal: float, printed: Sequence[int]) -> Cell:
+    first = reached(means, goal)
+    return Cell(NONE if first is None else f"{first} / {reached(means, goal, printed) or NONE}")
+
+
+def costs(document: Document) -> Table:
+    """Bytes and seconds."""
+    runs = of_group(document)
+    rows = []
+    for name in labels(runs):
+        mine = [run for run in runs if run["label"] == name]
+        rounds = statistics.fmean(len(run["accuracy"]) for run in mine)
+        sent = [
+            statistics.fmean(values) if (values := [run[key] for run in mine if run.get(key) is not None]) else None
+            for key in ("bytes_up", "bytes_down")
+        ]
+        seconds = score([run["seconds"] for run in mine])
+        digits = max(0, 1 - math.floor(math.log10(seconds.mean))) if seconds.mean > 0 else 0
+        took = " ± ".join(f"{value:.{digits}f}" for value in seconds if value is not None)
+        rows.append(
+            [Cell(name), *(Cell(_count(v and v / rounds)) for v in sent), *(Cell(_count(v)) for v in sent), Cell(took)]
+        )
+    note = (
+        "Bytes of one client; seconds of the whole simulation, mean ± standard deviation over all runs of the method."
+    )
+    head = ["method", "bytes up a round", "down a round", "up in all", "down in all", "seconds a run"]
+    return Table(head, rows, note)
+
+
+def _count(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def pairs(document: Document) -> dict[str, Table]:
+    """McNemar's tests, for each ε."""
+    found: dict[str, Table] = {}
+    head = ["a", "b", "seed", "only a right", "only b right", "χ²", "p", "better"]
+    note = (
+        f"With continuity correction, on the same test records at the last round; better: p < {SIGNIFICANT:g}. Each p "
+        "is that of a single test, not corrected for their number."
+    )
+    for pair in sorted(document["pairs"], key=lambda pair: math.inf if pair["epsilon"] is None else pair["epsilon"]):
+        a, b, p = pair["a"], pair["b"], pair["p"]
+        better = "neither" if p >= SIGNIFICANT else a if pair["n10"] > pair["n01"] else b
+        shown = [a, b, str(pair["seed"]), f"{pair['n10']:,}", f"{pair['n01']:,}", f"{pair['chi2']:.2f}", _p(p), better]
+        found.setdefault(named(pair["epsilon"]), Table(head, [], note)).rows.append([*map(Cell, shown)])
+    return found
+
+
+def _p(p: float) -> str:
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def by_class(document: Document) -> dict[str, Table]:
+    """For each ε, accuracy of each class and, in brackets, what the noise took or gave."""
+    runs = of_group(document)
+    shares = parts(runs, "per_class")
+    cost, tables = payment(shares), {}
+    note = "In brackets: difference from the same method without noise or, failing that, at its largest ε."
+    for epsilon in epsilons(runs):
+        rows = [
+            [Cell(name), *_costing(shares[name, epsilon], cost.get((name, epsilon)))]
+            for name in labels(runs)
+            if (name, epsilon) in shares
+        ]
+        if rows:
+            tables[named(epsilon)] = Table(["method", *map(str, document["data"]["classes"])], rows, note)
+    return tables
+
+
+def _costing(values: Sequence[float | None], cost: Sequence[float | None] | None) -> list[Cell]:
+    cells = [NONE if v is None else f"{100 * v:.1f}" for v in values]
+    if cost is not None:
+        cells = [c if d is None else f"{c} ({_signed(d)})" for c, d in zip(cells, cost, strict=True)]
+    return [*map(Cell, cells)]
+
+
+def _signed(difference: float) -> str:
+    return f"{100 * difference:+.1f}".replace("-", "−")
+
+
+def client_epsilon(document: Document) -> dict[str, dict[str, Table]]:
+    """For each seed and ε, what each client's records have spent; equal neighbours in one row."""
+    found: dict[str, dict[str, Table]] = {}
+    for run in of_group(document):
+        found.setdefault(str(run["seed"]), {})
+    for seed, tables in found.items():
+        runs = [run for run in of_group(document) if str(run["seed"]) == seed]
+        for epsilon in epsilons(runs):
+            some = {name: r[0]["client_epsilon"] for name, r in by_label(runs, epsilon).items()}
+            some = {name: spent for name, spent in some.items() if spent}
+            spent = list(zip(*some.values(), strict=True))
+            starts = [i for i, row in enumerate(spent) if i == 0 or row != spent[i - 1]]
+            rows = []
+            for start, stop in zip(starts, [*starts[1:], len(spent)], strict=True):
+                clients = f"{start}" if stop == start + 1 else f"{start} to {stop - 1}"
+                values = (NONE if v is None else f"{v:.4g}" for v in spent[start])
+                rows.append([Cell(clients), *map(Cell, values)])
+            more = f" The first {MOST_CLIENTS} of {len(rows):,} rows." if len(rows) > MOST_CLIENTS else ""
+            tables[named(epsilon)] = Table(["client", *some], rows[:MOST_CLIENTS], f"{NONE}: no bound.{more}")
+    return found
+
+
+def ablation(document: Document) -> Table | None:
+    """Accuracy at the last round of what was left out or changed, below the methods whole."""
+    some = _ablated(document)
+    return _final(some) if some else None
+
+
+def _ablated(document: Document) -> list[Document]:
+    changed = of_group(document, "ablation")
+    methods, at = {run["method"] for run in changed}, {run["epsilon"] for run in changed}
+    whole = [run for run in of_group(document) if run["method"] in methods and run["epsilon"] in at]
+    return [*whole, *changed]
+
+
+class Sweep(NamedTuple):
+    """Accuracy at the last round against one option; a line for each method and ε."""
+
+    vary: str
+    values: list[Any]
+    lines: dict[str, list[Score | None]]
+
+
+def sweeps(document: Document) -> list[Sweep]:
+    runs = of_group(document, "sensitivity")
+    found = []
+    for vary in dict.fromkeys(run["vary"] for run in runs):
+        mine = [run for run in runs if run["vary"] == vary]
+        values = [v for v in document["varied"][vary] if any(run["value"] == v for run in mine)]
+        lines: dict[tuple[str, str, Epsilon], dict[Any, list[float]]] = {}
+        for run in mine:
+            others = _options({key: v for key, v in run["options"].items() if key != vary})
+            line = lines.setdefault((run["method"], others, run["epsilon"]), {})
+            line.setdefault(run["value"], []).append(run["accuracy"][-1])
+        known = [(method, epsilon) for method, _, epsilon in lines]
+        named_lines = {
+            f"{method}{f' ({others})' * (others != '' and known.count((method, epsilon)) > 1)}, ε = {named(epsilon)}": [
+                score(line[v]) if v in line else None for v in values
+            ]
+            for (method, others, epsilon), line in lines.items()
+        }
+        found.append(Sweep(vary, values, named_lines))
+    return found
+
+
+def sensitivity(document: Document) -> dict[str, Table]:
+    """For each option that was varied, accuracy at the last round by its value."""
+    note = _note(of_group(document, "sensitivity")) if of_group(document, "sensitivity") else ""
+    return {
+        sweep.vary: Table(
+            ["method", *(_value(v) for v in sweep.values)],
+            [[Cell(name), *marked(line)] for name, line in sweep.lines.items()],
+            note,
+        )
+        for sweep in sweeps(document)
+    }
+
+
+def tuning(document: Document) -> Table | None:
+    """What was chosen, and out of how many."""
+    rows = [
+        [
+            Cell(choice["method"]),
+            Cell(named(choice["epsilon"])),
+            Cell(_options(choice["options"]) or "defaults"),
+            Cell(NONE if choice["score"] is None else f"{100 * choice['score']:.1f}"),
+            Cell(str(choice["tried"])),
+        ]
+        for choice in document["tuning"]["settings"]
+    ]
+    return Table(["method", "ε", "chosen", "validation accuracy, %", "tried"], rows) if rows else None
+
+
+def _options(options: Document) -> str:
+    return ", ".join(f"{key} {_value(value)}" for key, value in options.items())
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# --------------------------------------------------------------------------------------------------------- the words
+
+
+def summary(document: Document) -> list[str]:
+    """What was compared, under which promise, what tuning cost, and who came out best."""
+    runs, data, setting = of_group(document), document["data"], document["setting"]
+    seeds, rounds = sorted({run["seed"] for run in runs}), max(len(run["accuracy"]) for run in runs)
+    partition = f" (partition {setting['partition']})" if setting.get("partition") else ""
+    compared = (
+        f"{_several(len(labels(runs)), 'method')} on {data['name']}: {data['train']:,} training and "
+        f"{data['test']:,} test records, {data['features']} features, {len(data['classes'])} classes, "
+        f"{_several(data['clients'], 'client')}{partition}, {_several(rounds, 'round')}, "
+        f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
+    )
+    return [compared, _promise(document), _certified(document), _tuned(document["tuning"]), _best(runs)]
+
+
+def _promise(document: Document) -> str:
+    setting, runs = document["setting"], of_group(document)
+    if epsilons(runs) == [None]:
+        return "No promise: nothing here adds noise."
+    unit, adjacency, trust = Unit(setting["unit"]), Adjacency(setting["adjacency"]), Trust(setting["trust"])
+    budgets = ", ".join(named(e) for e in epsilons(runs) if e is not None)
+    bare = " ε = ∞ is without noise and promises nothing." * (None in epsilons(runs))
+    return (
+        f"The promise: ε = {budgets} at δ = {setting['delta']:g}, {unit} level, {adjacency}, {trust}. It speaks "
+        f"of {WHO[unit, adjacency]}, and holds against {WHOM[trust]}.{bare}"
+    )
+
+
+def _certified(document: Document) -> str:
+    runs = [run for run in document["runs"] if run["epsilon"] is not None]
+    certified = sum(run["certificate"]["certified"] for run in runs)
+    reasons = dict.fromkeys(reason for run in runs for reason in run["certificate"]["reasons"])
+    why = "".join(f" {_sentence(reason)}" for reason in reasons)
+    return f"Certified: {certified:,} of {len(runs):,} runs with noise.{why}"
+
+
+def _tuned(tuned: Document) -> str:
+    if not tuned["settings"]:
+        return "Tuning: nothing was tuned."
+    words = (f"Tuning: {tuned['how']}", tuned.get("paid"), tuned.get("validation"))
+    return " ".join(_sentence(part) for part in words if part)
+
+
+def _best(runs: Sequence[Document]) -> str:
+    found = []
+    for epsilon in epsilons(runs):
+        ends = {name: curve(some)[-1] for name, some in by_label(runs, epsilon).items()}
+        name = max(ends, key=lambda name: ends[name].mean)
+        found.append(f"{name} at ε = {named(epsilon)} ({ends[name]} %)")
+    return f"Best at the last round: {'; '.join(found)}."
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _sentence(words: str) -> str:
+    words = words.strip()
+    return words[:1].upper() + words[1:] + "." * (words[-1:] not in ".!?")
+
+
+# ------------------------------------------------------------------------------------------------------ the Markdown
+
+
+def text(document: Document, drawn: Sequence[str] = ()) -> str:
+    """The tables in Markdown, and the figures that were drawn."""
+    sections = [f"# {_plain(title(document))}", *map(_plain, summary(document)), _code(document["command"])]
+
+    def add(name: str, shown: Table | dict[str, Table] | None, each: str = "") -> None:
+        if not shown:
+            return
+        several = shown if isinstance(shown, dict) else {"": shown}
+        note = next(iter(several.values())).note
+        sections.extend([f"## {name}", *([_plain(note)] if note else [])])
+        for key, one in several.items():
+            sections.extend([f"### {_plain(each + key)}"] if key else [])
+            sections.append(markdown([*map(_plain, one.head)], ([_bold(cell) for cell in row] for row in one.rows)))
+
+    add("Accuracy at the last round", final(document))
+    add("Accuracy by round", by_round(document), "ε = ")
+    add("Rounds to the target", to_target(document))
+    add("Costs", costs(document))
+    add("McNemar's tests", pairs(document), "ε = ")
+    add("Accuracy by class", by_class(document), "ε = ")
+    add("Ablations", ablation(document))
+    add("Sensitivity", sensitivity(document))
+    add("Settings chosen", tuning(document))
+    pictures = [name.removesuffix(".png") for name in drawn if name.endswith(".png")]
+    shown = "\n\n".join(f"![{name}](figures/{name}.png)" for name in pictures)
+    sections += ["## Figures", shown or "None: they need matplotlib (`pip install 'sordino[report]'`)."]
+    return "\n\n".join(sections) + "\n"
+
+
+def title(document: Document) -> str:
+    return f"Comparison on {document['data']['name']}"
+
+
+def _bold(cell: Cell) -> str:
+    words = _plain(cell.text)
+    return f"**{words}**" if cell.mark == "best" else f"≈ {words}" if cell.mark == "near" else words
+
+
+def _plain(words: str) -> str:
+    """Nothing in it is Markdown or HTML."""
+    words = re.sub(r"&(?=#?\w+;)", "&amp;", words)
+    words = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", words)
+    return re.sub(r"[\\`*\[\]|$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(words.split()))
+
+
+def _code(words: str) -> str:
+    return "\n".join(f"    {line}" for line in words.splitlines())
+
+
+# ---------------------------------------------------------------------------------------------------------- the page
+
+
+def page(seen: Document) -> str:
+    """One file that needs nothing else. No `<` survives in its data, so no label can end the script they lie in."""
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    head, tail = template.split("{{data}}")
+    data = json.dumps(seen, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return head.replace("{{title}}", html.escape(seen["title"])) + data.replace("<", "\\u003c") + tail
+
+
+def view(document: Document) -> Document:
+    """All that the page and the figures draw, to four digits, with each part of a certificate once and untouched."""
+    runs = of_group(document)
+    names, budgets = labels(runs), epsilons(runs)
+    seeds = list(dict.fromkeys(str(run["seed"]) for run in runs))
+    ablated = _ablated(document)
+    held, commands = _certificates(document["runs"])
+    return {
+        "title": title(document),
+        "sordino": document["sordino"],
+        "command": document["command"],
+        "host": document["host"],
+        "setting": document["setting"],
+        "summary": summary(document),
+        "look": {"light": figures.LIGHT, "dark": figures.DARK, "dashes": figures.DASHES},
+        "labels": names,
+        "epsilons": budgets,
+        "names": [named(epsilon) for epsilon in budgets],
+        "seeds": seeds,
+        "rounds": document["rounds"],
+        "target": document["target"],
+        "curves": _curves(runs),
+        "tables": {
+            "final": _json(final(document)),
+            "by_round": _json(by_round(document)),
+            "to_target": _json(to_target(document)),
+            "costs": _json(costs(document)),
+            "pairs": _json(pairs(document)),
+            "client_epsilon": {seed: _json(tables) for seed, tables in client_epsilon(document).items()},
+            "ablation": _json(ablation(document)),
+            "sensitivity": _json(sensitivity(document)),
+            "tuning": _json(tuning(document)),
+        },
+        "classes": [*map(str, document["data"]["classes"])],
+        "per_class": _heat(runs, "per_class"),
+        "per_client": {seed: _heat([r for r in runs if str(r["seed"]) == seed], "per_client") for seed in seeds},
+        "clients": document["data"]["clients"],
+        "partition": {k: v[:MOST_CLIENTS] for k, v in (document["partition"] or {}).items()},
+        "ablation": {"labels": labels(ablated), "curves": _ends(ablated)} if ablated else None,
+        "sensitivity": [
+            {"vary": s.vary, "values": [*map(_value, s.values)], "lines": [_line(n, p) for n, p in s.lines.items()]}
+            for s in sweeps(document)
+        ],
+        "parts": held,
+        "runs": commands,
+    }
+
+
+def _curves(runs: Sequence[Document]) -> list[Document]:
+    """A line for each method and ε."""
+    found = []
+    for epsilon in epsilons(runs):
+        for name, some in by_label(runs, epsilon).items():
+            entry = {"label": name, "epsilon": named(epsilon), **_scores(curve(some))}
+            for key in ("signal", "noise"):
+                known = all(run.get(key) for run in some)
+                entry[key] = [_digits(v) for v in mean_of([run[key] for run in some])] if known else None
+            found.append(entry)
+    return found
+
+
+def _ends(runs: Sequence[Document]) -> list[Document]:
+    return [
+        {"label": name, "epsilon": named(epsilon), **_scores(curve(some)[-1:])}
+        for epsilon in epsilons(runs)
+        for name, some in by_label(runs, epsilon).items()
+    ]
+
+
+def _line(name: str, points: Sequence[Score | None]) -> Document:
+    return {"label": name, **_scores(points)}
+
+
+def _scores(scores: Sequence[Score | None]) -> Document:
+    return {"mean": [s and _digits(s.mean) for s in scores], "std": [s and _digits(s.std) for s in scores]}
+
+
+def _heat(runs: Sequence[Document], key: str) -> Document:
+    """By ε and method: accuracies, and what the noise took or gave."""
+    shares = parts(runs, key)
+    found: Document = {}
+    for name, some in (("accuracy", shares), ("difference", payment(shares))):
+        found[name] = {}
+        for (label, epsilon), values in some.items():
+            shown = [_digits(v) for v in values[:MOST_CLIENTS]]
+            found[name].setdefault(named(epsilon), {})[label] = shown
+    return found
+
+
+def _certificates(runs: Sequence[Document]) -> tuple[list[Any], list[Document]]:
+    """(the parts, the runs with their certificates as {key: number of the part}): most parts are common to all."""
+    numbers: dict[str, int] = {}
+    held: list[Any] = []
+    found = []
+    for run in runs:
+        certificate = {}
+        for key, value in run["certificate"].items():
+            written = json.dumps(value)
+            if written not in numbers:
+                numbers[written] = len(held)
+                held.append(value)
+            certificate[key] = numbers[written]
+        about = {key: run[key] for key in ("label", "seed", "group", "command")}
+        found.append({**about, "epsilon": named(run["epsilon"]), "certificate": certificate})
+    return held, found
+
+
+def _json(shown: Table | dict[str, Table] | None) -> Any:
+    if shown is None:
+        return None
+    if isinstance(shown, dict):
+        return {key: _json(one) for key, one in shown.items()}
+    rows = [[cell if cell.mark else cell.text for cell in row] for row in shown.rows]
+    return {"head": shown.head, "rows": rows, "note": shown.note}
+
+
+def _digits(value: float | None) -> float | None:
+    return None if value is None else finite(float(f"{value:.4g}"))

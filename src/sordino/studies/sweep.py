@@ -1,0 +1,173 @@
+"""A sweep: settings of one method, ranked by validation accuracy, paid for or not."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sordino
+from sordino.core import SordinoError
+from sordino.data.sources import load
+from sordino.privacy.evidence.certificate import certificate, finite, of_runs
+from sordino.privacy.evidence.statement import statement
+from sordino.privacy.mechanisms.random import source
+from sordino.studies import private_tuning
+from sordino.studies.compare import as_command
+from sordino.studies.grids import Grid, preset, product
+from sordino.studies.tune import Case, tune, validated
+from sordino.training.batch import run_many
+from sordino.training.run import read, save_model
+from sordino.training.spec import Spec, parse_setting
+
+SHOWN = 20
+Tick = Callable[[int], None]
+
+
+def grid_of(texts: Sequence[str], name: str | None, values: dict[str, Any]) -> Grid:
+    """From `key=a,b,c` and a preset's name; what is given by hand takes the preset's place."""
+    grid = dict(preset(name, values.get("method", Spec.method))) if name else {}
+    for text in texts:
+        key, equals, listed = text.partition("=")
+        if not equals or not listed.strip():
+            raise SordinoError(f"--grid: '{text}' should read key=a,b,c, as in --grid lr=0.5,1,2.")
+        grid[key.strip()] = tuple(_typed(values, *parse_setting(f"{key}={part}")) for part in listed.split(","))
+    if not grid:
+        raise SordinoError("--grid: nothing to try; give --grid lr=0.5,1,2, or --preset paper-fine.")
+    for key, tried in grid.items():
+        if key in ("seed", "split_seed", "data", "method"):
+            raise SordinoError(
+                f"--grid: {key} cannot be swept here; --seeds repeats runs, compare takes several methods."
+            )
+        if len(set(map(str, tried))) < len(tried):
+            raise SordinoError(f"--grid: {key} lists a value twice.")
+    if "epsilon" in values and "epsilon" in grid:
+        raise SordinoError("--grid: epsilon is given beside the grid; leave one out.")
+    return grid
+
+
+def _typed(values: dict[str, Any], key: str, value: Any) -> Any:
+    """As a run would read it."""
+    return Spec.of({**values, key: value}).values().get(key)
+
+
+def sweep(
+    values: dict[str, Any],
+    grid: Grid,
+    *,
+    seeds: int = 1,
+    how: str = "grid",
+    trials: int = 64,
+    storage: str | None = None,
+    validation: float = 0.1,
+    device: str = "cpu",
+    tick: Tick = lambda runs: None,
+) -> dict[str, Any]:
+    """Every setting's accuracy on validation records, mean over seeds, best first. Test records are not looked at."""
+    if seeds < 1:
+        raise SordinoError(f"--seeds: {seeds} must be at least 1.")
+    first = int(values.get("seed", 1))
+    base = {**values, "seed": first, "split_seed": values.get("split_seed", 0)}
+    dataset = validated(read(Spec.of({**base, **next(product(grid))})), validation)
+    if how != "grid":
+        if seeds > 1:
+            raise SordinoError("--seeds: halving and optuna look at one seed; use --search grid, or leave it out.")
+        best = tune([Case(base, grid)], dataset, how=how, trials=trials, storage=storage, device=device, tick=tick)[0]
+        row = {"setting": best.options, "mean": best.score, "std": None, "scores": [best.score]}
+        return _found(values, grid, [row], best.tried, how)
+    settings = list(product(grid))
+    specs = [Spec.of({**base, **setting, "seed": first + k}) for setting in settings for k in range(seeds)]
+    trained = run_many(specs, dataset, device=device, at=(), tick=tick)
+    scores = [each.scores[max(each.scores)] for each in trained]
+    rows: list[dict[str, Any]] = []
+    for i, setting in enumerate(settings):
+        mine = scores[i * seeds : (i + 1) * seeds]
+        std = statistics.pstdev(mine) if seeds > 1 else None
+        shown = {key: finite(value) if isinstance(value, float) else value for key, value in setting.items()}
+        rows.append({"setting": shown, "mean": statistics.fmean(mine), "std": std, "scores": mine})
+    rows.sort(key=lambda row: -row["mean"])
+    return _found(values, grid, rows, len(settings), how)
+
+
+def _found(values: dict[str, Any], grid: Grid, rows: list[dict[str, Any]], tried: int, how: str) -> dict[str, Any]:
+    best = rows[0]["setting"]
+    chosen = {**values, **{key: math.inf if value is None else value for key, value in best.items()}}
+    return {
+        "sordino": sordino.__version__,
+        "search": how,
+        "tried": tried,
+        "varied": list(grid),
+        "rows": rows,
+        "shown": SHOWN,
+        "best": best,
+        "paid": private_tuning.UNPAID,
+        "command": as_command(Spec.of(chosen)),
+    }
+
+
+def paid(
+    values: dict[str, Any],
+    grid: Grid,
+    how: str,
+    *,
+    public: str | None = None,
+    validation: float = 0.1,
+    device: str = "cpu",
+    out: Path | None = None,
+    tick: Tick = lambda runs: None,
+) -> dict[str, Any]:
+    """A search within the one budget; with `out`, the chosen run's model, certificate and statement are kept there."""
+    base = Spec.of({**values, **next(product(grid))})
+    base.certifiable()
+    dataset = read(base)
+    if public is not None:
+        if Path(public).resolve() == Path(base.data).resolve():
+            raise SordinoError(f"--public: '{public}' is the private data; scores need records that anybody may see.")
+        other = load(
+            public, label=base.label, public_stats=base.public_stats, normalize=base.resolved().normalize or "none"
+        )
+        if other.classes != dataset.classes or other.x_train.shape[1] != dataset.x_train.shape[1]:
+            raise SordinoError(f"--public: '{public}' has other features or classes than the data; use the same ones.")
+        dataset = dataset._replace(x_test=other.x_train, y_test=other.y_train)
+    else:
+        dataset = validated(dataset, validation)
+    chosen = private_tuning.search(values, grid, dataset, how, device=device, tick=tick)
+    cert = certificate(
+        chosen.trained.plan,
+        source(base.seed),
+        version=sordino.__version__,
+        spec_sha256=chosen.trained.spec.sha256(),
+        tuning=chosen.account["sentence"],
+        assumes=[chosen.account["assumes"]] if "assumes" in chosen.account else [],
+    )
+    if "runs" in chosen.account:
+        cert = of_runs(cert, chosen.account["runs"])
+        if (cert["epsilon"] or math.inf) < chosen.account["epsilon"] * (1 - 1e-4):
+            most = f"up to ε = {chosen.account['epsilon']:g}"
+            why = f"the chosen run spent less than other runs may have, and than their scores did: {most}"
+            cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
+    else:
+        promise = f"ε = {chosen.account['epsilon']:g} at δ = {chosen.account['delta']:g}"
+        why = f"the search keeps {promise} by random stopping, which this certificate, of one run, does not recompute"
+        cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
+    if out:
+        (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
+        (out / "statement.md").write_text(statement(cert), encoding="utf-8")
+        (out / "chosen.toml").write_text(chosen.trained.spec.toml(), encoding="utf-8")
+        save_model(out / "model.safetensors", chosen.trained.spec, dataset, chosen.trained.model, chosen.trained.theta)
+    return {
+        "sordino": sordino.__version__,
+        "search": how,
+        "varied": list(grid),
+        "best": chosen.options,
+        "paid": chosen.account["sentence"],
+        "account": chosen.account,
+        "certificate": cert,
+    }
+
+
+def keep(found: dict[str, Any], out: Path) -> None:
+    (out / "sweep.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

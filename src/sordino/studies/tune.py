@@ -1,0 +1,145 @@
+"""Choose settings by accuracy on validation records: a grid, successive halving, or Optuna.
+
+A record trains or validates, never both, and no test record is looked at. Records are held out by position, so that
+which side one is on does not depend on what it says. What such a search costs, and how to pay, is in `charge`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sordino.core import SordinoError, nearest
+from sordino.data.sources import Dataset, generator, hold_out
+from sordino.studies.grids import Grid, product, size
+from sordino.training.batch import run_many
+from sordino.training.spec import Spec
+
+HOW = ("grid", "halving", "optuna")
+KEEP, RUNGS = 3, 3  # halving keeps a third at each rung, after a ninth and a third of the rounds
+BATCH = 16  # trials that Optuna hands out at once
+
+
+class Case(NamedTuple):
+    """One method under one budget: the keys of its run, and the values to try for some."""
+
+    values: dict[str, Any]
+    grid: Grid
+
+
+class Tuned(NamedTuple):
+    values: dict[str, Any]  # of the run, with the best setting in
+    options: dict[str, Any]  # the best setting alone
+    score: float  # its accuracy on validation records
+    tried: int
+
+
+Tick = Callable[[int], None]
+
+
+def validated(dataset: Dataset, fraction: float = 0.1, seed: int = 0) -> Dataset:
+    """The training records alone, a part of them in place of the test records."""
+    if not 0 < fraction < 1:
+        raise SordinoError(f"validation: {fraction} must lie between 0 and 1, the part held out; 0.1 is usual.")
+    whose = np.zeros(len(dataset.y_train), int)
+    out = hold_out(whose, fraction, generator(seed, "validation"))
+    x, y, site = dataset.x_train, dataset.y_train, dataset.site
+    return dataset._replace(
+        x_train=x[~out], y_train=y[~out], x_test=x[out], y_test=y[out], site=None if site is None else site[~out]
+    )
+
+
+def tune(
+    cases: Sequence[Case],
+    dataset: Dataset,
+    *,
+    how: str = "grid",
+    trials: int = 64,
+    storage: str | None = None,
+    device: str = "cpu",
+    tick: Tick = lambda runs: None,
+) -> list[Tuned]:
+    """The best setting of every case, by the last round's accuracy on `dataset`'s test part (see `validated`).
+
+    trials, storage: of Optuna, whose studies go on where `storage` holds them already.
+    """
+    if how not in HOW:
+        raise SordinoError(f"search: '{how}' is unknown.{nearest(how, HOW)}")
+    if how == "optuna":
+        return [_optuna(case, dataset, trials, storage, device, tick) for case in cases]
+    trial = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]
+    for stop in _rungs([case.values for case in cases]) if how == "halving" else [None]:
+        specs = [Spec.of({**cases[number].values, **options}) for number, options in trial]
+        scores = _scores(specs, dataset, device, stop, tick)
+        ranked = sorted(range(len(trial)), key=lambda i: -scores[i])  # stable: of equals the first listed
+        best = [next(i for i in ranked if trial[i][0] == number) for number in range(len(cases))]
+        found = [(trial[i][1], scores[i]) for i in best]
+        kept = {number: math.ceil(sum(n == number for n, _ in trial) / KEEP) for number in range(len(cases))}
+        survivors = set()
+        for i in ranked:
+            if kept[trial[i][0]]:
+                kept[trial[i][0]] -= 1
+                survivors.add(i)
+        trial = [each for i, each in enumerate(trial) if i in survivors]
+    return [
+        Tuned({**case.values, **options}, options, score, size(case.grid))
+        for case, (options, score) in zip(cases, found, strict=True)
+    ]
+
+
+def _scores(specs: Sequence[Spec], dataset: Dataset, device: str, stop: int | None, tick: Tick) -> list[float]:
+    trained = run_many(specs, dataset, device=device, at=(), stop=stop, tick=tick)
+    return [each.scores[max(each.scores)] for each in trained]
+
+
+def _rungs(cases: Sequence[dict[str, Any]]) -> Iterator[int | None]:
+    """Rounds to train the survivors for; the noise is that of a whole run throughout."""
+    rounds = {Spec.of(values).resolved().rounds or 0 for values in cases}
+    if len(rounds) > 1:
+        raise SordinoError("search: halving needs all methods to have equally many rounds; set rounds.")
+    (whole,) = rounds
+    for rung in range(RUNGS - 1, 0, -1):
+        yield max(1, whole // KEEP**rung)
+    yield None
+
+
+def _optuna(case: Case, dataset: Dataset, trials: int, storage: str | None, device: str, tick: Tick) -> Tuned:
+    try:
+        import optuna
+    except ImportError:
+        raise SordinoError(
+            "search: optuna is not installed; pip install 'sordino[search]', or search = grid."
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    values = case.values
+    name = " ".join(str(values[key]) for key in ("method", "epsilon", "trust", "divisor") if key in values)
+    study = optuna.create_study(
+        study_name=name,
+        storage=storage,
+        load_if_exists=True,
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=0),
+    )
+    space = {key: _distribution(options) for key, options in case.grid.items()}
+    done = len(study.get_trials(states=[optuna.trial.TrialState.COMPLETE]))
+    while done < trials:
+        asked = [study.ask(space) for _ in range(min(BATCH, trials - done))]
+        specs = [Spec.of({**values, **trial.params}) for trial in asked]
+        for trial, score in zip(asked, _scores(specs, dataset, device, None, tick), strict=True):
+            study.tell(trial, score)
+        done += len(asked)
+    best = study.best_trial
+    return Tuned({**values, **best.params}, dict(best.params), float(best.values[0]), done)
+
+
+def _distribution(values: tuple[Any, ...]) -> Any:
+    """Between the ends of a grid: steps on a log scale, memories on a linear one, whole numbers and words as listed."""
+    from optuna import distributions
+
+    if len(values) < 2 or not all(isinstance(value, float) for value in values):
+        return distributions.CategoricalDistribution(values)
+    log = min(values) > 0 and max(values) / min(values) > 3
+    return distributions.FloatDistribution(min(values), max(values), log=log)

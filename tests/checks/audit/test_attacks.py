@@ -1,0 +1,382 @@
+"""The attack finds what the noise leaves, and no more; and it finds out where there is less noise than promised."""
+
+import argparse
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.checks.audit.attacks import MODEL, attacks, audit, one_run, plan_for, scores
+from sordino.checks.audit.observer import Watch, watched
+from sordino.checks.mutants import half_claimed
+from sordino.cli import main
+from sordino.core import (
+    Adjacency,
+    Correlated,
+    Kind,
+    Lemma,
+    Local,
+    Method,
+    Privacy,
+    Query,
+    SordinoError,
+    Stage,
+    Trust,
+    Unit,
+)
+from sordino.methods import build
+from sordino.privacy.mechanisms.random import Seeded
+from sordino.rules import chain, scale
+
+FEW = 1000
+
+
+def test_the_attack_on_fedgd_is_nearly_tight():
+    found = audit("dp-fedgd", Privacy(1.0, 1e-5), runs=10_000, seed=0)
+    assert found.certified == pytest.approx(1.0)
+    assert 0.7 <= found.lower_gaussian <= found.certified
+    assert 0.1 <= found.lower_thresholds <= found.certified
+    assert found.reach == pytest.approx(1.0, abs=1e-3)
+    assert not found.broken
+
+
+@pytest.mark.parametrize(("unit", "adjacency"), list(itertools.product(Unit, Adjacency)))
+def test_halved_noise_is_found_out(unit, adjacency):
+    found = audit("dp-fedgd", Privacy(1.0, 1e-5, unit, adjacency), runs=FEW, seed=1, noise_factor=0.5)
+    assert found.broken
+    assert found.tries == 3, "nobody is accused on the strength of one attack"
+
+
+def test_the_noise_that_ships_is_what_is_audited():
+    """Without a seed: secret noise, on its grid."""
+    found = audit("dp-fedgd", runs=FEW)
+    assert not found.broken
+    assert found.lower_gaussian < 1.0
+
+
+@pytest.mark.parametrize("name", ["dp-fedsofim", "dp-fedavg", "dp-scaffold", "dp-fedadam"])
+def test_methods_stay_below_their_certificates(name):
+    for number, (unit, adjacency) in enumerate(itertools.product(Unit, Adjacency)):
+        found = audit(name, Privacy(2.0, 1e-5, unit, adjacency), runs=FEW, seed=number, rounds=3)
+        assert found.reach == pytest.approx(1.0, abs=1e-3)
+        assert found.certified == pytest.approx(2.0)
+        assert 0.3 < found.lower_gaussian <= found.certified
+        assert found.lower_thresholds <= found.certified
+
+
+def test_a_sensitivity_claimed_too_small_is_found_out():
+    method, _ = half_claimed(build("dp-fedgd"), MODEL)
+    found = audit("half", Privacy(1.0, 1e-5), runs=FEW, seed=2, method=method)
+    assert found.reach == pytest.approx(2.0, abs=1e-3)
+    assert found.broken
+
+
+@pytest.mark.parametrize("trust", [Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER])
+def test_sums_hide_as_much_as_is_certified(trust):
+    for unit in Unit:
+        found = audit("dp-fedavg", Privacy(1.0, 1e-5, unit, trust=trust), runs=FEW, seed=3)
+        assert found.reach == pytest.approx(1.0, abs=1e-3)
+        assert not found.broken
+    assert audit("dp-fedgd", Privacy(1.0, 1e-5, trust=trust), runs=FEW, seed=3, noise_factor=0.5).broken
+
+
+@pytest.mark.parametrize(("name", "adjacency"), list(itertools.product(["dp-fednew", "dp-fednew-fc"], Adjacency)))
+def test_a_lemma_is_reached(name, adjacency):
+    """Company that pushes the right side to its limit without curvature, in clients whose duals stay small."""
+    found = audit(name, Privacy(1.0, 1e-5, adjacency=adjacency), runs=200, seed=4)
+    assert 0.9 < found.reach <= 1
+    assert found.least_claim == pytest.approx(found.reach), "there is one claim"
+    assert not found.broken
+
+
+def test_every_claim_is_reached_though_no_record_reaches_all_at_once():
+    """A mirrored gradient has the same outer product: the two bounds of fednewton-head need canaries of their own."""
+    found = audit("fednewton-head", Privacy(1.0, 1e-5), runs=200, seed=4)
+    assert found.reach < 0.9
+    assert found.least_claim > 0.99
+
+
+def test_runs_are_float32_and_scores_float64():
+    seen = []
+
+    class Spy(Watch):
+        def _work(self, s, local, clients, ask, down, memory, cache):
+            seen.append(down.theta.dtype)
+            return super()._work(s, local, clients, ask, down, memory, cache)
+
+    assert audit("dp-fedgd", runs=20, seed=0).dtype == "float32"
+    assert audit("dp-fedgd", runs=20, seed=0, dtype=torch.float64).dtype == "float64"
+    for dtype in (torch.float32, torch.float64):
+        attack = next(attacks(plan_for("dp-fedgd"), MODEL, dtype))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sordino.checks.audit.observer.Watch", Spy)
+            watch = watched(attack, 1, Seeded(0), 2)
+        assert {world.x.dtype for world in attack.worlds} == {dtype} == set(seen)
+        assert watch.score().dtype == torch.float64
+        assert watch.streams[0, 0][0].zero.dtype == torch.float64
+        seen.clear()
+
+
+# -------------------------------------------------------------------------------------------------------- minibatches
+
+BATCHES = [
+    ("poisson:4", Adjacency.ADD_REMOVE),
+    ("poisson:4", Adjacency.REPLACE_ONE),
+    ("fixed:4", Adjacency.REPLACE_ONE),
+]
+
+
+@pytest.mark.parametrize("trust", [Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION])
+@pytest.mark.parametrize(("batch", "adjacency"), BATCHES)
+def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacency, trust):
+    """Then the mean of e^score in world 0, and of e^-score in world 1, is 1."""
+    plan = plan_for("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency, trust=trust), batch=batch)
+    attack = next(a for a in attacks(plan, MODEL) if "long" in a.name)
+
+    def excess(factor):
+        found = [np.exp((1 - 2 * w) * scores(attack, w, 500, itertools.repeat(Seeded(5 + w)), factor)) for w in (0, 1)]
+        return [float((f.mean() - 1) / f.std()) * len(f) ** 0.5 for f in found]
+
+    assert np.abs(excess(1.0)).max() < 4
+    assert np.abs(excess(0.5)).max() > 4, "half the noise would pass: the test cannot fail"
+    assert watched(attack, 0, Seeded(1), 2).information().max() <= plan.mu() ** 2 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("batch", "adjacency"), BATCHES[:2])
+def test_minibatches_stay_below_their_certificate_and_halved_noise_is_found_out(batch, adjacency):
+    def found(factor):
+        privacy = Privacy(2.0, 1e-5, adjacency=adjacency)
+        return audit("dp-fedgd", privacy, runs=600, seed=3, batch=batch, noise_factor=factor)
+
+    honest, halved = found(1.0), found(0.5)
+    assert [honest.reach, honest.least_claim] == pytest.approx([1.0, 1.0], abs=1e-3)
+    assert 1.0 < honest.lower_account <= honest.certified
+    assert honest.lower_thresholds <= honest.certified
+    assert honest.lower_gaussian is None, "the mechanism is not Gaussian"
+    assert halved.broken
+
+
+def test_minibatches_of_a_fixed_size():
+    """Their certificate is a Rényi bound, which is loose: it takes a third of the noise to refute it."""
+
+    def found(factor):
+        return audit("dp-fedgd", Privacy(2.0, 1e-5), runs=600, seed=3, batch="fixed:4", noise_factor=factor)
+
+    assert not found(1.0).broken
+    assert found(1 / 3).broken
+
+
+def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
+    """The records are drawn at twice the rate that the account counts with."""
+    monkeypatch.setattr(
+        "sordino.privacy.participation.Sampling.draw", lambda self, coins, rate: np.flatnonzero(coins < 2 * rate)
+    )
+    privacy = Privacy(2.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
+    assert audit("dp-fedgd", privacy, runs=600, seed=3, batch="poisson:0.3").broken
+
+
+def test_an_absent_record_is_in_no_minibatch():
+    plan = plan_for("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="poisson:4")
+    there, here = next(attacks(plan, MODEL)).worlds
+    rows = [np.array([0, -1, 3]), np.array([0, 1, 2])]
+    assert there.picked(np.array([0, 1]), rows).mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert here.picked(np.array([0, 1]), rows).mask.tolist() == [[1, 0, 1], [1, 1, 1]]
+
+
+# ------------------------------------------------------------------------------------------------- any shape of method
+
+EVERYWHERE = frozenset(itertools.product(Unit, Trust))
+SGD = chain(scale(-0.5))
+
+
+def method(work, *queries, unit=Unit.RECORD, **local):
+    return Method("toy", unit, (Stage(Local(work, **local), SGD, queries),), EVERYWHERE)
+
+
+def gradient(ask, down, memory, cache):
+    return ask.gradient(down.theta)
+
+
+def three_steps(ask, down, memory, cache):
+    y = down.theta
+    for _ in range(3):
+        y = y - 0.5 * ask.gradient(y)
+    return y - down.theta
+
+
+def minibatch(ask, down, memory, cache):
+    return ask.gradient(down.theta, on=ask.sample())
+
+
+def newton(ask, down, memory, cache):
+    g, H = ask.gradient(down.theta), ask.gram()
+    return torch.linalg.solve(H + 20 * torch.eye(3, dtype=H.dtype), g.unsqueeze(-1)).squeeze(-1)
+
+
+def solved(ask, down, dual, cache):
+    return torch.cholesky_solve((ask.gradient(down.theta, on=ask.sample()) - dual).unsqueeze(-1), cache).squeeze(-1)
+
+
+STREAM = Correlated(
+    np.tril(np.full((5, 5), 0.5)) + np.eye(5) / 2, np.linalg.inv(np.tril(np.full((5, 5), 0.5)) + np.eye(5) / 2)
+)
+SHAPES = {
+    "steps": method(three_steps, Query(Kind.GRADIENT, 1.0, calls=3)),
+    "minibatch": method(minibatch, Query(Kind.GRADIENT, 1.0)),
+    "matrix": method(newton, Query(Kind.GRADIENT, 1.0, share=0.7), Query(Kind.GRAM, 1.0, share=0.3, psd=True)),
+    "stream": method(gradient, Query(Kind.GRADIENT, 1.0, noise=STREAM)),
+    "lemma, cache, memory": method(
+        solved,
+        Query(Kind.GRADIENT, 1.0, noise=None),
+        Query(Kind.GRAM, 1.0, noise=None),
+        Query(Kind.DELTA, bound=Lemma("toy", lambda m, adjacency: 2.0)),
+        remember=lambda y, down, dual: dual + 0.1 * y,
+        init=lambda theta, before: torch.zeros_like(theta),
+        prepare=lambda ask: torch.linalg.cholesky(ask.gram() + torch.eye(3, dtype=torch.float64)),
+    ),
+    "message": method(three_steps, Query(Kind.GRADIENT, noise=None, calls=3), Query(Kind.DELTA, 1.0)),
+    "user": method(gradient, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0), unit=Unit.USER),
+    "user stream": method(
+        gradient, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0, noise=STREAM), unit=Unit.USER
+    ),
+}
+
+
+LINEAR = ("minibatch", "stream", "message", "user", "user stream")  # of the others, sums do not tell all
+
+
+@pytest.mark.parametrize(
+    ("shape", "trust"),
+    [(s, Trust.UNTRUSTED_SERVER) for s in SHAPES] + [(s, Trust.SECURE_AGGREGATION) for s in LINEAR],
+)
+def test_the_score_is_the_log_likelihood_ratio(shape, trust):
+    """Then score ∓ I/2 is a martingale of variance I in either world, I being the squared mu of the run as it went."""
+    toy = SHAPES[shape]
+
+    def law(runs, noise_factor=1.0):
+        rest, variance = [], []
+        for adjacency, world in itertools.product(Adjacency, (0, 1)):
+            plan = plan_for("toy", Privacy(4.0, 1e-5, toy.unit, adjacency, trust), method=toy)
+            watch = watched(next(attacks(plan, MODEL)), world, Seeded(8 * world + 3), runs, noise_factor)
+            assert watch.information().max() <= plan.mu() ** 2 * (1 + 1e-9)
+            rest.append(watch.score() - (world - 0.5) * watch.information())
+            variance.append(watch.information())
+        m, v = torch.cat(rest), torch.cat(variance)
+        gap = m.square() - v
+        return float(m.mean() / m.std()) * len(m) ** 0.5, float(gap.mean() / gap.std()) * len(m) ** 0.5
+
+    assert np.abs(law(400)).max() < 4
+    assert law(150, 0.8)[1] < -4, "a fifth less noise would pass: the test cannot fail"
+
+
+@pytest.mark.parametrize("adjacency", Adjacency)
+def test_a_record_carries_a_clipped_message_from_anywhere_to_anywhere(adjacency):
+    found = audit("toy", Privacy(1.0, 1e-5, adjacency=adjacency), method=SHAPES["message"], runs=FEW, seed=4)
+    assert found.reach == pytest.approx(1.0, abs=1e-3)
+    if adjacency is Adjacency.ADD_REMOVE:
+        assert "hostile" in found.canary
+
+
+# -------------------------------------------------------------------------------------------------------- one run
+
+
+@pytest.mark.parametrize("adjacency", Adjacency)
+def test_one_run_stays_below_and_finds_out(adjacency):
+    found = one_run("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency), canaries=FEW, seed=5)
+    assert 0.5 < found.lower <= found.certified
+    assert found.right <= found.guesses <= found.canaries == FEW
+    assert one_run("dp-fedgd", Privacy(1.0, 1e-5, adjacency=adjacency), canaries=FEW, seed=5, noise_factor=0.2).broken
+
+
+def test_one_run_with_matrices():
+    found = one_run("toy", Privacy(4.0, 1e-5), method=_one_matrix(), seed=6)
+    assert found.canaries == 300
+    assert not found.broken
+
+
+def _one_matrix():
+    def look(ask, down, memory, cache):
+        return ask.gram()[..., 0]
+
+    return method(look, Query(Kind.GRAM, 1.0, psd=True))
+
+
+# ------------------------------------------------------------------------------------------------------- mistakes, CLI
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: audit("dp-fedgd", runs=5), "runs: 5 tell nothing"),
+        (lambda: audit("dp-fedgd", rounds=0), "rounds: 0"),
+        (lambda: audit("dp-fedgd", noise_factor=0), "noise_factor: 0"),
+        (lambda: audit("dp-fedgd", seed=-1), "seed: -1"),
+        (lambda: audit("dp-fedgd", Privacy(math.inf)), "epsilon: inf promises nothing"),
+        (lambda: audit("dp-scaffold", Privacy(trust=Trust.TRUSTED_SERVER)), "trust: dp-scaffold is not proved"),
+        (lambda: one_run("dp-fedgd", Privacy(unit=Unit.USER)), "unit: an audit in one run"),
+        (lambda: one_run("dp-fedgd", canaries=3), "canaries: 3 tell nothing"),
+        (lambda: audit("dp-fednew", batch="poisson:4"), "batch: poisson:4 of dp-fednew is not audited"),
+        (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several questions"),
+        (lambda: audit("dp-fedgd", Privacy(unit=Unit.USER), batch="poisson:4"), "at user level nothing is claimed"),
+        (lambda: audit("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="fixed:4"), "under add-remove"),
+        (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' lacks a number"),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    with pytest.raises(SordinoError, match=message):
+        call()
+
+
+def test_the_command(capsys, tmp_path):
+    words = ["audit", "dp-fedgd", "--runs", "1000", "--seed", "1", "--unit", "record"]
+    assert main([*words, "--json", str(tmp_path / "audit.json")]) == 0
+    out = capsys.readouterr().out
+    assert "replace-one" in out
+    assert "holds" in out
+    rows = json.loads((tmp_path / "audit.json").read_text())
+    assert [row["adjacency"] for row in rows] == ["add-remove", "replace-one"]
+    assert all(max(row["lower_gaussian"], row["lower_thresholds"]) <= row["certified"] for row in rows)
+    assert main([*words, "--noise-factor", "0.5", "--adjacency", "replace-one"]) == 1
+    out = capsys.readouterr().out
+    assert "the guarantee is broken" in out
+    assert "multiplied by 0.5 on purpose" in out
+    assert main(["audit", "dp-fedgd", "--one-run", "--runs", "500", "--json"]) == 0
+    assert {row["canaries"] for row in json.loads(capsys.readouterr().out)} == {500}
+
+
+def test_the_command_with_minibatches(capsys):
+    words = ["audit", "dp-fedgd", "--runs", "200", "--seed", "1", "--unit", "record"]
+    assert main([*words, "--batch", "poisson:4", "--dtype", "float64"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("poisson:4") == 2
+    assert "float64" in out
+    assert main([*words, "--dtype", "int8"]) == 2
+    assert "dtype: 'int8' is unknown; use float32 or float64" in capsys.readouterr().err
+    assert main([*words, "--batch", "poisson:4", "--one-run"]) == 2
+    assert "leave --batch away" in capsys.readouterr().err
+
+
+def test_all_includes_minibatches_where_they_are_certified():
+    from sordino.cli import audit as command
+
+    def jobs(*words):
+        parser = argparse.ArgumentParser()
+        command.add(parser.add_subparsers())
+        return [
+            (job.args[0], job.args[1].adjacency, job.keywords["batch"])
+            for job in command._jobs(parser.parse_args(["audit", "--all", *words]))
+        ]
+
+    found = [job for job in jobs() if job[2] != "full"]
+    assert found == [
+        ("dp-fedgd", "add-remove", "poisson:4"),
+        ("dp-fedgd", "replace-one", "poisson:4"),
+        ("dp-fedgd", "replace-one", "fixed:4"),
+    ]
+    names = {job[0] for job in jobs("--batch", "fixed:4")}
+    assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names
+    assert not names & {"dp-fednew", "dp-ftrl", "dp-fedsam"}
+    assert not jobs("--batch", "fixed:4", "--adjacency", "add-remove")

@@ -1,0 +1,207 @@
+"""The client's side of a round: what leaves is clipped, noised with care, and counted."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.core import Batch, Kind, Local, Method, OverspentError, Privacy, Query, SordinoError, Stage, Trust, Unit
+from sordino.data.records import Records
+from sordino.engines import reference, simulate
+from sordino.engines.oracle import clipped, noised
+from sordino.methods import build
+from sordino.models.linear import Linear
+from sordino.privacy.mechanisms.random import GRID_BITS, Draw, Secure, Seeded
+from sordino.privacy.plan import Plan
+from sordino.rules import scale
+
+EVERY = frozenset((unit, trust) for unit in Unit for trust in Trust)
+
+
+def small(dtype=torch.float32, seed=0, n=40):
+    rng = np.random.default_rng(seed)
+    return Records.of(rng.normal(size=(n, 3)), rng.integers(0, 2, n), np.arange(n) % 4, dtype=dtype)
+
+
+def plan_for(records, method=None, **privacy):
+    return Plan(method or build("dp-fedgd"), 3, records.sizes, Privacy(**{"epsilon": 8.0, **privacy}))
+
+
+# ----------------------------------------------------------------------------------------------------- the grid
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_lowest_bits_do_not_tell_whether_a_sum_was_zero(dtype):
+    """Mironov's attack: `0 + noise` reaches only numbers that noise itself can be, `c + noise` others as well."""
+    torch.manual_seed(0)
+    std = torch.tensor(10.04, dtype=torch.float64)
+    z = torch.randn(20_000, dtype=torch.float64)
+    zero, one = torch.zeros(len(z), dtype=dtype), torch.full((len(z),), 0.7310585, dtype=dtype)
+
+    def tells(add):
+        """Is a release one that noise alone, scaled in that precision, can make? The bits below the grid decide."""
+        step = float(torch.exp2(torch.floor(torch.log2(std)) - GRID_BITS))
+        return [float(((add(v) / step).frac().abs() > 1e-9).double().mean()) for v in (zero, one)]
+
+    naive = tells(lambda v: v + (std.to(dtype) * z.to(dtype)))
+    assert min(naive) > 0.5, "the naive sum has bits below the grid: the test can fail"
+    assert tells(lambda v: noised(v, Draw.plain(z), std, secret=True)) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+@pytest.mark.parametrize("unit", ["record", "user"])
+def test_whatever_leaves_lies_on_the_grid(engine, unit):
+    records = small()
+    plan = plan_for(records, build("dp-fedgd", unit), unit=unit, trust="secure-aggregation")
+    number = 0 if unit == "record" else 1
+    grid = 2 ** (math.floor(math.log2(plan.aggregate_std(0, number))) - GRID_BITS)  # of the sum, whoever came
+    for turn in engine.run(plan, Linear(3, 2), records, Secure()):
+        ticks = turn.aggregate.double() / grid
+        assert float((ticks - ticks.round()).abs().max()) < 0.05
+
+
+def test_rounding_is_lost_in_the_noise():
+    z = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    std = torch.tensor(3.0)
+    rounded = noised(torch.zeros_like(z), Draw.plain(z), std, secret=True)
+    assert float((rounded - 3.0 * z).abs().max()) <= 3.0 / 2**GRID_BITS
+    assert torch.equal(noised(torch.zeros_like(z), Draw.plain(z), std, secret=False), 3.0 * z)
+
+
+# --------------------------------------------------------------------------------------------------- one use of noise
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+def test_one_source_in_two_runs_does_not_cancel(engine):
+    """With the same noise twice, the difference of two runs would be bare."""
+    source, a, b = Secure(), small(torch.float64, 0), small(torch.float64, 1)
+    plan = plan_for(a)
+    first, second = (next(engine.run(plan, Linear(3, 2), records, source)).aggregate for records in (a, b))
+    bare = plan_for(a, epsilon=math.inf)
+    clear = [next(engine.run(bare, Linear(3, 2), records, source)).aggregate for records in (a, b)]
+    left = (first - second) - (clear[0] - clear[1])
+    assert float(left.norm()) > 0.1 * plan.aggregate_std(0)
+    seeded = [next(engine.run(plan, Linear(3, 2), records, Seeded(1))).aggregate for records in (a, b)]
+    assert float(((seeded[0] - seeded[1]) - (clear[0] - clear[1])).norm()) < 1e-9, "a seed repeats: not private"
+
+
+def test_every_run_of_an_axis_needs_its_own_source():
+    records = small()
+    with pytest.raises(SordinoError, match="every run needs its own"):
+        next(simulate.run(plan_for(records), Linear(3, 2), records, Secure(), theta=torch.zeros(3, 8)))
+
+
+# ------------------------------------------------------------------------------------------------ sizes and messages
+
+
+def test_declared_sizes_divide_on_both_engines():
+    """A client that holds fewer records than it declared is divided by what it declared."""
+    records = small(torch.float64)
+    plan = replace(plan_for(records, trust="secure-aggregation"), sizes=(20, 10, 30, 10))
+    slow = [r.model for r in reference.run(plan, Linear(3, 2), records, Seeded(0))]
+    fast = [r.model for r in simulate.run(plan, Linear(3, 2), records, Seeded(0), shares=True)]
+    torch.testing.assert_close(slow[-1], fast[-1], rtol=1e-9, atol=1e-12)
+
+
+def test_a_message_noised_as_a_whole_must_be_a_vector():
+    queries = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0))
+
+    def work(ask, down, memory, cache):
+        g = ask.gradient(down.theta)
+        return g.reshape(*g.shape[:-1], 4, 2)
+
+    records = small()
+    method = Method("matrix", Unit.USER, (Stage(Local(work), scale(-1.0), queries),), EVERY)
+    for engine in (reference, simulate):
+        with pytest.raises(SordinoError, match="must be one vector"):
+            next(engine.run(plan_for(records, method, unit="user"), Linear(3, 2), records, Seeded(0)))
+
+
+def test_a_minibatch_is_asked_about_no_more_often_than_declared():
+    def work(ask, down, memory, cache):
+        batch = ask.sample()
+        return ask.gradient(down.theta, on=batch) + ask.gradient(down.theta, on=batch)
+
+    records = small(torch.float64)
+    for joint, fine in ((1, False), (2, True)):
+        query = Query(Kind.GRADIENT, 1.0, calls=2, joint=joint)
+        method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), (query,)),), EVERY)
+        for engine in (reference, simulate):
+            run = engine.run(plan_for(records, method), Linear(3, 2), records, Seeded(0))
+            if fine:
+                next(run)
+            else:
+                with pytest.raises(OverspentError, match="minibatch"):
+                    next(run)
+
+
+def test_a_batch_made_by_hand_gains_nothing():
+    def work(ask, down, memory, cache):
+        return ask.gradient(down.theta, on=Batch(0))
+
+    records = small(torch.float64)
+    method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), (Query(Kind.GRADIENT, 1.0),)),), EVERY)
+    with pytest.raises(OverspentError, match="sample"):
+        next(reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0)))
+
+
+def test_a_message_that_is_not_finite_tells_nothing():
+    for clip in (1.0, math.inf):
+        for bad in (math.nan, math.inf):
+            message = torch.tensor([[1.0, bad], [0.6, 0.0]])
+            assert clipped(message, clip)[0].tolist() == [0.0, 0.0]
+            assert clipped(message, clip)[1].tolist() == pytest.approx([0.6, 0.0])
+
+
+def test_rules_do_not_learn_the_sizes_of_users():
+    records = small()
+    assert len(plan_for(records).facts(0).sizes) == 4
+    assert len(plan_for(records, build("dp-fedgd", "user"), unit="user").facts(0).sizes) == 0
+
+
+@pytest.mark.parametrize("clip", [1e-6, 1e-4, 1e-3, 1.0])
+def test_a_long_message_is_clipped_at_every_magnitude(clip):
+    for size in (1.0, 1e10, 1e30, 3e37):
+        message = torch.randn(50, generator=torch.Generator().manual_seed(0)) * size
+        assert float(clipped(message, clip).double().norm()) <= clip
+
+
+def test_chance_inside_a_model_comes_from_the_source_for_every_kind_of_answer():
+    """A dropout mask that others knew by its place in the batch would tell who is in it."""
+    seeds = []
+
+    class Dropping(Linear):
+        random = True
+
+        def clipped_sum(self, *args):
+            seeds.append(torch.initial_seed())
+            return super().clipped_sum(*args)
+
+        def count_sum(self, *args):
+            seeds.append(torch.initial_seed())
+            return super().count_sum(*args)
+
+        def fisher_sum(self, *args):
+            seeds.append(torch.initial_seed())
+            return super().fisher_sum(*args)
+
+    def work(ask, down, memory, cache):
+        ask.count(down.theta, torch.ones_like(down.theta))
+        ask.fisher(down.theta)
+        return ask.gradient(down.theta)
+
+    queries = (Query(Kind.GRADIENT, 1.0), Query(Kind.COUNT, 0.5), Query(Kind.FISHER, 1.0, psd=True))
+    method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), queries),), EVERY)
+    records, before, state = small(torch.float64), torch.initial_seed(), torch.get_rng_state()
+    for engine in (reference, simulate):
+        for source in (Seeded(0), Seeded(1)):
+            next(engine.run(plan_for(records, method), Dropping(3, 2), records, source))
+    assert before not in seeds
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second = (
+        {*part} for part in (seeds[: len(records.sizes) * 3], seeds[len(records.sizes) * 3 :][: len(records.sizes) * 3])
+    )
+    assert len(first) == len(second) == 3 * len(records.sizes)  # one for each client and answer
+    assert not first & second

@@ -1,0 +1,41 @@
+"""Who has no business at a link, and tries."""
+
+import socket
+from contextlib import suppress
+
+from sordino.federation.flower import processes
+from sordino.federation.flower.keys import certificates, node_key, secret
+
+
+def try_all(federation, member):
+    """What became of each stranger: "refused", or what it was told. `member` is a site whose key one of them has."""
+    keys = federation.folder / "keys"
+    node_key(keys / "stranger")
+    other = certificates(keys / "other").authority
+    own, own_secret = federation.tls.authority, secret(keys / "stranger.secret")
+    commands = {
+        "unknown-key": processes.supernode_command(federation.address, own, keys / "stranger", own_secret),
+        "wrong-certificate": processes.supernode_command(federation.address, other, keys / member, own_secret),
+        "no-key": processes.supernode_command(federation.address, own, keys / "stranger", own_secret),
+    }
+    at = commands["no-key"].index("--auth-supernode-private-key")
+    del commands["no-key"][at : at + 2]
+    for (name, command), port in zip(commands.items(), processes.free_ports(3), strict=True):
+        command[-1] = str(port)
+        federation.start(f"node-{name}", command, federation.env)
+    return {**{name: outcome(federation, name) for name in commands}, "plain-http": plain(federation.address)}
+
+
+def outcome(federation, name):
+    status, log = federation.processes.pop(f"node-{name}").wait(60), federation.log(f"node-{name}").read_text()
+    turned_away = status and "Failed to initialize the connection" in log and "SuperNode ID" not in log
+    return "refused" if turned_away else log[-1000:]
+
+
+def plain(address):
+    with socket.create_connection(address.split(":"), timeout=10) as line:
+        line.sendall(b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with suppress(ConnectionResetError):
+            if (said := line.recv(1000)).startswith(b"HTTP"):
+                return said.decode()
+    return "refused"

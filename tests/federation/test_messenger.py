@@ -1,0 +1,74 @@
+"""Letters to sites that leave the link and come back."""
+
+import pytest
+
+from sordino import wire
+from sordino.federation import messenger
+from sordino.federation.messenger import Post
+
+LETTER, REPLY = wire.encode("round", {}), wire.encode("said", {})
+
+
+class Comings:
+    """Node 1 always answers; node 2 is connected, and answers, when `here(looks)` says so."""
+
+    def __init__(self, here):
+        self.here, self.looks, self.asked = here, 0, []
+
+    def sites(self):
+        self.looks += 1
+        return [1, 2] if self.here(self.looks) else [1]
+
+    def exchange(self, letters, seconds, enough=None):
+        assert seconds > 0
+        self.asked.append(sorted(letters))
+        return {node: REPLY for node in letters if node == 1 or self.here(self.looks)}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(messenger, "POLL", 0.01)
+
+
+def ask(transport, deadline=0.3):
+    told = []
+    made = Post(transport, deadline, lambda what, **fields: told.append((what, fields["site"])))
+    made.nodes = {"a": 1, "b": 2}
+    return sorted(made.ask(dict.fromkeys("ab", LETTER), "said")), told, made
+
+
+def test_a_site_that_left_is_asked_again_when_it_is_back():
+    transport = Comings(lambda looks: looks >= 4)
+    assert ask(transport)[:2] == (["a", "b"], [])
+    assert transport.asked == [[1, 2], [2]]  # who answered is not asked twice
+
+
+def test_it_is_waited_for_until_the_deadline_and_no_longer():
+    transport = Comings(lambda looks: False)
+    found, told, _ = ask(transport)
+    assert (found, told) == (["a"], [("missing", "b")])
+    assert transport.asked == [[1, 2]]
+    assert 5 < transport.looks < 70
+
+
+def test_one_that_is_there_and_silent_is_not_asked_again():
+    class Silent(Comings):
+        def exchange(self, letters, seconds, enough=None):
+            return {node: reply for node, reply in super().exchange(letters, seconds).items() if node == 1}
+
+    transport = Silent(lambda looks: True)
+    assert ask(transport)[0] == ["a"]
+    assert transport.asked == [[1, 2]]
+
+
+@pytest.mark.parametrize(("reply", "strange"), [
+    (wire.encode("refused", {"code": "unknown-run", "reason": "?"}), {"b"}),
+    (wire.encode("refused", {"code": "order", "reason": "?"}), set()),
+    (wire.encode("offered", {}), set()),
+    (b"rubbish", set()),
+])  # fmt: skip
+def test_who_does_not_know_the_run_is_remembered(reply, strange):
+    transport = Comings(lambda looks: True)
+    transport.exchange = lambda letters, seconds, enough=None: {1: REPLY, 2: reply}
+    found, _, made = ask(transport)
+    assert (found, made.strangers) == (["a"], strange)

@@ -1,0 +1,530 @@
+"""Any module as a model over one flat theta: clipped sums against single examples, in every mode."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sordino.core import SAFETY, Divisor, Privacy, Shard, SordinoError
+from sordino.data.records import Records
+from sordino.engines import reference, simulate
+from sordino.methods import build
+from sordino.models.torch_model import BUDGET, Flat, group_norm
+from sordino.privacy.mechanisms.random import Seeded
+from sordino.privacy.participation import Participation
+from sordino.privacy.plan import Plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_examples import NETS, UNRULED, N, made, naive, read
+
+MODES = ("tape", "two-pass", "vmap")
+CASES = [(name, mode) for name in NETS for mode in MODES] + [(name, "auto") for name in UNRULED]
+
+
+def clipped(rows, clip, weight, scale=1.0):
+    rows, clip = rows * scale, clip * (1 - SAFETY)
+    return (rows * (clip / rows.norm(dim=1)).clamp(max=1).unsqueeze(1)).T @ weight
+
+
+def mlp(dtype=torch.float64, seed=0, layers=(6, 5, 3)):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(*layers[:2]), nn.Tanh(), nn.Linear(*layers[1:])).to(dtype)
+
+
+def flat_theta(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_sums_agree_with_single_examples(name, mode):
+    net, shape, x, y = made(name)
+    flat = Flat(net, shape=shape, mode=mode, chunk=2)
+    rows, theta = naive(net, x, y), flat_theta(net)
+    assert flat.size == len(theta)
+    assert flat.mode == (mode if mode != "auto" else "vmap")
+    weight, scale = torch.linspace(1, 0.2, N).double(), torch.rand(flat.size, dtype=torch.float64) + 0.5
+    shard = Shard(x.flatten(1), y, weight)
+    for clip in (0.5 * float(rows.norm(dim=1).median()), float(rows.norm(dim=1).median()), math.inf):
+        have = flat.clipped_sum(theta, shard, clip)
+        torch.testing.assert_close(have, clipped(rows, clip, weight), rtol=1e-9, atol=1e-12)
+        have = flat.clipped_sum(theta, shard, clip, scale)
+        torch.testing.assert_close(have, clipped(rows, clip, weight, scale), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(flat.clipped_sum(theta, shard, math.inf), rows.T @ weight, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["auto", *MODES])
+@pytest.mark.parametrize("chunk", [1, 3, 7, None])
+def test_leading_axes(mode, chunk):
+    """Clients, and runs of clients, by theta, data, mask or scale alone or together."""
+    flat = Flat(mlp(), mode=mode, chunk=chunk)
+    assert flat.few == (16 if mode == "auto" else 0)
+    theta = torch.randn(3, 4, flat.size, dtype=torch.float64)
+    x, y = torch.randn(3, 4, N, 6, dtype=torch.float64), torch.randint(0, 3, (3, 4, N))
+    mask = (torch.rand(3, 4, N) < 0.7).double()
+    scale = torch.rand(3, 4, flat.size, dtype=torch.float64) + 0.5
+
+    def one(theta, x, y, mask, scale=None):
+        return flat.clipped_sum(theta, Shard(x, y, mask), 0.5, scale)
+
+    def close(have, want):
+        torch.testing.assert_close(have, torch.stack(want), rtol=1e-10, atol=1e-12)
+
+    four, cells = range(4), [(r, c) for r in range(3) for c in range(4)]
+    close(one(theta[0], x[0], y[0], mask[0]), [one(theta[0, c], x[0, c], y[0, c], mask[0, c]) for c in four])
+    close(one(theta[0], x[0, 0], y[0, 0], mask[0, 0]), [one(theta[0, c], x[0, 0], y[0, 0], mask[0, 0]) for c in four])
+    close(one(theta[0, :1], x[0], y[0], mask[0]), [one(theta[0, 0], x[0, c], y[0, c], mask[0, c]) for c in four])
+    close(one(theta[0, 0], x[0], y[0], mask[0]), [one(theta[0, 0], x[0, c], y[0, c], mask[0, c]) for c in four])
+    close(one(theta[0, 0], x[0, 0], y[0, 0], mask[0]), [one(theta[0, 0], x[0, 0], y[0, 0], mask[0, c]) for c in four])
+    whole = one(theta, x, y, mask, scale)
+    close(whole.flatten(0, 1), [one(theta[i], x[i], y[i], mask[i], scale[i]) for i in cells])
+    whole = one(theta[:, :1], x[0], y[0], mask[0], scale[0, 0])  # runs of clients that share the data
+    want = [one(theta[r, 0], x[0, c], y[0, c], mask[0, c], scale[0, 0]) for r, c in cells]
+    close(whole.flatten(0, 1), want)
+
+
+def test_layers_that_take_several_parameters_are_called_once():
+    class Each(nn.Module):
+        """A linear layer, with a leading axis of its weights or without."""
+
+        grouped, calls = True, 0
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(0.3 * torch.randn(3, 6))
+
+        def forward(self, x):
+            Each.calls += 1
+            weight = self.weight if self.weight.dim() == 3 else self.weight.unsqueeze(0)
+            return (x.reshape(len(weight), -1, 6) @ weight.mT).reshape(-1, 3)
+
+    from sordino.models import per_example
+
+    per_example.RULES[Each] = lambda module, a, g, n: [("weight", g.unsqueeze(2) * a.unsqueeze(1))]
+    try:
+        flat = Flat(Each(), shape=(6,))
+        assert (flat.mode, flat.grouped) == ("tape", True)
+        theta, x, y = torch.randn(4, 18).double(), torch.randn(4, N, 6).double(), torch.randint(0, 3, (4, N))
+        mask = torch.rand(4, N).double()
+        Each.calls = 0
+        have = flat.clipped_sum(theta, Shard(x, y, mask), 0.5)
+        assert Each.calls == 1
+        want = [flat.clipped_sum(theta[c], Shard(x[c], y[c], mask[c]), 0.5) for c in range(4)]
+        torch.testing.assert_close(have, torch.stack(want))
+    finally:
+        del per_example.RULES[Each]
+
+
+# ------------------------------------------------------------------------------------------------------------ bounds
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["linear, many entries", "conv2d, many channels", "group norm"])
+def test_one_record_moves_the_sum_by_at_most_the_clip(name, mode):
+    """In float32, by brute force: with and without every record, alone or among others, of all sizes."""
+    net, shape, x, y = made(name)
+    flat, theta = Flat(net.float(), shape=shape, mode=mode), flat_theta(net).float()
+    x = (x.flatten(1) * 10.0 ** torch.linspace(-3, 3, N).unsqueeze(1)).float()
+    for clip in (1e-3, 1.0):
+        for k in range(N):
+            alone = flat.clipped_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), clip)
+            assert alone.double().norm() <= clip
+        mask = torch.ones(N)
+        whole = flat.clipped_sum(theta, Shard(x, y, mask), clip).double()
+        for k in range(N):
+            less = flat.clipped_sum(theta, Shard(x, y, mask.index_fill(0, torch.tensor(k), 0)), clip).double()
+            assert (whole - less).norm() <= clip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
+def test_a_record_that_is_not_finite_says_nothing(mode, bad):
+    net, shape, x, y = made("conv2d")
+    flat, theta = Flat(net.float(), shape=shape, mode=mode), flat_theta(net).float()
+    x = x.flatten(1).float()
+    want = flat.clipped_sum(theta, Shard(x[1:], y[1:], torch.ones(N - 1)), 0.5)
+    broken = x.clone()
+    broken[0, 3] = bad
+    for clip, close in ((0.5, want), (math.inf, None)):
+        have = flat.clipped_sum(theta, Shard(broken, y, torch.ones(N)), clip)
+        assert torch.isfinite(have).all()
+        if close is not None and not math.isfinite(bad):
+            torch.testing.assert_close(have, close)
+    assert (have - flat.clipped_sum(theta, Shard(x[1:], y[1:], torch.ones(N - 1)), 0.5)).norm() < 1e6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_records(mode):
+    flat = Flat(mlp(), mode=mode)
+    theta = flat.init()
+    nobody = Shard(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long), torch.zeros(4))
+    assert torch.equal(flat.clipped_sum(theta, nobody, 1.0), torch.zeros(flat.size))
+    empty = Shard(torch.zeros(0, 6), torch.zeros(0, dtype=torch.long), torch.zeros(0))
+    assert torch.equal(flat.clipped_sum(theta, empty, 1.0), torch.zeros(flat.size))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout(mode):
+    """Active in the sums, absent from predictions; what is measured is what is summed."""
+    net = nn.Sequential(nn.Linear(40, 30), nn.Dropout(0.5), nn.Tanh(), nn.Linear(30, 3))
+    flat, theta = Flat(net, mode=mode), flat_theta(net)
+    assert flat.random
+    assert not Flat(mlp()).random
+    x, y = torch.randn(64, 40), torch.randint(0, 3, (64,))
+    for k in range(64):  # every clip binds: if the masks of norm and sum were two draws, norms would differ
+        one = flat.clipped_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), 1e-3).double().norm()
+        assert 0.9999e-3 < one <= 1e-3
+    shard = Shard(x, y, torch.ones(64))
+    assert not torch.equal(flat.clipped_sum(theta, shard, 1.0), flat.clipped_sum(theta, shard, 1.0))
+    assert torch.equal(flat.logits(theta, x), flat.logits(theta, x))
+
+
+def test_in_half_precision():
+    net, shape, x, y = made("conv2d")
+    net = net.float()
+    flat = Flat(net, shape=shape, autocast=torch.bfloat16)
+    assert flat.mode == "tape"
+    shard, theta = Shard(x.flatten(1).float(), y, torch.ones(N)), flat_theta(net)
+    have, want = flat.clipped_sum(theta, shard, 1.0), Flat(net, shape=shape).clipped_sum(theta, shard, 1.0)
+    assert have.dtype is torch.float64
+    assert 0 < (have - want).norm() < 0.05 * want.norm()
+    for k in range(N):
+        one = Shard(*(t[k : k + 1] for t in shard[:3]))
+        assert flat.clipped_sum(theta, one, 1e-3).double().norm() <= 1e-3
+    with pytest.raises(SordinoError, match="two-pass"):
+        Flat(net, shape=shape, autocast=torch.bfloat16, mode="two-pass")
+
+
+# ---------------------------------------------------------------------------------------------------- what it is told
+
+
+def test_what_it_says():
+    net, shape, x, y = made("conv2d")
+    flat, theta = Flat(net, shape=shape, chunk=2), flat_theta(net)
+    with torch.no_grad():
+        z = net(x)
+    rows = x.flatten(1)
+    torch.testing.assert_close(flat.logits(theta, rows), z)
+    torch.testing.assert_close(flat.logits(theta, rows.numpy()), z)
+    torch.testing.assert_close(flat.scores(theta, rows), z.softmax(1))
+    assert torch.equal(flat.predict(theta, rows), z.argmax(1))
+    assert flat.predict(torch.stack([theta, 2 * theta]), rows).shape == (2, N)
+    loss = flat.loss(theta.requires_grad_(), rows[1], y[1])
+    torch.testing.assert_close(torch.autograd.grad(loss, theta)[0], naive(net, x, y)[1])
+    assert torch.equal(flat.init(), theta.detach().float())
+    assert flat.shapes == tuple(tuple(p.shape) for p in net.parameters())
+    assert flat.outputs == 3
+
+
+def test_theta_alone_decides_and_what_is_frozen_stays():
+    net, _, x, y = made("frozen")
+    before = [p.clone() for p in net.parameters()]
+    flat = Flat(net)
+    assert flat.size == 6 + 18
+    theta = torch.randn(flat.size).double()
+    said = flat.logits(theta, x)
+    flat.clipped_sum(theta, Shard(x, y, torch.ones(N)), 1.0)
+    for p in net.parameters():
+        p.data.zero_()
+    assert torch.equal(flat.logits(theta, x), said)
+    assert all(p.grad is None for p in net.parameters())
+    assert torch.equal(flat.init(), torch.cat([before[3], before[4].flatten()]).float())
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x - x.mean(0))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.detach().mean(0)
+        return self.layer(x)
+
+
+class Drops(nn.Module):
+    """Dropout that is no module."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.layer, self.mixes = nn.Linear(6, 3), mixes
+
+    def forward(self, x):
+        x = x - x.mean(0) if self.mixes else x
+        return self.layer(nn.functional.dropout(x, 0.5, self.training))
+
+
+def test_other_dropout_is_compared_as_it_predicts():
+    flat = Flat(Drops(False), shape=(6,))
+    assert flat.random
+    shard = Shard(torch.ones(4, 6), torch.zeros(4).long(), torch.ones(4))
+    assert not torch.equal(*(flat.clipped_sum(flat.init(), shard, 1.0) for _ in range(2)))
+
+
+REFUSED = [
+    (lambda: Drops(True), {"shape": (6,)}, "other rows"),
+    (lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), {}, "group_norm"),
+    (Centred, {"mode": "vmap"}, "other rows"),
+    (Centred, {"shape": (6,)}, "other rows"),
+    (Counts, {"shape": (6,)}, "buffer"),
+    (lambda: mlp().requires_grad_(False), {}, "requires_grad_"),
+    (mlp, {"mode": "tapes"}, "Did you mean 'tape'"),
+    (mlp, {"chunk": 0}, "chunk"),
+    (mlp, {"blocks": torch.zeros(3)}, "blocks"),
+    (mlp, {"classes": 4}, "classes"),
+    (mlp, {"shape": (7,)}, "shape"),
+    (lambda: nn.Conv2d(1, 2, 3), {}, "shape"),
+    (lambda: nn.Conv2d(1, 2, 3), {"shape": (1, 4, 4)}, "logits"),
+]
+
+
+@pytest.mark.parametrize(("net", "options", "word"), REFUSED)
+def test_refusals_name_the_remedy(net, options, word):
+    with pytest.raises(SordinoError, match=word):
+        Flat(net(), **options)
+
+
+def test_batch_norm_converts():
+    net = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(72, 10), nn.BatchNorm1d(10))
+    net[1].weight.data = torch.arange(8.0)
+    turned = group_norm(net)
+    assert isinstance(net[1], nn.BatchNorm2d)
+    assert [turned[1].num_groups, turned[4].num_groups] == [2, 2]
+    assert torch.equal(turned[1].weight, net[1].weight)
+    assert Flat(turned, shape=(2, 5, 5)).outputs == 10
+    assert isinstance(group_norm(nn.BatchNorm1d(7)), nn.GroupNorm)
+
+
+def test_memory_is_bounded_by_chunks(monkeypatch):
+    flat, most = Flat(mlp(), mode="tape"), []
+    monkeypatch.setitem(BUDGET, "cpu", 3 * 4 * (flat._rest + flat.size))
+    inner = flat._add
+    monkeypatch.setattr(flat, "_add", lambda *given: (most.append(given[3].mask.numel()), inner(*given)))
+    flat.clipped_sum(flat.init(), Shard(torch.randn(2, 8, 6), torch.zeros(2, 8).long(), torch.ones(2, 8)), 1.0)
+    assert max(most) <= 3
+    assert sum(most) == 16
+
+
+# ------------------------------------------------------------------------------------------------------ the engines
+
+
+@pytest.mark.parametrize("mode", ["auto", *MODES])
+@pytest.mark.parametrize(("name", "options"), [("dp-fedgd", {}), ("dp-fedavg", {"steps": 2}), ("dp-scaffold", {})])
+def test_engines_agree(name, options, mode):
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(4), [3, 5, 8, 12])
+    records = Records.of(rng.normal(size=(28, 6)), rng.integers(0, 3, 28), client, dtype=torch.float64)
+    method = build(name, **options)
+    plan = Plan(
+        method, 3, records.sizes, Privacy(4.0, unit=method.unit), Participation.parse("full"), Divisor("pooled")
+    )
+    flat = Flat(mlp(), mode=mode)
+    slow = list(reference.run(plan, flat, records, Seeded(1)))
+    fast = list(simulate.run(plan, flat, records, Seeded(1), shares=True))
+    assert len(slow) == len(fast) == 3
+    for one, other in zip(slow, fast, strict=True):
+        torch.testing.assert_close(one.model, other.model, rtol=1e-10, atol=1e-12)
+    assert not torch.equal(slow[0].model, flat.init().double())
+    far = list(simulate.run(replace(plan, noise=None), flat, records, Seeded(2), shares=True))
+    assert not torch.allclose(far[-1].model, slow[-1].model)
+
+
+# ------------------------------------------------------------------------------------- one matrix, as on a GPU
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_gathered_sums_agree_with_single_examples(name):
+    net, shape, x, y = made(name)
+    flat = Flat(net, shape=shape, mode="tape")
+    flat._lean = True
+    rows, theta = naive(net, x, y), flat_theta(net)
+    weight, scale = torch.linspace(1, 0.2, N).double(), torch.rand(flat.size, dtype=torch.float64) + 0.5
+    twice = Shard(torch.stack([x.flatten(1), x.flatten(1).flip(0)]), torch.stack([y, y.flip(0)]), weight)
+    for clip in (float(rows.norm(dim=1).median()), math.inf):
+        want = torch.stack([clipped(r, clip, weight) for r in (rows, rows.flip(0))])
+        torch.testing.assert_close(flat.clipped_sum(theta, twice, clip), want, rtol=1e-9, atol=1e-12)
+        want = torch.stack([clipped(r, clip, weight, scale) for r in (rows, rows.flip(0))])
+        torch.testing.assert_close(flat.clipped_sum(theta, twice, clip, scale), want, rtol=1e-9, atol=1e-12)
+
+
+def test_gathered_sums_keep_the_bound_and_drop_what_is_not_finite():
+    net, shape, x, y = made("conv2d, many channels")
+    flat, theta = Flat(net.float(), shape=shape, mode="tape"), flat_theta(net).float()
+    flat._lean = True
+    x = (x.flatten(1) * 10.0 ** torch.linspace(-3, 3, N).unsqueeze(1)).float()
+    for k in range(N):
+        one = flat.clipped_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), 1e-3)
+        assert 0.999e-3 < one.double().norm() <= 1e-3
+    want = flat.clipped_sum(theta, Shard(x[1:], y[1:], torch.ones(N - 1)), 0.5)
+    for bad in (math.nan, math.inf):
+        x[0, 3] = bad
+        torch.testing.assert_close(flat.clipped_sum(theta, Shard(x, y, torch.ones(N)), 0.5), want)
+
+
+def test_a_head_is_not_multiplied_out(monkeypatch):
+    """In half precision, by groups: its norm and its sum come from the same factors; a twin that forgets one fails."""
+    from sordino.models import per_example
+
+    flat = Flat(mlp(torch.float32, layers=(6, 40, 3)), autocast=torch.bfloat16)
+    theta, x, y = flat.init(), torch.randn(3, 8, 6), torch.randint(0, 3, (3, 8))
+    seen, inner = [], per_example.single
+    monkeypatch.setattr(per_example, "single", lambda use, n: (seen.append(inner(use, n)), seen[-1])[1])
+    have = flat.clipped_sum(theta, Shard(x, y, torch.ones(3, 8)), 1e-3)
+    assert seen == [True, True]
+    for c in range(3):
+        parts = [
+            flat.clipped_sum(theta, Shard(*(t[c, k : k + 1] for t in (x, y)), torch.ones(1)), 1e-3) for k in range(8)
+        ]
+        torch.testing.assert_close(have[c], torch.stack(parts).sum(0), rtol=2e-2, atol=2e-5)
+        assert all(0.999e-3 < part.double().norm() <= 1e-3 for part in parts)
+    half = per_example.squares
+    monkeypatch.setattr(per_example, "squares", lambda use, n: half(use, n) / 2)
+    assert flat.clipped_sum(theta, Shard(x[0, :1], y[0, :1], torch.ones(1)), 1e-3).double().norm() > 1e-3
+
+
+def test_rules_run_without_autocast():
+    from sordino.models import per_example
+
+    seen, inner = [], per_example.linear
+
+    def rule(module, a, g, n):
+        seen.append((torch.is_autocast_enabled("cpu"), g.dtype))
+        return inner(module, a, g, n)
+
+    flat = Flat(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), read(20)), shape=(4, 6), autocast=torch.bfloat16)
+    per_example.RULES[nn.Linear] = rule
+    try:
+        flat.clipped_sum(flat.init(), Shard(torch.randn(2, 24), torch.tensor([0, 1]), torch.ones(2)), 1.0)
+    finally:
+        per_example.RULES[nn.Linear] = inner
+    assert seen == [(False, torch.bfloat16)] * 2
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [3, 512, 5000])
+def test_the_norm_of_a_gathered_row_is_an_upper_bound(kind, width):
+    from sordino.models.per_example import bound
+
+    rows = (torch.randn(20, width, dtype=torch.float64) * 10.0 ** torch.linspace(-25, 15, 20).unsqueeze(1)).to(kind)
+    exact, found = rows.double().square().sum(1), bound(rows)
+    assert (found >= exact).all()
+    assert (found[5:] <= exact[5:] * (1 + 1e-4)).all()
+
+
+def test_graphs_are_made_of_what_comes_often(monkeypatch):
+    from sordino.models import cuda_graphs
+
+    made = []
+
+    class Replay:
+        def __init__(self, f, given, pool):
+            self.f = f
+            made.append(given)
+
+        def __call__(self, given):
+            return self.f(*given) + 100
+
+    monkeypatch.setattr(cuda_graphs, "Replay", Replay)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    call, ones = cuda_graphs.Graphs(), torch.ones(2)
+    said = [float(call(lambda a, b, c: a.sum() + c, (ones, None), 1.0)) for _ in range(5)]
+    assert said == [3, 3, 3, 103, 103]
+    assert float(call(lambda a, b, c: a.sum() + c, (torch.ones(3), None), 1.0)) == 4
+    assert float(call(lambda a, b, c: a.sum() + c, (ones, None), 2.0)) == 4
+    assert len(made) == 1
+
+
+# ----------------------------------------------------------------------------------------------- Fisher of the head
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, positions", "conv2d", "frozen", "used twice"])
+def test_fisher_of_the_last_layer(name):
+    net, shape, x, y = made(name)
+    flat, theta = Flat(net, shape=shape, chunk=2), flat_theta(net)
+    head = [part for part in net.modules() if isinstance(part, nn.Linear)][-1]
+    last = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    g, weight = naive(net, x, y)[:, -last:], torch.linspace(1, 0.2, N).double()
+    for clip in (float(g.square().sum(1).median()), math.inf):
+        f = weight * (clip * (1 - SAFETY) ** 2 / g.square().sum(1)).clamp(max=1)
+        have = flat.fisher_sum(theta, Shard(x.flatten(1), y, weight), clip)
+        torch.testing.assert_close(have, (g.T * f) @ g, rtol=1e-9, atol=1e-12)
+    both = Shard(
+        torch.stack([x.flatten(1), x.flatten(1).flip(0)]), torch.stack([y, y.flip(0)]), torch.ones(2, N).double()
+    )
+    have = flat.fisher_sum(torch.stack([theta, 2 * theta]), both, 0.1)
+    ones = torch.ones(N).double()
+    torch.testing.assert_close(have[0], flat.fisher_sum(theta, Shard(x.flatten(1), y, ones), 0.1))
+    torch.testing.assert_close(have[1], flat.fisher_sum(2 * theta, Shard(x.flatten(1), y, ones), 0.1))
+    assert not torch.allclose(have[0], have[1], rtol=1e-3)
+
+
+def test_the_fisher_sum_is_bounded():
+    flat = Flat(mlp(torch.float32))
+    theta, y = flat.init(), torch.tensor([0, 1, 2])
+    x = torch.randn(3, 6) * torch.tensor([[1e-2], [1.0], [1e3]])
+    for k in range(3):
+        one = flat.fisher_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), 1e-4)
+        assert 0.9998e-4 < one.norm() <= 1e-4
+    want = flat.fisher_sum(theta, Shard(x[1:], y[1:], torch.ones(2)), 1e-4)
+    x[0, 0] = math.nan
+    torch.testing.assert_close(flat.fisher_sum(theta, Shard(x, y, torch.ones(3)), 1e-4), want)
+
+
+def test_what_has_no_fisher_sum():
+    torch.manual_seed(0)
+    normed = Flat(nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3)))
+    spread = Flat(nn.Sequential(nn.Linear(6, 3), nn.Flatten(1), nn.Unflatten(1, (3, 1)), nn.Linear(1, 1), nn.Flatten()))
+    for flat, word in ((normed, "no linear layer's"), (spread, "once")):
+        with pytest.raises(SordinoError, match=word):
+            flat.fisher_sum(flat.init(), Shard(torch.zeros(1, 6), torch.zeros(1).long(), torch.ones(1)), 1.0)
+
+
+def test_newtons_step_on_the_head_runs():
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(2), [6, 9])
+    records = Records.of(rng.normal(size=(15, 6)), rng.integers(0, 3, 15), client, dtype=torch.float64)
+    method = build("fednewton-head", local_steps=1)
+    plan = Plan(
+        method, 3, records.sizes, Privacy(4.0, unit=method.unit), Participation.parse("full"), Divisor("pooled")
+    )
+    flat = Flat(mlp())
+    slow = list(reference.run(plan, flat, records, Seeded(1)))
+    fast = list(simulate.run(plan, flat, records, Seeded(1), shares=True))
+    torch.testing.assert_close(slow[-1].model, fast[-1].model, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_example_changes_how_the_others_are_computed(mode, dtype):
+    """Sure examples leave nothing but rounding, which a small clip makes as large as itself."""
+    net = mlp(dtype)
+    flat, g = Flat(net, mode=mode, chunk=64), torch.Generator().manual_seed(0)
+    x = torch.rand(200, 6, generator=g, dtype=torch.float64).to(dtype)
+    theta = 20 * flat_theta(net)
+    y = flat.logits(theta, x).argmax(-1)
+    for clip in (1.0, 1e-6, 1e-9):
+        for scale in (None, torch.ones(flat.size, dtype=dtype)):
+
+            def total(value, clip=clip, scale=scale):
+                held = x.clone()
+                held[0] = value
+                return flat.clipped_sum(theta, Shard(held, y, torch.ones(200, dtype=dtype)), clip, scale).double()
+
+            for value in (1e3, -1e3, 1e30, math.inf, math.nan):
+                assert float((total(value) - total(0.0)).norm()) <= 2 * clip, (clip, value)

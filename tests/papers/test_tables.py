@@ -1,0 +1,264 @@
+"""The papers' tables: all are there, and what is ours stands beside the right figure."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from papers import fednew, sofim, tables
+from sordino.cli import main
+
+ROWS = {
+    "sofim-2": 214,
+    **{f"sofim-{k}": 252 for k in (3, 4, 5, 6)},
+    "sofim-7": 52,
+    "sofim-8": 196,
+    "sofim-9": 196,
+    "sofim-10-11": 24,
+    "sofim-12": 28,
+    "sofim-13": 20,
+    "sofim-14": 20,
+    "sofim-15-16": 128,
+    "fednew-5": 180,
+    "fednew-8": 180,
+    "fednew-10": 180,
+    "fednew-11": 144,
+    "adamw_table18": 7,
+    "adamw_table19": 4,
+    "adamw_table20": 6,
+}
+
+ROOT = Path(__file__).parents[2]
+FIGURE = re.compile(r"(−?[\d.]+)<!--([^>]+)-->")  # a figure, and where it comes from: table; which; labels …; round
+
+
+def call(capsys, *words):
+    status = main(("paper", *words))
+    captured = capsys.readouterr()
+    return status, captured.out
+
+
+@pytest.fixture
+def features(tmp_path, monkeypatch):
+    """Made-up features by the name of the real ones, and runs of two rounds."""
+    monkeypatch.delenv("SORDINO_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    y, y_test = np.arange(300) % 10, np.arange(50) % 10
+    centres = rng.standard_normal((10, 5))
+    x, x_test = (centres[each] + 0.3 * rng.standard_normal((len(each), 5)) for each in (y, y_test))
+    np.savez(tmp_path / "cifar10_resnet20.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    for module in (sofim, fednew):
+        monkeypatch.setattr(module, "ROUNDS", 2)
+    monkeypatch.setitem(sofim.BASE, "rounds", 2)
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------------------------------- published
+
+
+def test_every_published_table_loads_whole():
+    found = {path.stem: len(tables.published(path.stem)) for path in tables.PUBLISHED.glob("*.csv")}
+    assert found == ROWS
+
+
+def test_every_table_has_a_preset():
+    names = set(tables.tables())
+    assert {f"sofim-{k}" for k in range(3, 17)} <= names
+    assert {f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "alpha-rho")} <= names
+    for table in tables.tables().values():
+        assert (table.needs is None) == (table.source == "")
+
+
+def test_settings_come_with_the_package():
+    """For every method and budget of table 3, where each message is seen and where sums are."""
+    for name, label in (("settings_client-mean", "dp-scaffold"), ("settings_sa", "dp-fedsofim (momentum)")):
+        job = tables.Job(tables.tables()["sofim-3"])
+        settings = tables.chosen(job.tuning(name))
+        assert {(label, epsilon) for epsilon in (0.5, 1.0, 5.0, 10.0)} <= settings.keys()
+
+
+def test_the_printed_totals_of_table_13_are_wrong():
+    """Rows add up, and to PathMNIST's 89,996 training records; the printed total is 96,844."""
+    rows = tables.published("sofim-13")
+    assert sum(int(row["printed_total"]) for row in rows) == 89_996
+    assert all(sum(int(row[f"class_{k}"]) for k in range(9)) == int(row["printed_total"]) for row in rows)
+
+
+# -------------------------------------------------------------------------------------------------------- differences
+
+
+def test_the_difference_is_ours_less_theirs():
+    figure = tables.against([60.0, 62.0], 58.5, 0.7)
+    assert figure["ours"] == 61.0
+    assert figure["std"] == pytest.approx(2**0.5, abs=1e-4)
+    assert figure["difference"] == 2.5
+    assert tables.cell(figure) == "61.0 ± 1.4 (58.5, +2.5)"
+    assert tables.cell(tables.against([60.0])) == "60.0"
+
+
+def test_lines_that_differ_in_one_label_are_one_row():
+    lines = [
+        {"labels": {"method": method, "epsilon": epsilon}, "rounds": {"70": tables.against([value], said)}}
+        for method, epsilon, value, said in (("A", 1.0, 50.0, 40.0), ("A", 5.0, 60.0, 65.0), ("B", 5.0, 70.0, None))
+    ]
+    head, rows = tables.pivot(lines, "epsilon")
+    assert head == ["method", "epsilon 1", "epsilon 5"]
+    assert rows == [["A", "50.0 (40.0, +10.0)", "60.0 (65.0, -5.0)"], ["B", "", "70.0"]]
+
+
+def test_published_figures_meet_their_rows():
+    rows = tables.published("sofim-3")
+    assert sofim.said(rows, method="DP-FedSOFIM", epsilon=10.0)[70] == (68.56, 0.05)
+    assert sofim.said(rows, method="DP-FedGD", epsilon=0.5)[10] == (33.98, 2.76)
+    assert fednew._said(tables.published("fednew-8"), "DP-FedNew", 10, 0.1) == (pytest.approx(82.4), None)
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def test_what_is_not_at_hand_is_said_and_is_no_error(capsys, features):
+    status, out = call(capsys, "sofim-4", "--data-dir", str(features))
+    assert status == 0
+    assert "data not at hand" in out
+    assert "pathmnist_resnet20.npz" in out
+    assert "sordino features --data pathmnist" in out
+    assert call(capsys, "sofim-99")[0] == 2
+
+
+def test_all_tables_are_listed(capsys, features):
+    status, out = call(capsys, "--data-dir", str(features), "--json")
+    hand = {row["table"]: row["at_hand"] for row in json.loads(out)}
+    assert status == 0
+    assert hand.keys() == tables.tables().keys()
+    assert (hand["sofim-3"], hand["sofim-4"], hand["fednew-synthetic"], hand["fednew-8"]) == (True, False, True, False)
+
+
+@pytest.mark.parametrize("name", ["sofim-3", "sofim-7", "sofim-10", "sofim-12", "sofim-15"])
+def test_a_table_is_run_and_written(capsys, features, name):
+    flags = ["--data-dir", str(features), "--out", str(features / "out"), "--seeds", "1"]
+    flags += ["--epsilons", "1"] if name != "sofim-7" else []
+    status, out = call(capsys, name, *flags)
+    assert status == 0
+    assert "published" in out
+    found = json.loads((features / "out" / f"{name}.json").read_text())
+    assert str(features) not in json.dumps(found), "where data lie is nobody's business"
+    assert found["command"].startswith(f"python -m papers {name} --data-dir DIR")
+    page = (features / "out" / f"{name}.md").read_text()
+    assert page.startswith(f"# {name}: ")
+    lines = found["lines"]
+    assert all(line["settings"] for line in lines)
+    if name == "sofim-3":
+        methods = [line["labels"]["method"] for line in lines]
+        assert methods.count("DP-FedSOFIM (momentum)") == 2  # where each message is seen, and where sums are
+        assert methods.count("DP-SCAFFOLD") == 1  # not proved for sums
+    if name == "sofim-10":
+        steps = {(line["labels"]["part"], line["labels"]["step"]) for line in lines}
+        assert {("grad_only", "lr"), ("grad_only", "lr / rho"), ("full (momentum)", "lr / rho")} <= steps
+    if name == "sofim-15":
+        assert {"chi2", "p"} <= lines[0]["rounds"]["2"]["test"].keys()
+
+
+@pytest.mark.parametrize("name", ["sofim-3", "sofim-8", "sofim-10", "sofim-12", "sofim-14", "sofim-15"])
+def test_no_budget_that_was_asked_for_is_dropped_in_silence(capsys, features, name):
+    if name == "sofim-14":
+        rows = [[int(row[f"class_{k}"]) for k in range(10)] for row in tables.published(name)]
+        y = np.repeat(np.arange(10), np.sum(rows, axis=0))
+        x = np.eye(10)[y]
+        np.savez(features / "cifar10_resnet20.npz", x_train=x, y_train=y, x_test=x[::500], y_test=y[::500])
+    flags = ["--data-dir", str(features), "--out", str(features / "out"), "--seeds", "1", "--epsilons", "1,2,inf"]
+    assert call(capsys, name, *flags)[0] == 0
+    found = json.loads((features / "out" / f"{name}.json").read_text())
+    lines = [line for line in found["lines"] if line["labels"]["epsilon"] != "any"]
+    where = {line["labels"].get("noise") for line in lines}
+    for noise in where:
+        has = {line["labels"]["epsilon"] for line in lines if line["labels"].get("noise") == noise}
+        if noise == "secure-aggregation":
+            assert has == {1.0}
+            assert f"left out under {noise}, for want of settings: epsilon 2, ∞" in found["notes"]
+        else:
+            assert has == {1.0, 2.0, "inf"}
+    assert any(re.search("has no epsilon 2, ∞", note) for note in found["notes"])
+    for line in lines:
+        last = list(line["rounds"].values())[-1]
+        assert last["published"] is None or line["labels"]["epsilon"] == 1.0
+        if name != "sofim-15":
+            assert line["certified"] == ("no: no noise" if line["labels"]["epsilon"] == "inf" else "yes")
+    assert sofim.SILENT in found["notes"]
+
+
+@pytest.mark.parametrize("name", ["sofim-3", "sofim-10", "sofim-12", "sofim-15"])
+def test_a_budget_without_settings_is_refused(capsys, features, name):
+    assert call(capsys, name, "--data-dir", str(features), "--out", str(features), "--epsilons", "3.3")[0] == 2
+
+
+def test_a_partition_is_described():
+    y, whose = np.array([0, 0, 1, 1, 0, 1, 0, 0]), np.array([0, 0, 0, 0, 1, 1, 2, 2])
+    shape = sofim._shape(y, whose, 2)
+    assert shape["smallest client"] == 2
+    assert shape["classes absent, mean"] == pytest.approx(1 / 3)
+    assert shape["KL of a client's labels from uniform, mean"] == pytest.approx(np.log(2) / 3)
+
+
+def test_dp_fednew_tunes_runs_and_marks_what_is_not_certified(capsys, features, monkeypatch):
+    rng = np.random.default_rng(0)
+    for name, many in (("a9a", 120), ("a9a.t", 40)):
+        rows = [f"{'+-'[k % 2]}1 {1 + k % 2}:1 {rng.integers(3, 124)}:1" for k in range(many)]
+        (features / name).write_text("\n".join(rows) + "\n")
+    for key, value in (("USERS", 6), ("LIVES_AT", 4)):
+        monkeypatch.setattr(fednew, key, value)
+    monkeypatch.setattr(fednew, "GRIDS", {k: {n: v[:1] for n, v in g.items()} for k, g in fednew.GRIDS.items()})
+    table = tables.tables()["fednew-8"]
+    table.make.keywords["clients"] = (4,)
+    try:
+        flags = ["--data-dir", str(features), "--out", str(features / "out"), "--epsilons", "1", "--seeds", "1"]
+        assert call(capsys, "fednew-8", *flags)[0] == 0
+        found = json.loads((features / "out" / "fednew-8.json").read_text())
+        again = [*flags, "--settings", str(features / "out" / "fednew-8.json")]
+        assert call(capsys, "fednew-8", *again)[0] == 0
+    finally:
+        table.make.keywords["clients"] = (10, 100, 250, 500)
+    certified = {tuple(line["labels"][k] for k in ("level", "method", "noise", "certified")) for line in found["lines"]}
+    assert ("record", "DP-FedNew", "secure-aggregation", "no") in certified
+    assert ("record", "DP-FedNew without duals", "secure-aggregation", "yes") in certified
+    assert ("record", "DP-FedNew", "untrusted-server", "yes") in certified
+    assert ("user", "DP-Scaffold", "secure-aggregation", "no") in certified
+    assert all(
+        line["settings"].get("uncertified", False) == (line["labels"]["certified"] == "no") for line in found["lines"]
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- page
+
+
+def figure(results, name):
+    """What results/paper says: of the one line that has all these labels."""
+    table, which, *words, at = (part.strip() for part in name.split(";"))
+    found = []
+    for line in results[table]["lines"]:
+        labels = {
+            key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in line["labels"].items()
+        }
+        if {*words} <= {*labels.values(), *(f"{key}={value}" for key, value in labels.items())} and at in line[
+            "rounds"
+        ]:
+            found.append(line["rounds"][at])
+    (one,) = found
+    return f"{one[which]:.{one.get('digits', 1)}f}".replace("-", "−")
+
+
+def test_the_page_says_what_the_results_say():
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "results" / "paper").glob("*.json")}
+    figures = FIGURE.findall(page)
+    assert len(figures) > 80
+    for value, name in figures:
+        assert value == figure(results, name), name
+
+
+def test_results_name_no_folder():
+    for path in (ROOT / "results" / "paper").glob("*.json"):
+        assert '"/' not in path.read_text(), path.name  # no value is a path of this machine
+        assert {"command", "versions", "lines"} <= json.loads(path.read_text()).keys()

@@ -1,0 +1,400 @@
+"""The factors against counts by hand, least squares and attacks on the optimum."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from sordino.core import Correlated, SordinoError
+from sordino.privacy.accounting import correlated, gaussian
+from sordino.privacy.accounting.correlated import (
+    banded,
+    independent,
+    least_squares,
+    levels,
+    prefix_error,
+    schedule,
+    tree,
+)
+
+EXACT = 1e-9  # relative: the factors are products of few float64 numbers
+T = 70
+ALL = np.arange(T)
+CYCLES = [np.arange(r, T, 10) for r in range(10)]  # who takes part in every tenth round
+
+BUILDERS = {
+    "independent": independent,
+    "schedule": schedule,
+    "plain tree": lambda rounds: tree(rounds, honaker=False),
+    "tree": tree,
+    "restarted tree": lambda rounds: tree(rounds, restart=5),
+    "completed tree": lambda rounds: tree(rounds, restart=5, complete=True),
+    "completed plain tree": lambda rounds: tree(rounds, honaker=False, restart=6, complete=True),
+    "efficient tree": lambda rounds: least_squares(tree(rounds, restart=6, complete=True)),
+    "banded": lambda rounds: banded(rounds, 4),
+}
+every_builder = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+
+
+def prefix(noise: Correlated) -> np.ndarray:
+    return np.cumsum(noise.decoder, axis=0)
+
+
+def variances(noise: Correlated) -> np.ndarray:
+    """Of the noise on the running sums."""
+    return (prefix(noise) ** 2).sum(1)
+
+
+def squared(noise: Correlated, rounds) -> float:
+    return noise.sensitivity(np.asarray(rounds)) ** 2
+
+
+def ratio(noise: Correlated, rounds: np.ndarray = ALL) -> float:
+    return prefix_error(noise, rounds) / prefix_error(independent(len(noise.decoder)), rounds)
+
+
+def signed(encoder: np.ndarray) -> float:
+    """Squared sensitivity over all signs of contributions in every round: exact for scalars, a lower bound else."""
+    signs = np.array(list(itertools.product([1.0, -1.0], repeat=encoder.shape[1])))
+    return float(((signs @ encoder.T) ** 2).sum(1).max())
+
+
+def uncausal(noise: Correlated) -> float:
+    """The largest weight that a release puts on a row of the encoder that involves a later round."""
+    last = np.array([np.flatnonzero(row)[-1] for row in noise.encoder])
+    return max(np.abs(row[last > t]).max(initial=0.0) for t, row in enumerate(noise.decoder))
+
+
+# ------------------------------------------------------------------------------------------------- every builder
+
+
+@every_builder
+@pytest.mark.parametrize("rounds", [1, 2, 3, 7, 13, 16, T])
+def test_running_sums_are_unbiased_and_online(build, rounds):
+    noise = build(rounds)
+    assert noise.decoder.shape == noise.encoder.shape[::-1]
+    assert len(noise.decoder) == rounds
+    np.testing.assert_allclose(prefix(noise) @ noise.encoder, np.tril(np.ones((rounds, rounds))), atol=EXACT)
+    assert uncausal(noise) == 0
+
+
+def test_an_offline_estimator_is_seen_to_be_one():
+    encoder = tree(T).encoder
+    offline = Correlated(encoder, np.linalg.pinv(encoder))
+    np.testing.assert_allclose(prefix(offline) @ encoder, np.tril(np.ones((T, T))), atol=EXACT)
+    assert uncausal(offline) > 0.1
+
+
+@every_builder
+def test_sensitivity_is_reached_and_not_exceeded(build):
+    """No encoder has negative entries, so equal contributions are the worst; others are tried in 2000 directions."""
+    rounds, rng = 9, np.random.default_rng(0)
+    noise = build(rounds)
+    for pattern in ([0], [2, 7], [0, 4, 8], list(range(rounds))):
+        seen = noise.encoder[:, pattern]
+        assert np.linalg.norm(seen.sum(1)) == pytest.approx(noise.sensitivity(np.array(pattern)), rel=EXACT)
+        x = rng.standard_normal((2000, len(pattern), 3))
+        x /= np.linalg.norm(x, axis=-1, keepdims=True)
+        moved = np.sqrt(((seen @ x) ** 2).sum((1, 2)))
+        assert moved.max() <= noise.sensitivity(np.array(pattern)) * (1 + EXACT)
+
+
+@pytest.mark.parametrize(
+    ("build", "word"),
+    [
+        (lambda: independent(0), "rounds"),
+        (lambda: schedule(-3), "rounds"),
+        (lambda: tree(5000), "rounds"),
+        (lambda: tree(8, restart=-1), "restart"),
+        (lambda: banded(8, 0), "band"),
+    ],
+)
+def test_refusals_name_the_field(build, word):
+    with pytest.raises(SordinoError, match=word):
+        build()
+
+
+# ------------------------------------------------------------------------------------------------------ the tree
+
+
+def test_tree_of_70_rounds_by_hand():
+    assert [len(level) for level in levels(T)] == [70, 35, 17, 8, 4, 2, 1]
+    noise = tree(T)
+    assert len(noise.encoder) == 137
+    assert max(squared(noise, [t]) for t in ALL) == pytest.approx(7, rel=EXACT)
+    assert squared(noise, ALL) == pytest.approx(8162, rel=EXACT)
+    assert noise.sensitivity(ALL) == pytest.approx(90.34, abs=0.005)
+    assert squared(tree(64), np.arange(64)) == pytest.approx(8128, rel=EXACT)
+
+
+@pytest.mark.parametrize("rounds", [1, 5, 6, 8])
+def test_tree_sensitivity_counts_rounds_in_nodes(rounds):
+    """Every pattern of participation, against the nodes written down one by one."""
+    sizes = [2**h for h in range(4)]
+    nodes = [range(a, a + m) for m in sizes for a in range(0, rounds, m) if a + m <= rounds]
+    noise = tree(rounds)
+    for bits in itertools.product([False, True], repeat=rounds):
+        pattern = np.flatnonzero(bits)
+        count = sum(len(set(pattern) & set(node)) ** 2 for node in nodes)
+        assert squared(noise, pattern) == pytest.approx(count, rel=EXACT)
+
+
+def test_plain_tree_needs_as_many_nodes_as_binary_digits():
+    used = prefix(tree(T, honaker=False))
+    np.testing.assert_allclose(used, used.round(), atol=EXACT)  # whole nodes
+    assert variances(tree(T, honaker=False)) == pytest.approx([(t + 1).bit_count() for t in range(T)], rel=EXACT)
+
+
+def test_honaker_variances():
+    """A complete subtree of height h: 1 / (2 - 2^-h); a running sum: the sum over its binary digits."""
+
+    def of(height):
+        return 1 / (2 - 2.0**-height)
+
+    found = variances(tree(T))
+    for h in range(7):
+        assert found[2**h - 1] == pytest.approx(of(h), rel=EXACT)
+    assert found == pytest.approx([sum(of(h) for h in range(7) if (t + 1) >> h & 1) for t in range(T)], rel=EXACT)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_honaker_is_least_squares_on_what_is_finished(complete):
+    """After each round, on the rows that involve no later round; without `honaker` it is not."""
+    rounds, far = 23, 0.0
+    noise, plain = (tree(rounds, honaker, restart=11, complete=complete) for honaker in (True, False))
+    for t in range(rounds):
+        finished = noise.encoder[:, t + 1 :].sum(1) == 0
+        best = np.ones(t + 1) @ np.linalg.pinv(noise.encoder[finished][:, : t + 1])
+        np.testing.assert_allclose(prefix(noise)[t, finished], best, atol=EXACT)
+        far = max(far, np.abs(prefix(plain)[t, finished] - best).max())
+    assert far > 0.1
+
+
+def test_restarts_make_blocks():
+    noise, block, last = tree(T, restart=16), tree(16), tree(6)
+    rows, short = len(block.encoder), len(last.encoder)
+    assert noise.encoder.shape == (4 * rows + short, T)
+    for b in range(4):
+        np.testing.assert_array_equal(noise.encoder[b * rows : (b + 1) * rows, 16 * b : 16 * b + 16], block.encoder)
+    np.testing.assert_array_equal(noise.encoder[-short:, 64:], last.encoder)
+    assert squared(noise, ALL) == pytest.approx(4 * squared(block, np.arange(16)) + squared(last, np.arange(6)))
+    # Running sums carry the noise of every block's total, and of the block at hand.
+    one, rest = variances(block), variances(last)
+    total = np.concatenate([b * one[-1] + one for b in range(4)] + [4 * one[-1] + rest])
+    assert variances(noise) == pytest.approx(total, rel=EXACT)
+    np.testing.assert_array_equal(tree(T, restart=T).decoder, tree(T).decoder)
+
+
+def test_completion_takes_a_total_from_the_root():
+    """Blocks of 11 rounds, 11 = 8 + 2 + 1: three nodes a total without padding, one with it; the last is as it was."""
+    plain, padded = (tree(33, honaker=False, restart=11, complete=complete) for complete in (False, True))
+    assert variances(plain)[[10, 21, 32]] == pytest.approx([3, 6, 9], rel=EXACT)
+    assert variances(padded)[[10, 21, 32]] == pytest.approx([1, 2, 5], rel=EXACT)
+    # Nodes that end beyond round 11, of sizes 2, 4, 8 and 16, hold 1, 3, 3 and 11 rounds of it.
+    extra = 2 * (1 + 9 + 9 + 121)
+    assert squared(padded, np.arange(33)) - squared(plain, np.arange(33)) == pytest.approx(extra, rel=EXACT)
+
+
+def test_published_sensitivity_of_restarts_and_completion():
+    """google-research/DP-FTRL: CIFAR-10 in batches of 500, 100 epochs in the same order, restarts every 20 of them."""
+    epochs, batches = 20, 100
+    seen = np.zeros((batches, epochs * batches + 1))  # times that a batch has been seen before a round
+    for b in range(batches):
+        seen[b, 1:] = np.cumsum(np.arange(epochs * batches) % batches == b)
+
+    def block(complete):
+        spans = np.concatenate(levels(epochs * batches, complete))
+        return ((seen[:, spans[:, 1]] - seen[:, spans[:, 0]]) ** 2).sum(1)
+
+    worst = (4 * block(True) + block(False)).max()
+    assert worst == 4129
+    assert (5 * block(False)).max() == 2125
+    assert 46.3 / np.sqrt(worst) == pytest.approx(0.72054, abs=5e-6)
+    assert gaussian.epsilon(np.sqrt(worst) / 46.3, 1e-5) == pytest.approx(6.428, abs=5e-4)
+    small = tree(21, restart=10, complete=True).encoder  # the same nodes make up the encoder
+    spans = np.concatenate(levels(10, complete=True))
+    np.testing.assert_array_equal(small[: len(spans), :10].sum(1), spans[:, 1] - spans[:, 0])
+
+
+# ------------------------------------------------------------------------------------------------- least squares
+
+
+@pytest.mark.parametrize("start", [tree(T), tree(T, honaker=False), tree(T, restart=11, complete=True)])
+def test_least_squares_keeps_the_sensitivity_and_has_the_offline_error(start):
+    noise, offline = least_squares(start), np.tril(np.ones((T, T))) @ np.linalg.pinv(start.encoder)
+    np.testing.assert_allclose(prefix(noise) @ prefix(noise).T, offline @ offline.T, atol=EXACT)
+    assert noise.encoder.min() > -1e-12  # an M-matrix's inverse
+    rng = np.random.default_rng(1)
+    for pattern in [ALL, [3], *CYCLES, *(np.flatnonzero(rng.random(T) < 0.3) for _ in range(20))]:
+        assert squared(noise, pattern) == pytest.approx(squared(start, pattern), rel=EXACT)
+    assert prefix_error(noise, ALL) < 0.9 * prefix_error(start, ALL)
+
+
+def test_least_squares_leaves_an_invertible_encoder_alone():
+    noise = banded(20, 4)
+    np.testing.assert_allclose(least_squares(noise).decoder, noise.decoder, atol=EXACT)
+
+
+# --------------------------------------------------------------------------------------------------------- bands
+
+
+def test_banded_columns_are_unit_and_orthogonal_from_the_band_on():
+    noise = banded(T, 10)
+    gram = noise.encoder.T @ noise.encoder
+    gap = np.abs(ALL[:, None] - ALL)
+    np.testing.assert_allclose(np.diag(gram), 1, rtol=EXACT)
+    assert np.abs(gram[gap >= 10]).max() == 0
+    assert gram[gap < 10].min() > 0
+    np.testing.assert_allclose(noise.encoder @ noise.decoder, np.eye(T), atol=EXACT)
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        pattern = np.cumsum(rng.integers(10, 15, size=5)) - 10
+        assert squared(noise, pattern) == pytest.approx(5, rel=EXACT)
+    assert all(squared(noise, cycle) == pytest.approx(7, rel=EXACT) for cycle in CYCLES)
+    assert squared(noise, np.arange(0, T, 9)) > 8.1  # eight rounds, one too near each other
+
+
+def test_band_of_one_is_independent_noise():
+    np.testing.assert_array_equal(banded(T, 1).decoder, np.eye(T))
+
+
+def root(rounds: int, band: int, factor=1.0) -> Correlated:
+    """The truncated square root of the prefix matrix, columns normalised; `factor` spoils the coefficients."""
+    c = [1.0]
+    for k in range(1, band):
+        c.append(c[-1] * (2 * k - 1) / (2 * k))
+    c = np.array(c) * factor
+    encoder = sum(c[k] * np.eye(rounds, k=-k) for k in range(band))
+    encoder = encoder / np.linalg.norm(encoder, axis=0)
+    return Correlated(encoder, np.linalg.inv(encoder))
+
+
+def test_untruncated_root_squares_to_the_prefix_matrix():
+    c = root(T, T).encoder
+    c = np.tril(c / np.diag(c))  # undo the columns' norms
+    np.testing.assert_allclose(c @ c, np.tril(np.ones((T, T))), atol=EXACT)
+
+
+@pytest.mark.parametrize(("rounds", "band"), [(T, 2), (T, 10), (T, 35), (T, T), (200, 10)])
+def test_banded_is_no_worse_than_the_root(rounds, band):
+    one = np.arange(1)
+    assert prefix_error(banded(rounds, band), one) <= prefix_error(root(rounds, band), one) * (1 + EXACT)
+
+
+def test_banded_coefficients_are_near_the_best():
+    """3.8 % below the root for T = 70 and band 10; changes of 1 to 20 % in single coefficients gain under 0.05 %."""
+    noise, one = banded(T, 10), np.arange(1)
+    assert prefix_error(noise, one) / prefix_error(root(T, 10), one) == pytest.approx(0.9615, abs=5e-4)
+    c = noise.encoder[:10, 0] / root(T, 10).encoder[:10, 0]
+    rng = np.random.default_rng(3)
+    spoilt = [root(T, 10, c * np.exp(s * rng.standard_normal(10))) for s in (0.01, 0.05, 0.2) for _ in range(50)]
+    assert min(prefix_error(other, one) for other in spoilt) > prefix_error(noise, one) * (1 - 5e-4)
+
+
+def test_noise_that_each_client_holds_does_not_cancel():
+    """One z for all: a fifth of the variance. A z for each of ten groups that take turns: four times as much."""
+    noise = banded(T, 10)
+    covariance = noise.decoder @ noise.decoder.T
+    same = ALL[:, None] % 10 == ALL % 10
+
+    def relative(matrix):
+        return np.mean([matrix[:t, :t].sum() for t in range(1, T + 1)]) / np.mean(np.arange(1, T + 1))
+
+    assert relative(covariance) == pytest.approx(ratio(noise, CYCLES[0]), rel=EXACT)
+    assert relative(covariance) < 0.2
+    assert relative(covariance * same) > 4
+
+
+# ---------------------------------------------------------------------------------------- what is worth its while
+
+
+def test_errors_under_full_participation():
+    """Relative to independent noise, 2485 for T = 70."""
+    assert prefix_error(independent(T), ALL) == pytest.approx(70 * 35.5, rel=EXACT)
+    assert ratio(schedule(T)) == pytest.approx(0.894, abs=5e-4)
+    assert ratio(tree(T, honaker=False)) == pytest.approx(24253 / 2485, rel=1e-4)
+    assert ratio(tree(T)) == pytest.approx(6.179, abs=5e-4)
+    assert ratio(least_squares(tree(T))) == pytest.approx(7699 / 2485, rel=1e-4)
+    assert ratio(banded(T, 10)) == pytest.approx(1.434, abs=5e-3)
+
+
+def test_errors_where_units_come_every_tenth_round():
+    def worst(noise):
+        return max(prefix_error(noise, cycle) for cycle in CYCLES) / prefix_error(independent(T), CYCLES[0])
+
+    assert worst(banded(T, 10)) == pytest.approx(0.1905, abs=5e-4)
+    assert worst(tree(T)) == pytest.approx(0.871, abs=5e-4)
+    assert worst(least_squares(tree(T))) == pytest.approx(0.437, abs=5e-4)
+
+
+def test_schedule_is_the_best_diagonal():
+    noise = schedule(T)
+    s = np.diag(noise.decoder)
+    assert np.count_nonzero(noise.decoder) == T
+    np.testing.assert_allclose(s**2 * np.sqrt(T - ALL), s[0] ** 2 * np.sqrt(T), rtol=EXACT)
+    assert squared(noise, ALL) == pytest.approx(T, rel=EXACT)
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        other = s * np.exp(0.05 * rng.standard_normal(T))
+        assert prefix_error(Correlated(np.diag(1 / other), np.diag(other)), ALL) > prefix_error(noise, ALL)
+
+
+def error(encoder: np.ndarray, sensitivity=signed) -> float:
+    """The least mean error of any unbiased decoder, relative to the schedule's."""
+    rounds = encoder.shape[1]
+    estimator = np.tril(np.ones((rounds, rounds))) @ np.linalg.pinv(encoder)
+    return sensitivity(encoder) * (estimator**2).sum() / rounds / prefix_error(schedule(rounds), np.arange(rounds))
+
+
+def encoders(rounds: int, count: int):
+    """Random ones: lower-triangular with either or one sign, tall, and changes of the schedule."""
+    rng, best = np.random.default_rng(5), schedule(rounds).encoder
+    for _ in range(count):
+        x = rng.standard_normal((rounds, rounds))
+        yield np.tril(x, -1) + np.diag(1 + np.abs(np.diag(x)))
+        yield np.tril(np.abs(x)) + np.eye(rounds)
+        yield rng.standard_normal((rounds + 3, rounds))
+        for size in (1e-3, 0.05, 0.3):
+            yield best @ (np.eye(rounds) + size * np.tril(x))
+
+
+def test_no_encoder_beats_the_schedule_under_full_participation():
+    """Signs alone suffice. The wrong twin counts equal contributions only, and is beaten."""
+    assert error(schedule(6).encoder) == pytest.approx(1, rel=EXACT)
+    found = [error(encoder) for encoder in encoders(6, 50)]
+    assert min(found) >= 1 - EXACT
+    assert min(found) < 1.001  # some came near
+    assert min(error(encoder, lambda c: (c.sum(1) ** 2).sum()) for encoder in encoders(6, 50)) < 0.98
+
+
+def test_a_search_for_a_better_encoder_ends_at_the_schedule():
+    lower, rng = np.tril_indices(3), np.random.default_rng(6)
+
+    def objective(entries):
+        encoder = np.zeros((3, 3))
+        encoder[lower] = entries
+        return error(encoder) if np.abs(np.diag(encoder)).min() > 1e-3 else np.inf
+
+    options = {"maxiter": 4000, "maxfev": 4000, "xatol": 1e-7, "fatol": 1e-10}
+    ends = [minimize(objective, rng.standard_normal(6), method="Nelder-Mead", options=options).fun for _ in range(4)]
+    assert 1 - EXACT <= min(ends) < 1.01
+
+
+def test_the_proof_signs_in_a_chain_have_the_correlations_of_running_sums():
+    """The step of the proof that makes scalars suffice: E[sign sign^T] is the correlation of A's columns."""
+    a = np.arange(6, 0, -1.0)
+    keep = (1 + np.sqrt(a[1:] / a[:-1])) / 2
+    moments = np.zeros((6, 6))
+    for signs in itertools.product([1.0, -1.0], repeat=6):
+        s = np.array(signs)
+        moments += 0.5 * np.prod(np.where(s[1:] == s[:-1], keep, 1 - keep)) * np.outer(s, s)
+    columns = np.tril(np.ones((6, 6))) / np.sqrt(a)
+    np.testing.assert_allclose(moments, columns.T @ columns, atol=EXACT)
+
+
+def test_improvement_is_remembered():
+    correlated._improved.cache_clear()
+    banded(30, 3)
+    banded(30, 3)
+    assert correlated._improved.cache_info().hits == 1

@@ -1,0 +1,306 @@
+"""The accountant for sampled releases against pinned figures, quadrature, and dp-accounting."""
+
+import math
+import multiprocessing
+
+import dp_accounting as dp
+import numpy as np
+import pytest
+from dp_accounting import pld, rdp
+
+from sordino.core import Adjacency, SordinoError
+from sordino.privacy.accounting import gaussian, subsampled
+from sordino.privacy.accounting.slots import OVERFLOW
+from sordino.privacy.accounting.subsampled import Sampled, Sampler
+
+ADD, REPLACE = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE
+POISSON, FIXED = Sampler.POISSON, Sampler.FIXED
+RELATION = {ADD: dp.NeighboringRelation.ADD_OR_REMOVE_ONE, REPLACE: dp.NeighboringRelation.REPLACE_ONE}
+PINNED = [  # q = 0.016, multiplier 1, delta 1e-5: sampler, adjacency, steps, epsilon, half a unit of its last digit
+    (POISSON, ADD, 200, 1.476, 5e-4),
+    (POISSON, ADD, 2000, 4.363, 5e-4),
+    (POISSON, REPLACE, 200, 2.03, 5e-3),
+    (POISSON, REPLACE, 2000, 7.22, 5e-3),
+    (FIXED, REPLACE, 200, 15.6, 5e-2),
+    (FIXED, REPLACE, 2000, 65.3, 5e-2),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def pessimistic(releases, delta, adjacency, interval, gaussian_mu=0.0):
+    """dp-accounting's PLD epsilon, an upper bound too; its multiplier is std/clip whatever the adjacency.
+
+    Its plain Gaussian doubles under REPLACE_ONE as its sampled one does, so an unsampled mu is given as half.
+    """
+    accountant = pld.PLDAccountant(RELATION[adjacency], interval)
+    for rate, mu, times, _ in releases:
+        event = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(1 / mu))
+        accountant.compose(dp.SelfComposedDpEvent(event, times))
+    if gaussian_mu:
+        accountant.compose(dp.GaussianDpEvent((1 + (adjacency is REPLACE)) / gaussian_mu))
+    return accountant.get_epsilon(delta)
+
+
+def hockey_stick(q, mu, epsilon, way):
+    """∫ max(p - e^epsilon r, 0) by the trapezoidal rule, fine enough that the kink costs a part in 1e9."""
+    x = np.linspace(-12, mu + 12, 400_001)
+
+    def normal(shift):
+        return np.exp(-((x - shift) ** 2) / 2) / math.sqrt(2 * math.pi)
+
+    plus, minus = ((1 - q) * normal(0) + q * normal(shift) for shift in (mu, -mu))
+    p, r = {"remove": (plus, normal(0)), "add": (normal(0), plus), "replace": (plus, minus)}[way]
+    return float(np.maximum(p - math.exp(epsilon) * r, 0).sum() * (x[1] - x[0]))
+
+
+@pytest.mark.parametrize(("sampler", "adjacency", "times", "epsilon", "digit"), PINNED)
+def test_pinned(sampler, adjacency, times, epsilon, digit):
+    found = subsampled.epsilon([Sampled(0.016, 1.0, times, sampler)], 1e-5, adjacency)
+    assert abs(found - epsilon) <= 1.1 * digit + 1e-3 * epsilon
+
+
+@pytest.mark.parametrize(("sampler", "adjacency", "times", "epsilon", "digit"), PINNED)
+def test_halved_sigma_is_not_the_pinned_figure(sampler, adjacency, times, epsilon, digit):
+    """What reading std/(2 clip) for std/clip, or the other way round, would give."""
+    for factor in (0.5, 2.0):
+        found = subsampled.epsilon([Sampled(0.016, factor, times, sampler)], 1e-5, adjacency)
+        assert abs(found - epsilon) > 0.2 * epsilon
+
+
+def test_one_direction_is_not_enough():
+    """Removing a record costs more than adding one: an accountant of the latter alone misses the pinned figure."""
+    parts = (Sampled(0.016, 1.0, 200),)
+    remove, add = (subsampled._refined(parts, 0.0, way, 1e-5 * (1 - OVERFLOW)) for way in ("remove", "add"))
+    assert add < 0.9 * remove
+    assert subsampled.epsilon(parts, 1e-5, ADD) == remove
+
+
+@pytest.mark.parametrize("adjacency", [ADD, REPLACE])
+def test_conventions_at_rate_one(adjacency):
+    """dp-accounting's PLD reads std/clip under REPLACE_ONE with the sampled event, its RDP reads std/(2 clip)."""
+    mu, times, delta = 0.1, 25, 1e-5
+    twice = 1 + (adjacency is REPLACE)
+    exact = gaussian.epsilon(twice * mu * math.sqrt(times), delta)
+    for sampler in Sampler:
+        assert subsampled.epsilon([Sampled(1.0, mu, times, sampler)], delta, adjacency) == exact
+    assert subsampled.delta([Sampled(1.0, mu, times)], exact, adjacency) == pytest.approx(delta, rel=1e-9)
+    # A rate next to 1 is accounted on the grid, and must come out next to the closed form.
+    near = subsampled.epsilon([Sampled(1 - 1e-9, mu, times)], delta, adjacency)
+    assert near == pytest.approx(exact, rel=1e-3)
+    assert pessimistic([Sampled(1.0, mu, times, POISSON)], delta, adjacency, 1e-4) == pytest.approx(exact, rel=5e-3)
+    if adjacency is REPLACE:
+        loose = rdp.RdpAccountant(neighboring_relation=RELATION[REPLACE])
+        event = dp.SampledWithoutReplacementDpEvent(10, 10, dp.GaussianDpEvent(1 / (2 * mu)))
+        renyi = loose.compose(dp.SelfComposedDpEvent(event, times)).get_epsilon(delta)
+        assert exact < renyi < 1.2 * exact
+
+
+@pytest.mark.parametrize(("q", "mu"), [(0.01, 1.0), (0.2, 0.7), (0.5, 2.0), (0.9, 0.3), (1e-4, 2.0)])
+@pytest.mark.parametrize("way", ["remove", "add", "replace"])
+def test_one_release_by_quadrature(q, mu, way):
+    most = -math.log1p(-q) if way == "add" else math.inf
+    for epsilon in (0.3 * min(most, 1.0), 0.9 * min(most, 2.0)):
+        truth = hockey_stick(q, mu, epsilon, way)
+        if truth < 1e-14:
+            continue
+        found = subsampled._delta_at(subsampled._curve((Sampled(q, mu, 1),), 0.0, way, truth, epsilon), epsilon)
+        assert truth * (1 - 1e-8) <= found <= truth * 1.005
+
+
+@pytest.mark.parametrize("adjacency", [ADD, REPLACE])
+def test_delta_of_one_release_by_quadrature(adjacency):
+    for q, mu, epsilon in ((0.1, 1.0, 1.0), (0.5, 2.0, 5.0), (0.02, 1.5, 3.0)):
+        ways = ("replace",) if adjacency is REPLACE else ("remove", "add")
+        truth = max(hockey_stick(q, mu, epsilon, way) for way in ways)
+        found = subsampled.delta([Sampled(q, mu, 1)], epsilon, adjacency)
+        assert truth * (1 - 1e-8) <= found <= truth * 1.005
+        assert epsilon * (1 - 1e-9) <= subsampled.epsilon([Sampled(q, mu, 1)], truth, adjacency) <= epsilon * 1.005
+
+
+# The interval is what dp-accounting needs for its own error to be well below one percent. It is itself an upper bound
+# by the same construction, so the truth lies at most T interval² (theta + 1) / 8 below it: under a part in a thousand.
+CASES = [
+    ([Sampled(1e-4, 0.5, 100_000)], 0.0, 1e-5, 2e-6),
+    ([Sampled(1e-4, 1 / 0.65283, 100)], 0.0, 1e-9, 1e-4),  # rare large losses
+    ([Sampled(0.5, 1.0, 10)], 0.0, 1e-5, 5e-4),
+    ([Sampled(0.5, 0.1, 10)], 0.0, 1e-9, 5e-5),
+    ([Sampled(0.01, 0.5, 1000)], 0.0, 1e-6, 5e-5),
+    ([Sampled(0.2, 0.2, 500)], 0.0, 1e-5, 1e-4),
+    ([Sampled(1e-3, 0.8, 10_000)], 0.0, 1e-8, 3e-5),
+    ([Sampled(0.016, 1.0, 2000)], 0.0, 1e-5, 1e-4),
+    ([Sampled(0.02, 0.8, 300), Sampled(0.1, 0.3, 50)], 0.0, 1e-5, 1e-4),
+    ([Sampled(0.01, 0.7, 400)], 0.3, 1e-6, 1e-4),
+    ([Sampled(0.05, 0.4, 100), Sampled(0.3, 0.1, 20)], 1.0, 1e-7, 1e-4),
+]
+
+
+@pytest.mark.parametrize("adjacency", [ADD, REPLACE])
+@pytest.mark.parametrize(("releases", "mu", "delta", "interval"), CASES)
+def test_against_dp_accounting(releases, mu, delta, interval, adjacency):
+    other = pessimistic(releases, delta, adjacency, interval, mu)
+    found = subsampled.epsilon(releases, delta, adjacency, mu)
+    assert other * 0.997 <= found <= other * 1.01
+    assert subsampled.delta(releases, found, adjacency, mu) == pytest.approx(delta, rel=0.02)
+
+
+@pytest.mark.parametrize(("q", "times", "epsilon", "adjacency"), [(0.01, 500, 1.0, ADD), (0.1, 50, 3.0, REPLACE)])
+def test_multiplier_against_dp_accounting(q, times, epsilon, adjacency):
+    found = subsampled.multiplier(q, times, epsilon, 1e-5, adjacency, POISSON)
+    assert subsampled.epsilon([Sampled(q, 1 / found, times)], 1e-5, adjacency) <= epsilon
+    interval = 1e-4
+    assert pessimistic([Sampled(q, 1 / (found * 1.005), times)], 1e-5, adjacency, interval) <= epsilon
+    assert pessimistic([Sampled(q, 1 / (found * 0.99), times)], 1e-5, adjacency, interval) > epsilon
+
+
+@pytest.mark.parametrize(
+    ("q", "times", "epsilon", "delta"),
+    [(1e-4, 100_000, 0.1, 1e-9), (1e-4, 100, 20.0, 1e-3), (0.3, 1, 0.1, 1e-9), (0.99, 100, 20.0, 1e-9)],
+)
+@pytest.mark.parametrize("adjacency", [ADD, REPLACE])
+def test_multiplier_at_the_ends(q, times, epsilon, delta, adjacency):
+    found = subsampled.multiplier(q, times, epsilon, delta, adjacency, POISSON)
+    assert subsampled.epsilon([Sampled(q, 1 / found, times)], delta, adjacency) <= epsilon
+    assert subsampled.epsilon([Sampled(q, 1.002 / found, times)], delta, adjacency) > epsilon
+
+
+def test_scale_covers_the_gaussian_part():
+    releases, mu = [Sampled(0.05, 1.0, 100), Sampled(0.2, 0.3, 10)], 0.8
+    for adjacency in (ADD, REPLACE):
+        s = subsampled.scale(releases, 1.0, 1e-5, adjacency, mu)
+
+        def spent(s, adjacency=adjacency):
+            return subsampled.epsilon([r._replace(mu=r.mu / s) for r in releases], 1e-5, adjacency, mu / s)
+
+        assert spent(s) <= 1.0 < spent(s / 1.002)
+    assert subsampled.scale([], 1.0, 1e-5, ADD, mu) == mu / gaussian.mu(1.0, 1e-5)
+    assert subsampled.scale([Sampled(1.0, 0.5, 16)], 1.0, 1e-5, REPLACE) == 4.0 / gaussian.mu(1.0, 1e-5)
+
+
+@pytest.mark.parametrize(("sampler", "adjacency"), [(POISSON, ADD), (POISSON, REPLACE), (FIXED, REPLACE)])
+def test_monotone(sampler, adjacency):
+    def spent(q=0.05, mu=0.5, times=50, delta=1e-6):
+        return subsampled.epsilon([Sampled(q, mu, times, sampler)], delta, adjacency)
+
+    for name, values in {
+        "q": (0.001, 0.01, 0.1, 0.5, 0.9, 1.0),
+        "mu": (0.05, 0.2, 0.6, 1.5, 4.0),
+        "times": (1, 2, 10, 200, 5000),
+    }.items():
+        found = [spent(**{name: value}) for value in values]
+        assert found == sorted(found)
+        assert len(set(found)) >= len(found) - (sampler is FIXED)  # near rate 1 it is bounded by no sampling
+    assert spent(delta=1e-4) < spent(delta=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("q", "mu", "times", "delta"), [(0.016, 1.0, 200, 1e-5), (0.01, 0.2, 1000, 1e-6), (0.1, 0.1, 50, 1e-5)]
+)
+def test_fixed_against_dp_accounting(q, mu, times, delta):
+    """Its RDP accountant takes std over the sensitivity of replacing, 2 clip."""
+    accountant = rdp.RdpAccountant(orders=[*range(2, 24), *range(24, 120, 8)], neighboring_relation=RELATION[REPLACE])
+    event = dp.SampledWithoutReplacementDpEvent(1000, round(1000 * q), dp.GaussianDpEvent(1 / (2 * mu)))
+    other = accountant.compose(dp.SelfComposedDpEvent(event, times)).get_epsilon(delta)
+    releases = [Sampled(q, mu, times, FIXED)]
+    found = subsampled.epsilon(releases, delta, REPLACE)
+    assert other * 0.995 <= found <= other * (1 + 1e-5)
+    assert subsampled.delta(releases, found, REPLACE) <= delta * (1 + 1e-9)
+    # A Gaussian beside it costs something, and less than its own epsilon.
+    assert found < subsampled.epsilon(releases, delta, REPLACE, 0.3) < found + gaussian.epsilon(0.3, delta) * 1.5
+    # Poisson figures for fixed-size samples would be too low.
+    assert subsampled.epsilon([Sampled(q, mu, times)], delta, REPLACE) < 0.9 * found
+
+
+def test_fixed_is_never_worse_than_no_sampling():
+    full = subsampled.epsilon([Sampled(1.0, 0.2, 10, FIXED)], 1e-5, REPLACE)
+    assert subsampled.epsilon([Sampled(0.99, 0.2, 10, FIXED)], 1e-5, REPLACE) <= full
+
+
+def test_path():
+    release = Sampled(0.02, 0.8, 1)
+    rounds = np.arange(1, 121)
+    mus = 0.01 * np.sqrt(rounds)
+    found = subsampled.path([release], 2 * rounds[:, None], 1e-5, REPLACE, mus)
+    assert (np.diff(found) >= 0).all()
+    for i in (0, 1, 7, 62, 119):
+        exact = subsampled.epsilon([release._replace(times=2 * int(rounds[i]))], 1e-5, REPLACE, float(mus[i]))
+        assert exact * (1 - 1e-4) <= found[i] <= exact * 1.02
+    with pytest.raises(SordinoError, match="cumulative"):
+        subsampled.path([release], rounds[::-1, None], 1e-5, REPLACE, mus)
+
+
+def test_refusals():
+    with pytest.raises(SordinoError, match="no bound is known to us"):
+        subsampled.epsilon([Sampled(0.1, 1.0, 10, FIXED)], 1e-5, ADD)
+    with pytest.raises(SordinoError, match="do not compose"):
+        subsampled.epsilon([Sampled(0.1, 1.0, 10, FIXED), Sampled(0.1, 1.0, 10, POISSON)], 1e-5, REPLACE)
+    with pytest.raises(SordinoError, match="rate"):
+        subsampled.epsilon([Sampled(0.5, 1.0, 10, Sampler.FULL)], 1e-5, ADD)
+    for bad in (Sampled(0.0, 1.0, 1), Sampled(1.5, 1.0, 1), Sampled(0.5, -1.0, 1), Sampled(math.nan, 1.0, 1)):
+        with pytest.raises(SordinoError):
+            subsampled.epsilon([bad], 1e-5, ADD)
+    assert subsampled.epsilon([], 1e-5, ADD) == 0.0
+    assert subsampled.epsilon([Sampled(0.5, math.inf, 1)], 1e-5, ADD) == math.inf
+    assert subsampled.scale([Sampled(0.5, 1.0, 1)], math.inf, 1e-5, ADD) == 0.0
+
+
+# -------------------------------------------------------------------------------------------------------- the cache
+
+QUESTION = (0.01, 100, 1.0, 1e-5, REPLACE, POISSON)
+
+
+def test_cache(own_cache, monkeypatch):
+    first = subsampled.multiplier(*QUESTION)
+    (file,) = (own_cache / "noise").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(subsampled, "_search", None)  # an answer from the file does not search
+        assert subsampled.multiplier(*QUESTION) == first
+        patch.setattr(subsampled, "VERSION", subsampled.VERSION + 1)
+        with pytest.raises(TypeError):
+            subsampled.multiplier(*QUESTION)
+    good = file.read_text()
+    value, seal = good.split()
+    for damaged in ("", "garbage", good[:20], f"{float(value) / 2} {seal}", "\x00" * 100):
+        file.write_text(damaged)
+        assert subsampled.multiplier(*QUESTION) == first
+        assert file.read_text() == good
+    # The answer to one question is no answer to another.
+    other = subsampled.multiplier(0.02, *QUESTION[1:])
+    key = next(f for f in (own_cache / "noise").iterdir() if f != file)
+    key.write_text(good)
+    assert subsampled.multiplier(0.02, *QUESTION[1:]) == other != first
+
+
+def test_cache_that_cannot_be_written(own_cache, monkeypatch):
+    blocked = own_cache / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("SORDINO_CACHE", str(blocked))
+    assert subsampled.multiplier(*QUESTION) > 0
+
+
+def test_where_the_cache_lies(own_cache, monkeypatch):
+    monkeypatch.delenv("SORDINO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "xdg"))
+    assert subsampled._place("x").is_relative_to(own_cache / "xdg" / "sordino")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(own_cache / "home"))
+    assert subsampled._place("x").is_relative_to(own_cache / "home" / ".cache" / "sordino")
+
+
+def _write_and_read(seed):
+    wrong = 0
+    for i in range(200):
+        key = str((seed + i) % 3)
+        subsampled._remember(key, float(key) + 0.5)
+        wrong += subsampled._remembered(key) != float(key) + 0.5
+    return wrong
+
+
+def test_concurrent_writes(own_cache):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert pool.map(_write_and_read, range(4)) == [0, 0, 0, 0]
+    assert len(list((own_cache / "noise").iterdir())) == 3

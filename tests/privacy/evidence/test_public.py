@@ -1,0 +1,145 @@
+"""What a run publishes: every field of every file, of `--json` and of the console is listed with a reason."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sordino.cli import main
+from sordino.privacy.evidence import public
+from sordino.privacy.evidence.statement import statement
+from sordino.training.spec import RUN_KEYS
+
+COHORT = ["--unit", "user", "--participation", "poisson:0.5", "--trust", "trusted-server"]
+RUNS = {
+    "record": ["--data", "FILE", "--label", "label", "--partition", "by-column:site"],
+    "user": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", "--unit", "user"],
+    "amplified": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", *COHORT],
+    "sampled": ["--data", "FILE", "--label", "label", "--partition", "iid", "--batch", "poisson:60", "--clients", "3"],
+    "stream": ["--data", "FILE", "--label", "label", "--partition", "iid", "--method", "dp-ftrl", "--clients", "3"],
+    "secure": ["--data", "FILE", "--label", "label", "--partition", "iid", "--trust", "secure-aggregation"],
+    "statistics": ["--data", "FILE", "--label", "label", "--partition", "iid", "--public-stats", "STATS"],
+    "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid"],
+    "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
+    "benchmark": ["--data", "digits", "--clients", "5"],
+    "declared": ["--data", "FILE", "--label", "label", "--set", "public_data=true"],
+}
+OPEN = ("benchmark", "declared")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    place, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    x = rng.normal(size=(400, 3))
+    rows = [
+        f"{a:.4f},{b:.4f},{c:.4f},{'ill' if a + b > 0 else 'well'},clinic-{chr(97 + k % 8)}"
+        for k, (a, b, c) in enumerate(x)
+    ]
+    (place / "patients.csv").write_text("\n".join(["age,dose,weight,label,site", *rows]) + "\n")
+    (place / "free.csv").write_text(
+        "\n".join(["age,dose,weight,label", *(row.rpartition(",")[0] for row in rows)]) + "\n"
+    )
+    (place / "dose.csv").write_text("\n".join(["a,b,y", *(f"{a:.4f},{b:.4f},{a - b:.5f}" for a, b, _ in x)]) + "\n")
+    np.savez(place / "stats.npz", mean=np.zeros(3), cov=np.eye(3))
+    return place
+
+
+@pytest.fixture(scope="module")
+def done(files, tmp_path_factory):
+    """Every run once, by the command line: (directory, --json document)."""
+    made = {}
+    for name, words in RUNS.items():
+        out = tmp_path_factory.mktemp("runs") / name
+        source = files / ("patients.csv" if any("by-column" in word for word in words) else "free.csv")
+        known = {"FILE": str(source), "STATS": str(files / "stats.npz"), "QUANTITY": str(files / "dose.csv")}
+        words = [known.get(word, word) for word in words]
+        method = [] if "--method" in words else ["--method", "dp-fedgd"]
+        result = out.with_suffix(".json")
+        assert main(["run", *words, *method, "--rounds", "3", "--out", str(out), "--json", str(result)]) == 0
+        made[name] = out, json.loads(result.read_text())
+    return made
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_every_public_field_is_listed(done, name):
+    out, _ = done[name]
+    assert public.unlisted(out / "public") == []
+    cert = json.loads((out / "public" / "certificate.json").read_text())
+    assert (out / "public" / "statement.md").read_text() == statement(cert)
+
+
+def test_every_listed_field_occurs(done):
+    occurs: dict[str, set[str]] = {}
+    for out, _ in done.values():
+        for name, told in public.found(out / "public").items():
+            occurs.setdefault(name, set()).update(told)
+    for name, listed in public.FILES.items():
+        missing = set(listed) - occurs[name]
+        assert missing == set() or name == "spec.toml", (name, missing)
+    named = {field.removesuffix(".*") for field in public.SPEC} - {"(option)"}
+    assert named == set(RUN_KEYS), "a key of a run that has no reason, or a reason without a key"
+    told = {field for _, document in done.values() for field in public.fields({**document, "spec": None})}
+    assert told - {"spec"} == set(public.SUMMARY)
+
+
+def test_a_new_field_is_noticed(tmp_path):
+    for name, text in (
+        ("certificate.json", '{"groups": [{"mean_age": 1}], "seconds": 2}'),
+        ("metrics.jsonl", '{"round": 1, "seconds": 0.5}\n'),
+        ("notes.txt", "n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert public.unlisted(tmp_path) == [
+        "certificate.json: groups[].mean_age",
+        "certificate.json: seconds",
+        "metrics.jsonl: seconds",
+        "notes.txt: (unknown file)",
+    ]
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_exact_functions_of_private_data_are_not_told(done, name, files):
+    """Neither labels by client, nor how long a round took; at user level not who took part, nor how many records."""
+    out, document = done[name]
+    assert ("seconds" in document) is (name in OPEN)
+    assert ("heterogeneity" in document) is (name in OPEN)
+    text = "".join(path.read_bytes().decode("latin-1") for path in (out / "public").iterdir()) + json.dumps(document)
+    if name in ("user", "amplified"):
+        assert "clinic-" not in text
+        cert = json.loads((out / "public" / "certificate.json").read_text())
+        assert (cert["records"], cert["test_records"], cert["client_names"]) == (None, None, [])
+        assert cert["clients"] == 6, "two of eight clients are held out for testing"
+    if name == "amplified":
+        assert "schedule_seed" not in document["spec"]
+    key = (out / "private" / "run.key").read_text().split('"')
+    assert not any(secret in text for secret in (key[1], key[3]))
+
+
+def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr("sordino.training.run.beats_guessing", lambda job, last: job.spec.unit == "user")
+    seen = set()
+    for name in ("record", "user", "sampled", "quantity", "seeded", "benchmark"):
+        words = list(RUNS[name])
+        known = {"FILE": "patients.csv" if "by-column:site" in words else "free.csv", "QUANTITY": "dose.csv"}
+        words = [str(files / known[word]) if word in known else word for word in words]
+        words = [word.replace("poisson:60", "poisson:200") for word in words]
+        assert main(["run", *words, "--method", "dp-fedgd", "--rounds", "3", "--out", str(tmp_path / name)]) == 0
+        captured = capsys.readouterr()
+        for line in filter(None, re.split(r"[\r\n]+", captured.out + captured.err)):
+            own = [k for k, one in enumerate(public.CONSOLE) if re.fullmatch(one.pattern, line.strip())]
+            assert len(own) == 1, (name, line, own)
+            assert name in OPEN or not public.CONSOLE[own[0]].open_only, line
+            seen.update(own)
+        if name == "user":
+            assert "test records" not in captured.out
+            assert "clinic-" not in captured.out
+    assert seen == set(range(len(public.CONSOLE)))
+
+
+def test_the_page_for_people_is_made_from_the_list():
+    page = (Path(__file__).parents[2] / "docs" / "files.md").read_text(encoding="utf-8")
+    assert page == public.page(), "run: python -m sordino.privacy.evidence.public > docs/files.md"
+    assert all(reason for listed in public.FILES.values() for reason in listed.values())

