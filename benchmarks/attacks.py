@@ -39,14 +39,14 @@ from sordino.cli import main as sordino
 from sordino.core import SAFETY, Adjacency, Privacy, Shard, SordinoError, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import SAMPLING, places, turns
+from sordino.engines.oracle import SAMPLING, places, round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label
 from sordino.privacy.evidence.signing import signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.privacy.mechanisms import random
-from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Silent, Source, grid_of
+from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded, Source, grid_of
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training import run as runs
@@ -144,7 +144,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
     rows, repeats = 100_000, 100 if quick else 2_000
     plain, twin = Linear(1, 1, Loss.LOGISTIC), Drifting(1, 1, Loss.LOGISTIC)
     plan = Plan(build("dp-fedgd", lr=1.0), 1, (rows,), Privacy(1.0, 1e-5))
-    silent = replace(plan, privacy=Privacy(math.inf))
+    noiseless = replace(plan, privacy=Privacy(math.inf))
     here = pair(rows, 1 - SAFETY, 0.5, False, 1, "cpu")
     there = dict(neighbours(here, 0))[Adjacency.REPLACE_ONE]
     worlds = [Records.of(shard.x, shard.y, np.zeros(rows, int)) for shard in (there, here)]
@@ -155,7 +155,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
 
     def bounds(model: Linear, repeats: int) -> tuple[float, float]:
         """By thresholds alone, and under Gaussian DP; the threshold is halfway between the sums."""
-        middle = sum(release(model, records, silent, Silent()) for records in worlds) / 2
+        middle = sum(release(model, records, noiseless, Noiseless()) for records in worlds) / 2
         scores = [[release(model, records, plan, Secure()) - middle for _ in range(repeats)] for records in worlds]
         at = {"delta": 1e-5, "confidence": 0.99, "threshold": 0.0}
         return statistics.by_thresholds(*scores, **at).epsilon, statistics.by_gaussian(*scores, **at).epsilon
@@ -198,7 +198,7 @@ def toggled(model: Linear, clip: float, seed: int, records: int = 300) -> float:
     theta = torch.from_numpy(np.abs(chance.normal(size=model.size)) * 0.1).float()
     method, privacy = build("dp-fedgd", clip=clip), Privacy(1.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
     plan = Plan(method, 1, (records,), privacy, sampling=Sampling.parse("poisson:0.3"))
-    where = places(Seeded(seed), Address(0, 0, SAMPLING, 0), next(turns(plan, model)), records)
+    where = places(Seeded(seed), Address(0, 0, SAMPLING, 0), next(round_plans(plan, model)), records)
     rows = Records.of(np.abs(chance.normal(size=(records, FEATURES))), np.ones(records, int), np.zeros(records, int))
     x, y, mask = (part[0] for part in rows.picked(np.zeros(1, int), [where])[:3])
     x = at_the_edge(model, theta, x)

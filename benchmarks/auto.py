@@ -98,10 +98,10 @@ def one(job: tuple[str, str, float, str, int]) -> dict[str, float]:
     privacy = so.Privacy(epsilon, trust=trust)
     plan = so.Plan(so.build("auto", **options), 70, records.sizes, privacy, divisor=divisor)
     found = {}
-    for turn in so.simulate.run(plan, model, records, so.source(seed)):
-        if turn.t + 1 in ROUNDS:
-            right = model.predict(turn.model, dataset.x_test).numpy() == dataset.y_test
-            found[str(turn.t + 1)] = float(right.mean())
+    for this_round in so.simulate.run(plan, model, records, so.source(seed)):
+        if this_round.t + 1 in ROUNDS:
+            right = model.predict(this_round.model, dataset.x_test).numpy() == dataset.y_test
+            found[str(this_round.t + 1)] = float(right.mean())
     return found
 
 

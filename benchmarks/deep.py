@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sordino.core import Shard
 from sordino.models.nets import cnn
-from sordino.models.torch_model import Flat, summed
+from sordino.models.torch_model import TorchModel, summed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance
@@ -30,7 +30,7 @@ OUT = Path(__file__).parent.parent / "results" / "deep_cpu.json"
 
 
 def ours(net: nn.Module, x: Tensor, y: Tensor, mode: str) -> Callable[[], Tensor]:
-    flat = Flat(net, shape=SHAPE, mode=mode)
+    flat = TorchModel(net, shape=SHAPE, mode=mode)
     theta, shard = flat.init(), Shard(x.flatten(1), y, torch.ones(len(x)))
     return lambda: flat.clipped_sum(theta, shard, CLIP)
 

@@ -24,11 +24,11 @@ SIZE, TIMES = 1_000_000, 5
 BUDGETS = [(epsilon, delta) for delta in (1e-5, 1e-8) for epsilon in (0.1, 1.0, 3.0, 8.0)]
 
 
-def seconds(work: Any, times: int = TIMES) -> float:
+def seconds(compute: Any, times: int = TIMES) -> float:
     best = math.inf
     for _ in range(times):
         begun = time.process_time()
-        work()
+        compute()
         best = min(best, time.process_time() - begun)
     return best
 

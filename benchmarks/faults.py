@@ -31,11 +31,11 @@ held against what left the site: *unpaid* counts rounds that left without being 
 def page(out: dict[str, Any]) -> str:
     """The table for people."""
     runs = out["runs"]
-    storms = {name: run for name, run in runs.items() if name.startswith("storm-")}
+    random_faults = {name: run for name, run in runs.items() if name.startswith("storm-")}
     hostile = {name: run for name, run in runs.items() if "tries" in run}
     text = HEAD
     for name, run in runs.items():
-        if name not in storms and name not in hostile:
+        if name not in random_faults and name not in hostile:
             came = ", ".join(str(count) if count else "not opened" for count in run["came"])
             masked = "" if run["trust"] == "secure-aggregation" else " (in the open)"
             text += f"| {run['what']}{masked} | {came} | {run['site_certificates']} of 6 | {run['unpaid']} |\n"
@@ -49,16 +49,18 @@ def page(out: dict[str, Any]) -> str:
             )
             text += " of the sensitivity when that record was exchanged (1 is allowed)."
         text += "\n"
-    if storms:
+    if random_faults:
         faults = ", ".join(f"{what} {times}" for what, times in sorted(out["faults_of_storms"].items()))
-        count = Counter(sites for run in storms.values() for sites in run["came"])
-        secure = sum(run["trust"] == "secure-aggregation" for run in storms.values())
-        text += f"\n**{len(storms)} random schedules**, {secure} of them with secure aggregation. Befallen: {faults}. "
+        count = Counter(sites for run in random_faults.values() for sites in run["came"])
+        secure = sum(run["trust"] == "secure-aggregation" for run in random_faults.values())
+        text += f"\n**{len(random_faults)} random schedules**, {secure} of them with secure aggregation. "
+        text += f"Faults: {faults}. "
         text += f"Of {sum(count.values())} rounds {count[6]} had all six sites and {count[0]} came to nothing; "
-        text += f"{sum(run['unpaid'] for run in storms.values())} were unpaid. Looks at a ledger, after each exchange, "
+        text += f"{sum(run['unpaid'] for run in random_faults.values())} were unpaid. "
+        text += "Looks at a ledger, after each exchange, "
         text += f"that found less than had left: {len(out['violations'])}.\n"
-    strangers = ", ".join(f"{name}: {answer}" for name, answer in out["strangers"].items())
-    text += f"\n**Strangers at the link**: {strangers}.\n"
+    unknown = ", ".join(f"{name}: {answer}" for name, answer in out["strangers"].items())
+    text += f"\n**Strangers at the link**: {unknown}.\n"
     died = ", ".join(f"{name} {times}" for name, times in sorted(out["restarts"].items()))
     return text + f"\nProcesses killed and started again: {died}. {out['seconds'] / 60:.0f} minutes in all.\n"
 

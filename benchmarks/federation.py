@@ -78,9 +78,9 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
-    def __call__(self, what: str, work: Any) -> Any:
+    def __call__(self, what: str, compute: Any) -> Any:
         began = time.perf_counter()
-        found = work()
+        found = compute()
         self.seconds.setdefault(what, []).append(time.perf_counter() - began)
         return found
 

@@ -45,7 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sordino.core import Shard
 from sordino.models import per_example
 from sordino.models.lora import module_of
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 from sordino.models.transformers import build
 from sordino.rules.blocks import block_means, expand
 
@@ -76,7 +76,7 @@ class Bench:
     def __init__(self, family: str, device: torch.device, tiny: bool, capture: bool = False) -> None:
         self.family, self.device, self.tiny = family, device, tiny
         began = time.perf_counter()
-        self.flat: Flat = build(
+        self.flat: TorchModel = build(
             FAMILIES[family],
             classes=CLASSES,
             length=16 if tiny else LENGTH,
@@ -429,7 +429,7 @@ def local_rounds(bench: Bench, clients: int, steps: int, batch: int) -> dict[str
     beta1, beta2, rate, decay, align, done = 0.9, 0.999, 3e-4, 0.01, 0.5, 20
     noise = (SIGMA * CLIP / batch) ** 2
 
-    def work(theta: Tensor, some: slice | int) -> tuple[Tensor, Tensor]:
+    def compute(theta: Tensor, some: slice | int) -> tuple[Tensor, Tensor]:
         m, v = torch.zeros_like(theta), expand(second, blocks).expand_as(theta).clone()
         for k in range(1, steps + 1):
             rows = slice(batch * (k % 4), batch * (k % 4) + batch)
@@ -443,11 +443,11 @@ def local_rounds(bench: Bench, clients: int, steps: int, batch: int) -> dict[str
         return theta, block_means(v, blocks)
 
     def one_by_one() -> None:
-        found = [work(start, k) for k in range(clients)]
+        found = [compute(start, k) for k in range(clients)]
         torch.stack([theta for theta, _ in found]).mean(0)
 
     def together() -> None:
-        theta, _ = work(start.repeat(clients, 1), slice(0, clients))
+        theta, _ = compute(start.repeat(clients, 1), slice(0, clients))
         theta.mean(0)
 
     return {"one by one": one_by_one, "together": together}

@@ -44,9 +44,9 @@ PEERS = [  # rate, mu, times, dp-accounting's interval
 NAIVE = (0.016, 200, Adjacency.REPLACE_ONE)  # calibrated the way dp-accounting documents, at its default interval
 
 
-def seconds(work: Any) -> tuple[float, Any]:
+def seconds(compute: Any) -> tuple[float, Any]:
     begun = time.process_time()
-    result = work()
+    result = compute()
     return time.process_time() - begun, result
 
 

@@ -61,9 +61,9 @@ def resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(compute: Callable[[], Any]) -> float:
     begun = time.process_time()
-    work()
+    compute()
     return time.process_time() - begun
 
 

@@ -138,7 +138,7 @@ def tested(
     return rows
 
 
-def work(task: tuple[str, str, str]) -> list[dict[str, Any]]:
+def compute(task: tuple[str, str, str]) -> list[dict[str, Any]]:
     folder, trust, label = task
     data = read(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD}).resolved())
     held, rows = validated(data), []
@@ -214,7 +214,7 @@ def main(folder: str, workers: int) -> None:
     tasks = [(folder, trust, label) for label in (MOMENTUM, GD, GRADIENT) for trust in TRUSTS]
     begun = time.perf_counter()
     with ProcessPoolExecutor(workers) as pool:
-        rows = [row for part in pool.map(work, tasks) for row in part]
+        rows = [row for part in pool.map(compute, tasks) for row in part]
     found = {
         "provenance": provenance(f"OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR --workers {workers}"),
         "seconds": time.perf_counter() - begun,

@@ -52,7 +52,7 @@ def sofim(radius: float, clip: float, rho: float, step: float, rounds: int) -> d
     model = Linear(DIM, 1, Loss.SQUARES, bias=False)
     sources = [Seeded(seed) for seed in range(RUNS)]
     start = torch.zeros(RUNS, DIM, dtype=torch.float64)
-    path = [start, *(turn.model for turn in simulate.run(plan, model, records, sources, theta=start))]
+    path = [start, *(this_round.model for this_round in simulate.run(plan, model, records, sources, theta=start))]
     gradients = torch.stack([(theta - best) @ H for theta in path]).norm(dim=-1)
     gaps = [0.5 * ((theta - best) @ H * (theta - best)).sum(-1) for theta in path]
     curves = torch.linalg.eigvalsh(H)

@@ -173,7 +173,7 @@ def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
     }
     values = {**want.values, "data": Path(str(want.values["data"])).name}
     plan = runs[0].plan
-    certified = "no: no noise" if plan.silent else "yes" if plan.proved else "no"
+    certified = "no: no noise" if plan.noiseless else "yes" if plan.proved else "no"
     return {
         "labels": {**want.labels, "certified": certified},
         "rounds": rounds,

@@ -25,11 +25,11 @@ atexit.register(print, "end", flush=True)
 
 
 class Lives:
-    """A process to be killed again and again: `imports` are paid for once, every life that does the `work` is forked
+    """A process to be killed again and again: `imports` are paid for once, every life that does the `compute` is forked
     from there. What a life prints comes line by line; "end" is the last of them, if it gets that far."""
 
-    def __init__(self, imports, work, *arguments):
-        code = LIVES.format(imports=imports, work=work)
+    def __init__(self, imports, compute, *arguments):
+        code = LIVES.format(imports=imports, compute=compute)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         self.process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], **pipes)
         self.life = 0
@@ -57,8 +57,8 @@ class Lives:
 def lives():
     made = []
 
-    def make(imports, work, *arguments):
-        made.append(Lives(imports, work, *arguments))
+    def make(imports, compute, *arguments):
+        made.append(Lives(imports, compute, *arguments))
         return made[-1]
 
     yield make

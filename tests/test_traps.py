@@ -58,12 +58,12 @@ TABLE_14 = (1706, 2375, 3498, 2612, 1306, 3015, 3356, 1515, 1939, 2544)
 TABLE_14 += (2536, 3396, 3312, 2926, 3329, 2980, 891, 1539, 2025, 3200)
 
 
-def descend(ask, down, memory, cache):
-    return ask.gradient(down.theta)
+def descend(ask, broadcast, memory, cache):
+    return ask.gradient(broadcast.theta)
 
 
-def method(work, *queries, unit=Unit.RECORD, rule=None, **local):
-    return Method("trap", unit, (Stage(Local(work, **local), rule or scale(-0.1), queries),), EVERY)
+def method(compute, *queries, unit=Unit.RECORD, rule=None, **local):
+    return Method("trap", unit, (Stage(Local(compute, **local), rule or scale(-0.1), queries),), EVERY)
 
 
 def plan_for(subject, sizes=(4,) * 5, rounds=3, participation="full", trust=PC, adjacency=SWAP, kind=Plan, **fields):
@@ -117,14 +117,18 @@ def still(plan, features):
 def shown(plan, source, places=100):
     """Of a run without gradients: {(t, i): message of client i}, [aggregate of round t], as rows over draws."""
     (stage,) = plan.method.stages
-    told, alone = plan, not plan.sums_only  # of sums no single message is made
+    told, alone = plan, not plan.only_sums_visible  # of sums no single message is made
     if alone:
-        local = stage.local._replace(remember=lambda said, down, memory: said, init=lambda theta, _: 0 * theta)
+        local = stage.local._replace(
+            update_memory=lambda said, broadcast, memory: said, init=lambda theta, _: 0 * theta
+        )
         told = replace(plan, method=plan.method._replace(stages=(stage._replace(local=local),)))
     messages, aggregates = {}, []
-    for turn in reference.run(told, *still(plan, places), source):
-        aggregates.append(turn.aggregate.numpy())
-        messages |= {(turn.t, int(i)): turn.checkpoint[2][int(i)].numpy() for i in turn.cohort if alone}
+    for this_round in reference.run(told, *still(plan, places), source):
+        aggregates.append(this_round.aggregate.numpy())
+        messages |= {
+            (this_round.t, int(i)): this_round.checkpoint[2][int(i)].numpy() for i in this_round.cohort if alone
+        }
     return messages, np.stack(aggregates)
 
 
@@ -196,12 +200,12 @@ def test_clipping_the_batch_mean():
 def test_clipping_each_tensor():
     """C a tensor is C sqrt(L) in all, which may be claimed, and C may not."""
 
-    def work(ask, down, memory, cache):
-        return each_tensor(ask.gradient(down.theta), C)
+    def compute(ask, broadcast, memory, cache):
+        return each_tensor(ask.gradient(broadcast.theta), C)
 
     def user(claim):
         queries = Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=claiming(claim))
-        return method(work, *queries, unit=Unit.USER)
+        return method(compute, *queries, unit=Unit.USER)
 
     for adjacency in Adjacency:
         found = searched(user(C), SOFTMAX, adjacency)
@@ -270,10 +274,10 @@ def test_what_is_not_finite_and_what_is_nothing():
         assert torch.equal(clipped(v, 1.0), nothing)
 
     def user(finish):
-        def work(ask, down, memory, cache):
-            return finish(ask.gradient(down.theta))
+        def compute(ask, broadcast, memory, cache):
+            return finish(ask.gradient(broadcast.theta))
 
-        return method(work, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=claiming(1.0)), unit=Unit.USER)
+        return method(compute, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=claiming(1.0)), unit=Unit.USER)
 
     def through(sums, shard, clip):
         return sums(shard, clip) + 0 * shard.x.sum()
@@ -286,19 +290,19 @@ def test_what_is_not_finite_and_what_is_nothing():
     broken = Records(torch.full_like(records.x, math.nan), records.y, records.starts)
     for subject in (user(plain), user(direction), build("dp-fedgd"), build("dp-fedgd", Unit.USER)):
         for data in (records, broken):
-            for turn in reference.run(plan_for(subject, epsilon=math.inf), SQUARES, data, Seeded(0)):
-                assert torch.equal(turn.model, torch.zeros(3, dtype=torch.float64))
+            for this_round in reference.run(plan_for(subject, epsilon=math.inf), SQUARES, data, Seeded(0)):
+                assert torch.equal(this_round.model, torch.zeros(3, dtype=torch.float64))
 
 
 def test_the_covariance_of_features():
     """Two positive semi-definite matrices differ by sqrt(2) C at most: 2 C is out of reach, C is not enough."""
 
     def once(**bound):
-        def work(ask, down, memory, cache):
+        def compute(ask, broadcast, memory, cache):
             return ask.gram()
 
         rule = Rule(stateless, lambda A, state, theta, t: (torch.zeros_like(theta), state))
-        return method(work, Query(Kind.GRAM, 1.0, **bound), rule=rule)
+        return method(compute, Query(Kind.GRAM, 1.0, **bound), rule=rule)
 
     right = searched(once(psd=True), SQUARES, SWAP)
     assert right.problems == []
@@ -522,7 +526,7 @@ def likelihoods(plan, runs):
     (level,) = plan.levels
     noise = plan.stages[0].queries[0].noise.decoder * level.std[0]
     rounds = reference.run(plan, *still(plan, 2 * runs), Seeded(1))
-    seen = plan.sizes[0] * np.stack([turn.aggregate.numpy() for turn in rounds])
+    seen = plan.sizes[0] * np.stack([this_round.aggregate.numpy() for this_round in rounds])
     gap = np.full(plan.rounds, level.sensitivity[0])
     weights = np.linalg.solve(noise @ noise.T, gap)
     score = weights @ (seen - gap[:, None] / 2)
@@ -554,10 +558,10 @@ def test_an_uncharged_warm_start(tmp_path):
     def peek(ask):
         return ask.gradient(torch.zeros(12, dtype=torch.float64))
 
-    def work(ask, down, c_i, cache):
-        return stage.local.work(ask, down, c_i + cache, ())
+    def compute(ask, broadcast, c_i, cache):
+        return stage.local.compute(ask, broadcast, c_i + cache, ())
 
-    sly = method._replace(stages=(stage._replace(local=stage.local._replace(work=work, prepare=peek)),))
+    sly = method._replace(stages=(stage._replace(local=stage.local._replace(compute=compute, prepare=peek)),))
     assert "prepare asked the gradient query" in checks.asks(sly, SOFTMAX)[0]
     assert checks.asks(method, SOFTMAX) == []
 
@@ -566,13 +570,13 @@ def test_local_steps_that_are_not_counted():
     """K noised gradients a round are K releases: T of them for T K are not enough, and more are not answered."""
 
     def steps(count):
-        def work(ask, down, memory, cache):
-            y = down.theta
+        def compute(ask, broadcast, memory, cache):
+            y = broadcast.theta
             for _ in range(5):
                 y = y - 0.1 * ask.gradient(y)
-            return y - down.theta
+            return y - broadcast.theta
 
-        return method(work, Query(Kind.GRADIENT, 1.0, calls=count), rule=scale(1.0))
+        return method(compute, Query(Kind.GRADIENT, 1.0, calls=count), rule=scale(1.0))
 
     assert "declared for 1 calls" in checks.asks(steps(1), SOFTMAX)[0]
     assert checks.asks(steps(5), SOFTMAX) == []
@@ -606,22 +610,22 @@ def summed(ask):
 def test_metrics_sent_home(metric):
     """Beside the noised gradient: the message is made of more than noised answers, and that is found."""
 
-    def work(ask, down, memory, cache):
-        return ask.gradient(down.theta), metric(ask)
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta), metric(ask)
 
     rule = Rule(stateless, lambda said, state, theta, t: (-0.1 * said[0], state))
-    found = searched(method(work, Query(Kind.GRADIENT, 1.0), rule=rule), SOFTMAX, SWAP)
+    found = searched(method(compute, Query(Kind.GRADIENT, 1.0), rule=rule), SOFTMAX, SWAP)
     assert math.isinf(found.worst)
     assert "the message tells more" in found.problems[0]
 
-    def honest(ask, down, memory, cache):
-        g = ask.gradient(down.theta)
+    def honest(ask, broadcast, memory, cache):
+        g = ask.gradient(broadcast.theta)
         return g, g.norm(dim=-1, keepdim=True)
 
     assert searched(method(honest, Query(Kind.GRADIENT, 1.0), rule=rule), SOFTMAX, SWAP).problems == []
     with pytest.raises(SordinoError, match="an answer without noise needs a noised DELTA"):
         plan_for(method(descend, Query(Kind.GRADIENT, 1.0), Query(Kind.COUNT, 1.0, noise=None)))
-    whole = method(work, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0), rule=rule)
+    whole = method(compute, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0), rule=rule)
     with pytest.raises(SordinoError, match="message: what is noised as a whole must be one vector"):
         list(reference.run(plan_for(whole), SQUARES, still(plan_for(whole), 3)[1], Seeded(0)))
 
@@ -636,20 +640,22 @@ def test_moments_of_bare_gradients():
     adamw = build("dp-fedadamw", steps=2)
     (stage,) = adamw.stages
 
-    def sends(ask, down, memory, cache):
-        delta, *rest = stage.local.work(ask, down, memory, cache)
-        bare = bare_gradient(ask, down.theta).square().mean(-1, keepdim=True)
+    def sends(ask, broadcast, memory, cache):
+        delta, *rest = stage.local.compute(ask, broadcast, memory, cache)
+        bare = bare_gradient(ask, broadcast.theta).square().mean(-1, keepdim=True)
         return delta, rest[0] + bare, *rest[1:]
 
     kept = [()]
 
-    def keeps(ask, down, v, cache):
-        delta, *rest = stage.local.work(ask, down, (), cache)
-        kept[0] = 0.9 * v + 0.1 * bare_gradient(ask, down.theta).square()
+    def keeps(ask, broadcast, v, cache):
+        delta, *rest = stage.local.compute(ask, broadcast, (), cache)
+        kept[0] = 0.9 * v + 0.1 * bare_gradient(ask, broadcast.theta).square()
         return delta / (v.sqrt() + 1), *rest
 
     sent = stage._replace(local=Local(sends))
-    hidden = stage._replace(local=Local(keeps, lambda said, down, v: kept[0], lambda theta, _: torch.zeros_like(theta)))
+    hidden = stage._replace(
+        local=Local(keeps, lambda said, broadcast, v: kept[0], lambda theta, _: torch.zeros_like(theta))
+    )
     found = searched(adamw._replace(stages=(sent,)), SOFTMAX)
     assert "the message tells more" in found.problems[0]
     assert "came out otherwise from the same messages" in checks.replay(adamw._replace(stages=(hidden,)), SOFTMAX)[0]
@@ -714,8 +720,8 @@ def test_why_noised_local_steps_are_not_proved_under_sums():
     x = math.sqrt(rows / lr) * torch.eye(rows, dtype=torch.float64).repeat(n, 1)
     x[:rows] = 0
     records = Records(x, torch.zeros(n * rows), np.arange(0, n * rows + 1, rows))
-    (turn,) = reference.run(plan, Linear(features, 1, Loss.SQUARES, bias=False), records, Units(size=tiny))
-    std = float(turn.aggregate.norm()) / tiny
+    (this_round,) = reference.run(plan, Linear(features, 1, Loss.SQUARES, bias=False), records, Units(size=tiny))
+    std = float(this_round.aggregate.norm()) / tiny
     told = 2 * lr * plan.weights[0] * plan.levels[0].sensitivity[0] / rows / std
     assert told / plan.mu() == pytest.approx(math.sqrt(2 / (1 + 1 / n)), rel=1e-6)
     assert told > 1.3 * plan.mu()

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import sordino
+from papers import __main__ as papers
 from sordino import Linear, Records, SordinoError
 from sordino.cli import main
 from sordino.cli.federate import _shown
 from sordino.data.records import Lazy
 from sordino.models.linear import Loss
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 
 ROWS = [f"{k},{k % 5},{'groß' if k % 3 else 'klein'},{'Köln' if k % 2 else 'Bonn'}" for k in range(80)]
 NOT_OURS = {"how": "grid", "paid": "no", "validation": "v"}
@@ -25,7 +26,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has
 
 
 def refused(capsys, *words):
-    status = main(words)
+    status = papers.main(words[1:]) if words[0] == "papers" else main(words)
     captured = capsys.readouterr()
     lines = captured.err.strip().splitlines()
     assert (status, captured.out) == (2, "")
@@ -46,7 +47,7 @@ TAKE_A_DEVICE = [
     ["run", "--rounds", "5"],
     ["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2"],
     ["compare", "--methods", "dp-fedgd"],
-    ["paper"],
+    ["papers"],
     ["estimate"],
     ["check", "--sums"],
     ["features", "--data", "mnist", "--network", "resnet20", "--weights", "w.pt", "--out", "f.npz"],
@@ -125,8 +126,8 @@ def records(y, features=4):
     [
         ([0, 1, 2, 3], Linear(4, 3), "y: the label 3 is out of range: the model has 3 classes, 0 to 2"),
         ([0, 1, -1], Linear(4, 3), "y: the label -1 is out of range"),
-        ([0, -100], Flat(nn.Linear(4, 3)), "y: the label -100 is out of range"),
-        ([0, 3], Flat(nn.Linear(4, 3)), "y: the label 3 is out of range"),
+        ([0, -100], TorchModel(nn.Linear(4, 3)), "y: the label -100 is out of range"),
+        ([0, 3], TorchModel(nn.Linear(4, 3)), "y: the label 3 is out of range"),
         ([0.0, 0.5], Linear(4, 3), "y: labels of type torch.float64"),
         ([-1, 1], Linear(4, 1, Loss.LOGISTIC), "y: the label -1 is out of range: the model has 2 classes"),
         ([0, 1], Linear(5, 3), "x: 4 features, but the model reads 5"),
@@ -174,7 +175,7 @@ class Wrapped(nn.Module):
 def test_a_module_that_does_not_give_one_tensor(wrap):
     kind = type(wrap(1)).__name__
     with pytest.raises(SordinoError, match=f"module: gives a {kind} for two rows; it must give one tensor"):
-        Flat(Wrapped(wrap), shape=(4,))
+        TorchModel(Wrapped(wrap), shape=(4,))
 
 
 # ------------------------------------------------------------------------------------------------------------- commands
@@ -196,9 +197,9 @@ def test_a_module_that_does_not_give_one_tensor(wrap):
         ),
         (["compare", "--search", "optuna", "--tune", "--trials", "0"], "--trials: 0 must be at least 1"),
         (["compare", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
-        (["paper", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
-        (["paper", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' should be whole numbers"),
-        (["paper", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
+        (["papers", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
+        (["papers", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' should be whole numbers"),
+        (["papers", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
         (["federate", "up", "--set", "lr=x"], "lr: 'x' should be a number"),
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
         (["federate", "up", "--dropouts", "5"], "dropouts: 5 of 3 sites"),
@@ -233,7 +234,7 @@ def test_a_wrong_value_is_named(capsys, here, words, message):
 )
 def test_settings_of_something_else_are_refused_by_the_fednew_tables(capsys, here, settings, message):
     (here / "s.json").write_text(json.dumps({**NOT_OURS, "settings": settings}))
-    words = ["paper", "fednew-synthetic", "--epsilons", "1", "--settings", "s.json"]
+    words = ["papers", "fednew-synthetic", "--epsilons", "1", "--settings", "s.json"]
     assert message in refused(capsys, *words)
 
 

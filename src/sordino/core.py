@@ -29,10 +29,10 @@ class OverspentError(RuntimeError):
     """A local rule asked more of the data than its queries declare, or a budget cannot pay for a round."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(extras: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or the whole list where nothing is near."""
     known = sorted(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(extras, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
 
 
@@ -266,11 +266,11 @@ class Query:
 # ------------------------------------------------------------------------------------------ who does what, in turn
 
 
-class Down(NamedTuple):
+class Broadcast(NamedTuple):
     """What the server says at the start of a round: the model, and whatever words the rule adds."""
 
     theta: Tensor
-    word: Tree = ()
+    extras: Tree = ()
 
 
 class Ask(Protocol):
@@ -310,7 +310,7 @@ def forget(theta: Tensor, before: Tree) -> Tree:
     return ()
 
 
-def keep(message: Tree, down: Down, memory: Tree) -> Tree:
+def keep(message: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
     """The memory stays as it was."""
     return memory
 
@@ -320,7 +320,7 @@ def nothing(ask: Ask) -> Tree:
     return ()
 
 
-def silent(state: Tree) -> Tree:
+def noiseless(state: Tree) -> Tree:
     """No words beside the model."""
     return ()
 
@@ -333,8 +333,8 @@ def itself(theta: Tensor, state: Tree) -> Tensor:
 class Local(NamedTuple):
     """A client's rule. It meets its data only through `ask`, and remembers only what it said."""
 
-    work: Callable[[Ask, Down, Tree, Tree], Tree]  # (ask, down, memory, cache) -> message
-    remember: Callable[[Tree, Down, Tree], Tree] = keep  # (noised message, down, memory) -> memory
+    compute: Callable[[Ask, Broadcast, Tree, Tree], Tree]  # (ask, down, memory, cache) -> message
+    update_memory: Callable[[Tree, Broadcast, Tree], Tree] = keep  # (noised message, down, memory) -> memory
     init: Callable[[Tensor, Tree], Tree] = forget  # (theta, memory of the stage before) -> memory
     prepare: Callable[[Ask], Tree] = nothing  # (ask) -> cache, built from data; it never leaves the client
 
@@ -344,7 +344,7 @@ class Rule(NamedTuple):
 
     init: Callable[[Tensor, Facts, Tree], Tree]  # (theta, facts, state of the stage before) -> state
     update: Callable[[Tree, Tree, Tensor, int], tuple[Tensor, Tree]]  # (aggregate, state, theta, t) -> (step, state)
-    say: Callable[[Tree], Tree] = silent  # (state) -> extra words broadcast to clients
+    broadcast: Callable[[Tree], Tree] = noiseless  # (state) -> extra words broadcast to clients
     model: Callable[[Tensor, Tree], Tensor] = itself  # (theta, state) -> the model to hand out, if not theta
 
 

@@ -126,9 +126,9 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         searched = self._warn_of_a_search()
 
         history = []
-        for turn in simulate.run(job.plan, job.model, job.records, job.source):
-            history.append({"round": turn.t + 1, "epsilon": finite(job.plan.spent(turn.t))})
-        theta = turn.model.double().numpy()
+        for this_round in simulate.run(job.plan, job.model, job.records, job.source):
+            history.append({"round": this_round.t + 1, "epsilon": finite(job.plan.spent(this_round.t))})
+        theta = this_round.model.double().numpy()
 
         self.classes_, self.normalize_ = classes, scaling
         weight, bias = theta[: -len(classes)].reshape(X.shape[1], -1).T, theta[-len(classes) :]
@@ -192,8 +192,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes, index = np.unique(y, return_inverse=True)
         if self.classes is not None:
             found, classes = classes, np.unique(np.asarray(self.classes))
-            if strangers := [label for label in found if label not in classes]:
-                raise SordinoError(f"classes: label '{strangers[0]}' of y is not among them; declare it, or drop it.")
+            if unknown := [label for label in found if label not in classes]:
+                raise SordinoError(f"classes: label '{unknown[0]}' of y is not among them; declare it, or drop it.")
             index = np.searchsorted(classes, found)[index]
         if len(classes) < 2:
             raise SordinoError("y: all records are of one class; take more data, or declare the others by classes.")

@@ -47,22 +47,22 @@ class Squares(Linear):
 SOFTMAX, SQUARES = Linear(D, 3), Squares(D, 1, Loss.SQUARES, bias=False)
 
 
-def method(work, *queries, unit=Unit.RECORD, rule=None, **local):
-    return Method("toy", unit, (Stage(Local(work, **local), rule or scale(-0.1), queries),), OWN)
+def method(compute, *queries, unit=Unit.RECORD, rule=None, **local):
+    return Method("toy", unit, (Stage(Local(compute, **local), rule or scale(-0.1), queries),), OWN)
 
 
-def descend(ask, down, memory, cache):
-    return ask.gradient(down.theta)
+def descend(ask, broadcast, memory, cache):
+    return ask.gradient(broadcast.theta)
 
 
 def walk(steps, lr=0.1):
-    def work(ask, down, memory, cache):
-        y = down.theta
+    def compute(ask, broadcast, memory, cache):
+        y = broadcast.theta
         for _ in range(steps):
             y = y - lr * ask.gradient(y, on=ask.sample())
-        return y - down.theta
+        return y - broadcast.theta
 
-    return work
+    return compute
 
 
 def solve(matrix, vector):
@@ -84,32 +84,32 @@ def minibatches():
 def memory_and_stages():
     """Control variates: they start from a paid release, live at the clients, and follow what was said."""
 
-    def work(ask, down, c_i, cache):
-        y = down.theta
+    def compute(ask, broadcast, c_i, cache):
+        y = broadcast.theta
         for _ in range(2):
-            y = y - 0.1 * (ask.gradient(y) - c_i + down.word)
-        return down.theta - y
+            y = y - 0.1 * (ask.gradient(y) - c_i + broadcast.extras)
+        return broadcast.theta - y
 
     one = Stage(
-        Local(descend, lambda message, down, memory: message, lambda theta, before: torch.zeros_like(theta)),
+        Local(descend, lambda message, broadcast, memory: message, lambda theta, before: torch.zeros_like(theta)),
         Rule(stateless, lambda g, state, theta, t: (torch.zeros_like(theta), g)),
         (Query(Kind.GRADIENT, 1.0),),
         1,
     )
     two = Stage(
-        Local(work, lambda zeta, down, c_i: c_i - down.word + zeta / 0.2, lambda theta, before: before),
-        Rule(lambda theta, facts, before: before, lambda z, c, theta, t: (-z, z / 0.2), say=lambda c: c),
+        Local(compute, lambda zeta, broadcast, c_i: c_i - broadcast.extras + zeta / 0.2, lambda theta, before: before),
+        Rule(lambda theta, facts, before: before, lambda z, c, theta, t: (-z, z / 0.2), broadcast=lambda c: c),
         (Query(Kind.GRADIENT, 2.0, calls=2),),
     )
     return Method("toy", Unit.RECORD, (one, two), OWN)
 
 
 def two_queries():
-    def work(ask, down, memory, cache):
-        g, H = ask.gradient(down.theta), ask.curvature(down.theta)
+    def compute(ask, broadcast, memory, cache):
+        g, H = ask.gradient(broadcast.theta), ask.curvature(broadcast.theta)
         return solve(H + 20 * torch.eye(D, dtype=H.dtype), g)
 
-    return method(work, Query(Kind.GRADIENT, 1.0), Query(Kind.CURVATURE, 3.0, psd=True))
+    return method(compute, Query(Kind.GRADIENT, 1.0), Query(Kind.CURVATURE, 3.0, psd=True))
 
 
 def cache_and_lemma(factor=1.0, damping=20.0):
@@ -119,16 +119,16 @@ def cache_and_lemma(factor=1.0, damping=20.0):
     def prepare(ask):
         return torch.linalg.cholesky(ask.gram() + damping * torch.eye(D, dtype=torch.float64))
 
-    def work(ask, down, dual, cache):
-        return torch.cholesky_solve(ask.gradient(down.theta).unsqueeze(-1), cache).squeeze(-1) - dual
+    def compute(ask, broadcast, dual, cache):
+        return torch.cholesky_solve(ask.gradient(broadcast.theta).unsqueeze(-1), cache).squeeze(-1) - dual
 
     bound = Lemma("damped solve", lambda m, adjacency: times(adjacency) * factor * (1 / damping + 1 / damping**2) / m)
     return method(
-        work,
+        compute,
         Query(Kind.GRADIENT, 1.0, noise=None),
         Query(Kind.GRAM, 1.0, noise=None),
         Query(Kind.DELTA, bound=bound),
-        remember=lambda y, down, dual: dual + 0.1 * y,
+        update_memory=lambda y, broadcast, dual: dual + 0.1 * y,
         init=lambda theta, before: torch.zeros_like(theta),
         prepare=prepare,
     )
@@ -145,12 +145,12 @@ def correlated():
 
 
 def pair_of_tensors():
-    def work(ask, down, memory, cache):
-        g = ask.gradient(down.theta)
+    def compute(ask, broadcast, memory, cache):
+        g = ask.gradient(broadcast.theta)
         return g, g.square().mean(-1, keepdim=True)
 
     rule = Rule(stateless, lambda message, s, th, t: (-0.1 * message[0] / (1 + message[1]), s))
-    return method(work, Query(Kind.GRADIENT, 1.0), rule=rule)
+    return method(compute, Query(Kind.GRADIENT, 1.0), rule=rule)
 
 
 TOYS = [
@@ -268,10 +268,10 @@ def test_other_mistakes_in_a_model_are_found(total):
 
 
 def test_a_message_made_of_more_than_answers_is_found():
-    def work(ask, down, memory, cache):
-        return ask.gradient(down.theta) + 1e-9 * ask._all().x.nan_to_num().sum()
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta) + 1e-9 * ask._all().x.nan_to_num().sum()
 
-    (found,) = checks.sensitivity(method(work, Query(Kind.GRADIENT, 1.0)), SOFTMAX, Adjacency.REPLACE_ONE)
+    (found,) = checks.sensitivity(method(compute, Query(Kind.GRADIENT, 1.0)), SOFTMAX, Adjacency.REPLACE_ONE)
     assert math.isinf(found.worst)
     assert "tells more" in found.problems[0]
 

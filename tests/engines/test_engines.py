@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Divisor, Down, Kind, Local, Method, Privacy, Query, SordinoError, Stage, Trust, Unit
+from sordino.core import Broadcast, Divisor, Kind, Local, Method, Privacy, Query, SordinoError, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.mechanisms.random import Seeded, Silent
+from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
@@ -92,8 +92,10 @@ def test_a_difference_would_be_seen(name, unit, records):
     assert not alike(slow, slow[:-1])
     assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(2), shares=True)))
     stage, theta = plan.method.stages[0], torch.zeros(MODEL.size)
-    down = Down(theta, stage.rule.say(stage.rule.init(theta, plan.facts(0), ())))
-    if simulate.only_asks_for_the_gradient(stage, down) and name != "dp-ftrl":  # clients that come and go: own draws
+    broadcast = Broadcast(theta, stage.rule.broadcast(stage.rule.init(theta, plan.facts(0), ())))
+    if (
+        simulate.only_asks_for_the_gradient(stage, broadcast) and name != "dp-ftrl"
+    ):  # clients that come and go: own draws
         assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(1), shares=False)))
     louder = replace(plan, noise=1.001 * plan.summed_noise()[0])
     assert not alike(slow, list(simulate.run(louder, MODEL, records, Seeded(1), shares=True)))
@@ -215,13 +217,13 @@ def test_the_divisor_is_the_expected_number_of_participants(unit, divisor, parti
     means = [MODEL.clipped_sum(torch.zeros(9).double(), records.shard(i), 100.0) / sizes[i] for i in range(5)]
     realised = []
     for engine in (reference, simulate):
-        for turn in engine.run(plan, MODEL, records, Silent()):
-            if not len(turn.cohort):
+        for this_round in engine.run(plan, MODEL, records, Noiseless()):
+            if not len(this_round.cohort):
                 continue
-            start = sum(weights[i] * means[i] for i in turn.cohort)
-            torch.testing.assert_close(turn.aggregate, start / 0.4)
-            if len(turn.cohort) != 2:
-                realised.append(torch.allclose(turn.aggregate, start / (len(turn.cohort) / 5)))
+            start = sum(weights[i] * means[i] for i in this_round.cohort)
+            torch.testing.assert_close(this_round.aggregate, start / 0.4)
+            if len(this_round.cohort) != 2:
+                realised.append(torch.allclose(this_round.aggregate, start / (len(this_round.cohort) / 5)))
             break  # theta moves from here on
     assert not any(realised)
 
@@ -240,13 +242,13 @@ def test_nobody_came(engine, name, unit, records):
     plan = replace(plan_for(build(name, unit), records, participation="poisson:0.1"), rounds=12)
     plans = (replace(plan, schedule_seed=seed) for seed in range(99))
     plan = next(plan for plan in plans if not len(plan.cohorts[0]))  # a first round may send covariances only
-    turns = list(engine.run(plan, MODEL, records, Seeded(1)))
+    rounds_done = list(engine.run(plan, MODEL, records, Seeded(1)))
     empty = [t for t, cohort in enumerate(plan.cohorts) if not len(cohort)]
     assert 0 < len(empty) < 12
     for t in range(12):
-        before = turns[t - 1].checkpoint[0] if t else torch.zeros(9, dtype=torch.float64)
-        assert torch.equal(turns[t].checkpoint[0], before) == (t in empty)
-        assert (turns[t].aggregate == ()) if t in empty else len(turns[t].aggregate)
+        before = rounds_done[t - 1].checkpoint[0] if t else torch.zeros(9, dtype=torch.float64)
+        assert torch.equal(rounds_done[t].checkpoint[0], before) == (t in empty)
+        assert (rounds_done[t].aggregate == ()) if t in empty else len(rounds_done[t].aggregate)
 
 
 # ----------------------------------------------------------------------------------------------------------- resume
@@ -322,18 +324,18 @@ def test_a_minibatch_is_divided_by_its_expected_size(records):
     """Without noise, and averaged over many rounds at one point, it is the gradient of all records."""
     method = build("dp-fedgd", clip=1e6, lr=1e-12)
     plan = replace(plan_for(method, records, epsilon=math.inf, batch="poisson:3"), rounds=600)
-    mean = torch.stack([r.aggregate for r in simulate.run(plan, MODEL, records, Silent(3))]).mean(0)
-    (whole,) = simulate.run(replace(plan, rounds=1, sampling=Sampling()), MODEL, records, Silent(3))
-    each = torch.stack([r.aggregate for r in simulate.run(plan, MODEL, records, Silent(4))])
+    mean = torch.stack([r.aggregate for r in simulate.run(plan, MODEL, records, Noiseless(3))]).mean(0)
+    (whole,) = simulate.run(replace(plan, rounds=1, sampling=Sampling()), MODEL, records, Noiseless(3))
+    each = torch.stack([r.aggregate for r in simulate.run(plan, MODEL, records, Noiseless(4))])
     error = each.std(0) / math.sqrt(len(each))
     assert ((mean - whole.aggregate).abs() < 5 * error + 1e-9).all()
 
 
 def test_runs_side_by_side_draw_their_own_minibatches(records):
-    def work(ask, down, memory, cache):
-        return ask.gradient(down.theta, on=ask.sample())
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta, on=ask.sample())
 
-    stages = (Stage(Local(work), scale(-0.1), (Query(Kind.GRADIENT, 1.0),)),)
+    stages = (Stage(Local(compute), scale(-0.1), (Query(Kind.GRADIENT, 1.0),)),)
     plan = plan_for(Method("mini", Unit.RECORD, stages, build("dp-fedgd").proves), records, batch="poisson:0.5")
     theta = torch.zeros(2, MODEL.size, dtype=torch.float64)
     *_, many = simulate.run(plan, MODEL, records, [Seeded(0), Seeded(1)], theta=theta)

@@ -57,8 +57,8 @@ def test_whatever_leaves_lies_on_the_grid(engine, unit):
     plan = plan_for(records, build("dp-fedgd", unit), unit=unit, trust="secure-aggregation")
     number = 0 if unit == "record" else 1
     grid = 2 ** (math.floor(math.log2(plan.aggregate_std(0, number))) - GRID_BITS)  # of the sum, whoever came
-    for turn in engine.run(plan, Linear(3, 2), records, Secure()):
-        ticks = turn.aggregate.double() / grid
+    for this_round in engine.run(plan, Linear(3, 2), records, Secure()):
+        ticks = this_round.aggregate.double() / grid
         assert float((ticks - ticks.round()).abs().max()) < 0.05
 
 
@@ -108,26 +108,26 @@ def test_declared_sizes_divide_on_both_engines():
 def test_a_message_noised_as_a_whole_must_be_a_vector():
     queries = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0))
 
-    def work(ask, down, memory, cache):
-        g = ask.gradient(down.theta)
+    def compute(ask, broadcast, memory, cache):
+        g = ask.gradient(broadcast.theta)
         return g.reshape(*g.shape[:-1], 4, 2)
 
     records = small()
-    method = Method("matrix", Unit.USER, (Stage(Local(work), scale(-1.0), queries),), EVERY)
+    method = Method("matrix", Unit.USER, (Stage(Local(compute), scale(-1.0), queries),), EVERY)
     for engine in (reference, simulate):
         with pytest.raises(SordinoError, match="must be one vector"):
             next(engine.run(plan_for(records, method, unit="user"), Linear(3, 2), records, Seeded(0)))
 
 
 def test_a_minibatch_is_asked_about_no_more_often_than_declared():
-    def work(ask, down, memory, cache):
+    def compute(ask, broadcast, memory, cache):
         batch = ask.sample()
-        return ask.gradient(down.theta, on=batch) + ask.gradient(down.theta, on=batch)
+        return ask.gradient(broadcast.theta, on=batch) + ask.gradient(broadcast.theta, on=batch)
 
     records = small(torch.float64)
     for joint, fine in ((1, False), (2, True)):
         query = Query(Kind.GRADIENT, 1.0, calls=2, joint=joint)
-        method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), (query,)),), EVERY)
+        method = Method("toy", Unit.RECORD, (Stage(Local(compute), scale(-1.0), (query,)),), EVERY)
         for engine in (reference, simulate):
             run = engine.run(plan_for(records, method), Linear(3, 2), records, Seeded(0))
             if fine:
@@ -138,11 +138,11 @@ def test_a_minibatch_is_asked_about_no_more_often_than_declared():
 
 
 def test_a_batch_made_by_hand_gains_nothing():
-    def work(ask, down, memory, cache):
-        return ask.gradient(down.theta, on=Batch(0))
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta, on=Batch(0))
 
     records = small(torch.float64)
-    method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), (Query(Kind.GRADIENT, 1.0),)),), EVERY)
+    method = Method("toy", Unit.RECORD, (Stage(Local(compute), scale(-1.0), (Query(Kind.GRADIENT, 1.0),)),), EVERY)
     with pytest.raises(OverspentError, match="sample"):
         next(reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0)))
 
@@ -187,13 +187,13 @@ def test_chance_inside_a_model_comes_from_the_source_for_every_kind_of_answer():
             seeds.append(torch.initial_seed())
             return super().fisher_sum(*args)
 
-    def work(ask, down, memory, cache):
-        ask.count(down.theta, torch.ones_like(down.theta))
-        ask.fisher(down.theta)
-        return ask.gradient(down.theta)
+    def compute(ask, broadcast, memory, cache):
+        ask.count(broadcast.theta, torch.ones_like(broadcast.theta))
+        ask.fisher(broadcast.theta)
+        return ask.gradient(broadcast.theta)
 
     queries = (Query(Kind.GRADIENT, 1.0), Query(Kind.COUNT, 0.5), Query(Kind.FISHER, 1.0, psd=True))
-    method = Method("toy", Unit.RECORD, (Stage(Local(work), scale(-1.0), queries),), EVERY)
+    method = Method("toy", Unit.RECORD, (Stage(Local(compute), scale(-1.0), queries),), EVERY)
     records, before, state = small(torch.float64), torch.initial_seed(), torch.get_rng_state()
     for engine in (reference, simulate):
         for source in (Seeded(0), Seeded(1)):

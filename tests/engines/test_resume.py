@@ -38,9 +38,9 @@ def train(path, source, records=None, epsilon=2.0):
         rounds = reference.run(
             the_plan(epsilon), MODEL, records or federation(), source, ledger=ledger, run_id="r", theta=torch.zeros(8)
         )
-        for turn in rounds:
-            print(turn.t, flush=True)
-            yield turn
+        for this_round in rounds:
+            print(this_round.t, flush=True)
+            yield this_round
 
 
 WORK = """
@@ -50,8 +50,8 @@ for _ in train(sys.argv[1], Seeded(3) if sys.argv[2] == "seeded" else Secure()):
 
 
 def last(path, source, records=None):
-    *_, turn = train(path, source, records)
-    return turn.model
+    *_, this_round = train(path, source, records)
+    return this_round.model
 
 
 @pytest.mark.parametrize("kind", ["seeded", "secure"])

@@ -12,11 +12,11 @@ from scipy.stats import kstest, norm
 from sordino.core import Kind, Local, Method, OverspentError, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import PLACES, SAMPLING, places, turns
+from sordino.engines.oracle import PLACES, SAMPLING, places, round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Silent
+from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
@@ -214,15 +214,15 @@ def test_the_noise_and_the_steps_do_not_tell_how_many_came():
     came = {len(cohort) for cohort in plan.cohorts}
     assert {0, 1, 2} <= came
     widths, steps = set(), []
-    for turn in turns(plan, SOFTMAX):
-        widths.add(float(turn.sums[1]))
-        steps.append(turn.step)
-        assert turn.once
+    for this_round in round_plans(plan, SOFTMAX):
+        widths.add(float(this_round.sums[1]))
+        steps.append(this_round.step)
+        assert this_round.once
     assert len(widths) == 1
     assert steps == list(range(60))
     # Twin: the same cohorts seen by all, where a round without participants is no round.
     public = replace(plan, privacy=replace(plan.privacy, trust="secure-aggregation"))
-    assert [turn.step for turn in turns(public, SOFTMAX)] != steps
+    assert [this_round.step for this_round in round_plans(public, SOFTMAX)] != steps
 
 
 @pytest.mark.parametrize("engine", [reference, simulate])
@@ -243,7 +243,7 @@ def test_an_empty_cohort_says_nothing(engine, name, options):
     """Otherwise a lone participant changes that into its own message: up to twice the clip."""
     plan = hidden(name, **options)
     plan = replace(plan, privacy=replace(plan.privacy, epsilon=math.inf))
-    rounds = list(engine.run(plan, SOFTMAX, mixed(), Silent(1)))
+    rounds = list(engine.run(plan, SOFTMAX, mixed(), Noiseless(1)))
     assert any(float(r.aggregate.norm()) > 0 for r in rounds if len(r.cohort))
     assert all(float(r.aggregate.norm()) == 0 for r in rounds if not len(r.cohort))
 
@@ -296,24 +296,24 @@ def test_a_minibatch_holds_its_client_s_records_only():
     law, who = Sampling.parse("poisson:0.5"), Participation.parse("cyclic:2")
     plan = Plan(build("dp-fedgd", lr=1e-12), 40, (6, 3), Privacy(math.inf), who, sampling=law)
     for engine in (reference, simulate):
-        turn = [r for r in engine.run(plan, LINE, records, Silent(1)) if 0 in r.cohort]
-        assert all(abs(float(r.aggregate)) < 1e-6 for r in turn)
+        this_round = [r for r in engine.run(plan, LINE, records, Noiseless(1)) if 0 in r.cohort]
+        assert all(abs(float(r.aggregate)) < 1e-6 for r in this_round)
 
 
 def test_a_declared_size_gives_the_rate_that_is_drawn():
     records = Records.of(np.ones((3, 1)), np.full(3, -1e3), np.zeros(3, int), dtype=torch.float64)
     plan = Plan(build("dp-fedgd", lr=1e-12), 300, (6,), Privacy(math.inf), sampling=Sampling.parse("fixed:2"))
-    drawn = np.mean([2 * float(r.aggregate) for r in reference.run(plan, LINE, records, Silent(1))])
+    drawn = np.mean([2 * float(r.aggregate) for r in reference.run(plan, LINE, records, Noiseless(1))])
     assert drawn <= 3 * plan.rates[0] + 0.2  # three records, each at the rate that is accounted for
 
 
 @pytest.mark.parametrize("engine", [reference, simulate])
 def test_what_is_paid_for_as_joint_is_asked_jointly(engine):
-    def work(ask, down, memory, cache):
-        return ask.gradient(down.theta) + ask.gradient(down.theta)  # two minibatches
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta) + ask.gradient(broadcast.theta)  # two minibatches
 
     query = Query(Kind.GRADIENT, 1.0, calls=2, joint=2)
-    stages = (Stage(Local(work), scale(-1.0), (query,)),)
+    stages = (Stage(Local(compute), scale(-1.0), (query,)),)
     method = Method("toy", Unit.RECORD, stages, frozenset({(Unit.RECORD, Trust.UNTRUSTED_SERVER)}))
     plan = Plan(method, 2, mixed().sizes, Privacy(4.0), sampling=Sampling.parse("poisson:2"))
     with pytest.raises(OverspentError):
@@ -345,8 +345,8 @@ def test_shapes_do_not_tell_who_was_drawn(engine, name):
 def test_records_take_any_slot_with_the_same_chance():
     plan = Plan(build("dp-fedgd"), 2000, (6,), Privacy(4.0), sampling=Sampling.parse("poisson:0.5"))
     counts = np.zeros((6, int(plan.slots[0])))
-    for turn in turns(plan, SOFTMAX):
-        where = places(Seeded(1), Address(0, turn.t, SAMPLING, 0), turn, 6)
+    for this_round in round_plans(plan, SOFTMAX):
+        where = places(Seeded(1), Address(0, this_round.t, SAMPLING, 0), this_round, 6)
         drawn = where[where >= 0]
         assert len(set(drawn)) == len(drawn)
         counts[drawn, np.flatnonzero(where >= 0)] += 1

@@ -62,18 +62,18 @@ def sgd(lr=0.1):
     return chain(scale(-lr))
 
 
-def descend(ask, down, memory, cache):
-    return ask.gradient(down.theta)
+def descend(ask, broadcast, memory, cache):
+    return ask.gradient(broadcast.theta)
 
 
 def walk(steps, lr=0.1):
-    def work(ask, down, memory, cache):
-        y = down.theta
+    def compute(ask, broadcast, memory, cache):
+        y = broadcast.theta
         for _ in range(steps):
             y = y - lr * ask.gradient(y, on=ask.sample())
-        return y - down.theta
+        return y - broadcast.theta
 
-    return work
+    return compute
 
 
 def solve(matrix, vector):
@@ -90,7 +90,7 @@ def two_stages():
 def covariance_once():
     """FedFC: the covariance is one release in a round of its own; the next stage's rule inherits it."""
 
-    def look(ask, down, memory, cache):
+    def look(ask, broadcast, memory, cache):
         return ask.gram()
 
     def remember_matrix(aggregate, state, theta, t):
@@ -106,8 +106,8 @@ def covariance_once():
 def warm_start_and_memory():
     """SCAFFOLD: control variates live at the clients, start from a paid release, and follow what was said."""
 
-    def work(ask, down, c_i, cache):
-        theta, c = down.theta, down.word
+    def compute(ask, broadcast, c_i, cache):
+        theta, c = broadcast.theta, broadcast.extras
         y = theta
         for _ in range(2):
             y = y - 0.1 * (ask.gradient(y) - c_i + c)
@@ -121,15 +121,17 @@ def warm_start_and_memory():
 
     one = Stage(
         Local(
-            descend, remember=lambda message, down, memory: message, init=lambda theta, before: torch.zeros_like(theta)
+            descend,
+            update_memory=lambda message, broadcast, memory: message,
+            init=lambda theta, before: torch.zeros_like(theta),
         ),
         Rule(stateless, start),
         (Query(Kind.GRADIENT, 1.0),),
         1,
     )
     two = Stage(
-        Local(work, lambda zeta, down, c_i: c_i - down.word + zeta / 0.2, lambda theta, before: before),
-        Rule(lambda theta, facts, before: before, update, say=lambda c: c),
+        Local(compute, lambda zeta, broadcast, c_i: c_i - broadcast.extras + zeta / 0.2, lambda theta, before: before),
+        Rule(lambda theta, facts, before: before, update, broadcast=lambda c: c),
         (Query(Kind.GRADIENT, 1.0, calls=2),),
     )
     return Method("scaffold", Unit.RECORD, (one, two), PC)
@@ -147,12 +149,12 @@ def correlated():
 def newton():
     """FedNewton: gradient and Hessian noised on the client, the quotient sent."""
 
-    def work(ask, down, memory, cache):
-        g, H = ask.gradient(down.theta), ask.curvature(down.theta)
+    def compute(ask, broadcast, memory, cache):
+        g, H = ask.gradient(broadcast.theta), ask.curvature(broadcast.theta)
         return solve(H + 20 * torch.eye(D, dtype=H.dtype), g)
 
     queries = (Query(Kind.GRADIENT, 1.0, share=0.7), Query(Kind.CURVATURE, 1.0, share=0.3, psd=True))
-    return Method("newton", Unit.RECORD, (Stage(Local(work), sgd(1.0), queries),), PC)
+    return Method("newton", Unit.RECORD, (Stage(Local(compute), sgd(1.0), queries),), PC)
 
 
 def lemma_duals_cache():
@@ -161,8 +163,8 @@ def lemma_duals_cache():
     def prepare(ask):
         return torch.linalg.cholesky(ask.gram() + 2.0 * torch.eye(D, dtype=torch.float64))
 
-    def work(ask, down, dual, cache):
-        v = ask.gradient(down.theta) - dual
+    def compute(ask, broadcast, dual, cache):
+        v = ask.gradient(broadcast.theta) - dual
         return torch.cholesky_solve(v.unsqueeze(-1), cache).squeeze(-1)
 
     queries = (
@@ -170,7 +172,9 @@ def lemma_duals_cache():
         Query(Kind.GRAM, 1.0, noise=None),
         Query(Kind.DELTA, bound=Lemma("toy", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m)),
     )
-    local = Local(work, lambda y, down, dual: dual + 0.1 * y, lambda theta, before: torch.zeros_like(theta), prepare)
+    local = Local(
+        compute, lambda y, broadcast, dual: dual + 0.1 * y, lambda theta, before: torch.zeros_like(theta), prepare
+    )
     return Method("fednew", Unit.RECORD, (Stage(local, sgd(), queries),), PC)
 
 
@@ -186,12 +190,12 @@ def user_level():
 def pair_of_tensors():
     """FedAdamW: a message of two tensors."""
 
-    def work(ask, down, memory, cache):
-        g = ask.gradient(down.theta)
+    def compute(ask, broadcast, memory, cache):
+        g = ask.gradient(broadcast.theta)
         return g, g.square().mean(-1, keepdim=True)
 
     rule = Rule(stateless, lambda message, s, th, t: (-0.1 * message[0] / (1 + message[1]), s))
-    return Method("pair", Unit.RECORD, (Stage(Local(work), rule, (Query(Kind.GRADIENT, 1.0),)),), PC)
+    return Method("pair", Unit.RECORD, (Stage(Local(compute), rule, (Query(Kind.GRADIENT, 1.0),)),), PC)
 
 
 SHAPES = [
@@ -310,10 +314,10 @@ def test_asking_more_than_declared_raises(records):
 
 
 def test_asking_for_something_else_raises(records):
-    def work(ask, down, memory, cache):
+    def compute(ask, broadcast, memory, cache):
         return ask.gram()[..., 0]
 
-    curious = Method("curious", Unit.RECORD, (Stage(Local(work), sgd(), (Query(Kind.GRADIENT, 1.0),)),), PC)
+    curious = Method("curious", Unit.RECORD, (Stage(Local(compute), sgd(), (Query(Kind.GRADIENT, 1.0),)),), PC)
     for engine in (reference, simulate):
         with pytest.raises(OverspentError, match="declares no gram query"):
             next(engine.run(plan_for(curious, records), MODEL, records, Seeded(0)))

@@ -187,7 +187,7 @@ def hang(answer: Callable[[], bytes]) -> bytes:
     return answer()
 
 
-def silent(answer: Callable[[], bytes]) -> bytes:
+def noiseless(answer: Callable[[], bytes]) -> bytes:
     time.sleep(DEADLINE + 1)
     raise RuntimeError("says nothing")
 
@@ -228,7 +228,7 @@ FAULTS: dict[str, Callable[[Callable[[], bytes]], bytes]] = {
     "kill": die,
     "kill-after": die_after,
     "hang": hang,
-    "silent": silent,
+    "silent": noiseless,
     "full": full,
     "skew": skew,
     "rubbish": lambda answer: (answer(), b"\x93NUMPY rubbish" * 100)[1],
@@ -283,7 +283,7 @@ def serve(transport: Any, folder: Path) -> None:
 def undergo(transport: Any, place: Path, name: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from eavesdrop import attack
-    from storms import weather
+    from random_faults import weather
 
     from sordino.federation import coordinator
 

@@ -123,9 +123,9 @@ def without():
 @pytest.mark.parametrize("how", BAD)
 def test_a_reply_that_is_no_message_counts_as_none_and_the_run_goes_on(tiny, without, how):
     if "plain" not in without:
-        silent = tiny(**PLAIN)
-        silent.run(fault_at("round", lambda reply, letter: None))
-        without["plain"] = model_of(silent)
+        noiseless = tiny(**PLAIN)
+        noiseless.run(fault_at("round", lambda reply, letter: None))
+        without["plain"] = model_of(noiseless)
     world = tiny(**PLAIN)
     world.run(fault_at("round", how))
     assert came(world) == [["south", "west"]] * 3
@@ -231,9 +231,9 @@ SPOILT = [
 @pytest.mark.parametrize("make", SPOILT)
 def test_a_masked_vector_that_is_none_counts_as_dropped_out(tiny, without, make):
     if "masked" not in without:
-        silent = tiny(**SECURE)
-        silent.run(fault_at("round", lambda reply, letter: None))
-        without["masked"] = model_of(silent)
+        noiseless = tiny(**SECURE)
+        noiseless.run(fault_at("round", lambda reply, letter: None))
+        without["masked"] = model_of(noiseless)
     world = tiny(**SECURE)
     world.run(fault_at("round", make("masked")))
     assert came(world) == [["b", "c", "d"]] * 3

@@ -61,8 +61,8 @@ def test_which_labels_a_site_holds_is_not_told(world, monkeypatch):
 def test_offers_are_checked_before_the_data_are_touched(world, monkeypatch):
     world = world(trust="secure-aggregation", rounds=2)
     touched = []
-    work = Run.work
-    monkeypatch.setattr(Run, "work", lambda *a: touched.append(1) or work(*a))
+    compute = Run.compute
+    monkeypatch.setattr(Run, "compute", lambda *a: touched.append(1) or compute(*a))
 
     def spoiled(node, letter, answer):
         message = wire.decode(letter)
@@ -83,7 +83,7 @@ def test_a_failure_after_the_data_were_touched_is_paid_for_and_stays_the_same(wo
         raise ArithmeticError("record 17 is odd")
 
     letters = []
-    monkeypatch.setattr(Run, "work", fails)
+    monkeypatch.setattr(Run, "compute", fails)
     world.run(fault=lambda node, letter, answer: letters.append((node, letter)) or answer(letter))
     site = world.site("north")
     assert rows(site) == 2

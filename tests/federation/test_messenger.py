@@ -4,7 +4,7 @@ import pytest
 
 from sordino import wire
 from sordino.federation import messenger
-from sordino.federation.messenger import Post
+from sordino.federation.messenger import Messenger
 
 LETTER, REPLY = wire.encode("round", {}), wire.encode("said", {})
 
@@ -32,7 +32,7 @@ def quick(monkeypatch):
 
 def ask(transport, deadline=0.3):
     told = []
-    made = Post(transport, deadline, lambda what, **fields: told.append((what, fields["site"])))
+    made = Messenger(transport, deadline, lambda what, **fields: told.append((what, fields["site"])))
     made.nodes = {"a": 1, "b": 2}
     return sorted(made.ask(dict.fromkeys("ab", LETTER), "said")), told, made
 
@@ -52,11 +52,11 @@ def test_it_is_waited_for_until_the_deadline_and_no_longer():
 
 
 def test_one_that_is_there_and_silent_is_not_asked_again():
-    class Silent(Comings):
+    class Noiseless(Comings):
         def exchange(self, letters, seconds, enough=None):
             return {node: reply for node, reply in super().exchange(letters, seconds).items() if node == 1}
 
-    transport = Silent(lambda looks: True)
+    transport = Noiseless(lambda looks: True)
     assert ask(transport)[0] == ["a"]
     assert transport.asked == [[1, 2]]
 
@@ -71,4 +71,4 @@ def test_who_does_not_know_the_run_is_remembered(reply, strange):
     transport = Comings(lambda looks: True)
     transport.exchange = lambda letters, seconds, enough=None: {1: REPLY, 2: reply}
     found, _, made = ask(transport)
-    assert (found, made.strangers) == (["a"], strange)
+    assert (found, made.unknown_sites) == (["a"], strange)

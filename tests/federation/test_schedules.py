@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from storms import ATTEMPTS, FAULTS, KILLED, RATES, corrupted
+from random_faults import ATTEMPTS, FAULTS, KILLED, RATES, corrupted
 
 from sordino import wire
 from sordino.core import SordinoError

@@ -13,9 +13,9 @@ from letters import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Down, OverspentError, SordinoError
+from sordino.core import Broadcast, OverspentError, SordinoError
 from sordino.data.sources import load
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.refusal import REASONS
@@ -163,7 +163,11 @@ def test_terms_that_were_agreed_upon_cannot_be_changed_and_may_be_said_again(tin
     first = talk.propose()
     assert first.kind == "agreed"
     assert talk.propose().fields == first.fields
-    for other in (world.terms({"clip": 2.0}), world.terms({"rounds": 4}), replace(terms, wishes={"south": 1.0})):
+    for other in (
+        world.terms({"clip": 2.0}),
+        world.terms({"rounds": 4}),
+        replace(terms, requested_epsilons={"south": 1.0}),
+    ):
         refused(world, talk.propose(other), "changed")
     assert json.loads((world.folder_of(NORTH) / "terms.json").read_text())["spec"] == terms.spec
 
@@ -681,9 +685,9 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
         run = Run.make(world.site(NORTH), terms)
         for t, factor in enumerate((0, 1, 1e3, -1e6, 1e30)):
             theta = (factor * np.append(out, 1)[:, None] * np.array([1, -1, 0])).ravel()
-            turn = next(turns(run.plan, run.model, t))
-            down = Down(torch.from_numpy(theta), ())
-            vectors[k].append(run.work(turn, down))
+            this_round = next(round_plans(run.plan, run.model, t))
+            broadcast = Broadcast(torch.from_numpy(theta), ())
+            vectors[k].append(run.compute(this_round, broadcast))
     plan = terms.plan
     (level,) = plan.levels
     (entry,) = plan.entries(0, 0, terms.run)

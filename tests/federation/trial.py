@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "flower"))
 from eavesdrop import singled_out
 from scenarios import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
-from strangers import try_all
+from unknown_sites import try_all
 from worlds import World
 
 import sordino
@@ -52,7 +52,7 @@ QUICK = (
 
 
 def run(
-    folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None, strangers: bool = False
+    folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None, unknown_sites: bool = False
 ) -> dict[str, Any]:
     """All scenarios in one federation, and strangers at its link; what became of each."""
     world, places, notes = prepared(folder, names)
@@ -65,7 +65,7 @@ def run(
     with Federation(folder / "flower", NAMES, handler="scenarios:handle", server=server, site=site) as running:
         started = time.monotonic() - began
         (notes / "link.pid").write_text(str(running.processes["link"].pid))
-        met = try_all(running, NAMES[0]) if strangers else {}
+        met = try_all(running, NAMES[0]) if unknown_sites else {}
         running.run()
         known = ""
         while not (places / "done").exists():

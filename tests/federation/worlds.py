@@ -112,7 +112,7 @@ class World:
             spec=tomli_w.dumps(values),
             names=tuple(self.names),
             sizes=tuple(self.site(name).records for name in self.names),
-            wishes={},
+            requested_epsilons={},
             features=self.about["features"],
             classes=tuple(self.about["classes"]),
             dropouts=self.about.get("dropouts", 0),

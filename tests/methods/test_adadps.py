@@ -32,7 +32,7 @@ def plan_for(method, records, rounds=5, epsilon=8.0, **options):
 
 def path(method, records, model=MODEL, **plan):
     rounds = simulate.run(plan_for(method, records, **plan), model, records, Seeded(3), shares=True)
-    return torch.stack([turn.model for turn in rounds])
+    return torch.stack([this_round.model for this_round in rounds])
 
 
 def by(a):
@@ -144,10 +144,10 @@ def test_gradients_of_public_records_are_averaged(records):
 
     rows = [(torch.from_numpy(x[[i]]), torch.from_numpy(y[[i]]), torch.ones(1).double()) for i in range(9)]
     v = squares(torch.zeros(12, dtype=torch.float64))
-    for turn in simulate.run(plan_for(method, records), MODEL, records, Seeded(0)):
-        v = 0.7 * v + 0.3 * squares(turn.model)
-        torch.testing.assert_close(turn.checkpoint[1], v)
-    said = method.stages[0].rule.say(v)
+    for this_round in simulate.run(plan_for(method, records), MODEL, records, Seeded(0)):
+        v = 0.7 * v + 0.3 * squares(this_round.model)
+        torch.testing.assert_close(this_round.checkpoint[1], v)
+    said = method.stages[0].rule.broadcast(v)
     torch.testing.assert_close(said, v.sqrt() + 0.2)
 
 

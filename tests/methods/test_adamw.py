@@ -48,8 +48,8 @@ class Ear:
 def overheard(method, log, tape=None):
     """The method, with its noised gradients put on record (or taken from a tape)."""
     (stage,) = method.stages
-    work = stage.local.work
-    local = stage.local._replace(work=lambda ask, *rest: work(Ear(ask, log, tape), *rest))
+    compute = stage.local.compute
+    local = stage.local._replace(compute=lambda ask, *rest: compute(Ear(ask, log, tape), *rest))
     return method._replace(stages=(stage._replace(local=local),))
 
 
@@ -173,7 +173,7 @@ def test_the_whole_method_from_its_noised_gradients(clip, tau, mistakes):
     records, log = federation(), []
     options = {"steps": 3, "lr": 0.2, "tau": tau}
     plan = plan_for(overheard(build("dp-fedadamw", clip=clip, **options), log), records, 4)
-    path = np.array([turn.model.numpy() for turn in reference.run(plan, MODEL, records, Seeded(2))])
+    path = np.array([this_round.model.numpy() for this_round in reference.run(plan, MODEL, records, Seeded(2))])
     gs = torch.stack(log).reshape(4, 4, 3, -1).numpy()
     phi = float((plan.std(0, 0)[0] / 20) ** 2)
     np.testing.assert_allclose(path, from_gradients(gs, phi, rounds=4, **options), rtol=0, atol=1e-10)
@@ -186,7 +186,7 @@ def test_the_convex_form_weighs_the_step_less():
     records, log = federation(), []
     options = {"steps": 2, "lr": 0.2, "tau": 0.01, "gamma": 0.3}
     plan = plan_for(overheard(build("dp-fedadamw", align="convex", **options), log), records, 3)
-    path = np.array([turn.model.numpy() for turn in reference.run(plan, MODEL, records, Seeded(2))])
+    path = np.array([this_round.model.numpy() for this_round in reference.run(plan, MODEL, records, Seeded(2))])
     gs, phi = torch.stack(log).reshape(3, 4, 2, -1).numpy(), float((plan.std(0, 0)[0] / 20) ** 2)
     np.testing.assert_allclose(path, from_gradients(gs, phi, rounds=3, convex=True, **options), rtol=0, atol=1e-10)
 
@@ -198,19 +198,19 @@ def test_alignment_is_heavy_ball_momentum(gamma):
     lr, decay, tau, beta2 = 0.1, 0.05, 0.01, 0.999
     options = {"steps": 1, "lr": lr, "decay": decay, "tau": tau, "gamma": gamma, "schedule": "constant"}
     plan = plan_for(overheard(build("dp-fedadamw", **options), log), records, 6)
-    turns = list(reference.run(plan, MODEL, records, Seeded(5)))
+    rounds_done = list(reference.run(plan, MODEL, records, Seeded(5)))
     gs, phi = torch.stack(log).reshape(6, 4, -1), torch.from_numpy((plan.std(0, 0) / np.array(UNLIKE)) ** 2)[:, None]
     weights = torch.from_numpy(plan.weights)
     before = theta = means = noise = torch.zeros(MODEL.size, dtype=torch.float64)
-    for t, turn in enumerate(turns):
+    for t, this_round in enumerate(rounds_done):
         gathered = 1 - beta2 ** (t + 1)
         v, b = beta2 * means + (1 - beta2) * gs[t] ** 2, beta2 * noise + (1 - beta2) * phi
         root = ((v - b) / gathered).maximum(phi.clamp(max=1e-8)).sqrt()
         mean = weights @ (gs[t] / (root + tau))
         after = theta - lr * (mean + decay * theta) + gamma * (theta - before)
-        torch.testing.assert_close(turn.model, after, rtol=0, atol=1e-10)
+        torch.testing.assert_close(this_round.model, after, rtol=0, atol=1e-10)
         if t and gamma:
-            assert not torch.allclose(turn.model, after - gamma * (theta - before), rtol=0, atol=1e-10)
+            assert not torch.allclose(this_round.model, after - gamma * (theta - before), rtol=0, atol=1e-10)
         before, theta, means, noise = theta, after, (weights @ v).mean(), (weights @ b).mean()
 
 
@@ -226,7 +226,9 @@ def test_with_all_parts_off_it_is_local_adamw_bit_for_bit(participation):
 
     def path(name, **options):
         plan = plan_for(build(name, **SAME, **options), records, participation=participation)
-        return torch.stack([turn.model for turn in simulate.run(plan, MODEL, records, Seeded(1), shares=True)])
+        return torch.stack(
+            [this_round.model for this_round in simulate.run(plan, MODEL, records, Seeded(1), shares=True)]
+        )
 
     bare = path("dp-localadamw")
     assert torch.equal(path("dp-fedadamw", **OFF), bare)
@@ -262,8 +264,8 @@ def pure_noise(sizes, *, model, rounds, participation="full", **options):
     records = federation(sizes, model.features)
     records = Records(0 * records.x, records.y, records.starts)
     plan = plan_for(build("dp-fedadamw", tau=1.0, lr=0.01, **options), records, rounds, participation)
-    for turn in simulate.run(plan, model, records, Seeded(3), shares=True):
-        _, (_, _, means, noise, J, _), _ = turn.checkpoint
+    for this_round in simulate.run(plan, model, records, Seeded(3), shares=True):
+        _, (_, _, means, noise, J, _), _ = this_round.checkpoint
     return plan, means, noise, J
 
 
@@ -348,7 +350,9 @@ def test_uploads_are_post_processing_of_noised_gradients(name):
 
     def uploads(tape, records):
         heard = overheard(method, log, tape)
-        return [turn.aggregate for turn in reference.run(plan_for(heard, records), MODEL, records, Seeded(1))]
+        return [
+            this_round.aggregate for this_round in reference.run(plan_for(heard, records), MODEL, records, Seeded(1))
+        ]
 
     first, tape = uploads(None, records), list(log)
     again = uploads(iter(tape), other)

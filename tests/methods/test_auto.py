@@ -13,9 +13,9 @@ from sordino.engines import simulate
 from sordino.methods import build
 from sordino.methods.auto import EARLY
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.mechanisms.random import Seeded, Silent
+from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
-from sordino.rules import curved, kalman
+from sordino.rules import estimate_covariance, kalman
 
 MODEL = Linear(3, 4)
 SIZES = (40, 60, 100)
@@ -33,7 +33,7 @@ def plan_for(records, rounds=6, *, unit=Unit.RECORD, trust="untrusted-server", e
 
 
 def last(plan, records, model=MODEL, seed=3, **kwargs):
-    source = Silent(0) if plan.silent else Seeded(seed)
+    source = Noiseless(0) if plan.noiseless else Seeded(seed)
     return list(simulate.run(plan, model, records, source, **kwargs))[-1].model
 
 
@@ -43,7 +43,7 @@ def moments(records):
 
 
 def taken_in(A, theta, std=0.0):
-    rule = curved(1e6)
+    rule = estimate_covariance(1e6)
     return rule.update(A, rule.init(theta, facts_of(1, std), ()), theta, 0)[1]
 
 

@@ -12,8 +12,8 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.models.torch_model import Flat
-from sordino.privacy.mechanisms.random import Seeded, Silent
+from sordino.models.torch_model import TorchModel
+from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
 
@@ -34,7 +34,7 @@ def plan_for(data, epsilon=4.0, rounds=4, batch="full", **options):
 
 def net():
     torch.manual_seed(0)
-    return Flat(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double())
+    return TorchModel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double())
 
 
 @pytest.mark.parametrize("batch", ["full", "poisson:8"])
@@ -55,7 +55,7 @@ def test_the_clip_finds_the_median(model):
     data = records(300)
     plan = plan_for(data, epsilon=float("inf"), rounds=300, clip=50.0, lr=1e-9)
     theta = model.init().double()
-    *_, last = simulate.run(plan, model, data, Silent(0), theta=theta)
+    *_, last = simulate.run(plan, model, data, Noiseless(0), theta=theta)
     found = float(last.checkpoint[1][0].exp())
     grads = torch.stack([torch.func.grad(model.loss)(theta, x, y) for x, y in zip(data.x, data.y, strict=True)])
     assert abs(float((grads.norm(dim=1) <= found).double().mean()) - 0.5) < 0.02
@@ -94,7 +94,7 @@ def test_a_network_of_one_parameter_counts_too():
         def forward(self, x):
             return torch.cat([self.line(x), 0 * x], -1)
 
-    model = Flat(Slope().double())
+    model = TorchModel(Slope().double())
     x = torch.tensor([[0.1], [8.0], [9.0]], dtype=torch.float64)
     shard = Shard(x, torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.float64))
     theta = torch.zeros(1, dtype=torch.float64)

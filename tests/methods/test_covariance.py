@@ -50,7 +50,7 @@ def run(plan, records, seed=3, model=MODEL, **kwargs):
 
 
 def models(turns_):
-    return torch.stack([turn.model for turn in turns_])
+    return torch.stack([this_round.model for this_round in turns_])
 
 
 # ------------------------------------------------------------------------------------------------- the identity
@@ -121,10 +121,10 @@ def test_the_step_by_hand():
     values, vectors = torch.linalg.eigh(A + gamma * torch.eye(4, dtype=A.dtype))
     P = vectors @ (1 / values.clamp_min(gamma)).diag() @ vectors.T
     theta = torch.zeros(MODEL.size, dtype=torch.float64)
-    for turn in walk[1:]:
-        theta = theta - lr * (P @ turn.aggregate.view(4, 3)).flatten()
-        torch.testing.assert_close(turn.model, theta, rtol=1e-9, atol=1e-12)
-    wrong = -lr * (turn.aggregate.view(3, 4) @ P).flatten()
+    for this_round in walk[1:]:
+        theta = theta - lr * (P @ this_round.aggregate.view(4, 3)).flatten()
+        torch.testing.assert_close(this_round.model, theta, rtol=1e-9, atol=1e-12)
+    wrong = -lr * (this_round.aggregate.view(3, 4) @ P).flatten()
     assert not torch.allclose(wrong, walk[-1].model - walk[-2].model, rtol=1e-3), "rows for columns"
 
 
@@ -232,7 +232,7 @@ def test_every_trust_model_is_proved(trust, unit):
 def test_engines_agree(unit, participation, trust):
     records = federation()
     plan = plan_for("dp-fedfc", records, unit=unit, participation=participation, trust=trust, gamma=0.5)
-    slow = torch.stack([turn.model for turn in reference.run(plan, MODEL, records, Seeded(3))])
+    slow = torch.stack([this_round.model for this_round in reference.run(plan, MODEL, records, Seeded(3))])
     torch.testing.assert_close(models(run(plan, records)), slow, rtol=1e-9, atol=1e-9)
     assert slow[-1].norm() > 1e-3
 

@@ -8,14 +8,14 @@ import torch
 from torch.func import grad, jacrev, vmap
 
 from sordino.checks import sensitivity
-from sordino.core import SAFETY, Adjacency, Down, Kind, Privacy, SordinoError, Trust, Unit
+from sordino.core import SAFETY, Adjacency, Broadcast, Kind, Privacy, SordinoError, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss
-from sordino.privacy.mechanisms.random import Seeded, Silent
+from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 
@@ -65,7 +65,9 @@ def newton(model, records, theta):
 
 
 def path(plan, model, records, seed=3, **kwargs):
-    return torch.stack([turn.model for turn in simulate.run(plan, model, records, Seeded(seed), shares=True, **kwargs)])
+    return torch.stack(
+        [this_round.model for this_round in simulate.run(plan, model, records, Seeded(seed), shares=True, **kwargs)]
+    )
 
 
 def eye(H):
@@ -86,8 +88,8 @@ def test_duals_add_up_to_nothing(unit, name):
     records, rho = federation(SOFTMAX), 0.7
     plan = plan_for(name, records, unit=unit, rho=rho)
     weights = torch.from_numpy(plan.weights).unsqueeze(-1)
-    for turn in simulate.run(plan, SOFTMAX, records, Seeded(0), shares=True):
-        _, y, (lam, sent) = turn.checkpoint
+    for this_round in simulate.run(plan, SOFTMAX, records, Seeded(0), shares=True):
+        _, y, (lam, sent) = this_round.checkpoint
         after = lam + rho * (sent - y)
         size = float(after.abs().max())
         assert size > 1e-3
@@ -103,10 +105,10 @@ def test_duals_follow_what_was_said():
     plan = plan_for("dp-fednew", records, 9, participation="fixed:2", **{**TIGHT, "rho": rho})
     y, duals, sent = (torch.zeros(n, LOGISTIC.size, dtype=torch.float64) for n in (1, 4, 4))
     away = 0
-    for turn in reference.run(plan, LOGISTIC, records, Seeded(1)):
-        _, said, memory = turn.checkpoint
-        away += sum(bool(sent[i].any()) and i not in turn.cohort for i in range(4))
-        for i in turn.cohort:
+    for this_round in reference.run(plan, LOGISTIC, records, Seeded(1)):
+        _, said, memory = this_round.checkpoint
+        away += sum(bool(sent[i].any()) and i not in this_round.cohort for i in range(4))
+        for i in this_round.cohort:
             duals[i] = duals[i] + rho * (sent[i] - y[0])
             sent[i] = memory[i][1]
             torch.testing.assert_close(memory[i][0], duals[i], rtol=1e-12, atol=1e-12)
@@ -330,11 +332,11 @@ def test_the_lemma_pays_for_the_message():
 def message(method, model, records, theta, b):
     """What client 0 would say without noise, its dual being -b."""
     plan = Plan(method, 1, records.sizes, Privacy(math.inf, unit=method.unit))
-    turn = next(turns(plan, model))
-    ask = reference.oracle(model, records, turn, 0, Silent())
-    cache = turn.stage.local.prepare(reference.oracle(model, records, turn, 0, Silent(), inside=True))
+    this_round = next(round_plans(plan, model))
+    ask = reference.oracle(model, records, this_round, 0, Noiseless())
+    cache = this_round.stage.local.prepare(reference.oracle(model, records, this_round, 0, Noiseless(), inside=True))
     zero = torch.zeros_like(theta)
-    return ask.finish(turn.stage.local.work(ask, Down(theta, zero), (-b, zero), cache))
+    return ask.finish(this_round.stage.local.compute(ask, Broadcast(theta, zero), (-b, zero), cache))
 
 
 @pytest.mark.parametrize(("m", "ratio"), [(20, 3.24), (100, 7.38), (500, 16.55), (2500, 37.03)])
@@ -420,7 +422,7 @@ def test_engines_agree(name, unit, options, participation):
     privacy = Privacy(math.inf if name == "fednew" else 8.0, unit=unit)
     method = build(name, unit, **options)
     plan = Plan(method, 5, records.sizes, privacy, Participation.parse(participation), uncertified=True)
-    slow = torch.stack([turn.model for turn in reference.run(plan, SOFTMAX, records, Seeded(3))])
+    slow = torch.stack([this_round.model for this_round in reference.run(plan, SOFTMAX, records, Seeded(3))])
     torch.testing.assert_close(path(plan, SOFTMAX, records), slow, rtol=1e-9, atol=1e-9)
     assert slow[-1].norm() > 1e-3
 
@@ -469,7 +471,7 @@ def test_fednew_is_not_private_and_says_so(unit):
     with pytest.raises(SordinoError, match="FedNew adds no noise: set epsilon = inf, or use dp-fednew"):
         plan_for("fednew", records, unit=unit)
     plan = plan_for("fednew", records, 60, unit=unit, epsilon=math.inf, alpha=0.01, rho=0.1, lr=1.0)
-    assert plan.silent
+    assert plan.noiseless
     end = path(plan, SOFTMAX, records)[-1]
     weights = torch.from_numpy(plan.weights)
     slope = (weights[:, None] * newton(SOFTMAX, records, end)[0]).sum(0)

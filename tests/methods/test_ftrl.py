@@ -16,7 +16,7 @@ import torch
 from sordino.core import Kind, Privacy, SordinoError, Stream, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.accounting import correlated, gaussian
@@ -85,7 +85,7 @@ def still(plan, features):
 def remembering(plan):
     """The same plan, whose clients' memory is what they said last."""
     (stage,) = plan.method.stages
-    local = stage.local._replace(remember=lambda said, down, memory: said, init=lambda theta, _: 0 * theta)
+    local = stage.local._replace(update_memory=lambda said, broadcast, memory: said, init=lambda theta, _: 0 * theta)
     return replace(plan, method=plan.method._replace(stages=(stage._replace(local=local),)))
 
 
@@ -95,11 +95,15 @@ FULL = Participation()
 def transcript(plan, run=reference.run, places=200, **options):
     """What a run without gradients shows, as rows over draws: {(t, i): message of client i}, [aggregate of t]."""
     messages, aggregates, source = {}, [], Units()
-    shown = plan if plan.sums_only else remembering(plan)  # of sums no single message is made
-    for turn in run(shown, *still(plan, places), source, **options):
-        aggregates.append(turn.aggregate.numpy() if len(turn.cohort) else np.zeros(places))
-        memory = turn.checkpoint[2]
-        messages |= {} if plan.sums_only else {(turn.t, int(i)): memory[int(i)].numpy() for i in turn.cohort}
+    shown = plan if plan.only_sums_visible else remembering(plan)  # of sums no single message is made
+    for this_round in run(shown, *still(plan, places), source, **options):
+        aggregates.append(this_round.aggregate.numpy() if len(this_round.cohort) else np.zeros(places))
+        memory = this_round.checkpoint[2]
+        messages |= (
+            {}
+            if plan.only_sums_visible
+            else {(this_round.t, int(i)): memory[int(i)].numpy() for i in this_round.cohort}
+        )
     return messages, np.stack(aggregates)
 
 
@@ -119,7 +123,7 @@ def true_mu(plan, client, found=None):
     far = level.sensitivity[client] * (1.0 if level.query.kind is Kind.DELTA else 1 / plan.sizes[client])
     mine = [t for t, cohort in enumerate(plan.cohorts) if client in cohort]
     signs = np.array(list(itertools.product([1.0, -1.0], repeat=len(mine))))
-    if not plan.sums_only:
+    if not plan.only_sums_visible:
         keys = list(messages)
         shifts = np.zeros((len(signs), len(keys)))
         shifts[:, [keys.index((t, client)) for t in mine]] = far * signs
@@ -197,7 +201,7 @@ def records():
 
 
 def path(plan, records, source, run=reference.run, **options):
-    return torch.stack([turn.model for turn in run(plan, MODEL, records, source, **options)])
+    return torch.stack([this_round.model for this_round in run(plan, MODEL, records, source, **options)])
 
 
 @pytest.mark.parametrize("participation", ["full", "fixed:2", "cyclic:2"])
@@ -231,16 +235,16 @@ def test_the_model_is_the_start_less_a_running_sum(options, records):
     plan = plan_for(records.sizes, lr=0.3, **options)
     start = torch.linspace(-1, 1, 12, dtype=torch.float64)
     total = torch.zeros(12, dtype=torch.float64)
-    for turn in simulate.run(plan, MODEL, records, Seeded(1), theta=start):
-        total = total + turn.aggregate
-        torch.testing.assert_close(turn.model, start - 0.3 * total, rtol=1e-12, atol=1e-12)
-        assert not torch.allclose(turn.model, start - 0.3 * turn.aggregate) or turn.t == 0
+    for this_round in simulate.run(plan, MODEL, records, Seeded(1), theta=start):
+        total = total + this_round.aggregate
+        torch.testing.assert_close(this_round.model, start - 0.3 * total, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(this_round.model, start - 0.3 * this_round.aggregate) or this_round.t == 0
 
 
 def test_running_sums_carry_the_noise_that_was_factorised():
     """One client: theta's noise is lr times the running sum of the decoder's rows; and so a tree cancels."""
     plan = plan_for((4,), 8, lr=0.5, honaker="none")
-    rows = [turn.model.numpy() for turn in reference.run(plan, *still(plan, 30), Units())]
+    rows = [this_round.model.numpy() for this_round in reference.run(plan, *still(plan, 30), Units())]
     prefix = np.cumsum(noise_of(plan).decoder, 0) * 0.5 * plan.std(0, 0)[0] / 4
     np.testing.assert_allclose(np.stack(rows) @ np.stack(rows).T, prefix @ prefix.T, rtol=1e-9)
     nodes = [np.count_nonzero(np.round(row, 12)) for row in rows]
@@ -254,13 +258,13 @@ def test_momentum_against_a_plain_loop(restart, records):
     plan = plan_for(records.sizes, lr=0.3, momentum=0.6, restart=restart)
     velocity, theta, published = 0.0, torch.zeros(12, dtype=torch.float64), []
     m, total = torch.zeros_like(theta), torch.zeros_like(theta)
-    for turn in reference.run(plan, MODEL, records, Seeded(5)):
-        velocity = (0.0 if restart and turn.t % restart == 0 else 0.6) * velocity + turn.aggregate
+    for this_round in reference.run(plan, MODEL, records, Seeded(5)):
+        velocity = (0.0 if restart and this_round.t % restart == 0 else 0.6) * velocity + this_round.aggregate
         theta = theta - 0.3 * velocity
-        torch.testing.assert_close(turn.model, theta, rtol=1e-12, atol=1e-12)
-        total = total + turn.aggregate
+        torch.testing.assert_close(this_round.model, theta, rtol=1e-12, atol=1e-12)
+        total = total + this_round.aggregate
         m = 0.6 * m + total
-        published.append(torch.allclose(turn.model, -0.3 * m, rtol=1e-9))
+        published.append(torch.allclose(this_round.model, -0.3 * m, rtol=1e-9))
     assert all(published) == (restart == 0)
     assert all(published[: restart or 6])
     assert plan.groups() == plan_for(records.sizes, restart=restart).groups(), "momentum is post-processing"
@@ -367,7 +371,7 @@ def error(plan, coordinates=2500):
     """(mean, standard error) over coordinates of the model's noise: theta^2 of a run without gradients, its mean over
     rounds. Coordinates are independent copies of one another."""
     rounds = simulate.run(plan, *still(plan, coordinates), Seeded(7))
-    squares = torch.stack([turn.model.square() for turn in rounds]).mean(0).numpy()
+    squares = torch.stack([this_round.model.square() for this_round in rounds]).mean(0).numpy()
     return squares.mean(), squares.std(ddof=1) / math.sqrt(coordinates)
 
 
@@ -376,7 +380,7 @@ def predicted(plan):
     noise, (level,) = noise_of(plan), plan.levels
     rate, taken = plan.participation.rate(plan.clients), plan.taken(0)
     covariance = noise.decoder @ noise.decoder.T
-    if plan.sums_only:
+    if plan.only_sums_visible:
         parts = [((level.weight * level.std).max() / rate, np.ones(plan.rounds))]
     else:
         parts = [(level.weight[i] * level.std[i] / rate, taken[:, i]) for i in range(plan.clients)]
@@ -408,7 +412,7 @@ def test_banded_noise_cancels_where_it_is_common(trust, worth, longer):
     ratio, se = measured_ratio(banded, base)
     assert predicted(banded) / predicted(base) == pytest.approx(worth, rel=2e-3)
     assert abs(ratio - worth) < 4.5 * se
-    assert (worth < 0.35) == banded.sums_only
+    assert (worth < 0.35) == banded.only_sums_visible
     assert banded.epsilon() == pytest.approx(base.epsilon(), rel=1e-9)
     seventy = [predicted(in_turn(trust, 70, 10, mechanism)) for mechanism in ("banded", "independent")]
     assert seventy[0] / seventy[1] == pytest.approx(longer, rel=2e-3)
@@ -467,8 +471,8 @@ def test_noise_drawn_once_has_the_law_of_the_shares(unit, trust, participation):
 def transcript_of_sums(plan, run, **options):
     """The aggregates' covariance over rounds."""
     rows = [
-        turn.aggregate.numpy() if len(turn.cohort) else np.zeros(200)
-        for turn in run(plan, *still(plan, 200), Units(), **options)
+        this_round.aggregate.numpy() if len(this_round.cohort) else np.zeros(200)
+        for this_round in run(plan, *still(plan, 200), Units(), **options)
     ]
     return np.stack(rows) @ np.stack(rows).T
 
@@ -484,8 +488,8 @@ def test_law_and_shares_where_coins_call_now_some_now_all(unit, trust):
 
 def test_a_common_stream_has_the_same_noise_whoever_came_and_reads_the_cohort_alone(records):
     plan = plan_for(records.sizes, 4, "cyclic:2", SA)
-    assert all(turn.once for turn in turns(plan, MODEL))
-    assert not any(turn.once for turn in turns(plan_for(records.sizes, 4, "cyclic:2", PC), MODEL))
+    assert all(this_round.once for this_round in round_plans(plan, MODEL))
+    assert not any(this_round.once for this_round in round_plans(plan_for(records.sizes, 4, "cyclic:2", PC), MODEL))
     alone, all_ = (transcript_of_sums(each, reference.run) for each in (plan, replace(plan, participation=FULL)))
     ratio = np.diag(alone) / np.diag(all_)  # half of the clients: their mean counts twice
     np.testing.assert_allclose(ratio, ratio[0])
@@ -531,8 +535,8 @@ def test_a_secret_run_with_a_ledger_does_not_go_on(participation, records, tmp_p
 
     def run(source, name, rounds):
         with Ledger(tmp_path / name) as ledger:
-            turns = reference.run(plan, MODEL, records, source, ledger=ledger, run_id="r")
-            return [turn.model for turn in itertools.islice(turns, rounds)], len(ledger)
+            round_plans = reference.run(plan, MODEL, records, source, ledger=ledger, run_id="r")
+            return [this_round.model for this_round in itertools.islice(round_plans, rounds)], len(ledger)
 
     said, rows = run(Secure(), "secret.db", 3)
     with pytest.raises(SordinoError, match="began with a key that is gone, so that round 3"):
@@ -554,7 +558,10 @@ def test_a_sum_on_record_is_not_noised_anew(participation, rounds, records, tmp_
 
     def sums(source, name):
         with Ledger(tmp_path / name) as ledger:
-            return [turn.aggregate for turn in reference.run(plan, MODEL, records, source, ledger=ledger, run_id="r")]
+            return [
+                this_round.aggregate
+                for this_round in reference.run(plan, MODEL, records, source, ledger=ledger, run_id="r")
+            ]
 
     first = sums(Secure(), "secret.db")
     assert all(torch.equal(a, b) for a, b in zip(first, sums(Secure(), "secret.db"), strict=True))

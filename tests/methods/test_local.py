@@ -32,7 +32,7 @@ def plan_for(
 
 
 def models(plan, records, model=MODEL, seed=3):
-    return [turn.model for turn in simulate.run(plan, model, records, Seeded(seed), shares=True)]
+    return [this_round.model for this_round in simulate.run(plan, model, records, Seeded(seed), shares=True)]
 
 
 def same(a, b, tolerance=1e-12):
@@ -84,8 +84,8 @@ def test_without_controls_it_is_federated_averaging(records):
 def test_controls_are_the_mean_of_the_noised_local_gradients(records):
     """c_i after a round is zeta / (K lr), the mean of K noised gradients; the server's c is their weighted mean."""
     plan = plan_for("dp-scaffold", records, rounds=3, steps=2, local_lr=0.3)
-    for turn in reference.run(plan, MODEL, records, Seeded(1)):
-        _, (c, _), memory = turn.checkpoint
+    for this_round in reference.run(plan, MODEL, records, Seeded(1)):
+        _, (c, _), memory = this_round.checkpoint
         mean = sum(w * c_i for w, c_i in zip(plan.weights, memory, strict=True))
         torch.testing.assert_close(c, mean, rtol=1e-10, atol=1e-12)
 
@@ -145,13 +145,13 @@ def test_the_pull_follows_from_what_was_released(records):
     """Recomputed by hand from the noised aggregates alone."""
     plan = plan_for("dp-adafedprox", records, rounds=8, steps=2, mu=0.5)
     pull, last = 0.5, None
-    for turn in simulate.run(plan, MODEL, records, Seeded(2)):
+    for this_round in simulate.run(plan, MODEL, records, Seeded(2)):
         if last is not None:
-            pull *= 1.1 if float(turn.aggregate @ last) < 0 else 0.9
+            pull *= 1.1 if float(this_round.aggregate @ last) < 0 else 0.9
         else:
             pull *= 0.9
-        pull, last = min(max(pull, 0.05), 5.0), turn.aggregate
-        assert float(turn.checkpoint[1][0]) == pytest.approx(pull)
+        pull, last = min(max(pull, 0.05), 5.0), this_round.aggregate
+        assert float(this_round.checkpoint[1][0]) == pytest.approx(pull)
 
 
 @pytest.mark.parametrize(

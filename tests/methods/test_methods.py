@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sordino import methods
-from sordino.core import Down, Privacy, SordinoError, Trust, Unit
+from sordino.core import Broadcast, Privacy, SordinoError, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear
 from sordino.privacy.mechanisms.random import Seeded
@@ -113,10 +113,10 @@ def test_a_method_reads_like_its_paper():
 def messages(plan, records, thetas, seed=1):
     """What every client says in every round, theta being forced."""
     said = []
-    for turn in turns(plan, MODEL):
-        for i in turn.cohort:
-            ask = reference.oracle(MODEL, records, turn, int(i), Seeded(seed))
-            said.append(ask.finish(turn.stage.local.work(ask, Down(thetas[turn.t]), (), ())))
+    for this_round in round_plans(plan, MODEL):
+        for i in this_round.cohort:
+            ask = reference.oracle(MODEL, records, this_round, int(i), Seeded(seed))
+            said.append(ask.finish(this_round.stage.local.compute(ask, Broadcast(thetas[this_round.t]), (), ())))
     return torch.stack(said)
 
 
@@ -181,9 +181,9 @@ def test_a_large_rho_is_gradient_descent(records):
 
 def test_gradient_descent_by_hand(records):
     lr, theta = 0.3, MODEL.init().double()
-    for turn in simulate.run(plan_for("dp-fedgd", records, lr=lr), MODEL, records, Seeded(3)):
-        theta = theta - lr * turn.aggregate
-        torch.testing.assert_close(turn.model, theta)
+    for this_round in simulate.run(plan_for("dp-fedgd", records, lr=lr), MODEL, records, Seeded(3)):
+        theta = theta - lr * this_round.aggregate
+        torch.testing.assert_close(this_round.model, theta)
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)

@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 from sordino.core import SAFETY, Adjacency, Kind, Privacy, SordinoError
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.accounting import gaussian
@@ -96,9 +96,9 @@ def test_fednewton_s_noise(adjacency, vector, matrix):
     _, gradient, curvature = group.releases
     assert gradient.sensitivity == pytest.approx(vector * B, rel=1e-12)
     assert curvature.sensitivity == pytest.approx(matrix * C_H, rel=1e-12)
-    *_, turn = turns(plan, SQUARES)
+    *_, this_round = round_plans(plan, SQUARES)
     for i, n in enumerate(SIZES):
-        ask = reference.oracle(SQUARES, records, turn, i, Seeded(0))
+        ask = reference.oracle(SQUARES, records, this_round, i, Seeded(0))
         s_g, s_H = float(ask.std(Kind.GRADIENT)), float(ask.std(Kind.CURVATURE))
         assert s_g == pytest.approx(vector * 2 * B / (MU * n), rel=1e-9)
         assert s_H == pytest.approx(matrix * 2 * C_H / (MU * n), rel=1e-9)
@@ -110,10 +110,10 @@ def test_the_curvature_s_noise_is_symmetric():
     model = Linear(d, 1, Loss.SQUARES, bias=False)
     empty = Records.of(np.zeros((6, d)), np.zeros(6), np.zeros(6, int), dtype=torch.float64)
     plan = plan_for("fednewton", empty, 2, curvature_clip=3.0)
-    *_, turn = turns(plan, model)
+    *_, this_round = round_plans(plan, model)
     theta, found = torch.zeros(d, dtype=torch.float64), []
     for seed in range(16):
-        ask = reference.oracle(model, empty, turn, 0, Seeded(seed))
+        ask = reference.oracle(model, empty, this_round, 0, Seeded(seed))
         found.append(ask.curvature(theta) / ask.std(Kind.CURVATURE))
     noise = torch.stack(found)
     assert torch.equal(noise, noise.transpose(1, 2))
@@ -182,8 +182,8 @@ class Ear:
 def overheard(method, log):
     """The method, the answers of its last stage on record."""
     *early, stage = method.stages
-    work = stage.local.work
-    local = stage.local._replace(work=lambda ask, *rest: work(Ear(ask, log), *rest))
+    compute = stage.local.compute
+    local = stage.local._replace(compute=lambda ask, *rest: compute(Ear(ask, log), *rest))
     return method._replace(stages=(*early, stage._replace(local=local)))
 
 
@@ -263,10 +263,10 @@ def test_the_head_takes_a_damped_fisher_step():
     )
     torch.testing.assert_close(first.model, start.model, rtol=1e-12, atol=1e-12)
     theta = first.model
-    for turn in rest:
+    for this_round in rest:
         steps = [w * fisher_step(records, theta, i, clip, ridge, damping) for i, w in enumerate(plan.weights)]
         theta = theta - sum(steps)
-        torch.testing.assert_close(turn.model, theta, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(this_round.model, theta, rtol=1e-9, atol=1e-9)
     loose = [w * fisher_step(records, first.model, i, 10 * clip, ridge, damping) for i, w in enumerate(plan.weights)]
     assert not torch.allclose(rest[0].model, first.model - sum(loose), rtol=1e-3), "the clip matters"
 
@@ -353,7 +353,7 @@ CASES = [
 def test_engines_agree(name, rounds, options, participation):
     records = federation(SOFTMAX)
     plan = plan_for(name, records, rounds, participation=participation, **options)
-    slow = [turn.model for turn in reference.run(plan, SOFTMAX, records, Seeded(3))]
+    slow = [this_round.model for this_round in reference.run(plan, SOFTMAX, records, Seeded(3))]
     for a, b in zip(slow, run(plan, SOFTMAX, records), strict=True):
         torch.testing.assert_close(b.model, a, rtol=1e-8, atol=1e-8)
     assert plan.epsilon() <= 4.0 * (1 + 1e-9)

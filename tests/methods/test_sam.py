@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Down, Kind, Local, Privacy, SordinoError, Stage, Unit
+from sordino.core import SAFETY, Broadcast, Kind, Local, Privacy, SordinoError, Stage, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped
@@ -32,7 +32,7 @@ def plan_for(method, records, rounds=5, epsilon=8.0, trust="untrusted-server"):
 
 def path(method, records, model=MODEL, **plan):
     rounds = simulate.run(plan_for(method, records, **plan), model, records, Seeded(3), shares=True)
-    return torch.stack([turn.model for turn in rounds])
+    return torch.stack([this_round.model for this_round in rounds])
 
 
 # --------------------------------------------------------------------------------------------------------- the ascent
@@ -55,15 +55,15 @@ def second_of_two(steps, local_lr):
     method = build("dp-fedsam", steps=steps)
     (stage,) = method.stages
 
-    def work(ask, down, memory, cache):
-        y = down.theta
+    def compute(ask, broadcast, memory, cache):
+        y = broadcast.theta
         for _ in range(steps):
             batch = ask.sample()
             ask.gradient(y, on=batch)
             y = y - local_lr * ask.gradient(y, on=batch)
-        return y - down.theta
+        return y - broadcast.theta
 
-    return method._replace(stages=(Stage(Local(work), stage.rule, stage.queries),))
+    return method._replace(stages=(Stage(Local(compute), stage.rule, stage.queries),))
 
 
 def test_a_short_ascent_is_federated_averaging_along_the_second_gradient(records):
@@ -102,7 +102,7 @@ def test_no_gradient_no_ascent():
     """|g| = 0 is divided by a number above 0: the second question, too, is put at the model itself."""
     asked = []
 
-    class Flat:
+    class TorchModel:
         def sample(self):
             return None
 
@@ -112,7 +112,7 @@ def test_no_gradient_no_ascent():
 
     theta = torch.arange(6.0).view(2, 3)
     (stage,) = build("dp-fedsam", steps=2).stages
-    assert torch.equal(stage.local.work(Flat(), Down(theta), (), ()), torch.zeros(2, 3))
+    assert torch.equal(stage.local.compute(TorchModel(), Broadcast(theta), (), ()), torch.zeros(2, 3))
     assert len(asked) == 4
     assert all(torch.equal(at, theta) for at in asked)
     assert torch.isnan(0 * theta / (0 * theta).norm()).all(), "as it would be"
@@ -122,7 +122,7 @@ def test_every_client_climbs_by_its_own_gradient(records):
     """Clients of one size are a batch; a norm over all of it would be seen, for the reference has them one by one."""
     alike = Records(records.x, records.y, np.arange(0, 81, 20))
     method = build("dp-fedsam", steps=2, rho=0.5)
-    slow = [turn.model for turn in reference.run(plan_for(method, alike), MODEL, alike, Seeded(3))]
+    slow = [this_round.model for this_round in reference.run(plan_for(method, alike), MODEL, alike, Seeded(3))]
     torch.testing.assert_close(path(method, alike), torch.stack(slow), rtol=1e-9, atol=1e-12)
 
 
@@ -161,17 +161,17 @@ def test_an_update_is_clipped_as_one_vector(records):
     """Each of L tensors cut to C by itself would reach C sqrt(L)."""
     method, raw = build("dp-fedsam", Unit.USER, steps=2, local_lr=1e3, clip=0.7), []
     (stage,) = method.stages
-    work = stage.local.work
+    compute = stage.local.compute
 
     def noting(*args):
-        raw.append(work(*args))
+        raw.append(compute(*args))
         return raw[-1]
 
     method = method._replace(stages=(stage._replace(local=Local(noting)),))
     plan = plan_for(method, records, 1, math.inf)
-    turn = next(reference.run(plan, MODEL, records, Seeded(0)))
+    this_round = next(reference.run(plan, MODEL, records, Seeded(0)))
     messages = [clipped(update, 0.7) for update in raw]
-    torch.testing.assert_close(turn.aggregate, sum(messages) / 4)
+    torch.testing.assert_close(this_round.aggregate, sum(messages) / 4)
     tensors = 4  # rows of the weights, and the bias
     for update, message in zip(raw, messages, strict=True):
         assert float(message.norm()) == pytest.approx(0.7 * (1 - SAFETY), rel=1e-9)

@@ -40,17 +40,17 @@ def run(plan, records, seed=3, **kwargs):
 
 
 def models(plan, records):
-    return torch.stack([turn.model for turn in run(plan, records)])
+    return torch.stack([this_round.model for this_round in run(plan, records)])
 
 
-def replayed(turns, lr, **options):
+def replayed(rounds_done, lr, **options):
     """The rule by itself on the aggregates of a run: what the server does with them, and nothing else."""
     theta = torch.zeros(MODEL.size, dtype=torch.float64)
     rule, path, step = fisher(**options), [], 0
-    state = rule.init(theta, Facts(4, np.array(SIZES), len(turns), 4.0, 0.1, MODEL.shapes), ())
-    for turn in turns:
-        if len(turn.cohort):
-            move, state = rule.update(turn.aggregate, state, theta, step)
+    state = rule.init(theta, Facts(4, np.array(SIZES), len(rounds_done), 4.0, 0.1, MODEL.shapes), ())
+    for this_round in rounds_done:
+        if len(this_round.cohort):
+            move, state = rule.update(this_round.aggregate, state, theta, step)
             theta, step = theta - lr * move, step + 1
         path.append(theta)
     return torch.stack(path)
@@ -65,12 +65,14 @@ def test_the_server_post_processes_aggregates(records, unit, participation):
     """Whoever came, record or user level: one rule on one vector a round, silent where nobody came."""
     options = {"rho": 0.3, "beta": 0.8, "bias_correction": True}
     plan = plan_for("dp-fedsofim", records, 8, unit=unit, participation=participation, lr=0.4, **options)
-    turns = run(plan, records)
-    want = replayed(turns, 0.4, **options)
-    torch.testing.assert_close(torch.stack([turn.model for turn in turns]), want, rtol=1e-10, atol=1e-12)
-    assert not torch.allclose(want, replayed(turns, 0.4, **{**options, "rho": 0.4}))
+    rounds_done = run(plan, records)
+    want = replayed(rounds_done, 0.4, **options)
+    torch.testing.assert_close(
+        torch.stack([this_round.model for this_round in rounds_done]), want, rtol=1e-10, atol=1e-12
+    )
+    assert not torch.allclose(want, replayed(rounds_done, 0.4, **{**options, "rho": 0.4}))
     if participation == "poisson:0.3":
-        assert any(not len(turn.cohort) for turn in turns)
+        assert any(not len(this_round.cohort) for this_round in rounds_done)
 
 
 @pytest.mark.parametrize("participation", ["full", "fixed:2"])
@@ -158,9 +160,9 @@ def test_local_steps_are_paid_for(records):
 
 def test_the_mean_local_gradient_is_preconditioned(records):
     options = {"rho": 0.3, "beta": 0.8}
-    turns = run(plan_for("dp-fedsofim", records, steps=3, local_lr=0.2, lr=0.4, **options), records)
-    path = torch.stack([turn.model for turn in turns])
-    torch.testing.assert_close(path, replayed(turns, 0.4, **options), rtol=1e-10, atol=1e-12)
+    rounds_done = run(plan_for("dp-fedsofim", records, steps=3, local_lr=0.2, lr=0.4, **options), records)
+    path = torch.stack([this_round.model for this_round in rounds_done])
+    torch.testing.assert_close(path, replayed(rounds_done, 0.4, **options), rtol=1e-10, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------- structures and engines
@@ -172,10 +174,10 @@ def test_the_mean_local_gradient_is_preconditioned(records):
 def test_engines_agree(records, unit, steps, structure, participation):
     options = {"structure": structure, "rank": 3, "steps": steps, "local_lr": 0.2, "rho": 0.3, "lr": 0.3}
     plan = plan_for("dp-fedsofim", records, unit=unit, participation=participation, **options)
-    slow = torch.stack([turn.model for turn in reference.run(plan, MODEL, records, Seeded(3))])
+    slow = torch.stack([this_round.model for this_round in reference.run(plan, MODEL, records, Seeded(3))])
     torch.testing.assert_close(models(plan, records), slow, rtol=1e-9, atol=1e-9)
-    turns = run(plan, records)
-    want = replayed(turns, 0.3, rho=0.3, structure=structure, rank=3)
+    rounds_done = run(plan, records)
+    want = replayed(rounds_done, 0.3, rho=0.3, structure=structure, rank=3)
     torch.testing.assert_close(models(plan, records), want, rtol=1e-9, atol=1e-9)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from sordino.core import Shard, SordinoError
 from sordino.models import arithmetic, per_example
 from sordino.models.arithmetic import ROWS, RUN, blank, exact_arithmetic, in_chunks, row_sums
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 
 CHUNK = 256  # rows that a CPU takes at once
 LARGE = 1e5  # a record that is clipped
@@ -67,7 +67,7 @@ def moved(total, x, y):
     ("n", "mode"), [(10_000, "tape"), (10_000, "two-pass"), (10_000, "vmap"), (100_000, "tape"), (100_000, "two-pass")]
 )
 def test_rounding_of_later_rows_moves_nothing(n, mode, threads):
-    flat, clip = Flat(two_classes(), mode=mode), math.sqrt(2)
+    flat, clip = TorchModel(two_classes(), mode=mode), math.sqrt(2)
 
     def total(*rows):
         return flat.clipped_sum(flat.init(), Shard(*rows), clip)
@@ -79,7 +79,7 @@ def test_rounding_of_later_rows_moves_nothing(n, mode, threads):
 
 @pytest.mark.parametrize("scaled", [False, True])  # the head's own product, and the matrix of gradients
 def test_nor_in_half_precision(scaled, threads):
-    flat, clip = Flat(two_classes(), autocast=torch.bfloat16), math.sqrt(2)
+    flat, clip = TorchModel(two_classes(), autocast=torch.bfloat16), math.sqrt(2)
     scale = torch.ones(2) if scaled else None
 
     def total(*rows):
@@ -92,7 +92,7 @@ def test_nor_in_half_precision(scaled, threads):
 
 def test_nor_in_a_sum_of_outer_products(threads):
     """Terms g g^T are positive: small ones add 0.6 u, rounded to 1/2 u below 2^k and to u above it."""
-    flat, clip = Flat(two_classes()), 2.0
+    flat, clip = TorchModel(two_classes()), 2.0
 
     def total(*rows):
         return flat.fisher_sum(flat.init(), Shard(*rows), clip)
@@ -108,7 +108,7 @@ def test_nor_in_a_sum_of_outer_products(threads):
 def test_nor_within_a_block(threads):
     """Within the rows of one float32 block, rounding does move the sum: by more than 1e-6, and less than SAFETY."""
     net, clip = two_classes(), math.sqrt(2)
-    flat, worst = Flat(net, mode="tape"), 0.0
+    flat, worst = TorchModel(net, mode="tape"), 0.0
     for first in range(2, ROWS):
         for u in (2.0**-23, 2.0**-22, 2.0**-21, 2.0**-20):
             x, y = torch.full((ROWS, 1), 1e5), torch.zeros(ROWS, dtype=torch.long)
@@ -134,7 +134,7 @@ class Cancelling(nn.Module):
 def test_positions_that_cancel(seed, threads):
     """The terms of one record are a thousand times as large as their sum, and as large as the clip times as many."""
     torch.manual_seed(seed)
-    flat = Flat(Cancelling(), shape=(2, 2), mode="two-pass")
+    flat = TorchModel(Cancelling(), shape=(2, 2), mode="two-pass")
     theta, n, worst = torch.zeros(flat.size), 256, 0.0
     a = 1 + torch.rand(n, 1, 2)
     x = torch.cat([a, a * (1 + 1e-4 * torch.rand(n, 1, 2))], 1)
@@ -174,7 +174,7 @@ def test_the_norm_of_a_long_row_is_an_upper_bound(kind, width):
 
 @pytest.mark.parametrize("mode", ["tape", "two-pass", "vmap"])
 def test_shapes_do_not_depend_on_the_mask(mode, monkeypatch):
-    flat, shapes = Flat(two_classes(), mode=mode), []
+    flat, shapes = TorchModel(two_classes(), mode=mode), []
     inner = flat._add
     monkeypatch.setattr(flat, "_add", lambda *given: (shapes.append(given[3].x.shape), inner(*given))[1])
     x, y = torch.randn(300, 1), torch.zeros(300, dtype=torch.long)
@@ -187,7 +187,7 @@ def test_shapes_do_not_depend_on_the_mask(mode, monkeypatch):
 def test_masked_rows_say_nothing_and_data_stay_as_they_are(mode):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    flat = Flat(net, mode=mode)
+    flat = TorchModel(net, mode=mode)
     x, y = torch.randn(40, 3), torch.randint(0, 2, (40,))
     mask = (torch.arange(40) % 2).float()
     want = flat.clipped_sum(flat.init(), Shard(x, y, mask), 0.5)
@@ -267,7 +267,7 @@ def settings():
 def test_settings_of_the_process_do_not_matter(precision, mode):
     torch.manual_seed(0)
     module = Watching()
-    flat = Flat(module, shape=(64,), mode=mode)
+    flat = TorchModel(module, shape=(64,), mode=mode)
     x, y, theta = torch.randn(64, 64), torch.randint(0, 2, (64,)), flat.init()
     shard = Shard(x, y, torch.ones(64))
 
@@ -354,7 +354,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 @pytest.mark.parametrize("step", [1, ROWS, 256, 2**14])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_rounding_moves_nothing_on_a_gpu(mode, step, tf32):
-    flat, clip = Flat(two_classes(), mode=mode), math.sqrt(2)
+    flat, clip = TorchModel(two_classes(), mode=mode), math.sqrt(2)
     theta = flat.init().cuda()
 
     def total(*rows):
@@ -376,7 +376,7 @@ def test_the_processor_does_not_wait_for_the_gpu(mode, autocast):
     if mode == "two-pass" and autocast is not None:
         pytest.skip("two-pass does not serve autocast")
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3))
-    flat = Flat(net, shape=(1, 8, 8), mode=mode, autocast=autocast)
+    flat = TorchModel(net, shape=(1, 8, 8), mode=mode, autocast=autocast)
     shard = Shard(torch.randn(50, 64).cuda(), torch.randint(0, 3, (50,)).cuda(), torch.ones(50).cuda())
     theta = flat.init().cuda()
     scale = torch.ones_like(theta)

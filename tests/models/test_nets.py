@@ -6,7 +6,7 @@ from torch import nn
 
 from sordino.core import Shard, SordinoError
 from sordino.models import nets, per_example
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_networks(name, features, size):
 @pytest.mark.parametrize("shape", [(9,), (1, 8, 8), (1, 16, 16), (3, 16, 16)])
 def test_networks_pass_the_check_of_construction(shape):
     module = nets.mlp(9, 3) if shape == (9,) else nets.cnn(shape, 3)
-    assert Flat(module, shape=shape).mode != "vmap"
+    assert TorchModel(module, shape=shape).mode != "vmap"
 
 
 def test_resnet():
@@ -41,7 +41,7 @@ def test_resnet():
     assert net.size == 11_173_962
     assert per_example.supported(net.module) == []
     assert not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.module.modules())
-    small = Flat(nn.Sequential(nets.Block(4, 8, 2), nn.Flatten(), nn.Linear(128, 3)), shape=(4, 8, 8))
+    small = TorchModel(nn.Sequential(nets.Block(4, 8, 2), nn.Flatten(), nn.Linear(128, 3)), shape=(4, 8, 8))
     assert small.mode != "vmap"
 
 

@@ -7,7 +7,7 @@ from torch.func import functional_call
 
 from sordino.core import Shard, SordinoError
 from sordino.models import per_example
-from sordino.models.torch_model import Flat, summed
+from sordino.models.torch_model import TorchModel, summed
 
 N = 5
 
@@ -172,7 +172,7 @@ def test_what_has_no_rule_is_named(name):
     net, *_ = made(name)
     assert per_example.supported(net)
     with pytest.raises(SordinoError, match="no rule"):
-        Flat(net, shape=made(name)[1], mode="tape")
+        TorchModel(net, shape=made(name)[1], mode="tape")
 
 
 def test_layers_that_look_across_examples_have_no_rule():
@@ -203,12 +203,12 @@ def whole_batch(module, a, g, n):
 def test_a_wrong_rule_is_caught(twin, monkeypatch):
     net, shape, x, y = made("linear, positions")
     want = naive(net, x, y)
-    assert Flat(net, shape=shape, mode="tape").mode == "tape"
+    assert TorchModel(net, shape=shape, mode="tape").mode == "tape"
     monkeypatch.setitem(per_example.RULES, nn.Linear, twin)
     assert not torch.allclose(swept(net, x, y), want, rtol=1e-3)
     with pytest.raises(SordinoError, match="differ"):
-        Flat(net, shape=shape, mode="tape")
-    flat = Flat(net, shape=shape, mode="auto")  # falls back to what needs no rule
+        TorchModel(net, shape=shape, mode="tape")
+    flat = TorchModel(net, shape=shape, mode="auto")  # falls back to what needs no rule
     assert flat.mode == "vmap"
     have = flat.clipped_sum(flat.init().double(), Shard(x.flatten(1), y, torch.ones(N)), torch.inf)
     torch.testing.assert_close(have, want.sum(0), rtol=1e-5, atol=1e-6)

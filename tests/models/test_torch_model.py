@@ -14,7 +14,7 @@ from sordino.core import SAFETY, Divisor, Privacy, Shard, SordinoError
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.methods import build
-from sordino.models.torch_model import BUDGET, Flat, group_norm
+from sordino.models.torch_model import BUDGET, TorchModel, group_norm
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -44,7 +44,7 @@ def flat_theta(net):
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_sums_agree_with_single_examples(name, mode):
     net, shape, x, y = made(name)
-    flat = Flat(net, shape=shape, mode=mode, chunk=2)
+    flat = TorchModel(net, shape=shape, mode=mode, chunk=2)
     rows, theta = naive(net, x, y), flat_theta(net)
     assert flat.size == len(theta)
     assert flat.mode == (mode if mode != "auto" else "vmap")
@@ -62,7 +62,7 @@ def test_sums_agree_with_single_examples(name, mode):
 @pytest.mark.parametrize("chunk", [1, 3, 7, None])
 def test_leading_axes(mode, chunk):
     """Clients, and runs of clients, by theta, data, mask or scale alone or together."""
-    flat = Flat(mlp(), mode=mode, chunk=chunk)
+    flat = TorchModel(mlp(), mode=mode, chunk=chunk)
     assert flat.few == (16 if mode == "auto" else 0)
     theta = torch.randn(3, 4, flat.size, dtype=torch.float64)
     x, y = torch.randn(3, 4, N, 6, dtype=torch.float64), torch.randint(0, 3, (3, 4, N))
@@ -107,7 +107,7 @@ def test_layers_that_take_several_parameters_are_called_once():
 
     per_example.RULES[Each] = lambda module, a, g, n: [("weight", g.unsqueeze(2) * a.unsqueeze(1))]
     try:
-        flat = Flat(Each(), shape=(6,))
+        flat = TorchModel(Each(), shape=(6,))
         assert (flat.mode, flat.grouped) == ("tape", True)
         theta, x, y = torch.randn(4, 18).double(), torch.randn(4, N, 6).double(), torch.randint(0, 3, (4, N))
         mask = torch.rand(4, N).double()
@@ -128,7 +128,7 @@ def test_layers_that_take_several_parameters_are_called_once():
 def test_one_record_moves_the_sum_by_at_most_the_clip(name, mode):
     """In float32, by brute force: with and without every record, alone or among others, of all sizes."""
     net, shape, x, y = made(name)
-    flat, theta = Flat(net.float(), shape=shape, mode=mode), flat_theta(net).float()
+    flat, theta = TorchModel(net.float(), shape=shape, mode=mode), flat_theta(net).float()
     x = (x.flatten(1) * 10.0 ** torch.linspace(-3, 3, N).unsqueeze(1)).float()
     for clip in (1e-3, 1.0):
         for k in range(N):
@@ -145,7 +145,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip(name, mode):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e38])
 def test_a_record_that_is_not_finite_says_nothing(mode, bad):
     net, shape, x, y = made("conv2d")
-    flat, theta = Flat(net.float(), shape=shape, mode=mode), flat_theta(net).float()
+    flat, theta = TorchModel(net.float(), shape=shape, mode=mode), flat_theta(net).float()
     x = x.flatten(1).float()
     want = flat.clipped_sum(theta, Shard(x[1:], y[1:], torch.ones(N - 1)), 0.5)
     broken = x.clone()
@@ -160,7 +160,7 @@ def test_a_record_that_is_not_finite_says_nothing(mode, bad):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_records(mode):
-    flat = Flat(mlp(), mode=mode)
+    flat = TorchModel(mlp(), mode=mode)
     theta = flat.init()
     nobody = Shard(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long), torch.zeros(4))
     assert torch.equal(flat.clipped_sum(theta, nobody, 1.0), torch.zeros(flat.size))
@@ -172,9 +172,9 @@ def test_no_records(mode):
 def test_dropout(mode):
     """Active in the sums, absent from predictions; what is measured is what is summed."""
     net = nn.Sequential(nn.Linear(40, 30), nn.Dropout(0.5), nn.Tanh(), nn.Linear(30, 3))
-    flat, theta = Flat(net, mode=mode), flat_theta(net)
+    flat, theta = TorchModel(net, mode=mode), flat_theta(net)
     assert flat.random
-    assert not Flat(mlp()).random
+    assert not TorchModel(mlp()).random
     x, y = torch.randn(64, 40), torch.randint(0, 3, (64,))
     for k in range(64):  # every clip binds: if the masks of norm and sum were two draws, norms would differ
         one = flat.clipped_sum(theta, Shard(x[k : k + 1], y[k : k + 1], torch.ones(1)), 1e-3).double().norm()
@@ -187,17 +187,17 @@ def test_dropout(mode):
 def test_in_half_precision():
     net, shape, x, y = made("conv2d")
     net = net.float()
-    flat = Flat(net, shape=shape, autocast=torch.bfloat16)
+    flat = TorchModel(net, shape=shape, autocast=torch.bfloat16)
     assert flat.mode == "tape"
     shard, theta = Shard(x.flatten(1).float(), y, torch.ones(N)), flat_theta(net)
-    have, want = flat.clipped_sum(theta, shard, 1.0), Flat(net, shape=shape).clipped_sum(theta, shard, 1.0)
+    have, want = flat.clipped_sum(theta, shard, 1.0), TorchModel(net, shape=shape).clipped_sum(theta, shard, 1.0)
     assert have.dtype is torch.float64
     assert 0 < (have - want).norm() < 0.05 * want.norm()
     for k in range(N):
         one = Shard(*(t[k : k + 1] for t in shard[:3]))
         assert flat.clipped_sum(theta, one, 1e-3).double().norm() <= 1e-3
     with pytest.raises(SordinoError, match="two-pass"):
-        Flat(net, shape=shape, autocast=torch.bfloat16, mode="two-pass")
+        TorchModel(net, shape=shape, autocast=torch.bfloat16, mode="two-pass")
 
 
 # ---------------------------------------------------------------------------------------------------- what it is told
@@ -205,7 +205,7 @@ def test_in_half_precision():
 
 def test_what_it_says():
     net, shape, x, y = made("conv2d")
-    flat, theta = Flat(net, shape=shape, chunk=2), flat_theta(net)
+    flat, theta = TorchModel(net, shape=shape, chunk=2), flat_theta(net)
     with torch.no_grad():
         z = net(x)
     rows = x.flatten(1)
@@ -224,7 +224,7 @@ def test_what_it_says():
 def test_theta_alone_decides_and_what_is_frozen_stays():
     net, _, x, y = made("frozen")
     before = [p.clone() for p in net.parameters()]
-    flat = Flat(net)
+    flat = TorchModel(net)
     assert flat.size == 6 + 18
     theta = torch.randn(flat.size).double()
     said = flat.logits(theta, x)
@@ -270,7 +270,7 @@ class Drops(nn.Module):
 
 
 def test_other_dropout_is_compared_as_it_predicts():
-    flat = Flat(Drops(False), shape=(6,))
+    flat = TorchModel(Drops(False), shape=(6,))
     assert flat.random
     shard = Shard(torch.ones(4, 6), torch.zeros(4).long(), torch.ones(4))
     assert not torch.equal(*(flat.clipped_sum(flat.init(), shard, 1.0) for _ in range(2)))
@@ -296,7 +296,7 @@ REFUSED = [
 @pytest.mark.parametrize(("net", "options", "word"), REFUSED)
 def test_refusals_name_the_remedy(net, options, word):
     with pytest.raises(SordinoError, match=word):
-        Flat(net(), **options)
+        TorchModel(net(), **options)
 
 
 def test_batch_norm_converts():
@@ -306,12 +306,12 @@ def test_batch_norm_converts():
     assert isinstance(net[1], nn.BatchNorm2d)
     assert [turned[1].num_groups, turned[4].num_groups] == [2, 2]
     assert torch.equal(turned[1].weight, net[1].weight)
-    assert Flat(turned, shape=(2, 5, 5)).outputs == 10
+    assert TorchModel(turned, shape=(2, 5, 5)).outputs == 10
     assert isinstance(group_norm(nn.BatchNorm1d(7)), nn.GroupNorm)
 
 
 def test_memory_is_bounded_by_chunks(monkeypatch):
-    flat, most = Flat(mlp(), mode="tape"), []
+    flat, most = TorchModel(mlp(), mode="tape"), []
     monkeypatch.setitem(BUDGET, "cpu", 3 * 4 * (flat._rest + flat.size))
     inner = flat._add
     monkeypatch.setattr(flat, "_add", lambda *given: (most.append(given[3].mask.numel()), inner(*given)))
@@ -333,7 +333,7 @@ def test_engines_agree(name, options, mode):
     plan = Plan(
         method, 3, records.sizes, Privacy(4.0, unit=method.unit), Participation.parse("full"), Divisor("pooled")
     )
-    flat = Flat(mlp(), mode=mode)
+    flat = TorchModel(mlp(), mode=mode)
     slow = list(reference.run(plan, flat, records, Seeded(1)))
     fast = list(simulate.run(plan, flat, records, Seeded(1), shares=True))
     assert len(slow) == len(fast) == 3
@@ -350,7 +350,7 @@ def test_engines_agree(name, options, mode):
 @pytest.mark.parametrize("name", NETS)
 def test_gathered_sums_agree_with_single_examples(name):
     net, shape, x, y = made(name)
-    flat = Flat(net, shape=shape, mode="tape")
+    flat = TorchModel(net, shape=shape, mode="tape")
     flat._lean = True
     rows, theta = naive(net, x, y), flat_theta(net)
     weight, scale = torch.linspace(1, 0.2, N).double(), torch.rand(flat.size, dtype=torch.float64) + 0.5
@@ -364,7 +364,7 @@ def test_gathered_sums_agree_with_single_examples(name):
 
 def test_gathered_sums_keep_the_bound_and_drop_what_is_not_finite():
     net, shape, x, y = made("conv2d, many channels")
-    flat, theta = Flat(net.float(), shape=shape, mode="tape"), flat_theta(net).float()
+    flat, theta = TorchModel(net.float(), shape=shape, mode="tape"), flat_theta(net).float()
     flat._lean = True
     x = (x.flatten(1) * 10.0 ** torch.linspace(-3, 3, N).unsqueeze(1)).float()
     for k in range(N):
@@ -380,7 +380,7 @@ def test_a_head_is_not_multiplied_out(monkeypatch):
     """In half precision, by groups: its norm and its sum come from the same factors; a twin that forgets one fails."""
     from sordino.models import per_example
 
-    flat = Flat(mlp(torch.float32, layers=(6, 40, 3)), autocast=torch.bfloat16)
+    flat = TorchModel(mlp(torch.float32, layers=(6, 40, 3)), autocast=torch.bfloat16)
     theta, x, y = flat.init(), torch.randn(3, 8, 6), torch.randint(0, 3, (3, 8))
     seen, inner = [], per_example.single
     monkeypatch.setattr(per_example, "single", lambda use, n: (seen.append(inner(use, n)), seen[-1])[1])
@@ -406,7 +406,7 @@ def test_rules_run_without_autocast():
         seen.append((torch.is_autocast_enabled("cpu"), g.dtype))
         return inner(module, a, g, n)
 
-    flat = Flat(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), read(20)), shape=(4, 6), autocast=torch.bfloat16)
+    flat = TorchModel(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), read(20)), shape=(4, 6), autocast=torch.bfloat16)
     per_example.RULES[nn.Linear] = rule
     try:
         flat.clipped_sum(flat.init(), Shard(torch.randn(2, 24), torch.tensor([0, 1]), torch.ones(2)), 1.0)
@@ -456,7 +456,7 @@ def test_graphs_are_made_of_what_comes_often(monkeypatch):
 @pytest.mark.parametrize("name", ["linear", "linear, positions", "conv2d", "frozen", "used twice"])
 def test_fisher_of_the_last_layer(name):
     net, shape, x, y = made(name)
-    flat, theta = Flat(net, shape=shape, chunk=2), flat_theta(net)
+    flat, theta = TorchModel(net, shape=shape, chunk=2), flat_theta(net)
     head = [part for part in net.modules() if isinstance(part, nn.Linear)][-1]
     last = sum(p.numel() for p in head.parameters() if p.requires_grad)
     g, weight = naive(net, x, y)[:, -last:], torch.linspace(1, 0.2, N).double()
@@ -475,7 +475,7 @@ def test_fisher_of_the_last_layer(name):
 
 
 def test_the_fisher_sum_is_bounded():
-    flat = Flat(mlp(torch.float32))
+    flat = TorchModel(mlp(torch.float32))
     theta, y = flat.init(), torch.tensor([0, 1, 2])
     x = torch.randn(3, 6) * torch.tensor([[1e-2], [1.0], [1e3]])
     for k in range(3):
@@ -488,8 +488,10 @@ def test_the_fisher_sum_is_bounded():
 
 def test_what_has_no_fisher_sum():
     torch.manual_seed(0)
-    normed = Flat(nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3)))
-    spread = Flat(nn.Sequential(nn.Linear(6, 3), nn.Flatten(1), nn.Unflatten(1, (3, 1)), nn.Linear(1, 1), nn.Flatten()))
+    normed = TorchModel(nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3)))
+    spread = TorchModel(
+        nn.Sequential(nn.Linear(6, 3), nn.Flatten(1), nn.Unflatten(1, (3, 1)), nn.Linear(1, 1), nn.Flatten())
+    )
     for flat, word in ((normed, "no linear layer's"), (spread, "once")):
         with pytest.raises(SordinoError, match=word):
             flat.fisher_sum(flat.init(), Shard(torch.zeros(1, 6), torch.zeros(1).long(), torch.ones(1)), 1.0)
@@ -503,7 +505,7 @@ def test_newtons_step_on_the_head_runs():
     plan = Plan(
         method, 3, records.sizes, Privacy(4.0, unit=method.unit), Participation.parse("full"), Divisor("pooled")
     )
-    flat = Flat(mlp())
+    flat = TorchModel(mlp())
     slow = list(reference.run(plan, flat, records, Seeded(1)))
     fast = list(simulate.run(plan, flat, records, Seeded(1), shares=True))
     torch.testing.assert_close(slow[-1].model, fast[-1].model, rtol=1e-9, atol=1e-11)
@@ -514,7 +516,7 @@ def test_newtons_step_on_the_head_runs():
 def test_no_example_changes_how_the_others_are_computed(mode, dtype):
     """Sure examples leave nothing but rounding, which a small clip makes as large as itself."""
     net = mlp(dtype)
-    flat, g = Flat(net, mode=mode, chunk=64), torch.Generator().manual_seed(0)
+    flat, g = TorchModel(net, mode=mode, chunk=64), torch.Generator().manual_seed(0)
     x = torch.rand(200, 6, generator=g, dtype=torch.float64).to(dtype)
     theta = 20 * flat_theta(net)
     y = flat.logits(theta, x).argmax(-1)

@@ -10,8 +10,8 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 from papers import adamw, tables
+from papers.__main__ import main
 from papers.adamw import command, epsilon, preset, rows
-from sordino.cli import main
 from sordino.core import SordinoError
 from sordino.training.spec import Spec, parse_setting
 
@@ -30,7 +30,7 @@ def empty(tmp_path, monkeypatch):
 
 
 def call(capsys, folder, *words):
-    assert main(("paper", *words, "--data-dir", str(folder), "--out", str(folder / "out"))) == 0
+    assert main((*words, "--data-dir", str(folder), "--out", str(folder / "out"))) == 0
     return " ".join(capsys.readouterr().out.split())
 
 

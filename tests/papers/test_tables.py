@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from papers import fednew, sofim, tables
-from sordino.cli import main
+from papers.__main__ import main
 
 ROWS = {
     "sofim-2": 214,
@@ -35,7 +35,7 @@ FIGURE = re.compile(r"(−?[\d.]+)<!--([^>]+)-->")  # a figure, and where it com
 
 
 def call(capsys, *words):
-    status = main(("paper", *words))
+    status = main(words)
     captured = capsys.readouterr()
     return status, captured.out
 

@@ -159,20 +159,23 @@ def test_a_fixed_cohort_is_a_uniform_subset():
 
 def test_equal_words_are_drawn_anew():
     """A tie broken by place would favour the first clients."""
-    coins = Words((0, 0, [5, 1, 1, 9]), (0, 1, [9, 9, 1, 1]), (0, 2, [8, 2**64 - 1, 3, 2**63]))
-    assert participation._subset(coins, 0, 4, 2).tolist() == [0, 2]
+    uniforms = Words((0, 0, [5, 1, 1, 9]), (0, 1, [9, 9, 1, 1]), (0, 2, [8, 2**64 - 1, 3, 2**63]))
+    assert participation._subset(uniforms, 0, 4, 2).tolist() == [0, 2]
 
 
 def test_a_coin_falls_below_its_rate_to_the_last_bit():
     rate = 0.3 * 2.0**-30
     top, low = divmod(int(Fraction(rate) * 2**128), 2**64)
-    coins = Words((0, 0, [top, low - 1, top, low, top - 1, 2**64 - 1, top + 1, 0]))
-    assert participation._by_chance(coins, 0, 4, rate).tolist() == [0, 2]
+    uniforms = Words((0, 0, [top, low - 1, top, low, top - 1, 2**64 - 1, top + 1, 0]))
+    assert participation._by_chance(uniforms, 0, 4, rate).tolist() == [0, 2]
     # A rate far below what 52 bits resolve keeps its chance, and is not rounded up: 2^-60 is 2^68 of 2^128.
-    coins = Words((0, 0, [15, 2**64 - 1, 16, 0, 0, 0, 17, 0]))
-    assert participation._by_chance(coins, 0, 4, 2.0**-60).tolist() == [0, 2]  # twins of (k + 1/2) / 2^52 never would
-    coins = Words((0, 0, [0, 0, 0, 1]))
-    assert participation._by_chance(coins, 0, 2, 1e-300).tolist() == []
+    uniforms = Words((0, 0, [15, 2**64 - 1, 16, 0, 0, 0, 17, 0]))
+    assert participation._by_chance(uniforms, 0, 4, 2.0**-60).tolist() == [
+        0,
+        2,
+    ]  # twins of (k + 1/2) / 2^52 never would
+    uniforms = Words((0, 0, [0, 0, 0, 1]))
+    assert participation._by_chance(uniforms, 0, 2, 1e-300).tolist() == []
 
 
 def test_coins_of_a_rate():
@@ -188,12 +191,12 @@ def test_no_record_is_drawn_with_a_greater_chance_than_its_rate():
     for rate in (1.5 * 2.0**-53, 1.7 * 2.0**-40, 1e-9, 0.1, 0.3, np.nextafter(1.0, 0)):
         cells = int(Fraction(rate) * 2**52)
         around = [k for k in range(cells - 2, cells + 3) if 0 <= k < 2**52]
-        coins = np.array([(k + 0.5) * 2.0**-52 for k in around])
-        drawn = Sampling("poisson", 1.0).draw(coins, rate)
+        uniforms = np.array([(k + 0.5) * 2.0**-52 for k in around])
+        drawn = Sampling("poisson", 1.0).draw(uniforms, rate)
         assert [around[i] for i in drawn] == [k for k in around if k < cells]
 
 
 def test_equal_coins_are_ordered_alike_on_every_machine():
-    coins = np.full(1000, 0.5)
-    coins[500:] = 0.25
-    assert Sampling("fixed", 600.0).draw(coins, 0.6).tolist() == [*range(100), *range(500, 1000)]
+    uniforms = np.full(1000, 0.5)
+    uniforms[500:] = 0.25
+    assert Sampling("fixed", 600.0).draw(uniforms, 0.6).tolist() == [*range(100), *range(500, 1000)]

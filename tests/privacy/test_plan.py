@@ -33,7 +33,7 @@ from sordino.engines import reference, simulate
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.accounting import correlated, gaussian
-from sordino.privacy.mechanisms.random import Seeded, Silent
+from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.rules import ema, scale
@@ -117,8 +117,8 @@ def noise_of(found, seeds=50):
     client = np.repeat(np.arange(found.clients), found.sizes)
     still = Records.of(np.zeros((len(client), FEATURES)), np.ones(len(client)), client, dtype=torch.float64)
     theta = torch.zeros(seeds, FEATURES, dtype=torch.float64)
-    (turn,) = simulate.run(found, SILENCE, still, [Seeded(s) for s in range(seeds)], theta=theta, shares=True)
-    return turn.aggregate.numpy()
+    (this_round,) = simulate.run(found, SILENCE, still, [Seeded(s) for s in range(seeds)], theta=theta, shares=True)
+    return this_round.aggregate.numpy()
 
 
 def has_variance(sample, variance):
@@ -170,7 +170,7 @@ def moving_average(found, clip_factor=1.0, noise_factor=1.0, beta=0.5):
     model = Linear(6, 1, Loss.SQUARES, bias=False)
     client = np.repeat(np.arange(found.clients), found.sizes)
     loud = Records.of(np.ones((len(client), 6)), np.full(len(client), -1e6), client, dtype=torch.float64)
-    clear = [r.aggregate for r in simulate.run(found, model, loud, Silent())]
+    clear = [r.aggregate for r in simulate.run(found, model, loud, Noiseless())]
     theta = torch.zeros(300, 6, dtype=torch.float64)
     noisy = [r.aggregate for r in simulate.run(found, model, loud, [Seeded(s) for s in range(300)], theta=theta)]
     rule, m, squares = ema(beta), torch.zeros_like(theta), []
@@ -265,9 +265,9 @@ def test_users_weigh_the_same_whatever_their_size():
 @pytest.mark.parametrize("trust", list(Trust))
 @pytest.mark.parametrize("divisor", list(Divisor))
 def test_a_stricter_client_is_heard(trust, divisor):
-    wishes = {1: 0.3, 4: 0.8}
-    found = epsilons(plan(trust=trust, divisor=divisor, client_epsilon=wishes))
-    limits = np.array([wishes.get(i, 1.0) for i in range(5)])
+    requested_epsilons = {1: 0.3, 4: 0.8}
+    found = epsilons(plan(trust=trust, divisor=divisor, client_epsilon=requested_epsilons))
+    limits = np.array([requested_epsilons.get(i, 1.0) for i in range(5)])
     assert (found <= limits * (1 + 1e-9)).all()
     if trust is PC:
         np.testing.assert_allclose(found, limits, rtol=1e-9)
@@ -407,12 +407,12 @@ def test_the_ledger_s_rows_add_up_to_the_plan():
 
 
 def test_no_noise():
-    silent = plan(trust=SA, epsilon=math.inf)
-    assert silent.privacy.epsilon == math.inf
-    assert silent.aggregate_std(0) == 0
-    assert silent.summed_noise() == (0, 0)
-    assert silent.epsilon() == math.inf
-    assert silent.spending()[0] == math.inf
+    noiseless = plan(trust=SA, epsilon=math.inf)
+    assert noiseless.privacy.epsilon == math.inf
+    assert noiseless.aggregate_std(0) == 0
+    assert noiseless.summed_noise() == (0, 0)
+    assert noiseless.epsilon() == math.inf
+    assert noiseless.spending()[0] == math.inf
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -432,7 +432,9 @@ def test_the_budget_is_met_and_never_exceeded(sizes, rounds, epsilon, trust, div
 
 
 def stage(*queries, rounds=None):
-    return Stage(Local(lambda ask, down, memory, cache: ask.gradient(down.theta)), scale(-1.0), queries, rounds)
+    return Stage(
+        Local(lambda ask, broadcast, memory, cache: ask.gradient(broadcast.theta)), scale(-1.0), queries, rounds
+    )
 
 
 def method(*stages, proves=frozenset({(Unit.RECORD, PC)})):
@@ -535,8 +537,8 @@ def test_a_stream_goes_on_after_its_first_round():
     found = plan(rounds=6, method=streams())
     assert [found.goes_on(t) for t in range(6)] == [False, False, False, True, True, True]
     assert not any(plan(rounds=6).goes_on(t) for t in range(6)), "fresh noise owes nothing to the past"
-    silent = plan(rounds=6, method=streams(), epsilon=math.inf)
-    assert not any(silent.goes_on(t) for t in range(6)), "and no noise owes nothing at all"
+    noiseless = plan(rounds=6, method=streams(), epsilon=math.inf)
+    assert not any(noiseless.goes_on(t) for t in range(6)), "and no noise owes nothing at all"
     fixed = plan(rounds=6, method=streams(), epsilon=math.inf, noise=3.0)
     assert fixed.goes_on(4)
     backwards = method(streams().stages[1], stage(gradient(), rounds=2))
@@ -631,7 +633,7 @@ def test_without_noise_nothing_need_be_clipped(engine):
     assert unbounded.epsilon() == math.inf
     model = Linear(2, 1, Loss.SQUARES, bias=False)
     x, y = torch.eye(2).double().repeat(4, 1), torch.full((8,), -1e6).double()
-    first = next(engine.run(unbounded, model, Records(x, y, np.array([0, 4, 8])), Silent()))
+    first = next(engine.run(unbounded, model, Records(x, y, np.array([0, 4, 8])), Noiseless()))
     torch.testing.assert_close(first.aggregate, torch.full((2,), 5e5).double())
 
 

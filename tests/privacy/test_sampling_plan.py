@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from sordino.core import Adjacency, Kind, OverspentError, Privacy, SordinoError, Trust, Unit
 from sordino.data.sources import load
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.accounting import events, gaussian, subsampled
@@ -42,9 +42,9 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 def plan(
     name="dp-fedgd", batch="full", who="full", sizes=(12, 40), rounds=4, epsilon=3.0, divisor="pooled", noise=None,
-    wishes=None, options=None, uncertified=False, **privacy,
+    requested_epsilons=None, options=None, uncertified=False, **privacy,
 ):  # fmt: skip
-    promise = Privacy(epsilon, client_epsilon=wishes or {}, **privacy)
+    promise = Privacy(epsilon, client_epsilon=requested_epsilons or {}, **privacy)
     return Plan(
         build(name, promise.unit, **(options or {})), rounds, sizes, promise, Participation.parse(who), divisor,
         SECRET, noise, uncertified, Sampling.parse(batch),
@@ -64,21 +64,21 @@ def own_account(found, i, *, slower=1.0):
     sizes = np.asarray(found.sizes, dtype=float)
     batch = found.sampling.amount if 0 < found.sampling.amount < 1 else found.sampling.amount / sizes
     rates = np.ones(found.clients) if found.sampling.kind == "full" else np.minimum(batch, 1) * np.ones(found.clients)
-    for turn in turns(found, MODEL):
-        if i not in turn.cohort and not hidden:
+    for this_round in round_plans(found, MODEL):
+        if i not in this_round.cohort and not hidden:
             continue
-        for k, query in enumerate(turn.stage.queries):
+        for k, query in enumerate(this_round.stage.queries):
             if query.noise is None:
                 continue
             sampled_query = query.kind is Kind.GRADIENT and promise.unit is Unit.RECORD
-            if found.sums_only:
+            if found.only_sums_visible:
                 records = 1.0 if query.kind is Kind.DELTA else sizes * (rates if sampled_query else 1.0)
                 weight = found.weights / records
                 rate = found.participation.rate(found.clients)
-                noise, moved = float(turn.sums[k]) * rate, weight[i]
-                assert turn.once
+                noise, moved = float(this_round.sums[k]) * rate, weight[i]
+                assert this_round.once
             else:
-                noise, moved = turn.stds[k][i], 1.0
+                noise, moved = this_round.stds[k][i], 1.0
             rate = rates[i] if sampled_query else 1.0
             rate = (
                 {"poisson": found.participation.amount, "fixed": found.participation.amount / found.clients}[kind]
@@ -108,8 +108,8 @@ PLANS = {
     "a small client": dict(batch="poisson:12", sizes=(5, 60)),
     "sums of unequal clients": dict(batch="poisson:4", **SA),
     "sums, clients alike": dict(batch="poisson:4", divisor="client-mean", **SA, **ADD),
-    "wishes": dict(batch="poisson:4", wishes={0: 1.0}),
-    "wishes in sums": dict(batch="poisson:4", wishes={1: 1.0}, **SA),
+    "wishes": dict(batch="poisson:4", requested_epsilons={0: 1.0}),
+    "wishes in sums": dict(batch="poisson:4", requested_epsilons={1: 1.0}, **SA),
     "records of clients that come by chance": dict(batch="poisson:4", who="poisson:0.5", **TS),
     "two steps": dict(name="dp-fedavg", options={"steps": 2}, batch="poisson:4"),
     "joint": dict(name="dp-fedsam", options={"steps": 2}, batch="poisson:4", **ADD),

@@ -196,10 +196,10 @@ def test_yogi_settles_above_the_noise():
 
 @BOTH
 def test_without_noise_it_is_the_optimiser_with_a_floor(rule, kind):
-    silent = Facts(3, np.array([4, 5, 6]), 12, 3.0, 0.0)
+    noiseless = Facts(3, np.array([4, 5, 6]), 12, 3.0, 0.0)
     on = rule(beta1=B1, beta2=B2, tau=0, bias_correction=True, correction="subtract-floor", floor=FLOOR)
     theta = torch.zeros(6, dtype=torch.float64)
-    state, steps = on.init(theta, silent, ()), []
+    state, steps = on.init(theta, noiseless, ()), []
     for t, g in enumerate(GS):
         step, state = on.update(torch.from_numpy(g), state, theta, t)
         steps.append(step.numpy())
@@ -220,12 +220,12 @@ def test_the_method_is_its_rule():
     assert phi == pytest.approx(
         sum((w * s / n) ** 2 for w, s, n in zip(plan.weights, plan.std(0, 0), plan.sizes, strict=True))
     )
-    for t, turn in enumerate(simulate.run(plan, Linear(2, 2), data, Seeded(1)), start=1):
-        g = turn.aggregate
+    for t, this_round in enumerate(simulate.run(plan, Linear(2, 2), data, Seeded(1)), start=1):
+        g = this_round.aggregate
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
         root = (v / (1 - 0.999**t) - phi).clamp_min(1e-6).sqrt()
         theta = theta - 0.3 * (m / (1 - 0.9**t) / root + 0.1 * theta)
-        torch.testing.assert_close(turn.model, theta, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(this_round.model, theta, rtol=1e-8, atol=1e-10)
 
 
 @BOTH

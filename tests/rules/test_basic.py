@@ -178,9 +178,9 @@ def test_chain_applies_in_order():
 
 
 def test_a_chain_says_what_its_rules_say():
-    loud = Rule(stateless, lambda g, state, theta, t: (g, state), say=lambda state: torch.ones(1))
+    loud = Rule(stateless, lambda g, state, theta, t: (g, state), broadcast=lambda state: torch.ones(1))
     rule = chain(scale(1.0), loud)
-    assert same(rule.say(rule.init(torch.zeros(D), FACTS, ())), ((), torch.ones(1)))
+    assert same(rule.broadcast(rule.init(torch.zeros(D), FACTS, ())), ((), torch.ones(1)))
 
 
 def test_a_chain_passes_the_stage_before_to_every_rule():

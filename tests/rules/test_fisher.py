@@ -169,7 +169,7 @@ def test_the_first_rounds_may_follow_the_average(corrected, ema_scale, factor):
 DRAWS = 40_000
 
 
-def averaged(beta, corrected, rounds, std=1.0):
+def local_sgd(beta, corrected, rounds, std=1.0):
     """The variance of M, fed pure noise, after each round."""
     noise = std * normal(rounds, DRAWS, seed=5)
     rule = ema(beta, bias_correction=corrected)
@@ -190,9 +190,9 @@ def test_the_average_quietens_noise(beta, limit):
     assert (1 - beta) / (1 + beta) == pytest.approx(limit, abs=5e-5)
     rounds = 70
     t = np.arange(rounds)
-    found = averaged(beta, False, rounds)
+    found = local_sgd(beta, False, rounds)
     assert within(found, finite(beta, t))
-    assert not within(averaged(beta, False, rounds, std=1.1), finite(beta, t)), "ten per cent more noise"
+    assert not within(local_sgd(beta, False, rounds, std=1.1), finite(beta, t)), "ten per cent more noise"
     assert not within(found, (1 - beta) ** 2 * (1 - beta ** (t + 1)) / (1 - beta)), "betas not squared"
     if beta < 0.99:
         assert within(found[-1:], np.array([(1 - beta) / (1 + beta)]))
@@ -208,9 +208,9 @@ def test_bias_correction_pays_for_an_early_start(beta, after):
     expected = finite(beta, t) / (1 - beta ** (t + 1)) ** 2
     assert expected[0] == pytest.approx(1)
     assert expected[-1] == pytest.approx(after, abs=6e-4)
-    found = averaged(beta, True, rounds)
+    found = local_sgd(beta, True, rounds)
     assert within(found, expected)
-    assert not within(averaged(beta, False, rounds), expected), "no correction"
+    assert not within(local_sgd(beta, False, rounds), expected), "no correction"
 
 
 def test_the_fisher_rule_keeps_the_same_average():

@@ -117,8 +117,8 @@ def test_errors_are_as_predicted_where_predictions_hold(law):
     world = cell.case.world
     fisher = float(world.times @ (1 / world.fisher)) / sum(cell.sizes)
     assert abs(found["pooled"].mean() - fisher) < 4 * se(found["pooled"])
-    silent = Cell("logistic", law, 20, 9.0, iterations=40).predicted()["fedsgd"].total
-    assert abs(found["fedsgd"].mean() - silent) > 4 * se(found["fedsgd"])
+    noiseless = Cell("logistic", law, 20, 9.0, iterations=40).predicted()["fedsgd"].total
+    assert abs(found["fedsgd"].mean() - noiseless) > 4 * se(found["fedsgd"])
 
 
 def test_more_steps_help_and_then_hurt():

@@ -131,9 +131,9 @@ def test_noise_drawn_client_by_client_has_that_variance(law):
     plan = Plan(build("fedsgd", clip=1.0, lr=1.0), 1, sizes, estimation.promise(mu))
     sources = [Seeded(seed) for seed in range(runs)]
     model = Linear(wide, 1, Loss.SQUARES, bias=False)
-    (turn,) = simulate.run(plan, model, records, sources, theta=torch.zeros(runs, wide), shares=True)
+    (this_round,) = simulate.run(plan, model, records, sources, theta=torch.zeros(runs, wide), shares=True)
     expected, count = 4 * 20 / (mu**2 * sum(sizes) ** 2), runs * wide
-    found = turn.model.double().square().mean().item()
+    found = this_round.model.double().square().mean().item()
     assert abs(found / expected - 1) < 4 * math.sqrt(2 / count)
     assert abs(found / (expected / 4) - 1) > 4 * math.sqrt(2 / count)  # add-remove, or a forgotten 2
 
@@ -190,8 +190,8 @@ def test_fedavg_of_one_step_is_fedsgd_draw_for_draw():
     ends = []
     for method in (build("fedsgd", clip=CLIP, lr=0.7), build("fedavg-gdp", clip=CLIP, local_lr=0.7, steps=1)):
         plan = Plan(method, 6, records.sizes, estimation.promise(MU))
-        turns = simulate.run(plan, SQUARES, records, [Seeded(s) for s in range(3)], theta=start, shares=True)
-        ends.append([turn.model for turn in turns][-1])
+        rounds_done = simulate.run(plan, SQUARES, records, [Seeded(s) for s in range(3)], theta=start, shares=True)
+        ends.append([this_round.model for this_round in rounds_done][-1])
     assert torch.allclose(*ends, rtol=0, atol=1e-12)
     assert (ends[0] - ends[0].mean(0)).abs().max() > 1e-4
 

@@ -104,8 +104,8 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
         "engines": lambda *wrong: any(gap > TOLERANCE for gap in gaps(*wrong, seed=seed)),
     }
     for contract, reject in rejects.items():
-        twins = [twin for twin in WRONG_TWINS[contract] if breaks(twin, method)]
-        problems += [_unseen(contract, twin) for twin in twins if not reject(*twin(method, model))]
+        mutants = [twin for twin in WRONG_TWINS[contract] if breaks(twin, method)]
+        problems += [_unseen(contract, twin) for twin in mutants if not reject(*twin(method, model))]
     if not claims(method):
         yield Report(name, method.unit, "", "no-privacy", 0.0, 0.0, difference, not problems, problems)
         return
@@ -126,13 +126,13 @@ def _searched(
         if all(max(found.reached for found in query) >= REACH for query in zip(*by_model, strict=True)):
             break
         by_model += [search(method, model, seed=seed + again) for model in models]
-    twins = [twin for twin in WRONG_TWINS["sensitivity"] if breaks(twin, method)]
+    mutants = [twin for twin in WRONG_TWINS["sensitivity"] if breaks(twin, method)]
     seen: dict[int, list[list[Found]]] = {}
     for k, found in enumerate(zip(*by_model, strict=True)):
         best = max(range(len(found)), key=lambda m: found[m].reached)
         if best not in seen:
-            seen[best] = [search(*twin(method, models[best % len(models)])) for twin in twins]
-        passed = [twin for twin, wrong in zip(twins, seen[best], strict=True) if not wrong[k].beyond]
+            seen[best] = [search(*twin(method, models[best % len(models)])) for twin in mutants]
+        passed = [twin for twin, wrong in zip(mutants, seen[best], strict=True) if not wrong[k].beyond]
         yield found[best], [_unseen("sensitivity", twin) for twin in passed]
 
 

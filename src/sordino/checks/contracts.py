@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Space, Through, same, short_plan
-from sordino.core import Divisor, Down, Method, OverspentError, Shard, SordinoError, Stage, Tree, Trust
+from sordino.core import Broadcast, Divisor, Method, OverspentError, Shard, SordinoError, Stage, Tree, Trust
 from sordino.engines import reference, simulate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Seeded
@@ -49,20 +49,20 @@ def greedy(stage: Stage) -> Stage:
     """The same stage, asking each of its questions until one more than was declared."""
     declared = {str(query.kind): query.calls for query in stage.queries}
 
-    def work(ask: Any, down: Down, memory: Tree, cache: Tree) -> Tree:
+    def compute(ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
         asked: list[tuple[str, Callable[[], Tensor]]] = []
 
         def noted(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             asked.append((name, partial(method, *args, **kwargs)))
             return method(*args, **kwargs)
 
-        message = stage.local.work(Through(ask, declared, noted), down, memory, cache)
+        message = stage.local.compute(Through(ask, declared, noted), broadcast, memory, cache)
         for name, again in dict(asked).items():
             for _ in range(declared[name] - sum(other == name for other, _ in asked) + 1):
                 again()
         return message
 
-    return stage._replace(local=stage.local._replace(work=work))
+    return stage._replace(local=stage.local._replace(compute=compute))
 
 
 def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:

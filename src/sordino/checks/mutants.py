@@ -12,7 +12,7 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.contracts import greedy
 from sordino.checks.fixtures import Through
-from sordino.core import Down, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
+from sordino.core import Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
 Sums = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
@@ -75,17 +75,17 @@ def remembers_the_unsaid(method: Method, model: Any) -> tuple[Method, Any]:
         local = stage.local
         corner: list[Tree] = [()]
 
-        def work(ask: core.Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
-            corner[0] = local.work(ask, down, memory[0], cache)
+        def compute(ask: core.Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+            corner[0] = local.compute(ask, broadcast, memory[0], cache)
             return corner[0]
 
-        def remember(message: Tree, down: Down, memory: Tree) -> Tree:
-            return local.remember(message, down, memory[0]), corner[0]
+        def update_memory(message: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
+            return local.update_memory(message, broadcast, memory[0]), corner[0]
 
         def init(theta: Tensor, before: Tree) -> Tree:
             return local.init(theta, before[0] if before else ()), ()
 
-        return stage._replace(local=core.Local(work, remember, init, local.prepare))
+        return stage._replace(local=core.Local(compute, update_memory, init, local.prepare))
 
     return _every(method, change), model
 
@@ -94,10 +94,10 @@ def mixes_clients(method: Method, model: Any) -> tuple[Method, Any]:
     """A client's rule takes a norm over all axes, so that a batch of clients is not a loop over them."""
 
     def change(stage: Stage) -> Stage:
-        def work(*args: Any) -> Tree:
-            return tree_map(lambda leaf: leaf / (1 + leaf.norm()), stage.local.work(*args))
+        def compute(*args: Any) -> Tree:
+            return tree_map(lambda leaf: leaf / (1 + leaf.norm()), stage.local.compute(*args))
 
-        return stage._replace(local=stage.local._replace(work=work))
+        return stage._replace(local=stage.local._replace(compute=compute))
 
     return _every(method, change), model
 
@@ -120,11 +120,11 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
     """A client's rule looks at how many axes it was handed, which the fast engine adds to."""
 
     def change(stage: Stage) -> Stage:
-        def work(ask: core.Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
-            message = stage.local.work(ask, down, memory, cache)
-            return tree_map(lambda leaf: leaf / down.theta.dim(), message)
+        def compute(ask: core.Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+            message = stage.local.compute(ask, broadcast, memory, cache)
+            return tree_map(lambda leaf: leaf / broadcast.theta.dim(), message)
 
-        return stage._replace(local=stage.local._replace(work=work))
+        return stage._replace(local=stage.local._replace(compute=compute))
 
     return _every(method, change), model
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import SIZES, Space, Through, bits, same, short_plan
-from sordino.core import Adjacency, Down, Kind, Method, Shard, Tree, Unit, nothing
+from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.engines import reference
-from sordino.engines.oracle import Turn, turns
-from sordino.privacy.mechanisms.random import Seeded, Silent
+from sordino.engines.oracle import RoundPlan, round_plans
+from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
@@ -88,7 +88,7 @@ def sensitivity(
                 size = (0.0, 0.1, 100.0, None)[trial % 4]  # of theta, wherever noise may have led it; None: as it came
                 if size is not None:
                     theta = size * torch.from_numpy(search.rng.normal(size=model.size))
-                    scene = scene._replace(down=scene.down._replace(theta=theta))
+                    scene = scene._replace(broadcast=scene.broadcast._replace(theta=theta))
                 moved, where = search.climb(scene, client, number, patience, query.bound is not None)
                 if moved / claimed > worst.reached:
                     worst = Found(worst.query, claimed, moved, where)
@@ -102,19 +102,23 @@ class Scene(NamedTuple):
     """What both worlds share at the start of a round."""
 
     stage: int
-    turn: Turn
-    down: Down
+    round_plan: RoundPlan
+    broadcast: Broadcast
     memory: tuple[Tree, ...]
 
 
 def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
     """Of each round of a noised run."""
     theta, state, memory = model.init().to(records.x), (), ((),) * plan.clients
-    for turn, after in zip(turns(plan, model), reference.run(plan, model, records, Seeded(seed)), strict=True):
-        if turn.t == turn.first:
-            state = turn.stage.rule.init(theta, turn.facts, state)
-            memory = tuple(turn.stage.local.init(theta, mine) for mine in memory)
-        yield Scene(plan.stage_of(turn.t), turn, Down(theta, turn.stage.rule.say(state)), memory)
+    for round_plan, after in zip(
+        round_plans(plan, model), reference.run(plan, model, records, Seeded(seed)), strict=True
+    ):
+        if round_plan.t == round_plan.first:
+            state = round_plan.stage.rule.init(theta, round_plan.facts, state)
+            memory = tuple(round_plan.stage.local.init(theta, mine) for mine in memory)
+        yield Scene(
+            plan.stage_of(round_plan.t), round_plan, Broadcast(theta, round_plan.stage.rule.broadcast(state)), memory
+        )
         theta, state, memory = after.checkpoint
 
 
@@ -246,10 +250,14 @@ def _release(
 ) -> tuple[dict[Call, Tensor], Tree]:
     """What client i would release, before its noise, and its message. Answers that are noised, it hears as they are on
     record; those that are not yet on it are put there (with `noise`, as they would be heard)."""
-    turn = scene.turn if noise is not None else scene.turn._replace(stds=[0 * std for std in scene.turn.stds])
-    source = noise or Silent()
-    ask = reference.oracle(model, world, turn, i, source)
-    numbers = {str(query.kind): k for k, query in enumerate(turn.stage.queries) if query.noise is not None}
+    round_plan = (
+        scene.round_plan
+        if noise is not None
+        else scene.round_plan._replace(stds=[0 * std for std in scene.round_plan.stds])
+    )
+    source = noise or Noiseless()
+    ask = reference.oracle(model, world, round_plan, i, source)
+    numbers = {str(query.kind): k for k, query in enumerate(round_plan.stage.queries) if query.noise is not None}
     sums: dict[Call, Tensor] = {}
 
     def overheard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -258,12 +266,12 @@ def _release(
         sums[call] = answer * ask.records
         return past.setdefault(call, answer)
 
-    local, listening = turn.stage.local, Through(ask, numbers, overheard)
+    local, listening = round_plan.stage.local, Through(ask, numbers, overheard)
     try:
         cache: Tree = ()
         if local.prepare is not nothing:
-            cache = local.prepare(reference.oracle(model, world, turn, i, source, inside=True))
-        message = ask.finish(local.work(listening, scene.down, scene.memory[i], cache))
+            cache = local.prepare(reference.oracle(model, world, round_plan, i, source, preparing=True))
+        message = ask.finish(local.compute(listening, scene.broadcast, scene.memory[i], cache))
     except RuntimeError:  # a client that stops has told something
-        message = scene.down.theta * math.nan
+        message = scene.broadcast.theta * math.nan
     return {(numbers[Kind.DELTA], 0): message} if Kind.DELTA in numbers else sums, message

@@ -278,8 +278,8 @@ def prepared(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     if size is not None:
         x = functional.interpolate(x, (size, size), mode="bilinear", antialias=True, align_corners=False)
     else:
-        down, right = (max(0, LEAST - side) for side in x.shape[2:])
-        x = functional.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
+        broadcast, right = (max(0, LEAST - side) for side in x.shape[2:])
+        x = functional.pad(x, (right // 2, right - right // 2, broadcast // 2, broadcast - broadcast // 2))
     centre, scale = (torch.tensor(values, device=x.device).view(1, -1, 1, 1) for values in (mean, std))
     return (x - centre) / scale
 

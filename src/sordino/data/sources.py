@@ -438,8 +438,8 @@ def _known(y: np.ndarray, found: Sequence[str], classes: Sequence[str]) -> np.nd
     """Class indices by a public list."""
     if not found:
         raise SordinoError("classes: the labels are quantities, and were said to be classes.")
-    if strangers := sorted(set(found) - set(classes)):
-        raise SordinoError(f"y: the label '{strangers[0]}' is none of the public ones ({', '.join(classes[:10])} …).")
+    if unknown := sorted(set(found) - set(classes)):
+        raise SordinoError(f"y: the label '{unknown[0]}' is none of the public ones ({', '.join(classes[:10])} …).")
     return np.asarray([list(classes).index(name) for name in found])[y]  # type: ignore[no-any-return]
 
 
@@ -533,8 +533,8 @@ def whiten(x: np.ndarray, mean: np.ndarray, cov: np.ndarray, power: float = 0.5)
     """(x - mean) V diag((lambda + ridge)^-power) V^T, for cov = V diag(lambda) V^T."""
     eigenvalue, V = np.linalg.eigh((cov + cov.T) / 2)
     eigenvalue = eigenvalue.clip(min=0)
-    turn = V / (eigenvalue + RIDGE * eigenvalue.mean()) ** power @ V.T
-    return np.asarray((x - mean) @ turn, np.float32)
+    this_round = V / (eigenvalue + RIDGE * eigenvalue.mean()) ** power @ V.T
+    return np.asarray((x - mean) @ this_round, np.float32)
 
 
 def _public(path: Path, features: int) -> tuple[np.ndarray, np.ndarray]:

@@ -47,7 +47,7 @@ Drawing = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, sh
 Pick = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
 
-class Turn(NamedTuple):
+class RoundPlan(NamedTuple):
     """The public numbers of a round."""
 
     t: int
@@ -65,7 +65,7 @@ class Turn(NamedTuple):
     once: bool  # only sums are seen: each answer is noised once, in the aggregate
 
 
-def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
+def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]:
     """The rounds of a plan, in order."""
     t, sizes = 0, np.asarray(plan.sizes)
     for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
@@ -78,7 +78,7 @@ def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
                 cohort = plan.cohorts[t]
                 own = [std * plan.share(len(cohort)) for std in stds]
                 drawn = plan.sampling, plan.rates, plan.slots
-                yield Turn(t, first, step, stage, facts, cohort, sizes, own, sums, *drawn, once)
+                yield RoundPlan(t, first, step, stage, facts, cohort, sizes, own, sums, *drawn, once)
             step += bool(len(plan.cohorts[t])) or (once and plan.amplified)
         t = first + rounds
 
@@ -86,9 +86,9 @@ def turns(plan: Plan, model: Model, start: int = 0) -> Iterator[Turn]:
 def noised_once(plan: Plan, stage: Stage) -> bool:
     """Where the adversary sees sums alone, noise belongs to the sum. A message must then be made of answers as they are
     (or be noised as a whole), and nothing of it be remembered: what a method proves of sums rests on that."""
-    if not plan.sums_only or (plan.privacy.unit, plan.privacy.trust) not in plan.method.proves:
+    if not plan.only_sums_visible or (plan.privacy.unit, plan.privacy.trust) not in plan.method.proves:
         return False
-    if stage.local.remember is not keep:
+    if stage.local.update_memory is not keep:
         raise SordinoError(
             f"{plan.method.name}: a client that remembers its message cannot have it noised in the sum alone; leave "
             f"{plan.privacy.trust} out of what the method proves."
@@ -96,18 +96,20 @@ def noised_once(plan: Plan, stage: Stage) -> bool:
     return True
 
 
-def places(source: Source, at: Address, turn: Turn, size: int) -> np.ndarray:
+def places(source: Source, at: Address, round_plan: RoundPlan, size: int) -> np.ndarray:
     """A client's minibatch: which record stands in which slot, -1 in those left empty. `size`: records it really has.
 
     The number of slots is public. Where records come by coin, each takes one of all slots at random: then a record that
     joins takes one that was free, and moves no other, so that it changes how no other is rounded.
     """
-    rate, slots = float(turn.rates[at.client]), int(turn.slots[at.client])
+    rate, slots = float(round_plan.rates[at.client]), int(round_plan.slots[at.client])
     if rate == 1:
         drawn = order = np.arange(slots)
     else:
-        drawn = turn.sampling.draw(source.uniform(at._replace(query=SAMPLING), (int(turn.sizes[at.client]),)), rate)
-        by_coin = turn.sampling.kind == "poisson"
+        drawn = round_plan.sampling.draw(
+            source.uniform(at._replace(query=SAMPLING), (int(round_plan.sizes[at.client]),)), rate
+        )
+        by_coin = round_plan.sampling.kind == "poisson"
         order = np.argsort(source.uniform(at._replace(query=PLACES), (slots,))) if by_coin else np.arange(slots)
     drawn = drawn[drawn < size][:slots]
     where = np.full(slots, -1)
@@ -180,22 +182,24 @@ class Oracle:
         draw: Drawing,
         pick: Pick | None = None,
         rates: Tensor | None = None,
-        luck: Callable[[int], int] | None = None,
+        dropout_seed: Callable[[int], int] | None = None,
         facts: Facts,
         secret: bool,
         runs: tuple[int, ...] = (),
-        inside: bool = False,
+        preparing: bool = False,
         quiet: bool = False,
     ) -> None:
         self._model, self._all, self._stage = model, cache(shard), stage
         self._sizes, self._stds, self._draw = sizes, stds, draw
-        self._pick, self._rates, self._luck = pick, rates, luck  # rates: None where no minibatches are drawn
+        self._pick, self._rates, self._luck = pick, rates, dropout_seed  # rates: None where no minibatches are drawn
         self._secret, self.runs = secret, runs
         self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
         self._quiet = quiet  # the noise comes later, in the sum or as integers (`secured`)
         # The bound of a lemma counts on answers with the digits of float64.
         self._wide = any(query.bound is not None for query in stage.queries)
-        self._inside = inside  # building a cache: what is released may not be asked here, its noise is the round's
+        self._preparing = (
+            preparing  # building a cache: what is released may not be asked here, its noise is the round's
+        )
         self._spent = [0] * len(stage.queries)
         self._answers: list[tuple[int, Tensor]] = []  # (number of the query, answer)
         self._batches: list[Shard] = []
@@ -269,7 +273,7 @@ class Oracle:
     def _answer(self, kind: Kind, axes: int, total: Callable[[float], Tensor]) -> Tensor:
         number = self._number(kind)
         query, call = self._stage.queries[number], self._spent[number]
-        if self._inside and query.noise is not None:
+        if self._preparing and query.noise is not None:
             raise OverspentError(f"prepare asked the {kind} query, whose answers are released; only work may")
         if call >= query.calls:
             raise OverspentError(f"the {kind} query was declared for {query.calls} calls a round and asked once more")
@@ -293,7 +297,7 @@ class Oracle:
     def _of_each_run(self, answer: Tensor) -> Tensor:
         """An answer that knows no theta, and so no runs, said once for each; a cache is the same for all."""
         worlds = self._all().x.dim() - 2 > self._sizes.dim()
-        return answer if worlds or self._inside else answer.expand(*self.runs, *answer.shape)
+        return answer if worlds or self._preparing else answer.expand(*self.runs, *answer.shape)
 
     @contextmanager
     def _chance(self) -> Iterator[None]:
@@ -320,12 +324,12 @@ class Oracle:
         return noised(answer, self._draw(number, call, tuple(answer.shape[-axes:])), std, secret=self._secret)
 
 
-def secured(plan: Plan, turn: Turn, i: int, message: Tree, source: Source) -> np.ndarray:
+def encode_integers(plan: Plan, round_plan: RoundPlan, i: int, message: Tree, source: Source) -> np.ndarray:
     """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised."""
-    level = next(level for level in plan.levels if level.stage == plan.stage_of(turn.t))
+    level = next(level for level in plan.levels if level.stage == plan.stage_of(round_plan.t))
     if not isinstance(message, Tensor) or plan.integers is None or tuple(message.shape) != (plan.integers.dimension,):
         raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
-    shape, at = (message.numel(),), Address(i, turn.t, level.number)
+    shape, at = (message.numel(),), Address(i, round_plan.t, level.number)
     steps = 1 / (level.step * level.weight.max())
     dither = source.uniform(at._replace(query=ROUNDING), shape)
     whole = discrete_gaussian.encode(plan.weights[i] * message.double().numpy(), steps, dither)
@@ -333,9 +337,9 @@ def secured(plan: Plan, turn: Turn, i: int, message: Tree, source: Source) -> np
     return discrete_gaussian.modular(whole)
 
 
-def opened(plan: Plan, turn: Turn, total: np.ndarray) -> Tensor:
+def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tensor:
     """The aggregate, from the sum of integers modulo 2^32."""
-    level = next(level for level in plan.levels if level.stage == plan.stage_of(turn.t))
+    level = next(level for level in plan.levels if level.stage == plan.stage_of(round_plan.t))
     return torch.from_numpy(discrete_gaussian.decode(total, 1 / (level.step * level.weight.max())))
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from sordino.core import (
     SAMPLED,
+    Broadcast,
     Correlated,
-    Down,
     Facts,
     Kind,
     Model,
@@ -48,14 +48,14 @@ from sordino.engines.oracle import (
     MATRICES,
     SAMPLING,
     Oracle,
-    Turn,
+    RoundPlan,
     along,
     check_stream,
     noised,
     places,
+    round_plans,
     seed_of,
     standard,
-    turns,
 )
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan
@@ -96,54 +96,54 @@ def run(
     if 0 < start < plan.rounds:
         for each in sources:
             check_stream(plan, start, each)
-    crowd = Crowd(plan, model, records, sources, theta.dim() - 1)
-    for turn in turns(plan, model, start) if len(plans) == 1 else together(plans, model, start):
-        local, rule = turn.stage.local, turn.stage.rule
-        if turn.t == turn.first:
-            state = rule.init(theta, turn.facts, state)
-            memory = local.init(crowd.spread(theta), memory)
-        if turn.t in (turn.first, start):
-            fused = only_asks_for_the_gradient(turn.stage, Down(theta, rule.say(state)))
-            caches = crowd.prepare(turn)
+    batched_clients = BatchedClients(plan, model, records, sources, theta.dim() - 1)
+    for round_plan in round_plans(plan, model, start) if len(plans) == 1 else together(plans, model, start):
+        local, rule = round_plan.stage.local, round_plan.stage.rule
+        if round_plan.t == round_plan.first:
+            state = rule.init(theta, round_plan.facts, state)
+            memory = local.init(batched_clients.spread(theta), memory)
+        if round_plan.t in (round_plan.first, start):
+            fused = only_asks_for_the_gradient(round_plan.stage, Broadcast(theta, rule.broadcast(state)))
+            caches = batched_clients.prepare(round_plan)
         aggregate: Tree = ()
-        if len(turn.cohort) or (turn.once and plan.amplified):
-            down = Down(theta, rule.say(state))
-            records.keep(turn.cohort)
+        if len(round_plan.cohort) or (round_plan.once and plan.amplified):
+            broadcast = Broadcast(theta, rule.broadcast(state))
+            records.keep(round_plan.cohort)
             if fused:
-                aggregate = crowd.fused(turn, theta, shares)
+                aggregate = batched_clients.fused(round_plan, theta, shares)
             else:
-                aggregate, memory = crowd.batched(turn, down, memory, caches, shares)
-            step, state = rule.update(aggregate, state, theta, turn.step)
+                aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
+            step, state = rule.update(aggregate, state, theta, round_plan.step)
             theta = theta + step
-        yield Round(turn.t, rule.model(theta, state), turn.cohort, aggregate, (theta, state, memory))
+        yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, (theta, state, memory))
 
 
-def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[Turn]:
+def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[RoundPlan]:
     """The first plan's rounds, with the noise of each: stds and the aggregate's get a leading axis of runs."""
     stds: dict[int, list[np.ndarray]] = {}
     sums: dict[int, list[np.ndarray]] = {}
     facts: dict[int, Facts] = {}
-    for turn in turns(plans[0], model, start):
-        if turn.first not in stds:
-            s, queries = plans[0].stage_of(turn.t), range(len(turn.stage.queries))
-            stds[turn.first] = [np.stack([p.std(s, k) for p in plans]) for k in queries]
-            sums[turn.first] = [np.array([p.aggregate_std(s, k) for p in plans]) for k in queries]
+    for round_plan in round_plans(plans[0], model, start):
+        if round_plan.first not in stds:
+            s, queries = plans[0].stage_of(round_plan.t), range(len(round_plan.stage.queries))
+            stds[round_plan.first] = [np.stack([p.std(s, k) for p in plans]) for k in queries]
+            sums[round_plan.first] = [np.array([p.aggregate_std(s, k) for p in plans]) for k in queries]
             width = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
-            facts[turn.first] = replace(turn.facts, aggregate_std=width)
-        own = [plans[0].share(len(turn.cohort)) * std for std in stds[turn.first]]
-        yield turn._replace(facts=facts[turn.first], stds=own, sums=sums[turn.first])
+            facts[round_plan.first] = replace(round_plan.facts, aggregate_std=width)
+        own = [plans[0].share(len(round_plan.cohort)) * std for std in stds[round_plan.first]]
+        yield round_plan._replace(facts=facts[round_plan.first], stds=own, sums=sums[round_plan.first])
 
 
-def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
+def only_asks_for_the_gradient(stage: Stage, broadcast: Broadcast) -> bool:
     """Trace the rule with a stand-in for its data: does it send the noised gradient at the broadcast theta as it is?"""
-    local, answer, asked = stage.local, torch.zeros_like(down.theta), list[Tensor]()
+    local, answer, asked = stage.local, torch.zeros_like(broadcast.theta), list[Tensor]()
 
     class Elsewhere(Exception):  # noqa: N818
         pass
 
     class Probe:
         def gradient(self, at: Tensor, on: Any = None, scale: Any = None) -> Tensor:
-            if at is not down.theta or on is not None or scale is not None or asked:
+            if at is not broadcast.theta or on is not None or scale is not None or asked:
                 raise Elsewhere
             asked.append(at)
             return answer
@@ -151,17 +151,17 @@ def only_asks_for_the_gradient(stage: Stage, down: Down) -> bool:
         def __getattr__(self, name: str) -> Any:
             raise Elsewhere
 
-    if local.init is not forget or local.remember is not keep or local.prepare is not nothing:
+    if local.init is not forget or local.update_memory is not keep or local.prepare is not nothing:
         return False
     if [query.kind for query in stage.queries] != [Kind.GRADIENT]:
         return False
     try:
-        return local.work(Probe(), down, (), ()) is answer
+        return local.compute(Probe(), broadcast, (), ()) is answer
     except Elsewhere:
         return False
 
 
-class Crowd:
+class BatchedClients:
     """All clients at once. The client axis comes after the run axis, if there is one."""
 
     def __init__(self, plan: Plan, model: Model, records: Records | Lazy, sources: list[Source], lead: int) -> None:
@@ -191,69 +191,73 @@ class Crowd:
         """One copy of theta a client."""
         return theta.unsqueeze(-2).expand(*theta.shape[:-1], self.plan.clients, theta.shape[-1])
 
-    def prepare(self, turn: Turn) -> Tree:
+    def prepare(self, round_plan: RoundPlan) -> Tree:
         """Every client's cache, stacked in order of clients."""
-        if turn.stage.local.prepare is nothing:
+        if round_plan.stage.local.prepare is nothing:
             return ()
-        parts = [turn.stage.local.prepare(self._oracle(turn, c, s, inside=True)) for c, s in self._whole]
+        parts = [round_plan.stage.local.prepare(self._oracle(round_plan, c, s, preparing=True)) for c, s in self._whole]
         order = torch.from_numpy(np.argsort(np.concatenate([clients for clients, _ in self._whole])))
         order, axis = order.to(self.records.x.device), self.worlds
         return tree_map(lambda *leaf: torch.cat(leaf, axis).index_select(axis, order), *parts)
 
-    def fused(self, turn: Turn, theta: Tensor, shares: bool) -> Tensor:
+    def fused(self, round_plan: RoundPlan, theta: Tensor, shares: bool) -> Tensor:
         """The weighted sum of all noised gradients, from one matrix."""
-        if not len(turn.cohort):
-            return self._noised(theta.new_zeros(theta.shape), turn, 0, self._per_record, shares)
+        if not len(round_plan.cohort):
+            return self._noised(theta.new_zeros(theta.shape), round_plan, 0, self._per_record, shares)
         heaviest = self._per_record.max()
-        full = len(turn.cohort) == self.plan.clients and not self._samples(turn.cohort)
-        if self._samples(turn.cohort):
-            shard = self._strung(turn, turn.cohort, self._per_record / heaviest)
+        full = len(round_plan.cohort) == self.plan.clients and not self._samples(round_plan.cohort)
+        if self._samples(round_plan.cohort):
+            shard = self._strung(round_plan, round_plan.cohort, self._per_record / heaviest)
         else:
-            shard = self._matrix if full else self.records.fused(turn.cohort, self._per_record / heaviest)
-        clip = turn.stage.queries[0].clip
+            shard = self._matrix if full else self.records.fused(round_plan.cohort, self._per_record / heaviest)
+        clip = round_plan.stage.queries[0].clip
         if full and theta.is_cuda and theta.dim() == 2 and not self.worlds and getattr(self.model, "plain", False):
             if clip not in self._captured:
                 self._captured[clip] = Captured(lambda at: self.model.clipped_sum(at, shard, clip), theta)
             total: Tensor = heaviest * self._captured[clip](theta)
         else:
             total = heaviest * self.model.clipped_sum(theta, shard, clip)
-        return self._noised(total, turn, 0, self._per_record, shares)
+        return self._noised(total, round_plan, 0, self._per_record, shares)
 
-    def batched(self, turn: Turn, down: Down, memory: Tree, caches: Tree, shares: bool) -> tuple[Tree, Tree]:
+    def batched(
+        self, round_plan: RoundPlan, broadcast: Broadcast, memory: Tree, caches: Tree, shares: bool
+    ) -> tuple[Tree, Tree]:
         """The weighted sum of messages, from padded batches of clients."""
-        local, lead = turn.stage.local, self.lead
-        near = tree_map(lambda leaf: leaf.unsqueeze(lead), tuple(down))
-        delta = any(query.kind is Kind.DELTA for query in turn.stage.queries)
-        once = turn.once or (delta and local.remember is keep and not shares)
-        empty = not len(turn.cohort)  # that nobody came must not be seen: noise alone is released
-        buckets = self._buckets(turn) if not empty else self.records.buckets(self.everyone[:1])
+        local, lead = round_plan.stage.local, self.lead
+        near = tree_map(lambda leaf: leaf.unsqueeze(lead), tuple(broadcast))
+        delta = any(query.kind is Kind.DELTA for query in round_plan.stage.queries)
+        once = round_plan.once or (delta and local.update_memory is keep and not shares)
+        empty = not len(round_plan.cohort)  # that nobody came must not be seen: noise alone is released
+        buckets = self._buckets(round_plan) if not empty else self.records.buckets(self.everyone[:1])
         parts, numbers = [], list[int]()
         for clients, shard in buckets:
             chosen = torch.from_numpy(clients).to(self.records.x.device)
-            ask = self._oracle(turn, clients, shard, quiet=once)
+            ask = self._oracle(round_plan, clients, shard, quiet=once)
             mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
             cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.worlds, rows), caches)
-            message = local.work(ask, Down(*near), mine, cache)
+            message = local.compute(ask, Broadcast(*near), mine, cache)
             numbers = ask.released(message) if once else numbers
             message = ask.finish(message)
             if not once:
-                after = local.remember(message, Down(*near), mine)
+                after = local.update_memory(message, Broadcast(*near), mine)
                 memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
             weight = self._laid(0 * self.influence[clients] if empty else self.influence[clients])
             parts.append(tree_map(lambda leaf, w=weight: _weighted(leaf, w, lead), message))
         aggregate: Tree = tree_map(lambda *leaf: sum(leaf[1:], leaf[0]), *parts)
         if once:
             number = iter(numbers)
-            aggregate = tree_map(lambda leaf: self._noised(leaf, turn, next(number), self.influence, False), aggregate)
+            aggregate = tree_map(
+                lambda leaf: self._noised(leaf, round_plan, next(number), self.influence, False), aggregate
+            )
         return tree_map(lambda leaf: leaf.to(self.records.x), aggregate), memory
 
-    def _buckets(self, turn: Turn) -> list[tuple[np.ndarray, Any]]:
+    def _buckets(self, round_plan: RoundPlan) -> list[tuple[np.ndarray, Any]]:
         """The cohort in batches of clients; what they hold only where it is not drawn anew for every question."""
-        if self._only_gradients(turn.stage) and self._samples(turn.cohort):
-            batches = self._batches(turn.cohort)
+        if self._only_gradients(round_plan.stage) and self._samples(round_plan.cohort):
+            batches = self._batches(round_plan.cohort)
             drawn = [[(clients, None)] if self._samples(clients) else self._held(clients) for clients in batches]
             return [bucket for each in drawn for bucket in each]
-        return self._whole if len(turn.cohort) == self.plan.clients else self._held(turn.cohort)
+        return self._whole if len(round_plan.cohort) == self.plan.clients else self._held(round_plan.cohort)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
         """All at once, or at user level one by one: there a client's size is its own affair."""
@@ -268,12 +272,12 @@ class Crowd:
     def _samples(self, clients: np.ndarray) -> bool:
         return bool((self.plan.rates[clients] < 1).any())
 
-    def _picked(self, turn: Turn, clients: np.ndarray, call: int) -> Any:
+    def _picked(self, round_plan: RoundPlan, clients: np.ndarray, call: int) -> Any:
         """A minibatch of each client, runs (if any) x clients x records."""
         if self.worlds:
             raise SordinoError("batch: runs on data of their own take all records; leave batch at full.")
         rows = [
-            places(source, Address(int(i), turn.t, SAMPLING, call), turn, self.records.sizes[i])
+            places(source, Address(int(i), round_plan.t, SAMPLING, call), round_plan, self.records.sizes[i])
             for source in self.sources
             for i in clients
         ]
@@ -284,28 +288,30 @@ class Crowd:
         x, y, mask = (part.view(runs, -1, *part.shape[1:]) for part in (shard.x, shard.y, shard.mask))
         return Shard(x, y, mask, None if shard.length is None else shard.length.view(mask.shape))
 
-    def _strung(self, turn: Turn, clients: np.ndarray, weight: np.ndarray) -> Any:
+    def _strung(self, round_plan: RoundPlan, clients: np.ndarray, weight: np.ndarray) -> Any:
         """Minibatches of all clients as one, each record weighted by its owner's."""
-        x, y, mask, length = self._picked(turn, clients, 0)
+        x, y, mask, length = self._picked(round_plan, clients, 0)
         mask = mask * self._laid(weight[clients]).to(mask).unsqueeze(-1)
         return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), None if length is None else length.flatten(-2))
 
-    def _noised(self, total: Tensor, turn: Turn, number: int, moved: np.ndarray, shares: bool) -> Tensor:
+    def _noised(self, total: Tensor, round_plan: RoundPlan, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise: that of the sum itself, or `moved` times each client's own, drawn as one."""
-        query, axes = turn.stage.queries[number], 2 if turn.stage.queries[number].kind in MATRICES else 1
-        scale = (moved * turn.stds[number])[..., turn.cohort]
-        std = turn.sums[number] if turn.once else np.sqrt((scale**2).sum(-1))
+        query, axes = round_plan.stage.queries[number], 2 if round_plan.stage.queries[number].kind in MATRICES else 1
+        scale = (moved * round_plan.stds[number])[..., round_plan.cohort]
+        std = round_plan.sums[number] if round_plan.once else np.sqrt((scale**2).sum(-1))
         if not std.any():
             return total.to(self.records.x)
         shape = tuple(total.shape[-axes:])
         width = self._width(std, axes)
         # Streams of single clients that come and go do not add up to one stream.
-        apart = carries(query.noise) and turn.facts.cohort < len(turn.sizes)
-        if turn.once or not (shares or apart):
-            noise = self._standard(turn, number, shape)
+        apart = carries(query.noise) and round_plan.facts.cohort < len(round_plan.sizes)
+        if round_plan.once or not (shares or apart):
+            noise = self._standard(round_plan, number, shape)
         else:  # each client's part of the noise, in units of all of it
             part = self._laid(scale / np.expand_dims(std, -1))
-            noise = self._draw(turn, number, 0, turn.cohort, shape).scaled(along(part, axes)).summed(self.lead)
+            noise = (
+                self._draw(round_plan, number, 0, round_plan.cohort, shape).scaled(along(part, axes)).summed(self.lead)
+            )
         return noised(total, noise, width, secret=self.secret).to(self.records.x)
 
     def _laid(self, numbers: np.ndarray) -> Tensor:
@@ -319,16 +325,16 @@ class Crowd:
         """One for all runs, or one for each."""
         return along(self._laid(std), axes) if std.ndim else float(std)
 
-    def _standard(self, turn: Turn, number: int, shape: tuple[int, ...]) -> Draw:
+    def _standard(self, round_plan: RoundPlan, number: int, shape: tuple[int, ...]) -> Draw:
         """Standard noise for a cohort's sum, runs (if any) x shape."""
-        query = turn.stage.queries[number]
+        query = round_plan.stage.queries[number]
         if not self._at_once(query):
-            return self._draw(turn, number, 0, np.array([EVERYONE]), shape).summed(self.lead)
-        block, here = turn.t // AHEAD, (turn.t // AHEAD, number, *shape)  # stages differ in shape
+            return self._draw(round_plan, number, 0, np.array([EVERYONE]), shape).summed(self.lead)
+        block, here = round_plan.t // AHEAD, (round_plan.t // AHEAD, number, *shape)  # stages differ in shape
         if self._ahead[0] != here:
             at = [Address(EVERYONE, t, number) for t in range(block * AHEAD, (block + 1) * AHEAD)]
             self._ahead = here, self._counted(at, shape)
-        noise = self._ahead[1][turn.t % AHEAD]
+        noise = self._ahead[1][round_plan.t % AHEAD]
         return Draw.plain(noise if self.lead else noise[0])
 
     def _at_once(self, query: Query) -> bool:
@@ -341,37 +347,37 @@ class Crowd:
         drawn = counted(sources, at, math.prod(shape), str(self.records.x.device))
         return drawn.view(len(at), len(sources), *shape)
 
-    def _draw(self, turn: Turn, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Draw:
+    def _draw(self, round_plan: RoundPlan, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Draw:
         """Runs (if any) x clients x shape."""
-        query = turn.stage.queries[number]
-        at = [Address(int(i), turn.t, number, call) for i in clients]
+        query = round_plan.stage.queries[number]
+        at = [Address(int(i), round_plan.t, number, call) for i in clients]
         if self._at_once(query):
             drawn = self._counted(at, shape).transpose(0, 1)
             return Draw.plain(drawn if self.lead else drawn[0])
-        draws = [stack([standard(source, query, a, turn.first, shape) for a in at]) for source in self.sources]
+        draws = [stack([standard(source, query, a, round_plan.first, shape) for a in at]) for source in self.sources]
         return (stack(draws) if self.lead else draws[0]).to(self.records.x.device)
 
     def _oracle(
-        self, turn: Turn, clients: np.ndarray, shard: Any, *, inside: bool = False, quiet: bool = False
+        self, round_plan: RoundPlan, clients: np.ndarray, shard: Any, *, preparing: bool = False, quiet: bool = False
     ) -> Oracle:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
-            return self._draw(turn, number, call, clients, shape)
+            return self._draw(round_plan, number, call, clients, shape)
 
         like, drawn = self.records.x, self._samples(clients)
         return Oracle(
             self.model,
             lambda: shard,
-            turn.stage,
-            sizes=self._laid(turn.sizes[clients].astype(float)).to(like),
-            stds=[self._laid(std[..., clients]) for std in turn.stds],
+            round_plan.stage,
+            sizes=self._laid(round_plan.sizes[clients].astype(float)).to(like),
+            stds=[self._laid(std[..., clients]) for std in round_plan.stds],
             draw=draw,
-            pick=(lambda call: self._picked(turn, clients, call)) if drawn else None,
-            rates=self._laid(turn.rates[clients]).to(like) if drawn else None,
-            luck=lambda call: seed_of(self.sources[0], int(clients[0]), turn.t, call),
-            facts=turn.facts,
+            pick=(lambda call: self._picked(round_plan, clients, call)) if drawn else None,
+            rates=self._laid(round_plan.rates[clients]).to(like) if drawn else None,
+            dropout_seed=lambda call: seed_of(self.sources[0], int(clients[0]), round_plan.t, call),
+            facts=round_plan.facts,
             secret=self.secret,
             runs=(len(self.sources),) * self.lead,
-            inside=inside,
+            preparing=preparing,
             quiet=quiet,
         )
 

@@ -23,12 +23,12 @@ from torch import Tensor
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Down, SordinoError, Tree
+from sordino.core import Broadcast, SordinoError, Tree
 from sordino.data.sources import Dataset, load
-from sordino.engines.oracle import Turn, opened, turns
+from sordino.engines.oracle import RoundPlan, decode_sum, round_plans
 from sordino.federation import messenger
 from sordino.federation.config import Federation
-from sordino.federation.messenger import Post, Transport, about, read
+from sordino.federation.messenger import Messenger, Transport, about, read
 from sordino.federation.secure_sum import Arrays, Sums, parts
 from sordino.federation.terms import Terms, federated, written
 from sordino.files import write
@@ -48,7 +48,7 @@ class Hello(NamedTuple):
     node: int
     name: str
     records: int
-    wish: float | None
+    requested_epsilon: float | None
 
 
 def serve(transport: Transport, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Coordinator:
         self.config = Federation.read(folder / "federation.toml")
         self.out = folder / "run"
         self.out.mkdir(mode=0o700, exist_ok=True)
-        self.post = Post(transport, self.config.deadline, self.tell)
+        self.post = Messenger(transport, self.config.deadline, self.tell)
         self.fresh = False  # whether the terms were proposed just now
         self.forms: dict[int, Any] = {}  # of messages that a stage's rule took
 
@@ -81,43 +81,45 @@ class Coordinator:
         self._agree(self.post.nodes, start)
         lost = 0
         self.tell("begun", run=terms.run, method=self.plan.method.name, rounds=self.plan.rounds, start=start)
-        for turn in turns(self.plan, self.model, start):
+        for round_plan in round_plans(self.plan, self.model, start):
             if len(self.post.nodes) < len(terms.names):
-                self.post.strangers |= self._greet().keys()
-            if self.post.strangers:  # they missed the terms, or came late
-                self._agree(self.post.strangers, turn.t)
-            if turn.t == turn.first:
-                state = turn.stage.rule.init(theta, turn.facts, state)
-            down = Down(theta, turn.stage.rule.say(state))
-            aggregate, came = (self._secure if terms.secure else self._plain)(turn, down)
+                self.post.unknown_sites |= self._greet().keys()
+            if self.post.unknown_sites:  # they missed the terms, or came late
+                self._agree(self.post.unknown_sites, round_plan.t)
+            if round_plan.t == round_plan.first:
+                state = round_plan.stage.rule.init(theta, round_plan.facts, state)
+            broadcast = Broadcast(theta, round_plan.stage.rule.broadcast(state))
+            aggregate, came = (self._secure if terms.secure else self._plain)(round_plan, broadcast)
             lost = 0 if came else lost + 1
             if came:
-                theta, state = self._moved(turn, aggregate, theta, state)
-            model = turn.stage.rule.model(theta, state)
-            self._store(turn.t + 1, theta, state)
+                theta, state = self._moved(round_plan, aggregate, theta, state)
+            model = round_plan.stage.rule.model(theta, state)
+            self._store(round_plan.t + 1, theta, state)
             scores = evaluate(self.model, model, *self._test) if self._test else {}
             seconds = round(time.perf_counter() - began, 3)
-            self.tell("round", t=turn.t, came=came, epsilon=self.plan.spent(turn.t), seconds=seconds, **scores)
-            if lost == LOST and turn.t + 1 < self.plan.rounds:
+            self.tell(
+                "round", t=round_plan.t, came=came, epsilon=self.plan.spent(round_plan.t), seconds=seconds, **scores
+            )
+            if lost == LOST and round_plan.t + 1 < self.plan.rounds:
                 raise SordinoError(
                     f"sites: {LOST} rounds in a row came to nothing; no more is spent on this. Look at the sites' "
-                    f"logs and start again: the run goes on with round {turn.t + 1}."
+                    f"logs and start again: the run goes on with round {round_plan.t + 1}."
                 )
         self._finish(model if start < self.plan.rounds else self._last_model(theta, state))
 
-    def _moved(self, turn: Turn, aggregate: Tree, theta: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+    def _moved(self, round_plan: RoundPlan, aggregate: Tree, theta: Tensor, state: Tree) -> tuple[Tensor, Tree]:
         """The step, if there is one: what sites made up moves nothing."""
         try:
-            step, after = turn.stage.rule.update(aggregate, state, theta, turn.step)
+            step, after = round_plan.stage.rule.update(aggregate, state, theta, round_plan.step)
             there = theta + step
             if there.shape != theta.shape or not all(
                 bool(torch.isfinite(part).all()) for part in leaves((there, after))
             ):
                 raise SordinoError("the step is not finite, or not of the model's size.")
         except Exception as error:  # a rule fails in many ways on messages of a form it does not know
-            self.tell("abandoned", t=turn.t, why=str(error)[:200] or type(error).__name__, came=[])
+            self.tell("abandoned", t=round_plan.t, why=str(error)[:200] or type(error).__name__, came=[])
             return theta, state
-        self.forms[turn.first] = _form(aggregate)
+        self.forms[round_plan.first] = _form(aggregate)
         return there, after
 
     def tell(self, what: str, **fields: Any) -> None:
@@ -157,12 +159,14 @@ class Coordinator:
 
     def _hello(self, node: int, reply: bytes) -> Hello | None:
         found = read(reply, "hello")
-        name, records, wish = (found.fields.get(k) if found else None for k in ("name", "records", "epsilon"))
+        name, records, requested_epsilon = (
+            found.fields.get(k) if found else None for k in ("name", "records", "epsilon")
+        )
         if isinstance(name, str) and type(records) is int and 0 < records < 2**40:
-            if wish is None:
+            if requested_epsilon is None:
                 return Hello(node, name, records, None)
-            if type(wish) in (float, int) and 0 < wish < 1e4:
-                return Hello(node, name, records, float(wish))
+            if type(requested_epsilon) in (float, int) and 0 < requested_epsilon < 1e4:
+                return Hello(node, name, records, float(requested_epsilon))
         self.tell("misfit", node=str(node))
         return None
 
@@ -185,7 +189,11 @@ class Coordinator:
             spec=text,
             names=names,
             sizes=tuple(met[name].records for name in names),
-            wishes={name: wish for name in names if (wish := met[name].wish) is not None and wish < spec.epsilon},
+            requested_epsilons={
+                name: requested_epsilon
+                for name in names
+                if (requested_epsilon := met[name].requested_epsilon) is not None and requested_epsilon < spec.epsilon
+            },
             features=config.features,
             classes=tuple(config.classes),
             dropouts=config.dropouts,
@@ -205,7 +213,7 @@ class Coordinator:
         """Terms, to sites that may not know them yet; round t is the next. Who refuses before the first ends it all."""
         letter = wire.encode("terms", {"terms": self.terms.json()})
         found = self.post.ask(dict.fromkeys(names, letter), "agreed")
-        self.post.strangers.clear()
+        self.post.unknown_sites.clear()
         refused = {name: str(no.fields.get("reason")) for name, no in found.items() if no.kind == "refused"}
         if refused and t == 0:
             if self.fresh:  # nobody was asked anything about them: others may be proposed
@@ -226,33 +234,33 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------------- the rounds
 
-    def _letter(self, turn: Turn, down: Down, more: Arrays | None = None) -> bytes:
-        skeleton, words = wire.from_tree(down.word, "word")
-        fields = about(self.terms, t=turn.t, word=skeleton)
-        return wire.encode("round", fields, {"theta": down.theta.numpy(), **words, **(more or {})})
+    def _letter(self, round_plan: RoundPlan, broadcast: Broadcast, more: Arrays | None = None) -> bytes:
+        skeleton, words = wire.from_tree(broadcast.extras, "word")
+        fields = about(self.terms, t=round_plan.t, word=skeleton)
+        return wire.encode("round", fields, {"theta": broadcast.theta.numpy(), **words, **(more or {})})
 
-    def _plain(self, turn: Turn, down: Down) -> tuple[Tree, list[str]]:
+    def _plain(self, round_plan: RoundPlan, broadcast: Broadcast) -> tuple[Tree, list[str]]:
         """Every message is seen, and weighted by public numbers; who is missing moves nothing."""
-        names = [self.terms.names[i] for i in turn.cohort]
-        letter = self._letter(turn, down)
+        names = [self.terms.names[i] for i in round_plan.cohort]
+        letter = self._letter(round_plan, broadcast)
         share = self.plan.weights / self.plan.participation.rate(self.plan.clients)
         replies = self.post.ask({n: letter for n in names if n in self.post.nodes}, "said")
-        said = {name: self._message(replies[name], turn, down) for name in names if name in replies}
+        said = {name: self._message(replies[name], round_plan, broadcast) for name in names if name in replies}
         counted = Counter(_form(message) for message in said.values() if message is not None)
-        form = self.forms.get(turn.first) or (counted.most_common(1)[0][0] if counted else None)
+        form = self.forms.get(round_plan.first) or (counted.most_common(1)[0][0] if counted else None)
         parts, came = [], []
         for i, name in sorted((self.terms.names.index(name), name) for name in said):
             message = said[name]
             if message is None or _form(message) != form:
-                self.tell("misfit", site=name, t=turn.t)
+                self.tell("misfit", site=name, t=round_plan.t)
                 continue
             parts.append(tree_map(lambda leaf, w=float(share[i]): w * leaf, message))
             came.append(name)
         return (tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()), came
 
-    def _message(self, found: wire.Message, turn: Turn, down: Down) -> Tree | None:
+    def _message(self, found: wire.Message, round_plan: RoundPlan, broadcast: Broadcast) -> Tree | None:
         """What a site said, if it is made of finite numbers of the model's type and of this round."""
-        if found.fields.get("t") != turn.t or found.fields.get("run") != self.terms.run:
+        if found.fields.get("t") != round_plan.t or found.fields.get("run") != self.terms.run:
             return None
         try:
             message = wire.to_tree(found.fields.get("tree"), found.arrays, "said")
@@ -260,13 +268,13 @@ class Coordinator:
             return None
         if not leaves(message) or not all(leaf.is_floating_point() for leaf in leaves(message)):
             return None
-        message = tree_map(lambda leaf: leaf.to(down.theta), message)
+        message = tree_map(lambda leaf: leaf.to(broadcast.theta), message)
         return message if all(bool(torch.isfinite(leaf).all()) for leaf in leaves(message)) else None
 
-    def _secure(self, turn: Turn, down: Down) -> tuple[Tree, list[str]]:
+    def _secure(self, round_plan: RoundPlan, broadcast: Broadcast) -> tuple[Tree, list[str]]:
         """Only the sum is seen, and only if as many as planned are in it."""
-        total, came = self.sums.round(turn.t, lambda offers: self._letter(turn, down, offers))
-        return (() if total is None else opened(self.plan, turn, total).to(down.theta)), came
+        total, came = self.sums.round(round_plan.t, lambda offers: self._letter(round_plan, broadcast, offers))
+        return (() if total is None else decode_sum(self.plan, round_plan, total).to(broadcast.theta)), came
 
     # ---------------------------------------------------------------------------------------------------------- storing
 

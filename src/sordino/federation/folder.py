@@ -152,7 +152,7 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
         spec=written(federated(read_values(folder / config.spec))),
         names=tuple(names or config.sites),
         sizes=tuple(sizes),
-        wishes={},
+        requested_epsilons={},
         features=config.features,
         classes=config.classes,
         dropouts=config.dropouts,
@@ -243,7 +243,7 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
             terms = _offered(site, coordinator)
             agree(site, terms)
             yield True, "the federation asks for nothing that site.toml does not allow"
-            if terms.wishes:
+            if terms.requested_epsilons:
                 asked = terms.parsed.epsilon
                 yield True, f"run_epsilon: this site's wish for {config.run_epsilon:g} is met, where {asked:g} is asked"
         except Refused as no:
@@ -287,9 +287,9 @@ def _offered(site: Site, coordinator: Path) -> Terms:
     if config.name not in federation.sites:
         raise SordinoError(f"federation.toml: it does not name {config.name}.")
     terms = proposed(coordinator, [site.records] * len(federation.sites))
-    wish = config.run_epsilon
-    if wish is not None and wish < terms.parsed.epsilon:
-        terms = replace(terms, wishes={config.name: wish})
+    requested_epsilon = config.run_epsilon
+    if requested_epsilon is not None and requested_epsilon < terms.parsed.epsilon:
+        terms = replace(terms, requested_epsilons={config.name: requested_epsilon})
     if not terms.secure:
         return terms
     if set(site.roster.names) != set(federation.sites):

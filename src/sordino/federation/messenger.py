@@ -23,13 +23,13 @@ class Transport(Protocol):
         """The replies, once all are there, or `enough` says so, or `seconds` are over; later ones are dropped."""
 
 
-class Post:
+class Messenger:
     """tell: where what went wrong is written down."""
 
     def __init__(self, transport: Transport, deadline: float, tell: Callable[..., None]) -> None:
         self.transport, self.deadline, self.tell = transport, deadline, tell
         self.nodes: dict[str, int] = {}
-        self.strangers: set[str] = set()  # who answered that they know nothing of the run
+        self.unknown_sites: set[str] = set()  # who answered that they know nothing of the run
 
     def ask(self, letters: dict[str, bytes], kind: str) -> dict[str, wire.Message]:
         """Replies by name: of the kind asked for, or refusals (told, and left out but for terms)."""
@@ -44,7 +44,7 @@ class Post:
             elif message.kind == "refused":
                 self.tell("refused", site=name, kind=kind, reason=str(message.fields.get("reason"))[:200])
                 if message.fields.get("code") == "unknown-run":
-                    self.strangers.add(name)
+                    self.unknown_sites.add(name)
                 if kind == "agreed":
                     found[name] = message
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sordino import secagg
 from sordino.core import SordinoError
 from sordino.federation.refusal import Refused
-from sordino.federation.site_data import Premises
+from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 
 CLIPS = ("clip", "covariance_clip", "curvature_clip", "limit", "radius")  # options that bound what a record may do
@@ -13,13 +13,13 @@ RANGE = 1e-6, 1e6  # of these, and of class weights: far from the ends of floats
 MOST_STEPS = 10_000
 
 
-def agree(site: Premises, terms: Terms) -> None:
+def agree(site: SiteData, terms: Terms) -> None:
     """Everything, before a run begins."""
     check_rules(site, terms)
     check_data(site, terms)
 
 
-def check_rules(site: Premises, terms: Terms) -> None:
+def check_rules(site: SiteData, terms: Terms) -> None:
     """What site.toml says of the terms; without the data, and so before every round."""
     config = site.config
     if config.name not in terms.names:
@@ -43,7 +43,7 @@ def check_rules(site: Premises, terms: Terms) -> None:
         (spec.trust in config.trust, f"trust {spec.trust} is not allowed"),
         (rounds <= config.most_rounds, f"{rounds} rounds; most_rounds is {config.most_rounds}"),
         (spec.delta <= config.delta, f"delta {spec.delta:g} is larger than the limit's {config.delta:g}"),
-        (min(spec.epsilon, allowed) == spec.epsilon or terms.wishes.get(config.name) == config.run_epsilon,
+        (min(spec.epsilon, allowed) == spec.epsilon or terms.requested_epsilons.get(config.name) == config.run_epsilon,
          f"epsilon {spec.epsilon:g} where {allowed:g} is allowed, and the site's wish was left out"),
     ):  # fmt: skip
         if not fine:
@@ -58,7 +58,7 @@ def check_rules(site: Premises, terms: Terms) -> None:
             raise Refused("policy", str(error)) from None
 
 
-def check_data(site: Premises, terms: Terms) -> None:
+def check_data(site: SiteData, terms: Terms) -> None:
     """The numbers claimed of the data, and what the plan costs them."""
     mine = terms.names.index(site.config.name)
     if (claimed := (terms.sizes[mine], terms.features)) != site.shape:  # only now are the data read, and counted

@@ -16,7 +16,7 @@ import numpy as np
 
 from sordino import secagg, wire
 from sordino.core import SordinoError
-from sordino.federation.messenger import Post, about
+from sordino.federation.messenger import Messenger, about
 from sordino.federation.terms import Terms
 from sordino.files import write
 
@@ -24,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Sums:
-    def __init__(self, terms: Terms, roster: secagg.Roster, folder: Path, post: Post) -> None:
+    def __init__(self, terms: Terms, roster: secagg.Roster, folder: Path, post: Messenger) -> None:
         self.terms, self.post, self.path = terms, post, folder / "offers.json"
         self.session = secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
         self.offers: dict[str, bytes] = {}  # for the round to come

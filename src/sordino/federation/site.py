@@ -20,12 +20,12 @@ import numpy as np
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Down, OverspentError, SordinoError
-from sordino.engines.oracle import Turn, turns
+from sordino.core import Broadcast, OverspentError, SordinoError
+from sordino.engines.oracle import RoundPlan, round_plans
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS, Refused
-from sordino.federation.site_data import Premises
+from sordino.federation.site_data import SiteData
 from sordino.federation.site_run import Run
 from sordino.federation.terms import RUN, Terms
 from sordino.privacy.evidence.ledger import Entry, Ledger
@@ -34,7 +34,7 @@ log = logging.getLogger("sordino.site")
 MOST = 2**30  # bytes of a letter
 
 
-class Site(Premises):
+class Site(SiteData):
     """Answers letters; one at a time."""
 
     def __init__(self, config: SiteConfig, *, only_looking: bool = False) -> None:
@@ -177,31 +177,33 @@ class Site(Premises):
                 entries = [Entry(self.dataset_id, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
             ledger.afford(entries)
             check_rules(self, run.terms)  # site.toml may have become stricter
-            turn = next(turns(run.plan, run.model, t))
-            down = run.down(message, turn)
-            if run.mine not in turn.cohort:
+            round_plan = next(round_plans(run.plan, run.model, t))
+            broadcast = run.broadcast(message, round_plan)
+            if run.mine not in round_plan.cohort:
                 raise Refused("order", f"round {t} is not this site's")
             if run.terms.secure:
                 _check_offers(run, t, offers)
             run.ready()  # what is refused until here costs nothing
-            reply = self._said(run, turn, down, offers, asked)
+            reply = self._said(run, round_plan, broadcast, offers, asked)
             ledger.charge(entries, reply)
             run.settle(ledger, self.dataset_id)
         try:
-            run.look(t, down)
+            run.look(t, broadcast)
         except Exception:  # for the site's own eyes alone: what was paid for leaves all the same
             log.exception("the model could not be looked at")
         return reply
 
-    def _said(self, run: Run, turn: Turn, down: Down, offers: dict[str, bytes], asked: str) -> bytes:
+    def _said(
+        self, run: Run, round_plan: RoundPlan, broadcast: Broadcast, offers: dict[str, bytes], asked: str
+    ) -> bytes:
         """The answer to a round. From here on the data are touched, so that whatever comes of it is charged: a failure
         that could be had for nothing, again and again, would be a question about the data."""
-        about = {"run": run.terms.run, "t": turn.t, "asked": asked}
+        about = {"run": run.terms.run, "t": round_plan.t, "asked": asked}
         try:
-            said = run.work(turn, down, asked)
-            run.keep(turn.t, turn, said, down)
+            said = run.compute(round_plan, broadcast, asked)
+            run.keep(round_plan.t, round_plan, said, broadcast)
             if run.terms.secure:
-                masked = secagg.masked(run.member, turn.t, offers, said)
+                masked = secagg.masked(run.member, round_plan.t, offers, said)
                 return wire.encode("said", {**about, "tree": []}, {"masked": _bytes(masked)})
             skeleton, arrays = wire.from_tree(said, "said")
             return wire.encode("said", {**about, "tree": skeleton}, arrays)
@@ -209,7 +211,7 @@ class Site(Premises):
             raise
         except Exception as error:
             log.exception("the site failed")
-            self.note("failed", run=run.terms.run, t=turn.t, detail=repr(error))
+            self.note("failed", run=run.terms.run, t=round_plan.t, detail=repr(error))
             (run.folder / "pending").unlink(missing_ok=True)
             return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
 

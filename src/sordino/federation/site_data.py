@@ -24,7 +24,7 @@ LOG = 2**24  # bytes of the site's own log, and as much again of what came befor
 DETAIL = 400  # characters of a text in it
 
 
-class Premises:
+class SiteData:
     def __init__(self, config: SiteConfig) -> None:
         self.config = config
         self.runs = config.folder / "runs"

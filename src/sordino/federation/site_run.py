@@ -16,13 +16,13 @@ from torch import Tensor
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Down, SordinoError, Tree, carries, nothing
+from sordino.core import Broadcast, SordinoError, Tree, carries, nothing
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
-from sordino.engines.oracle import Turn, secured, turns
+from sordino.engines.oracle import RoundPlan, encode_integers, round_plans
 from sordino.engines.reference import oracle
 from sordino.federation.refusal import Refused
-from sordino.federation.site_data import Premises
+from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.files import sync, write
 from sordino.privacy.evidence.certificate import certificate
@@ -37,7 +37,7 @@ ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and t
 
 
 class Run:
-    def __init__(self, site: Premises, name: str) -> None:
+    def __init__(self, site: SiteData, name: str) -> None:
         self.site, self.folder = site, site.runs / name
         self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
         self.plan, self.model = self.terms.plan, self.terms.model
@@ -47,7 +47,7 @@ class Run:
             raise Refused("changed", "the data are not those that the run began with")
 
     @staticmethod
-    def make(site: Premises, terms: Terms) -> Run:
+    def make(site: SiteData, terms: Terms) -> Run:
         """The folder appears whole or not at all."""
         final = site.runs / terms.run
         made = site.runs / f".{terms.run}"
@@ -131,19 +131,19 @@ class Run:
             raise Refused("malformed", f"{name} is not finite")
         return vector
 
-    def down(self, message: wire.Message, turn: Turn) -> Down:
+    def broadcast(self, message: wire.Message, round_plan: RoundPlan) -> Broadcast:
         theta = self.vector(message, "theta")
         size = sum(array.nbytes for array in message.arrays.values())
         if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
             raise Refused("malformed", "the letter is larger than a round's can be")
-        return Down(theta, self._word(message, turn))
+        return Broadcast(theta, self._word(message, round_plan))
 
-    def _word(self, message: wire.Message, turn: Turn) -> Tree:
+    def _word(self, message: wire.Message, round_plan: RoundPlan) -> Tree:
         """Finite vectors of the form that the method's own server sends. A table of them would be taken for many models
         at once, all noised with the same draw."""
         word = wire.to_tree(message.fields["word"], message.arrays, "word")
         parts = leaves(word)
-        if [tuple(part.shape) for part in parts] != self._said(turn.first):
+        if [tuple(part.shape) for part in parts] != self._said(round_plan.first):
             raise Refused("malformed", "the word is not made of vectors as the method's are")
         if not all(part.is_floating_point() for part in parts):
             raise Refused("malformed", "a word is not made of numbers")
@@ -159,45 +159,45 @@ class Run:
         """The shapes of the server's word in the stage that begins in round `first`."""
         theta, state, begins = self.model.init().to(self.terms.number), (), 0
         for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
-            state = stage.rule.init(theta, next(turns(self.plan, self.model, begins)).facts, state)
+            state = stage.rule.init(theta, next(round_plans(self.plan, self.model, begins)).facts, state)
             if begins == first:
                 break
             begins += rounds
-        return [tuple(part.shape) for part in leaves(stage.rule.say(state))]
+        return [tuple(part.shape) for part in leaves(stage.rule.broadcast(state))]
 
-    def work(self, turn: Turn, down: Down, asked: str = "") -> Any:
+    def compute(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
         """The message, noised: a tree, or integers under secure aggregation."""
         source = self.source(asked)
-        local = turn.stage.local
+        local = round_plan.stage.local
         _, stage, memory = self._kept()
-        if stage != turn.first:
-            memory = local.init(down.theta, memory)
-        cache = self._cache(turn)
-        ask = oracle(self.model, self.data, turn, self.mine, source, quiet=self.terms.secure)  # type: ignore[arg-type]
-        message = local.work(ask, down, memory, cache)
+        if stage != round_plan.first:
+            memory = local.init(broadcast.theta, memory)
+        cache = self._cache(round_plan)
+        ask = oracle(self.model, self.data, round_plan, self.mine, source, quiet=self.terms.secure)  # type: ignore[arg-type]
+        message = local.compute(ask, broadcast, memory, cache)
         if self.terms.secure:
             ask.released(message)  # integers are noised in place of an answer, which must be sent as it is
         message = ask.finish(message)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(message)):
             raise SordinoError("message: it is not finite, and noise does not hide that.")
-        return secured(self.plan, turn, self.mine, message, source) if self.terms.secure else message
+        return encode_integers(self.plan, round_plan, self.mine, message, source) if self.terms.secure else message
 
-    def _cache(self, turn: Turn) -> Tree:
-        if turn.stage.local.prepare is nothing:
+    def _cache(self, round_plan: RoundPlan) -> Tree:
+        if round_plan.stage.local.prepare is nothing:
             return ()
-        if self._caches[0] != turn.first:
-            ask = oracle(self.model, self.data, turn, self.mine, self.source(), inside=True)  # type: ignore[arg-type]
-            self._caches = turn.first, turn.stage.local.prepare(ask)
+        if self._caches[0] != round_plan.first:
+            ask = oracle(self.model, self.data, round_plan, self.mine, self.source(), preparing=True)  # type: ignore[arg-type]
+            self._caches = round_plan.first, round_plan.stage.local.prepare(ask)
         return self._caches[1]
 
-    def keep(self, t: int, turn: Turn, said: Any, down: Down) -> None:
+    def keep(self, t: int, round_plan: RoundPlan, said: Any, broadcast: Broadcast) -> None:
         """What the site will remember once this is charged: what it said."""
         _, stage, memory = self._kept()
-        if stage != turn.first:
-            memory = turn.stage.local.init(down.theta, memory)
+        if stage != round_plan.first:
+            memory = round_plan.stage.local.init(broadcast.theta, memory)
         if not self.terms.secure:
-            memory = turn.stage.local.remember(said, down, memory)
-        write(self.folder / "pending", pack((torch.tensor([t + 1, turn.first]), memory)))
+            memory = round_plan.stage.local.update_memory(said, broadcast, memory)
+        write(self.folder / "pending", pack((torch.tensor([t + 1, round_plan.first]), memory)))
 
     def settle(self, ledger: Ledger, who: str) -> None:
         """A memory whose round was charged is the memory; a kill may have fallen between the two."""
@@ -207,9 +207,9 @@ class Run:
             if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
                 os.replace(pending, self.folder / "memory")
 
-    def look(self, t: int, down: Down) -> None:
+    def look(self, t: int, broadcast: Broadcast) -> None:
         """The model on the site's own test records, for its own eyes."""
-        scores = evaluate(self.model, down.theta, *self._test)
+        scores = evaluate(self.model, broadcast.theta, *self._test)
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"round": t, **scores}) + "\n")
 

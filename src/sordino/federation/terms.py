@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sordino.core import Down, Kind, SordinoError, Trust, Unit, nearest
+from sordino.core import Broadcast, Kind, SordinoError, Trust, Unit, nearest
 from sordino.data.sources import Dataset
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.engines.simulate import only_asks_for_the_gradient
 from sordino.methods import entry
 from sordino.models.linear import Linear
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Secure, Seeded
@@ -76,7 +76,7 @@ class Terms:
     spec: str  # TOML
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # training records, public
-    wishes: dict[str, float]  # stricter epsilons of single sites
+    requested_epsilons: dict[str, float]  # stricter epsilons of single sites
     features: int
     classes: tuple[str, ...]  # empty: labels are quantities
     dropouts: int = 0
@@ -114,8 +114,14 @@ class Terms:
             (len(set(self.names)) == len(self.names), "two sites have one name"),
             (isinstance(self.sizes, tuple) and len(self.sizes) == len(self.names), "sizes and sites differ in number"),
             (all(type(size) is int and 0 < size < 2**40 for size in self.sizes), "a site's size is no size"),
-            (isinstance(self.wishes, dict) and set(self.wishes) <= set(self.names), "a wish belongs to nobody"),
-            (all(type(e) in (int, float) and 0 < e < 1e4 for e in self.wishes.values()), "a wish is no epsilon"),
+            (
+                isinstance(self.requested_epsilons, dict) and set(self.requested_epsilons) <= set(self.names),
+                "a wish belongs to nobody",
+            ),
+            (
+                all(type(e) in (int, float) and 0 < e < 1e4 for e in self.requested_epsilons.values()),
+                "a wish is no epsilon",
+            ),
             (type(self.features) is int and 0 < self.features < 2**24, "the number of features is none"),
             (isinstance(self.classes, tuple) and len(self.classes) <= MOST_CLASSES, "the classes are no list"),
             (all(isinstance(c, str) and len(c) < 256 for c in self.classes), "a class has no name"),
@@ -165,7 +171,7 @@ class Terms:
         return torch.float64 if self.secure else self.parsed.number
 
     @cached_property
-    def model(self) -> Linear | Flat:
+    def model(self) -> Linear | TorchModel:
         nobody = np.zeros((0, self.features), np.float32)
         none = np.zeros(0, np.int64)
         return choose_model(self.parsed, Dataset("sites", nobody, none, nobody, none, None, self.classes))
@@ -173,9 +179,11 @@ class Terms:
     @cached_property
     def plan(self) -> Plan:
         spec = self.parsed
-        stricter = {str(i): float(self.wishes[n]) for i, n in enumerate(self.names) if n in self.wishes}
+        stricter = {
+            str(i): float(self.requested_epsilons[n]) for i, n in enumerate(self.names) if n in self.requested_epsilons
+        }
         plan = replace(spec, client_epsilon={i: e for i, e in stricter.items() if e < spec.epsilon}).plan(self.sizes)
-        if plan.silent:
+        if plan.noiseless:
             raise SordinoError("epsilon: a federation without noise is not offered.")
         if not self.secure:
             return plan
@@ -184,14 +192,14 @@ class Terms:
         return plan
 
 
-def _check_messages(plan: Plan, model: Linear | Flat) -> None:
+def _check_messages(plan: Plan, model: Linear | TorchModel) -> None:
     """Integers are noised in place of an answer, so that a message must be the answer itself, or clipped as a whole."""
     theta, state = model.init(), ()
     for s, stage in enumerate(plan.stages):
-        turn = next(turns(plan, model, sum(plan.stage_rounds[:s])))
-        state = stage.rule.init(theta, turn.facts, state)
+        round_plan = next(round_plans(plan, model, sum(plan.stage_rounds[:s])))
+        state = stage.rule.init(theta, round_plan.facts, state)
         whole = any(query.kind is Kind.DELTA for query in stage.queries)
-        if not whole and not only_asks_for_the_gradient(stage, Down(theta, stage.rule.say(state))):
+        if not whole and not only_asks_for_the_gradient(stage, Broadcast(theta, stage.rule.broadcast(state))):
             raise SordinoError(
                 f"method: {plan.method.name} makes something of its gradient before it sends it; secure aggregation "
                 "needs it as it is. Use dp-fedsofim, dp-fedgd or dp-fedadam, or untrusted-server."

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Local, Method, Rule, Shard, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Local, Method, Rule, Shard, SordinoError, Stage, Tree, Unit
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 from sordino.rules.basic import check_decay, moving, stateless
 
@@ -92,19 +92,21 @@ def adadps(
     queries, proves = local_steps(unit, clip, steps, noise_at)
     lr = -local_lr * lr if sends_gradient(queries) else lr
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        y, scale = down.theta, None if side is None else 1 / down.word
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        y, scale = broadcast.theta, None if side is None else 1 / broadcast.extras
         if sends_gradient(queries):
             return ask.gradient(y, scale=scale)
         for _ in range(steps):
             y = y - local_lr * ask.gradient(y, scale=scale)
-        return y - down.theta
+        return y - broadcast.theta
 
     def update(u: Tree, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         return lr * u, moving(v, side.squares(theta + lr * u), beta) if side and side.model else v
 
     rule, assumes = Rule(stateless, update), tuple[str, ...]()
     if side is not None:
-        rule = Rule(lambda theta, facts, _: side.squares(theta, facts.shapes), update, say=lambda v: v.sqrt() + eps)
+        rule = Rule(
+            lambda theta, facts, _: side.squares(theta, facts.shapes), update, broadcast=lambda v: v.sqrt() + eps
+        )
         assumes = ("The side information that gradients are divided by is public.",)
-    return Method("dp-adadps", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT, assumes)
+    return Method("dp-adadps", unit, (Stage(Local(compute), rule, queries),), proves, CAVEAT, assumes)

@@ -13,7 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Facts, Kind, Local, Method, Rule, SordinoError, Stage, Tree, Trust, Unit, nearest
+from sordino.core import (
+    Ask,
+    Broadcast,
+    Facts,
+    Kind,
+    Local,
+    Method,
+    Rule,
+    SordinoError,
+    Stage,
+    Tree,
+    Trust,
+    Unit,
+    nearest,
+)
 from sordino.methods.fedavg import local_steps
 from sordino.rules.adaptive import denoised
 from sordino.rules.basic import check_decay, moving
@@ -80,8 +94,8 @@ def fedadamw(
     def eta(t: float, rounds: float) -> float:
         return lr * (1 + math.cos(math.pi * t / rounds)) / 2 if schedule == "cosine" else lr
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
-        (rate, pull, means, noise, J), y, blocks = down.word, down.theta, ask.facts.blocks
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+        (rate, pull, means, noise, J), y, blocks = broadcast.extras, broadcast.theta, ask.facts.blocks
         m, v, b, phi = torch.zeros_like(y), expand(means, blocks), noise, ask.std(Kind.GRADIENT).square()
         for k in range(1, steps + 1):
             g = ask.gradient(y)
@@ -91,7 +105,7 @@ def fedadamw(
             step = m / (1 - beta1**k) / (second.sqrt() + tau)
             y = y - rate * (own * step + weight * pull + decay * y)
         kept = (block_means(v, blocks) - means, b - noise)
-        return y - down.theta, *(kept if aggregate == "block" else ())
+        return y - broadcast.theta, *(kept if aggregate == "block" else ())
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         zero, rounds = torch.zeros_like(theta[..., :1]), torch.tensor(facts.rounds)
@@ -105,5 +119,5 @@ def fedadamw(
         return delta, (0 * rate + eta(t + 1, float(rounds)), -delta / (steps * rate), *carried, J, rounds)
 
     queries, _ = local_steps(unit, clip, steps, "per-step")
-    stage = Stage(Local(work), Rule(init, update, say=lambda state: state[:-1]), queries)
+    stage = Stage(Local(compute), Rule(init, update, broadcast=lambda state: state[:-1]), queries)
     return Method("dp-fedadamw", unit, (stage,), frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CAVEAT)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sordino.core import Method, Unit
-from sordino.methods.clipping import tracked
-from sordino.methods.fedgd import served
+from sordino.methods.clipping import adaptive_clip
+from sordino.methods.fedgd import server_gradient
 from sordino.rules import adam, yogi
 
 
@@ -26,7 +26,7 @@ def fedadam(
     Adam. tail, quantile: as in dp-fedgd.
     """
     rule = adam(beta1=beta1, beta2=beta2, tau=tau, bias_correction=bias_correction)
-    return tracked(served("dp-fedadam", unit, clip, lr, (rule,), tail), clip, quantile)
+    return adaptive_clip(server_gradient("dp-fedadam", unit, clip, lr, (rule,), tail), clip, quantile)
 
 
 def fedyogi(
@@ -42,7 +42,7 @@ def fedyogi(
 ) -> Method:
     """theta <- theta - lr m / (sqrt(v) + tau), Yogi's moments of G. Options as in dp-fedadam."""
     rule = yogi(beta1=beta1, beta2=beta2, tau=tau, bias_correction=bias_correction)
-    return served("dp-fedyogi", unit, clip, lr, (rule,), tail)
+    return server_gradient("dp-fedyogi", unit, clip, lr, (rule,), tail)
 
 
 def adambc(
@@ -64,4 +64,4 @@ def adambc(
     rule = adam(
         beta1=beta1, beta2=beta2, tau=0, bias_correction=True, correction="subtract-floor", floor=floor, decay=decay
     )
-    return served("dp-adambc", unit, clip, lr, (rule,), tail)
+    return server_gradient("dp-adambc", unit, clip, lr, (rule,), tail)

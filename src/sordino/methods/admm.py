@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sordino.core import Adjacency, Ask, Down, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit, nothing
+from sordino.core import Adjacency, Ask, Broadcast, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit, nothing
 from sordino.rules.basic import zeros
 from sordino.rules.limits import LIMITS
 
@@ -60,25 +60,25 @@ def admm(
 ) -> Method:
     """The pass itself; memory is (lambda_i, y_i as last sent), and the server's word is y."""
 
-    def dual(down: Down, memory: Tree) -> Tensor:
+    def dual(broadcast: Broadcast, memory: Tree) -> Tensor:
         if not duals:
-            return torch.zeros_like(down.theta)
+            return torch.zeros_like(broadcast.theta)
         lam, sent = memory
-        said: Tensor = lam + rho * (sent - down.word)
+        said: Tensor = lam + rho * (sent - broadcast.extras)
         return said
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        v = LIMITS[limit_by](ask.gradient(down.theta), rho * down.word - dual(down, memory), limit)
-        return solve(ask, down.theta, v, cache)
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        v = LIMITS[limit_by](ask.gradient(broadcast.theta), rho * broadcast.extras - dual(broadcast, memory), limit)
+        return solve(ask, broadcast.theta, v, cache)
 
-    def remember(sent: Tree, down: Down, memory: Tree) -> Tree:
-        return dual(down, memory), sent
+    def update_memory(sent: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
+        return dual(broadcast, memory), sent
 
     def start(theta: Tensor, before: Tree) -> Tree:
         return torch.zeros_like(theta), torch.zeros_like(theta)
 
-    rule = Rule(zeros, lambda y, state, theta, t: (-lr * y, y), say=lambda y: y)
+    rule = Rule(zeros, lambda y, state, theta, t: (-lr * y, y), broadcast=lambda y: y)
     trusts = [t for t in Trust if not duals or t is Trust.UNTRUSTED_SERVER] if limit_by == "projection" else []
-    local = Local(work, remember, start, prepare) if duals else Local(work, prepare=prepare)
+    local = Local(compute, update_memory, start, prepare) if duals else Local(compute, prepare=prepare)
     caveat = CAVEAT if limit_by == "projection" else UNSOUND
     return Method(name, unit, (Stage(local, rule, queries),), frozenset((unit, t) for t in trusts), caveat)

@@ -14,9 +14,9 @@ import math
 
 from torch import Tensor
 
-from sordino.core import Ask, Down, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
 from sordino.methods.fedgd import gradient
-from sordino.rules import curved, kalman
+from sordino.rules import estimate_covariance, kalman
 
 EARLY = 3  # rounds
 
@@ -49,7 +49,7 @@ def auto(
         )
     user, most = unit is Unit.USER, 1 + radius**2
 
-    def look(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+    def look(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         return ask.gram().flatten(-2) if user else ask.gram()
 
     def released(kind: Kind, bound: float, share: float | None, psd: bool = False) -> tuple[Query, ...]:
@@ -61,7 +61,9 @@ def auto(
         rule = kalman(clip=clip, most=most, prior=prior, doubt=doubt, part=part)
         return Stage(Local(gradient), rule, released(Kind.GRADIENT, clip, share), rounds)
 
-    first = Stage(Local(look), curved(most), released(Kind.GRAM, most, covariance_share, psd=True), rounds=1)
+    first = Stage(
+        Local(look), estimate_covariance(most), released(Kind.GRAM, most, covariance_share, psd=True), rounds=1
+    )
     if early_share:
         part = early_share / (1 - covariance_share)
         stages: tuple[Stage, ...] = (first, steps(early_share, EARLY, part), steps(None, None, None))

@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Facts, Kind, Local, Method, Query, Rule, SordinoError, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, SordinoError, Tree, Unit
 
 FARTHEST = 20.0  # of log C from where it began
 
 
-def tracked(method: Method, clip: float, quantile: float, *, pace: float = 0.2, share: float = 0.05) -> Method:
+def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float = 0.2, share: float = 0.05) -> Method:
     """The same method of one gradient a round; C <- C exp(-pace (part below C - quantile)). quantile 0: as it was."""
     if not quantile:
         return method
@@ -33,9 +33,9 @@ def tracked(method: Method, clip: float, quantile: float, *, pace: float = 0.2, 
     inner = stage.rule
     within = math.log(clip) - FARTHEST, math.log(clip) + FARTHEST
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tree:
-        unit = (-down.word.clamp(*within)).exp().expand_as(down.theta)
-        return ask.gradient(down.theta, scale=unit), ask.count(down.theta, unit)
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+        unit = (-broadcast.extras.clamp(*within)).exp().expand_as(broadcast.theta)
+        return ask.gradient(broadcast.theta, scale=unit), ask.count(broadcast.theta, unit)
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         return torch.full_like(theta[..., :1], math.log(clip)), inner.init(theta, facts, before)
@@ -46,9 +46,9 @@ def tracked(method: Method, clip: float, quantile: float, *, pace: float = 0.2, 
         C = C - pace * (below + 0.5 - quantile)
         return step, (C.clamp(*within), own)
 
-    rule = Rule(init, update, say=lambda state: state[0], model=lambda theta, state: inner.model(theta, state[1]))
+    rule = Rule(init, update, broadcast=lambda state: state[0], model=lambda theta, state: inner.model(theta, state[1]))
     queries = (replace(stage.queries[0], clip=1.0, share=1 - share), Query(Kind.COUNT, 0.5, share=share))
     told = "The clip, 1 in its own units, is multiplied by a length that follows the noised counts."
     return method._replace(
-        stages=(stage._replace(local=Local(work), rule=rule, queries=queries),), assumes=(*method.assumes, told)
+        stages=(stage._replace(local=Local(compute), rule=rule, queries=queries),), assumes=(*method.assumes, told)
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Facts, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
 from sordino.methods.admm import admm
 from sordino.methods.fednew import answers, checked
 from sordino.rules.basic import stateless
@@ -37,7 +37,7 @@ def fedfc(
         raise SordinoError(f"covariance_share: {covariance_share} must lie in [0, 1).")
     user, share = unit is Unit.USER, covariance_share or None
 
-    def look(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+    def look(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         return ask.gram().flatten(-2) if user else ask.gram()
 
     def invert(theta: Tensor, facts: Facts, A: Tree) -> Tree:
@@ -46,9 +46,9 @@ def fedfc(
             return eye
         return floored_inverse(A.reshape(*theta.shape[:-1], *eye.shape) + gamma * eye, gamma)
 
-    def walk(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        g = ask.gradient(down.theta)
-        return times(down.word, g) if user else g
+    def walk(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        g = ask.gradient(broadcast.theta)
+        return times(broadcast.extras, g) if user else g
 
     def update(g: Tree, P: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         return -lr * (g if user else times(P, g)), P
@@ -62,7 +62,7 @@ def fedfc(
         seen = (Query(Kind.GRAM, covariance_clip, share=share, psd=True),)
         asked = (Query(Kind.GRADIENT, clip),)
     keep_it = Rule(stateless, lambda A, state, theta, t: (torch.zeros_like(theta), A))
-    rule = Rule(invert, update, say=lambda P: P) if user else Rule(invert, update)
+    rule = Rule(invert, update, broadcast=lambda P: P) if user else Rule(invert, update)
     stages = (Stage(Local(look), keep_it, seen, rounds=1), Stage(Local(walk), rule, asked))
     return Method("dp-fedfc", unit, stages, frozenset((unit, trust) for trust in Trust))
 

@@ -12,7 +12,21 @@ import math
 
 from torch import Tensor
 
-from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit, nearest
+from sordino.core import (
+    Ask,
+    Broadcast,
+    Kind,
+    Local,
+    Method,
+    Query,
+    Rule,
+    SordinoError,
+    Stage,
+    Tree,
+    Trust,
+    Unit,
+    nearest,
+)
 from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 
@@ -43,20 +57,20 @@ def sends_gradient(queries: tuple[Query, ...]) -> bool:
     return len(queries) == 1 and queries[0].calls == 1
 
 
-def averaged(name: str, unit: Unit, clip: float, local_lr: float, steps: int, noise_at: str, *rules: Rule) -> Method:
+def local_sgd(name: str, unit: Unit, clip: float, local_lr: float, steps: int, noise_at: str, *rules: Rule) -> Method:
     """K local steps; `rules` turn the mean update into the server's step."""
     queries, proves = local_steps(unit, clip, steps, noise_at)
     if sends_gradient(queries):
         local, rules = Local(gradient), (scale(-local_lr), *rules)
         return Method(name, unit, (Stage(local, chain(*rules), queries),), proves, CAVEAT)
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        y = down.theta
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        y = broadcast.theta
         for _ in range(steps):
             y = y - local_lr * ask.gradient(y)
-        return y - down.theta
+        return y - broadcast.theta
 
-    return Method(name, unit, (Stage(Local(work), chain(*rules), queries),), proves, CAVEAT)
+    return Method(name, unit, (Stage(Local(compute), chain(*rules), queries),), proves, CAVEAT)
 
 
 def fedavg(
@@ -75,7 +89,7 @@ def fedavg(
     tail: as in dp-fedgd.
     """
     last = [average(tail)] if tail else []
-    return averaged("dp-fedavg", unit, clip, local_lr, steps, noise_at, scale(lr), *last)
+    return local_sgd("dp-fedavg", unit, clip, local_lr, steps, noise_at, scale(lr), *last)
 
 
 def fedavg_ls(
@@ -92,4 +106,4 @@ def fedavg_ls(
 
     strength: of the smoothing; 0 is dp-fedavg. Other options as there.
     """
-    return averaged("dp-fedavg-ls", unit, clip, local_lr, steps, noise_at, smooth(strength), scale(lr))
+    return local_sgd("dp-fedavg-ls", unit, clip, local_lr, steps, noise_at, smooth(strength), scale(lr))

@@ -11,16 +11,18 @@ import math
 
 from torch import Tensor
 
-from sordino.core import Ask, Down, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
-from sordino.methods.clipping import tracked
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.methods.clipping import adaptive_clip
 from sordino.rules import average, chain, scale
 
 
-def gradient(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-    return ask.gradient(down.theta)
+def gradient(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+    return ask.gradient(broadcast.theta)
 
 
-def served(name: str, unit: Unit, clip: float, lr: float | Tensor, rules: tuple[Rule, ...], tail: float) -> Method:
+def server_gradient(
+    name: str, unit: Unit, clip: float, lr: float | Tensor, rules: tuple[Rule, ...], tail: float
+) -> Method:
     """Gradients in, `rules` and a step of `lr` on the server. Proved under every trust model: each round's release
     depends on the past through broadcast models alone, and rules only post-process it."""
     if not isinstance(lr, Tensor) and not lr > 0:
@@ -46,4 +48,4 @@ def fedgd(
     lr: the step. tail: the part of the rounds whose iterates are averaged into the model handed out (0: none).
     quantile: of the gradients' norms, which the clip then follows from where it begins; paid for (0: it stays).
     """
-    return tracked(served("dp-fedgd", unit, clip, lr, (), tail), clip, quantile)
+    return adaptive_clip(server_gradient("dp-fedgd", unit, clip, lr, (), tail), clip, quantile)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from sordino.core import Correlated, Kind, Method, SordinoError, Stream, Unit, nearest
-from sordino.methods.fedgd import served
+from sordino.methods.fedgd import server_gradient
 from sordino.privacy.accounting import correlated
 from sordino.rules import heavy_ball
 
@@ -57,7 +57,7 @@ def ftrl(
     if restart < 0 or band < 1:
         raise SordinoError(f"restart, band: {restart} and {band} must be at least 0 and 1.")
     rules = (heavy_ball(momentum, restart),) if momentum else ()
-    method = served("dp-ftrl", unit, clip, lr, rules, tail)
+    method = server_gradient("dp-ftrl", unit, clip, lr, rules, tail)
     (stage,) = method.stages
     common = Stream(mechanism, partial(stream, mechanism, honaker, restart, band))
     released = Kind.GRADIENT if unit is Unit.RECORD else Kind.DELTA

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
 from sordino.methods.newton import NONLINEAR, local_round
 from sordino.rules import chain, scale
 from sordino.rules.matrix import floored_solve, identity_like
@@ -39,15 +39,15 @@ def newton_head(
     if not (ridge > 0 and damping > 0 and blocks >= 1):
         raise SordinoError("ridge, damping: must be above 0, and blocks at least 1.")
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        g, F = ask.gradient(down.theta), ask.fisher(down.theta)
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        g, F = ask.gradient(broadcast.theta), ask.fisher(broadcast.theta)
         body, head = g[..., : -F.shape[-1]], g[..., -F.shape[-1] :]
         step = floored_solve(F + ridge * identity_like(F), head, ridge)
         return torch.cat([0 * body, -damping * step], -1)
 
     start = local_round(clip, local_lr, local_steps, local_share / blocks)
     fisher = Query(Kind.FISHER, clip**2, share=curvature_share / blocks, psd=True)
-    refine = Stage(Local(work), chain(scale(1.0)), (Query(Kind.GRADIENT, clip, share=rest / blocks), fisher))
+    refine = Stage(Local(compute), chain(scale(1.0)), (Query(Kind.GRADIENT, clip, share=rest / blocks), fisher))
     early = (start, refine._replace(rounds=1)) * (blocks - 1)
     proves = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
     return Method("fednewton-head", unit, (*early, start, refine), proves, NONLINEAR)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sordino.core import Ask, Down, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
-from sordino.methods.fedavg import CAVEAT, averaged
-from sordino.methods.fedgd import gradient, served
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.methods.fedavg import CAVEAT, local_sgd
+from sordino.methods.fedgd import gradient, server_gradient
 from sordino.rules import chain, scale
 from sordino.rules.matrix import floored_solve
 
@@ -24,7 +24,7 @@ def fedsgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail
 
     lr: below 2 over the largest curvature. tail: as in dp-fedgd.
     """
-    return served("fedsgd", unit, clip, lr, (), tail)
+    return server_gradient("fedsgd", unit, clip, lr, (), tail)
 
 
 def fedavg_gdp(*, unit: Unit = Unit.RECORD, clip: float = 1.0, local_lr: float = 2.0, steps: int = 10) -> Method:
@@ -32,14 +32,14 @@ def fedavg_gdp(*, unit: Unit = Unit.RECORD, clip: float = 1.0, local_lr: float =
 
     steps: K. Few rounds and many steps bias the estimate by about m^2 d^2 / N^2 in squared error.
     """
-    return averaged("fedavg-gdp", unit, clip, local_lr, steps, "per-step", scale(1.0))
+    return local_sgd("fedavg-gdp", unit, clip, local_lr, steps, "per-step", scale(1.0))
 
 
 def local_round(clip: float, local_lr: float, steps: int, share: float) -> Stage:
     """One round of local steps, whose mean is where the next stage begins."""
     if not 0 < share < 1:
         raise SordinoError(f"local_share: {share} must lie in (0, 1), the part of mu squared spent on local steps.")
-    (stage,) = averaged("", Unit.RECORD, clip, local_lr, steps, "per-step", scale(1.0)).stages
+    (stage,) = local_sgd("", Unit.RECORD, clip, local_lr, steps, "per-step", scale(1.0)).stages
     (query,) = stage.queries
     return stage._replace(queries=(Query(query.kind, query.clip, query.calls, share),), rounds=1)
 
@@ -86,14 +86,14 @@ def fednewton(
     if not floor > 0 or not curvature_clip > 0 or step_cap < 0:
         raise SordinoError("floor, curvature_clip: must be above 0, and step_cap 0 or more.")
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        g, H = ask.gradient(down.theta), ask.curvature(down.theta)
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        g, H = ask.gradient(broadcast.theta), ask.curvature(broadcast.theta)
         step = floored_solve(H, g, floor)
         if step_cap:
             step = step * (step_cap / step.norm(dim=-1, keepdim=True).clamp_min(step_cap))
         return -step
 
     curvature = Query(Kind.CURVATURE, curvature_clip, share=curvature_share, psd=True)
-    newton = Stage(Local(work), chain(scale(1.0)), (Query(Kind.GRADIENT, clip, share=rest), curvature))
+    newton = Stage(Local(compute), chain(scale(1.0)), (Query(Kind.GRADIENT, clip, share=rest), curvature))
     start = local_round(clip, local_lr, local_steps, local_share)
     return Method("fednewton", unit, (start, newton), frozenset({(unit, Trust.UNTRUSTED_SERVER)}), NONLINEAR)

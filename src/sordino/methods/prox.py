@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Facts, Local, Method, Rule, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, SordinoError, Stage, Tree, Unit
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 
 RATE, REACH = 0.1, 10.0  # mu changes by a tenth a round, and stays within a factor of ten of where it began
@@ -35,13 +35,13 @@ def adafedprox(
     queries, proves = local_steps(unit, clip, steps, noise_at)
     one = sends_gradient(queries)
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         if one:  # at theta nothing pulls
-            return ask.gradient(down.theta)
-        y, pull = down.theta, down.word
+            return ask.gradient(broadcast.theta)
+        y, pull = broadcast.theta, broadcast.extras
         for _ in range(steps):
-            y = y - local_lr * (ask.gradient(y) + pull * (y - down.theta))
-        return y - down.theta
+            y = y - local_lr * (ask.gradient(y) + pull * (y - broadcast.theta))
+        return y - broadcast.theta
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         return torch.zeros_like(theta[..., :1]) + mu, torch.zeros_like(theta)
@@ -53,5 +53,5 @@ def adafedprox(
         pull = (pull * torch.where(against, 1 + RATE, 1 - RATE)).clamp(mu / REACH, mu * REACH)
         return lr * u, (pull, u)
 
-    rule = Rule(init, update, say=lambda state: state[0])
-    return Method("dp-adafedprox", unit, (Stage(Local(work), rule, queries),), proves, CAVEAT)
+    rule = Rule(init, update, broadcast=lambda state: state[0])
+    return Method("dp-adafedprox", unit, (Stage(Local(compute), rule, queries),), proves, CAVEAT)

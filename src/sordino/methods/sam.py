@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Local, Method, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Local, Method, SordinoError, Stage, Tree, Unit
 from sordino.methods.fedavg import CAVEAT, local_steps
 from sordino.rules import scale
 
@@ -39,15 +39,15 @@ def fedsam(
         if not 0 <= value < math.inf:
             raise SordinoError(f"{name}: {value} must be a finite number, 0 or more.")
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        y = down.theta
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        y = broadcast.theta
         for _ in range(steps):
             worst, batch = y, ask.sample()
             if rho:
                 g = ask.gradient(y, on=batch)
                 worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(SMALLEST)
             y = y - local_lr * (ask.gradient(worst, on=batch) + decay * y)
-        return y - down.theta
+        return y - broadcast.theta
 
     queries, proves = local_steps(unit, clip, steps, noise_at, joint=2 if rho else 1)
-    return Method("dp-fedsam", unit, (Stage(Local(work), scale(lr), queries),), proves, CAVEAT)
+    return Method("dp-fedsam", unit, (Stage(Local(compute), scale(lr), queries),), proves, CAVEAT)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Down, Facts, Local, Method, Rule, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree, Trust, Unit
 from sordino.methods.fedavg import local_steps
 
 CAVEAT = "Control variates are hidden client state: what sums of messages tell of it is not proved."
@@ -39,14 +39,14 @@ def scaffold(
     steps: K. warm_start: begin with c_i a noised gradient, one extra release.
     """
 
-    def work(ask: Ask, down: Down, c_i: Tree, cache: Tree) -> Tensor:
-        y, c = down.theta, down.word
+    def compute(ask: Ask, broadcast: Broadcast, c_i: Tree, cache: Tree) -> Tensor:
+        y, c = broadcast.theta, broadcast.extras
         for _ in range(steps):
             y = y - local_lr * (ask.gradient(y) - c_i + c)
-        return down.theta - y
+        return broadcast.theta - y
 
-    def remember(zeta: Tree, down: Down, c_i: Tree) -> Tree:
-        return c_i - down.word + zeta / (steps * local_lr)
+    def update_memory(zeta: Tree, broadcast: Broadcast, c_i: Tree) -> Tree:
+        return c_i - broadcast.extras + zeta / (steps * local_lr)
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         return (before if warm_start else torch.zeros_like(theta)), torch.tensor(facts.cohort / facts.clients)
@@ -56,8 +56,8 @@ def scaffold(
         return -lr * zeta, (c + rate * (zeta / (steps * local_lr) - c), rate)
 
     queries, _ = local_steps(unit, clip, steps, "per-step")
-    local = Local(work, remember, carried if warm_start else nothing_yet)
-    walk = Stage(local, Rule(init, update, say=lambda state: state[0]), queries)
+    local = Local(compute, update_memory, carried if warm_start else nothing_yet)
+    walk = Stage(local, Rule(init, update, broadcast=lambda state: state[0]), queries)
     stages = (warm(unit, clip), walk) if warm_start else (walk,)
     return Method("dp-scaffold", unit, stages, frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CAVEAT)
 
@@ -65,10 +65,10 @@ def scaffold(
 def warm(unit: Unit, clip: float) -> Stage:
     """One round in which c_i becomes a noised gradient at theta, and c their mean; the model stays."""
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        return ask.gradient(down.theta)
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        return ask.gradient(broadcast.theta)
 
-    def remember(g: Tree, down: Down, memory: Tree) -> Tree:
+    def update_memory(g: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
         return g
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
@@ -78,4 +78,4 @@ def warm(unit: Unit, clip: float) -> Stage:
         return torch.zeros_like(theta), g
 
     queries, _ = local_steps(unit, clip, 1, "per-step")
-    return Stage(Local(work, remember, nothing_yet), Rule(init, update), queries, rounds=1)
+    return Stage(Local(compute, update_memory, nothing_yet), Rule(init, update), queries, rounds=1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sordino.core import Ask, Down, Local, Method, SordinoError, Tree, Unit
+from sordino.core import Ask, Broadcast, Local, Method, SordinoError, Tree, Unit
 from sordino.methods.fedavg import CAVEAT, local_steps
-from sordino.methods.fedgd import served
+from sordino.methods.fedgd import server_gradient
 from sordino.rules import fisher
 
 
@@ -52,16 +52,18 @@ def sofim(
         structure=structure,
         rank=rank,
     )
-    method = served("dp-fedsofim", unit, clip, lr, (rule,), tail)
+    method = server_gradient("dp-fedsofim", unit, clip, lr, (rule,), tail)
     queries, proves = local_steps(unit, clip, steps, "per-step")
     if steps == 1:
         return method
 
-    def work(ask: Ask, down: Down, memory: Tree, cache: Tree) -> Tensor:
-        y = down.theta
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        y = broadcast.theta
         for _ in range(steps):
             y = y - local_lr * ask.gradient(y)
-        return (down.theta - y) / (steps * local_lr)
+        return (broadcast.theta - y) / (steps * local_lr)
 
     (stage,) = method.stages
-    return method._replace(stages=(stage._replace(local=Local(work), queries=queries),), proves=proves, caveat=CAVEAT)
+    return method._replace(
+        stages=(stage._replace(local=Local(compute), queries=queries),), proves=proves, caveat=CAVEAT
+    )

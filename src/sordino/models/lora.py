@@ -117,12 +117,12 @@ class _Adapted(torch.autograd.Function):
         notes.report(adapter, dropped, up)
         if not ctx.needs_input_grad[1]:
             return None, None, g if ctx.needs_input_grad[2] else None, None, None
-        down = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)
+        broadcast = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)
         if mask is not None:
-            down = _undrop(down, mask.reshape(down.shape), 1 / (1 - ctx.rate))
+            broadcast = _undrop(broadcast, mask.reshape(broadcast.shape), 1 / (1 - ctx.rate))
         if ctx.weight is not None:
-            down.addmm_(g.reshape(-1, g.shape[-1]), ctx.weight)
-        return None, down.view(dropped.shape), g if ctx.needs_input_grad[2] else None, None, None
+            broadcast.addmm_(g.reshape(-1, g.shape[-1]), ctx.weight)
+        return None, broadcast.view(dropped.shape), g if ctx.needs_input_grad[2] else None, None, None
 
 
 _undrop = torch.ops.aten.native_dropout_backward.default

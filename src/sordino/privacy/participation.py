@@ -72,10 +72,10 @@ class Participation:
             return [np.arange(t % cohorts, clients, cohorts) for t in range(rounds)]
         if seed < 0:
             raise SordinoError(f"seed: {seed} of a schedule must be 0 or more.")
-        coins = Secure(_key(seed))
+        uniforms = Secure(_key(seed))
         if self.kind == "fixed":
-            return [_subset(coins, t, clients, int(self.amount)) for t in range(rounds)]
-        return [_by_chance(coins, t, clients, self.amount) for t in range(rounds)]
+            return [_subset(uniforms, t, clients, int(self.amount)) for t in range(rounds)]
+        return [_by_chance(uniforms, t, clients, self.amount) for t in range(rounds)]
 
 
 def _key(seed: int) -> bytes:
@@ -83,22 +83,22 @@ def _key(seed: int) -> bytes:
     return hashlib.blake2b(number, digest_size=32, person=b"sordino schedule").digest()
 
 
-def _subset(coins: Secure, t: int, clients: int, amount: int) -> np.ndarray:
+def _subset(uniforms: Secure, t: int, clients: int, amount: int) -> np.ndarray:
     """The clients with the `amount` smallest words. Distinct words are in uniform order; equal ones are drawn anew."""
     for attempt in range(2**16):
-        words = coins.words(Address(0, t, 0, attempt), clients)
+        words = uniforms.words(Address(0, t, 0, attempt), clients)
         if len(np.unique(words)) == clients:
             return np.sort(np.argsort(words, kind="stable")[:amount])
     raise SordinoError(f"participation: {clients} clients are too many to order by words of 64 bits.")
 
 
-def _by_chance(coins: Secure, t: int, clients: int, rate: float) -> np.ndarray:
+def _by_chance(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarray:
     """Each client with this chance: whether its 128 bits, as a fraction, lie below the rate. That is exact for a rate
     of 2^-75 or more, and never more likely than the rate for a smaller one."""
     if rate == 1:
         return np.arange(clients)
     high, low = divmod(int(Fraction(rate) * 2**128), 2**64)
-    words = coins.words(Address(0, t, 0), 2 * clients).reshape(clients, 2)
+    words = uniforms.words(Address(0, t, 0), 2 * clients).reshape(clients, 2)
     first, second = words[:, 0], words[:, 1]
     return np.flatnonzero((first < np.uint64(high)) | ((first == np.uint64(high)) & (second < np.uint64(low))))
 
@@ -148,14 +148,14 @@ class Sampling:
         part = self.kind == "poisson" and self.amount < 1
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
 
-    def draw(self, coins: np.ndarray, rate: float) -> np.ndarray:
+    def draw(self, uniforms: np.ndarray, rate: float) -> np.ndarray:
         """The records of a minibatch, from one uniform coin per record; the rate is that of the client's public size.
 
         Coins are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn with
         a greater chance than the rate, which is what the account is of. Equal coins are ordered by place.
         """
         if rate == 1:
-            return np.arange(len(coins))
+            return np.arange(len(uniforms))
         if self.kind == "poisson":
-            return np.flatnonzero(coins < math.floor(rate * 2**52) / 2**52)
-        return np.sort(np.argsort(coins, kind="stable")[: int(self.amount)])
+            return np.flatnonzero(uniforms < math.floor(rate * 2**52) / 2**52)
+        return np.sort(np.argsort(uniforms, kind="stable")[: int(self.amount)])

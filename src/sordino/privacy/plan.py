@@ -51,7 +51,7 @@ from sordino.privacy.participation import EVERYONE, Participation, Sampling
 MOST_ROUNDS = 1_000_000
 
 
-class Level(NamedTuple):
+class QueryNoise(NamedTuple):
     """The noise of one query of one stage, per client."""
 
     stage: int
@@ -103,10 +103,8 @@ class Plan:
             raise SordinoError(f"schedule_seed: {self.schedule_seed} must be 0 or more.")
         if not self.sizes or min(self.sizes) < 1:
             raise SordinoError("clients: every client needs at least one record.")
-        if strangers := [i for i in self.privacy.client_epsilon if not 0 <= i < len(self.sizes)]:
-            raise SordinoError(
-                f"client_epsilon: there is no client {strangers[0]}; they run 0 to {len(self.sizes) - 1}."
-            )
+        if unknown := [i for i in self.privacy.client_epsilon if not 0 <= i < len(self.sizes)]:
+            raise SordinoError(f"client_epsilon: there is no client {unknown[0]}; they run 0 to {len(self.sizes) - 1}.")
         if self.method.unit is not self.privacy.unit:
             raise SordinoError(f"unit: {self.method.name} was built for {self.method.unit}, not {self.privacy.unit}.")
         for stage in self.method.stages:
@@ -116,14 +114,14 @@ class Plan:
         if self.noise is not None and self.privacy.client_epsilon:
             raise SordinoError("client_epsilon: with a fixed noise no client can ask for more; leave one of them out.")
         noised = [q for stage in self.method.stages for q in stage.queries if q.noise is not None]
-        if not self.silent and any(
+        if not self.noiseless and any(
             math.isinf(q.sensitivity(self.privacy.adjacency, self.privacy.unit)) for q in noised
         ):
             raise SordinoError(
                 f"epsilon: {self.method.name} bounds nothing. {self.method.caveat or 'Set clip, or epsilon = inf.'}"
             )
         pair = (self.privacy.unit, self.privacy.trust)
-        if not (pair in self.method.proves or self.uncertified or self.silent):
+        if not (pair in self.method.proves or self.uncertified or self.noiseless):
             pairs = ", ".join(sorted(f"{unit} level under {trust}" for unit, trust in self.method.proves))
             raise SordinoError(
                 f"trust: {self.method.name} is not proved private at {self.privacy.unit} level under "
@@ -132,12 +130,12 @@ class Plan:
                 + " uncertified = true and read the statement, which then begins with 'not certified'."
             )
         self.participation.rate(len(self.sizes))
-        if self.by_chance and not (self.uncertified or self.silent):
+        if self.random_participation and not (self.uncertified or self.noiseless):
             raise SordinoError(
                 f"participation: the correlated noise of {self.method.name} is certified for full, fixed:K or cyclic:K "
                 f"participation, where each client's rounds are few by design; {self.participation} is not."
             )
-        if self.unbounded and not (self.uncertified or self.silent):
+        if self.unbounded and not (self.uncertified or self.noiseless):
             raise SordinoError(f"batch: {self.unbounded}")
         if self.integers is not None:
             self._check_integers(self.integers)
@@ -151,7 +149,7 @@ class Plan:
             raise SordinoError(f"participation: secure aggregation is over all sites here, not {self.participation}.")
         if self.sampling.kind != EVERYONE:
             raise SordinoError(f"batch: discrete noise has no account of {self.sampling}; leave batch at full.")
-        if self.silent:
+        if self.noiseless:
             raise SordinoError("epsilon: secure aggregation without noise is not offered; give epsilon.")
 
     # ------------------------------------------------------------------------------------------------ structure
@@ -163,10 +161,10 @@ class Plan:
     @property
     def proved(self) -> bool:
         known = (self.privacy.unit, self.privacy.trust) in self.method.proves
-        return known and not self.by_chance and not self.unbounded
+        return known and not self.random_participation and not self.unbounded
 
     @property
-    def by_chance(self) -> bool:
+    def random_participation(self) -> bool:
         """A stream of noise whose clients come by coin: any of them may come in every round."""
         streams = any(carries(q.noise) for stage in self.stages for q in stage.queries)
         return streams and self.participation.kind == "poisson"
@@ -217,12 +215,12 @@ class Plan:
         return (fixed or self.participation.kind == "poisson") and self.participation.rate(self.clients) < 1
 
     @property
-    def silent(self) -> bool:
+    def noiseless(self) -> bool:
         """Runs without noise, and so without privacy."""
         return self.privacy.epsilon == math.inf and self.noise is None
 
     @property
-    def sums_only(self) -> bool:
+    def only_sums_visible(self) -> bool:
         """The adversary sees no single client's message."""
         return self.privacy.trust is not Trust.UNTRUSTED_SERVER
 
@@ -243,7 +241,7 @@ class Plan:
         """Round t adds to a stream of noise that began before it, and so needs the draws it began with."""
         stage = self.stage_of(t)
         streams = any(carries(query.noise) for query in self.stages[stage].queries)
-        return streams and t > sum(self.stage_rounds[:stage]) and not self.silent
+        return streams and t > sum(self.stage_rounds[:stage]) and not self.noiseless
 
     def stage_of(self, t: int) -> int:
         """The stage that round t belongs to."""
@@ -293,15 +291,15 @@ class Plan:
         return taken.any(0).astype(int), factors[which.reshape(-1)]
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[QueryNoise, ...]:
         """The noise of every query: what epsilon asks for, or what `noise` fixes."""
         found = list(self.queries())
         releases = np.array([self._counts(s, q)[0].max() for s, _, q in found], dtype=float)
         shares = _shares([q.share for *_, q in found], releases)
-        wishes = np.full(self.clients, self.privacy.epsilon)
+        requested_epsilons = np.full(self.clients, self.privacy.epsilon)
         for client, epsilon in self.privacy.client_epsilon.items():
-            wishes[client] = epsilon
-        distinct, which = np.unique(wishes, return_inverse=True)
+            requested_epsilons[client] = epsilon
+        distinct, which = np.unique(requested_epsilons, return_inverse=True)
         mu = np.array([self._allowed(e, int(releases.sum())) for e in distinct])[which]
         sizes, position = np.unique(self.sizes, return_inverse=True)
         levels = []
@@ -310,7 +308,7 @@ class Plan:
                 share, count = 1.0, 1.0
             unit, adjacency = self.privacy.unit, self.privacy.adjacency
             claims = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position]
-            if not np.isfinite(claims).all() and not self.silent:
+            if not np.isfinite(claims).all() and not self.noiseless:
                 raise SordinoError(f"clip: {self.method.name}'s {query.kind} needs a finite clip; set clip.")
             lemma = query.bound
             scale = query.clip if lemma is None else max(lemma.bound(int(m), Adjacency.ADD_REMOVE) for m in sizes)
@@ -319,19 +317,19 @@ class Plan:
             divisor = divisor * self.rates if query.kind in SAMPLED else divisor
             weight = self.weights / divisor
             # Each client's own std; without a promise there is none, bounded or not.
-            needed = claims * factor * np.sqrt(count / share) / mu if not self.silent else np.zeros(self.clients)
-            std = (weight * needed).max() / weight if self.sums_only else needed
+            needed = claims * factor * np.sqrt(count / share) / mu if not self.noiseless else np.zeros(self.clients)
+            std = (weight * needed).max() / weight if self.only_sums_visible else needed
             if self.noise is not None:  # the caller fixes the noise of a cohort's sum; its shape over clients stays
-                spread = (weight * claims).max() / weight if self.sums_only else claims
-                parties = 1.0 if self.sums_only else self.participation.rate(self.clients) * self.clients
+                spread = (weight * claims).max() / weight if self.only_sums_visible else claims
+                parties = 1.0 if self.only_sums_visible else self.participation.rate(self.clients) * self.clients
                 std = spread * self.noise * scale / math.sqrt(parties * (spread**2).mean())
-            level = Level(s, k, query, scale, claims, std, weight)
+            level = QueryNoise(s, k, query, scale, claims, std, weight)
             levels.append(level if self.integers is None else self._in_steps(level, self.integers, needed))
         if self.integers is not None:
             return tuple(levels)
-        if self.noise is None and not self.silent:
-            relief = self._relief(levels, wishes)
-            levels = [level._replace(std=level.std * relief) for level in levels]
+        if self.noise is None and not self.noiseless:
+            subsampling_factor = self._relief(levels, requested_epsilons)
+            levels = [level._replace(std=level.std * subsampling_factor) for level in levels]
         return tuple(levels)
 
     def _allowed(self, epsilon: float, releases: int) -> float:
@@ -340,7 +338,7 @@ class Plan:
             return gaussian.mu(epsilon, self.privacy.delta)
         return math.sqrt(2 * discrete_gaussian.rho_of(epsilon, self.privacy.delta, releases)) * (1 - 1e-11)
 
-    def _in_steps(self, level: Level, how: Integers, needed: np.ndarray) -> Level:
+    def _in_steps(self, level: QueryNoise, how: Integers, needed: np.ndarray) -> QueryNoise:
         """The same level in integers: as fine as they can be, with noise that covers the rounding too. `needed`: what
         each client's own promise asks for without rounding, which lengthens a short step more than a long one."""
         records = 1.0 if level.query.kind is Kind.DELTA else np.asarray(self.sizes, dtype=float)
@@ -362,25 +360,25 @@ class Plan:
             raise SordinoError("noise: the sums leave the range of integers too often; use untrusted-server.")
         return level
 
-    def variance(self, level: Level) -> float:
+    def variance(self, level: QueryNoise) -> float:
         """Of the discrete noise that each client adds, in integer steps."""
         how = self.integers
         assert how is not None
         return float((level.weight * level.std).max() / level.weight.max() / level.step) ** 2 / how.honest(self.clients)
 
-    def _relief(self, levels: list[Level], wishes: np.ndarray) -> np.ndarray:
+    def _relief(self, levels: list[QueryNoise], requested_epsilons: np.ndarray) -> np.ndarray:
         """What sampling leaves of the noise that the same releases of all data would need, for each client."""
         columns = [part for level in levels for part in self._columns(level)]
-        accounts, which = np.unique(np.stack([*columns, wishes], 1), axis=0, return_inverse=True)
+        accounts, which = np.unique(np.stack([*columns, requested_epsilons], 1), axis=0, return_inverse=True)
         found = np.ones(len(accounts))
         parts = [account_of.split(self._releases(levels, row[:-1]), self.privacy.adjacency) for row in accounts]
         if any(drawn for drawn, _ in parts):
             for n, (drawn, whole) in enumerate(parts):
                 found[n] = subsampled.scale(drawn, accounts[n, -1], self.privacy.delta, self.privacy.adjacency, whole)
-        relief = np.minimum(found, 1.0)[which.reshape(-1)]
-        return np.full(self.clients, relief.max()) if self.sums_only else relief
+        subsampling_factor = np.minimum(found, 1.0)[which.reshape(-1)]
+        return np.full(self.clients, subsampling_factor.max()) if self.only_sums_visible else subsampling_factor
 
-    def _columns(self, level: Level, done: int | None = None) -> list[np.ndarray]:
+    def _columns(self, level: QueryNoise, done: int | None = None) -> list[np.ndarray]:
         """Per client: how far it moves what is seen, the noise on it, the number of releases, and their rate."""
         count, factor = self._counts(level.stage, level.query, done)
         moved, seen = self._seen(level)
@@ -393,7 +391,7 @@ class Plan:
             rate = np.full(self.clients, self.participation.rate(self.clients))
         return [moved * factor, seen, count, rate]
 
-    def _releases(self, levels: Sequence[Level], account: np.ndarray) -> tuple[Release, ...]:
+    def _releases(self, levels: Sequence[QueryNoise], account: np.ndarray) -> tuple[Release, ...]:
         kind = Sampler(self.participation.kind if self.amplified else self.sampling.kind)
         found = []
         for level, (moved, seen, count, rate) in zip(levels, account.reshape(-1, 4), strict=True):
@@ -412,7 +410,7 @@ class Plan:
 
     def share(self, cohort: int) -> float:
         """The factor on a participant's std: its part of the summed noise, where only sums are seen."""
-        return 1 / math.sqrt(max(cohort, 1)) if self.sums_only else 1.0
+        return 1 / math.sqrt(max(cohort, 1)) if self.only_sums_visible else 1.0
 
     def std(self, stage: int, number: int) -> np.ndarray:
         """Per client, before `share`; zeros for a query that carries no noise."""
@@ -429,7 +427,7 @@ class Plan:
             return 0.0
         rate = self.participation.rate(self.clients)
         arriving = (level.weight * level.std) ** 2
-        total = arriving.max() if self.sums_only else arriving.sum() * rate
+        total = arriving.max() if self.only_sums_visible else arriving.sum() * rate
         if self.integers is not None:  # all of it, not only what is counted on
             total *= self.clients / self.integers.honest(self.clients)
         return float(math.sqrt(total)) / rate
@@ -445,12 +443,12 @@ class Plan:
         secure aggregation those whose noise is counted on."""
         if self.integers is not None:
             return self.integers.honest(self.clients)
-        common = self.sums_only and carries(query.noise)
+        common = self.only_sums_visible and carries(query.noise)
         return self.clients * (1.0 if common else self.participation.rate(self.clients))
 
-    def own_std(self, level: Level) -> np.ndarray:
+    def own_std(self, level: QueryNoise) -> np.ndarray:
         """What each client itself adds, in a cohort of the expected size; of a stream, to one number of it."""
-        return np.asarray(level.std / (math.sqrt(self.senders(level.query)) if self.sums_only else 1.0))
+        return np.asarray(level.std / (math.sqrt(self.senders(level.query)) if self.only_sums_visible else 1.0))
 
     def facts(self, stage: int) -> Facts:
         rate = self.participation.rate(self.clients)
@@ -464,9 +462,9 @@ class Plan:
 
     # ------------------------------------------------------------------------------------------------ the account
 
-    def _seen(self, level: Level) -> tuple[np.ndarray, np.ndarray]:
+    def _seen(self, level: QueryNoise) -> tuple[np.ndarray, np.ndarray]:
         """(sensitivity, std) of what the adversary sees of each client, in units of a clipped sum."""
-        if not self.sums_only:
+        if not self.only_sums_visible:
             return level.sensitivity, level.std
         heaviest = level.weight.max()
         std = (level.weight * level.std).max() / heaviest
@@ -509,7 +507,7 @@ class Plan:
             path[t] = squares.max()
         return path
 
-    def _increment(self, level: Level, t: int) -> np.ndarray:
+    def _increment(self, level: QueryNoise, t: int) -> np.ndarray:
         """What round t adds to a participant's mu squared. A stream pays for what each round adds to it."""
         moved, seen = self._seen(level)
         with np.errstate(divide="ignore"):

@@ -3,7 +3,19 @@
 from sordino.rules.adaptive import adam, yogi
 from sordino.rules.basic import average, chain, ema, heavy_ball, scale
 from sordino.rules.fisher import fisher
-from sordino.rules.kalman import curved, kalman
+from sordino.rules.kalman import estimate_covariance, kalman
 from sordino.rules.smoothing import smooth
 
-__all__ = ["adam", "average", "chain", "curved", "ema", "fisher", "heavy_ball", "kalman", "scale", "smooth", "yogi"]
+__all__ = [
+    "adam",
+    "average",
+    "chain",
+    "ema",
+    "estimate_covariance",
+    "fisher",
+    "heavy_ball",
+    "kalman",
+    "scale",
+    "smooth",
+    "yogi",
+]

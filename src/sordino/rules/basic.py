@@ -29,15 +29,15 @@ def chain(*rules: Rule) -> Rule:
             new.append(state)
         return g, tuple(new)
 
-    def say(states: Tree) -> Tree:
-        return tuple(rule.say(state) for rule, state in zip(rules, states, strict=True))
+    def broadcast(states: Tree) -> Tree:
+        return tuple(rule.broadcast(state) for rule, state in zip(rules, states, strict=True))
 
     def model(theta: Tensor, states: Tree) -> Tensor:
         for rule, state in zip(rules, states, strict=True):
             theta = rule.model(theta, state)
         return theta
 
-    return Rule(init, update, say, model)
+    return Rule(init, update, broadcast, model)
 
 
 def scale(factor: float | Tensor) -> Rule:

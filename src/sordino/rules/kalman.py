@@ -43,7 +43,7 @@ def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
     return value.to(A.dtype), vectors.to(A.dtype)
 
 
-def curved(most: float) -> Rule:
+def estimate_covariance(most: float) -> Rule:
     """Take in A. The state is what `kalman` goes on from, and of length one until somebody came."""
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:

@@ -67,8 +67,8 @@ OPTION_KEYS = {key for known in REGISTRY.values() for key in known.options}
 
 def contestants(words: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
     """`paper`, `all` (what is proved of these in this setting), or names, with options as in dp-fedsofim:rho=1."""
-    if strangers := [key for key in base if key not in RUN_KEYS and key not in OPTION_KEYS]:
-        raise SordinoError(f"{strangers[0]}: no method has it.{nearest(strangers[0], [*RUN_KEYS, *OPTION_KEYS])}")
+    if unknown := [key for key in base if key not in RUN_KEYS and key not in OPTION_KEYS]:
+        raise SordinoError(f"{unknown[0]}: no method has it.{nearest(unknown[0], [*RUN_KEYS, *OPTION_KEYS])}")
     found: list[Contestant] = []
     for word in words:
         if word == "paper":

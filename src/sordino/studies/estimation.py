@@ -207,8 +207,8 @@ def estimates(plan: Plan, model: Linear, records: Records, seeds: Sequence[Seque
     """One estimate a seed."""
     sources = [Rows(int(np.random.SeedSequence(s).generate_state(1, np.uint64)[0]), plan.clients) for s in seeds]
     theta = torch.zeros(len(sources), model.size, device=records.x.device)
-    for turn in simulate.run(plan, model, records, sources, theta=theta):
-        theta = turn.model
+    for this_round in simulate.run(plan, model, records, sources, theta=theta):
+        theta = this_round.model
     return theta
 
 
@@ -238,8 +238,8 @@ def simulate_cell(
     known = contestants(at, cell.iterations)
     chunk = max(1, AT_ONCE // sum(sizes))
     for start in range(0, repetitions, chunk):
-        turn = range(start, min(start + chunk, repetitions))
-        records = worlds(cell.kind, sizes, turn, seed, device)
+        this_round = range(start, min(start + chunk, repetitions))
+        records = worlds(cell.kind, sizes, this_round, seed, device)
         for name in found:
             if name == POOLED:
                 theta = pooled(cell.kind, records)
@@ -247,7 +247,7 @@ def simulate_cell(
                 method, rounds = known[name]
                 plan = Plan(method, rounds, sizes, promise(cell.mu))
                 theta = estimates(
-                    plan, at.model, records, [(seed, r, *cell.key, list(LABELS).index(name)) for r in turn]
+                    plan, at.model, records, [(seed, r, *cell.key, list(LABELS).index(name)) for r in this_round]
                 )
             found[name].append((theta.cpu().double() - at.truth).square().sum(-1).numpy())
             progress(f"{cell.kind}, {cell.clients} clients, mu {cell.mu:g}: {LABELS.get(name, name)}")

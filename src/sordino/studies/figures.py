@@ -39,12 +39,12 @@ def draw(view: dict[str, Any], out: Path) -> list[Path]:
 
 def style(i: int) -> dict[str, Any]:
     """Of the i-th line: one colour comes again after seven, with another dash and another marker."""
-    turn = i + i // len(LIGHT)
-    dash = DASHES[turn % len(DASHES)]
+    this_round = i + i // len(LIGHT)
+    dash = DASHES[this_round % len(DASHES)]
     return {
         "color": LIGHT[i % len(LIGHT)],
         "linestyle": (0, [part / 2 for part in dash]) if dash else "-",
-        "marker": MARKERS[turn % len(MARKERS)],
+        "marker": MARKERS[this_round % len(MARKERS)],
         "markersize": 4,
         "linewidth": 1.3,
     }
@@ -121,9 +121,9 @@ def _noise(curves: Sequence[dict[str, Any]], figure_of: Any) -> Any:
     names = list(dict.fromkeys(curve["label"] for curve in curves))
     colors = {e: LIGHT[k % len(LIGHT)] for k, e in enumerate(dict.fromkeys(curve["epsilon"] for curve in curves))}
     across = min(3, len(names))
-    down = -(-len(names) // across)
-    figure = figure_of(figsize=(max(4.0, 2.6 * across), 0.6 + 2.1 * down), layout="constrained")
-    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
+    broadcast = -(-len(names) // across)
+    figure = figure_of(figsize=(max(4.0, 2.6 * across), 0.6 + 2.1 * broadcast), layout="constrained")
+    panels = figure.subplots(broadcast, across, sharex=True, sharey=True, squeeze=False).flatten()
     for panel, name in zip(panels, names, strict=False):
         for curve in curves:
             if curve["label"] == name:

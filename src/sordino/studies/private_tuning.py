@@ -64,9 +64,9 @@ def search(
         raise SordinoError(
             "unit: a user's records would train and validate both, and pay twice; score by public data instead."
         )
-    if strangers := [key for key in grid if key not in entry(base.method).options]:
+    if unknown := [key for key in grid if key not in entry(base.method).options]:
         raise SordinoError(
-            f"--grid: {strangers[0]} changes the run, not the method; a search that pays tries options only."
+            f"--grid: {unknown[0]} changes the run, not the method; a search that pays tries options only."
         )
     if base.batch != "full":
         raise SordinoError("batch: what k sampled runs cost together is not calibrated here; leave batch at full.")
@@ -84,8 +84,8 @@ def search(
     specs = [
         Spec.of({**values, **options, "epsilon": own, "seed": _seed(base, i)}) for i, options in enumerate(settings)
     ]
-    silent = how == "stopping"  # how many runs there were is a secret
-    trained = run_many(specs, dataset, device=device, at=(), tick=(lambda runs: None) if silent else tick)
+    noiseless = how == "stopping"  # how many runs there were is a secret
+    trained = run_many(specs, dataset, device=device, at=(), tick=(lambda runs: None) if noiseless else tick)
     counts = np.array([each.scores[max(each.scores)] for each in trained]) * len(dataset.y_test)
     if how != "public":
         # Where single messages are seen, each client's own count must carry the whole noise.

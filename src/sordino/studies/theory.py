@@ -86,7 +86,7 @@ def population(model: Linear, length: float) -> Population:
     labels = list(_labels(model.kind, length * t))
     _, square, slope, curve = _residuals(model, length * t, labels)
     step = NUDGE * max(length, 1.0)
-    up, down = (average(_residuals(model, (length + s) * t, labels)[2], 1) for s in (step, -step))
+    up, broadcast = (average(_residuals(model, (length + s) * t, labels)[2], 1) for s in (step, -step))
     rate = _residuals(Linear(1, 1, model.kind, bias=False, cap=math.inf), length * t, labels)[3]
     line = length * np.linspace(-2.0, 4.0, LINE)
     score = np.array([weight @ (_residuals(model, at * t, labels)[0] * t * inside[1][0]) for at in line])
@@ -95,7 +95,7 @@ def population(model: Linear, length: float) -> Population:
         average(slope, 1),
         average(square, 2),
         average(curve, 1),
-        (up - down) / (2 * step),
+        (up - broadcast) / (2 * step),
         (line, score),
         average(rate, 0),
         length,

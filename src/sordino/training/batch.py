@@ -24,8 +24,8 @@ from sordino.methods import build, entry
 from sordino.methods.fedgd import gradient
 from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS
-from sordino.models.torch_model import Flat
-from sordino.privacy.mechanisms.random import Counted, Silent, Source, source
+from sordino.models.torch_model import TorchModel
+from sordino.privacy.mechanisms.random import Counted, Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.training.run import choose_model, read
 from sordino.training.spec import Spec
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
     spec: Spec
     plan: Plan
-    model: Linear | Flat
+    model: Linear | TorchModel
     theta: Tensor  # the model handed out at the end
     scores: dict[int, float]  # by round: accuracy on the test records
     signal: tuple[float, ...]  # per round, the norm of the aggregate less what noise adds to it; () where unknown
@@ -126,26 +126,26 @@ def _train(specs: list[Spec], loader: _Loader, at: Sequence[int] | None, stop: i
     shared = [replace(plans[0], method=method), *plans[1:]] if len(specs) > 1 else plans[0]
     theta = model.init().expand(len(specs), -1) if len(specs) > 1 else model.init()
     sources = [_source(spec, loader.device) for spec in specs]
-    bare = [stage.local.work for stage in plans[0].stages] == [gradient]  # the aggregate is the noised gradient
+    bare = [stage.local.compute for stage in plans[0].stages] == [gradient]  # the aggregate is the noised gradient
     began, last = time.perf_counter(), min(stop or plans[0].rounds, plans[0].rounds)
     curves: dict[int, Tensor] = {}
     norms: list[Tensor] = []
     sent = got = 0
-    for turn in simulate.run(shared, model, records, sources if len(specs) > 1 else sources[0], theta=theta):
-        if at is None or turn.t + 1 in at or turn.t + 1 == last:
-            curves[turn.t + 1] = (model.predict(turn.model, x) == y).double().mean(-1).reshape(-1)
-        rule = plans[0].stages[plans[0].stage_of(turn.t)].rule
-        sent += numbers(turn.aggregate) // len(specs)
-        got += numbers((turn.checkpoint[0], rule.say(turn.checkpoint[1]))) // len(specs)
+    for this_round in simulate.run(shared, model, records, sources if len(specs) > 1 else sources[0], theta=theta):
+        if at is None or this_round.t + 1 in at or this_round.t + 1 == last:
+            curves[this_round.t + 1] = (model.predict(this_round.model, x) == y).double().mean(-1).reshape(-1)
+        rule = plans[0].stages[plans[0].stage_of(this_round.t)].rule
+        sent += numbers(this_round.aggregate) // len(specs)
+        got += numbers((this_round.checkpoint[0], rule.broadcast(this_round.checkpoint[1]))) // len(specs)
         if bare:
-            norms.append(turn.aggregate.double().square().sum(-1).reshape(-1))
-        if turn.t + 1 == last:
+            norms.append(this_round.aggregate.double().square().sum(-1).reshape(-1))
+        if this_round.t + 1 == last:
             break
     squares = torch.stack(norms, -1).cpu().numpy() if norms else np.zeros((len(specs), 0))
     scores = {t: values.tolist() for t, values in curves.items()}
     seconds = (time.perf_counter() - began) / len(specs)
     for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
-        own = turn.model[i] if len(specs) > 1 else turn.model
+        own = this_round.model[i] if len(specs) > 1 else this_round.model
         noise = model.size * plan.aggregate_std(0) ** 2
         signal = np.sqrt((squares[i] - noise).clip(min=0)) if bare else np.zeros(0)
         by_round = {t: values[i] for t, values in scores.items()}
@@ -175,7 +175,7 @@ def together(specs: Sequence[Spec], like: Tensor) -> Method:
 
 def _source(spec: Spec, device: str) -> Source:
     if spec.epsilon == float("inf") and spec.noise is None:
-        return Silent(spec.seed or 0)
+        return Noiseless(spec.seed or 0)
     if device != "cpu" and spec.seed is not None:
         return Counted(spec.seed)
     return source(spec.seed)

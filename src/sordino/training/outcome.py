@@ -18,13 +18,13 @@ from sordino.data.sources import preprocess, read_features
 from sordino.data.text import tokenize
 from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 from sordino.models.transformers import TRANSFORMERS
 from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbers_of, sizes_of
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import broken, code_sha256, sha256
 from sordino.privacy.evidence.verify import FOLLOWS, Verdict, verify
-from sordino.privacy.mechanisms.random import Silent, source
+from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.training.artifacts import Place
 from sordino.training.run import assumptions, execution, network
 from sordino.training.spec import Spec, read_values
@@ -88,7 +88,7 @@ def sentences(file: str) -> list[str]:
     return found
 
 
-def load_model(path: Path) -> tuple[Linear | Flat, torch.Tensor, dict[str, Any], Any]:
+def load_model(path: Path) -> tuple[Linear | TorchModel, torch.Tensor, dict[str, Any], Any]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -101,7 +101,7 @@ def load_model(path: Path) -> tuple[Linear | Flat, torch.Tensor, dict[str, Any],
         raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
     if about["kind"] in (*NETS, *TRANSFORMERS):
         spec = Spec.of(tomllib.loads(about["spec"]))
-        model: Linear | Flat = network(spec, about["features"], about["outputs"])
+        model: Linear | TorchModel = network(spec, about["features"], about["outputs"])
     else:
         model = Linear(about["features"], about["outputs"], Loss(about["kind"]))
     public = (tensors["public_mean"].numpy(), tensors["public_cov"].numpy()) if "public_mean" in tensors else None
@@ -178,7 +178,7 @@ def _against_spec(place: Place, gaps: list[str], cert: dict[str, Any], path: Pat
         plan = spec.plan(sizes)
         rebuilt = certificate(
             plan,
-            Silent() if plan.silent else source(spec.seed),
+            Noiseless() if plan.noiseless else source(spec.seed),
             version=cert["sordino"],
             execution=execution(spec),
             assumes=assumptions(spec),

@@ -40,13 +40,13 @@ from sordino.methods import build, entry
 from sordino.models import lora, nets, transformers
 from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS
-from sordino.models.torch_model import Flat
+from sordino.models.torch_model import TorchModel
 from sordino.models.transformers import TRANSFORMERS
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.evidence.signing import Signer, sha256, signed
 from sordino.privacy.evidence.statement import statement
-from sordino.privacy.mechanisms.random import Silent, Source, source
+from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.training.artifacts import Place
 from sordino.training.spec import READ_LABELS, Spec, read_values
@@ -62,7 +62,7 @@ class Job:
     spec: Spec
     dataset: Dataset
     records: Records
-    model: Linear | Flat
+    model: Linear | TorchModel
     plan: Plan
     source: Source
 
@@ -160,11 +160,11 @@ def prepare(spec: Spec, dataset: Dataset | None = None, device: str = "cpu") -> 
     records = Records.of(dataset.x_train, dataset.y_train, client, dtype=spec.number, device=device)
     model = choose_model(spec, dataset)
     plan = spec.plan(records.sizes)
-    chance = Silent(spec.seed or 0) if plan.silent else source(spec.seed)
+    chance = Noiseless(spec.seed or 0) if plan.noiseless else source(spec.seed)
     return Job(spec, dataset, records, model, plan, chance)
 
 
-def choose_model(spec: Spec, dataset: Dataset) -> Linear | Flat:
+def choose_model(spec: Spec, dataset: Dataset) -> Linear | TorchModel:
     """`auto`: softmax for classes, least squares for quantities."""
     features, classes = dataset.x_train.shape[1], len(dataset.classes)
     if spec.deep:
@@ -184,7 +184,7 @@ def choose_model(spec: Spec, dataset: Dataset) -> Linear | Flat:
     return Linear(features, classes if kind is Loss.SOFTMAX else 1, kind, class_weights=weights)
 
 
-def network(spec: Spec, features: int, classes: int) -> Flat:
+def network(spec: Spec, features: int, classes: int) -> TorchModel:
     """The network that a spec names; its first parameters follow from the split's seed, which is public."""
     if not classes:
         raise SordinoError(f"model: {spec.model} tells classes apart, and the labels are quantities.")
@@ -192,7 +192,7 @@ def network(spec: Spec, features: int, classes: int) -> Flat:
         raise SordinoError("class_weights: only linear models weigh classes; leave them out.")
     method = build(spec.method, Unit(spec.unit), **spec.options)
     kinds = {query.kind for stage in method.stages for query in stage.queries} & set(MATRICES)
-    if lacking := [str(kind) for kind in kinds if not hasattr(Flat, f"{kind}_sum")]:
+    if lacking := [str(kind) for kind in kinds if not hasattr(TorchModel, f"{kind}_sum")]:
         raise SordinoError(
             f"method: {spec.method} asks for a {lacking[0]} matrix, which {spec.model} has no way to give; use a "
             "linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
@@ -222,7 +222,7 @@ def network(spec: Spec, features: int, classes: int) -> Flat:
     return made
 
 
-def evaluate(model: Linear | Flat, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
+def evaluate(model: Linear | TorchModel, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
     """On records outside the guarantee: accuracy and, for two classes, AUC; mean squared error for quantities."""
     kind = getattr(model, "kind", Loss.SOFTMAX)
     if kind is Loss.SQUARES:
@@ -282,22 +282,22 @@ def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
         yield from history
         x, y = torch.from_numpy(job.dataset.x_test).to(job.records.x), torch.from_numpy(job.dataset.y_test)
         began = time.perf_counter() - seconds
-        for turn in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
-            looked = (turn.t + 1) % job.spec.evaluate_every == 0 or turn.t + 1 == job.plan.rounds
+        for this_round in simulate.run(job.plan, job.model, job.records, job.source, start=done, checkpoint=tree):
+            looked = (this_round.t + 1) % job.spec.evaluate_every == 0 or this_round.t + 1 == job.plan.rounds
             line: dict[str, Any] = {
-                "round": turn.t + 1,
-                **(evaluate(job.model, turn.model, x, y.to(x.device)) if looked else {}),
-                "epsilon": finite(job.plan.spent(turn.t)),
+                "round": this_round.t + 1,
+                **(evaluate(job.model, this_round.model, x, y.to(x.device)) if looked else {}),
+                "epsilon": finite(job.plan.spent(this_round.t)),
             }
             if out:
-                _store(place, who, (turn.checkpoint, turn.model), line)
-                ledger.mark(who, turn.t + 1)
+                _store(place, who, (this_round.checkpoint, this_round.model), line)
+                ledger.mark(who, this_round.t + 1)
                 with open(place.public / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(line) + "\n")
                 # Private: how long a round takes depends on the records.
                 with open(os.open(place.private / TIMINGS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
                     took = round(time.perf_counter() - began, 6)
-                    file.write(json.dumps({"round": turn.t + 1, "seconds": took}) + "\n")
+                    file.write(json.dumps({"round": this_round.t + 1, "seconds": took}) + "\n")
             yield line
 
 
@@ -488,7 +488,7 @@ def _restore(place: Place, who: str, *, raw: bool = False) -> tuple[int, Tree, l
     return done, tree if raw or not done else tree[0], history
 
 
-def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear | Flat, theta: Tensor) -> None:
+def save_model(path: Path, spec: Spec, dataset: Dataset, model: Linear | TorchModel, theta: Tensor) -> None:
     """theta, and what `predict` needs to build the model, and to prepare features as training did."""
     from safetensors.torch import save_file
 

@@ -129,8 +129,8 @@ class Spec:
 
     def certifiable(self) -> None:
         """Refuse a run that would end in a certificate, and that nothing can be certified of."""
-        silent = self.epsilon == math.inf and self.noise is None
-        if self.doubt and not (self.uncertified or silent or self.seed is not None):
+        noiseless = self.epsilon == math.inf and self.noise is None
+        if self.doubt and not (self.uncertified or noiseless or self.seed is not None):
             raise SordinoError(
                 f"partition: {self.doubt}. Use partition = iid or by-column:NAME; or set public_data = true, if "
                 "everybody may see these records; or uncertified = true."
@@ -212,12 +212,12 @@ class Spec:
 
     def privacy(self) -> Privacy:
         try:
-            wishes = {int(client): float(epsilon) for client, epsilon in self.client_epsilon.items()}
+            requested_epsilons = {int(client): float(epsilon) for client, epsilon in self.client_epsilon.items()}
         except (TypeError, ValueError):
             raise SordinoError(
                 "client_epsilon: write client_epsilon = { 3 = 0.5 }, client numbers and epsilons."
             ) from None
-        return Privacy(self.epsilon, self.delta, self.unit, self.adjacency, self.trust, wishes)  # type: ignore[arg-type]
+        return Privacy(self.epsilon, self.delta, self.unit, self.adjacency, self.trust, requested_epsilons)  # type: ignore[arg-type]
 
     def plan(self, sizes: tuple[int, ...]) -> Plan:
         privacy = self.privacy()

@@ -103,9 +103,9 @@ def test_runs_are_float32_and_scores_float64():
     seen = []
 
     class Spy(Watch):
-        def _work(self, s, local, clients, ask, down, memory, cache):
-            seen.append(down.theta.dtype)
-            return super()._work(s, local, clients, ask, down, memory, cache)
+        def _work(self, s, local, clients, ask, broadcast, memory, cache):
+            seen.append(broadcast.theta.dtype)
+            return super()._work(s, local, clients, ask, broadcast, memory, cache)
 
     assert audit("dp-fedgd", runs=20, seed=0).dtype == "float32"
     assert audit("dp-fedgd", runs=20, seed=0, dtype=torch.float64).dtype == "float64"
@@ -172,7 +172,7 @@ def test_minibatches_of_a_fixed_size():
 def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
     """The records are drawn at twice the rate that the account counts with."""
     monkeypatch.setattr(
-        "sordino.privacy.participation.Sampling.draw", lambda self, coins, rate: np.flatnonzero(coins < 2 * rate)
+        "sordino.privacy.participation.Sampling.draw", lambda self, uniforms, rate: np.flatnonzero(uniforms < 2 * rate)
     )
     privacy = Privacy(2.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
     assert audit("dp-fedgd", privacy, runs=600, seed=3, batch="poisson:0.3").broken
@@ -192,32 +192,34 @@ EVERYWHERE = frozenset(itertools.product(Unit, Trust))
 SGD = chain(scale(-0.5))
 
 
-def method(work, *queries, unit=Unit.RECORD, **local):
-    return Method("toy", unit, (Stage(Local(work, **local), SGD, queries),), EVERYWHERE)
+def method(compute, *queries, unit=Unit.RECORD, **local):
+    return Method("toy", unit, (Stage(Local(compute, **local), SGD, queries),), EVERYWHERE)
 
 
-def gradient(ask, down, memory, cache):
-    return ask.gradient(down.theta)
+def gradient(ask, broadcast, memory, cache):
+    return ask.gradient(broadcast.theta)
 
 
-def three_steps(ask, down, memory, cache):
-    y = down.theta
+def three_steps(ask, broadcast, memory, cache):
+    y = broadcast.theta
     for _ in range(3):
         y = y - 0.5 * ask.gradient(y)
-    return y - down.theta
+    return y - broadcast.theta
 
 
-def minibatch(ask, down, memory, cache):
-    return ask.gradient(down.theta, on=ask.sample())
+def minibatch(ask, broadcast, memory, cache):
+    return ask.gradient(broadcast.theta, on=ask.sample())
 
 
-def newton(ask, down, memory, cache):
-    g, H = ask.gradient(down.theta), ask.gram()
+def newton(ask, broadcast, memory, cache):
+    g, H = ask.gradient(broadcast.theta), ask.gram()
     return torch.linalg.solve(H + 20 * torch.eye(3, dtype=H.dtype), g.unsqueeze(-1)).squeeze(-1)
 
 
-def solved(ask, down, dual, cache):
-    return torch.cholesky_solve((ask.gradient(down.theta, on=ask.sample()) - dual).unsqueeze(-1), cache).squeeze(-1)
+def solved(ask, broadcast, dual, cache):
+    return torch.cholesky_solve((ask.gradient(broadcast.theta, on=ask.sample()) - dual).unsqueeze(-1), cache).squeeze(
+        -1
+    )
 
 
 STREAM = Correlated(
@@ -233,7 +235,7 @@ SHAPES = {
         Query(Kind.GRADIENT, 1.0, noise=None),
         Query(Kind.GRAM, 1.0, noise=None),
         Query(Kind.DELTA, bound=Lemma("toy", lambda m, adjacency: 2.0)),
-        remember=lambda y, down, dual: dual + 0.1 * y,
+        update_memory=lambda y, broadcast, dual: dual + 0.1 * y,
         init=lambda theta, before: torch.zeros_like(theta),
         prepare=lambda ask: torch.linalg.cholesky(ask.gram() + torch.eye(3, dtype=torch.float64)),
     ),
@@ -298,7 +300,7 @@ def test_one_run_with_matrices():
 
 
 def _one_matrix():
-    def look(ask, down, memory, cache):
+    def look(ask, broadcast, memory, cache):
         return ask.gram()[..., 0]
 
     return method(look, Query(Kind.GRAM, 1.0, psd=True))

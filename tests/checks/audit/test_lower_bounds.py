@@ -108,10 +108,10 @@ def test_one_run_holds_for_the_gaussian_mechanism(epsilon):
     guesses = best_guesses(canaries, mu, delta=DELTA)
     known, bounds = {}, []
     for _ in range(repetitions):
-        coins = rng.integers(2, size=canaries)
-        score = mu * (2 * coins - 1) / 2 + rng.normal(size=canaries)
+        uniforms = rng.integers(2, size=canaries)
+        score = mu * (2 * uniforms - 1) / 2 + rng.normal(size=canaries)
         sure = np.argsort(-np.abs(score))[:guesses]
-        right = int(((score[sure] > 0) == coins[sure]).sum())
+        right = int(((score[sure] > 0) == uniforms[sure]).sum())
         if right not in known:
             known[right] = by_one_run(canaries, guesses, right, delta=DELTA)
         bounds.append(known[right])

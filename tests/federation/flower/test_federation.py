@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import strangers
+import unknown_sites
 
 from sordino.core import SordinoError
 from sordino.federation.flower import processes, worker
@@ -131,7 +131,7 @@ def a_restarted_supernode_is_found_again(bench):
 
 def strangers_are_refused(bench):
     federation = bench.federation
-    found = strangers.try_all(federation, "a")
+    found = unknown_sites.try_all(federation, "a")
     assert found == dict.fromkeys(("unknown-key", "wrong-certificate", "no-key", "plain-http"), "refused")
     bench.ask({"a": b"ab"})
     replies, _, sites = bench.told()

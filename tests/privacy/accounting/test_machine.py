@@ -106,9 +106,9 @@ def test_roots_of_unity():
         real, imag = exact(roots.real), exact(roots.imag)
         assert max(abs(x * x + y * y - 1) for x, y in zip(real, imag, strict=True)) < 2**-97
         if size > 4:  # the generator's power is the quarter turn, -i
-            turn = roots.at(slice(1, 2)).power(size // 4)
-            assert abs(exact(turn.real)[0]) < size * 2**-97
-            assert abs(exact(turn.imag)[0] + 1) < size * 2**-97
+            this_round = roots.at(slice(1, 2)).power(size // 4)
+            assert abs(exact(this_round.real)[0]) < size * 2**-97
+            assert abs(exact(this_round.imag)[0] + 1) < size * 2**-97
 
 
 def test_a_transform_to_a_hundred_bits():

@@ -30,7 +30,7 @@ from sordino.privacy.evidence.certificate import certificate, ranges, sizes_of
 from sordino.privacy.evidence.signing import RunKey, fingerprint, of_site, signed
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import NOT_SIGNED, verify
-from sordino.privacy.mechanisms.random import Secure, Seeded, Silent
+from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
@@ -66,13 +66,13 @@ def test_no_honest_certificate_is_rejected(unit, trust, divisor, participation):
 
 
 def test_stages_streams_and_lemmas_are_told_and_confirmed():
-    def work(ask, down, memory, cache):
-        return ask.gradient(down.theta)
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta)
 
     encoder = np.tril(np.ones((5, 5)))
-    once = Stage(Local(work), scale(1.0), (Query(Kind.GRADIENT, 1.0, share=0.3),), 1)
+    once = Stage(Local(compute), scale(1.0), (Query(Kind.GRADIENT, 1.0, share=0.3),), 1)
     stream = Query(Kind.GRADIENT, 2.0, share=0.7, noise=Correlated(encoder, np.linalg.inv(encoder)))
-    method = Method("two", Unit.RECORD, (once, Stage(Local(work), scale(1.0), (stream,))), EVERY)
+    method = Method("two", Unit.RECORD, (once, Stage(Local(compute), scale(1.0), (stream,))), EVERY)
     cert = made(plan_for(method))
     assert verify(cert).problems == []
     assert [query["stream"] for query in cert["queries"]] == [False, True]
@@ -80,7 +80,7 @@ def test_stages_streams_and_lemmas_are_told_and_confirmed():
         Query(Kind.GRADIENT, noise=None),
         Query(Kind.DELTA, bound=Lemma("a small step", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m)),
     )
-    lemma = Method("lemma", Unit.RECORD, (Stage(Local(work), scale(1.0), bounded),), EVERY)
+    lemma = Method("lemma", Unit.RECORD, (Stage(Local(compute), scale(1.0), bounded),), EVERY)
     for trust in Trust:
         cert = made(plan_for(lemma, trust=trust))
         assert verify(cert).problems == []
@@ -194,7 +194,7 @@ def test_a_stricter_client_is_told_apart():
     ("plan", "source", "words"),
     [
         (plan_for(), Seeded(1), "seeded: not private"),
-        (plan_for(epsilon=math.inf), Silent(), "not private: no noise was added"),
+        (plan_for(epsilon=math.inf), Noiseless(), "not private: no noise was added"),
         (
             Plan(build("dp-scaffold"), 3, SIZES, Privacy(trust="secure-aggregation"), uncertified=True),
             Secure(),

@@ -27,7 +27,7 @@ from sordino.privacy.mechanisms.discrete_gaussian import (
     rounded,
     wraps,
 )
-from sordino.privacy.mechanisms.random import Address, Counted, Secure, Seeded, Silent
+from sordino.privacy.mechanisms.random import Address, Counted, Noiseless, Secure, Seeded
 
 HERE = Address(client=3, round=5, query=1)
 SOURCES = [Secure(bytes(range(32))), Seeded(7), Counted(7)]
@@ -391,7 +391,7 @@ def test_a_draw_is_a_function_of_its_address(variance):
     for size in (0, 1, 63, discrete_gaussian._CHUNK - 1, discrete_gaussian._CHUNK, discrete_gaussian._CHUNK + 1):
         assert np.array_equal(whole[:size], draw(source, HERE, variance, (size,)))
     assert not np.array_equal(whole, draw(source, HERE._replace(index=1), variance, (20_000,)))
-    assert not draw(Silent(7), HERE, variance, (9, 2)).any()
+    assert not draw(Noiseless(7), HERE, variance, (9, 2)).any()
     assert draw(source, HERE, variance, ()).shape == ()
 
 

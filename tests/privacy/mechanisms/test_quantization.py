@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Adjacency, Divisor, Down, OverspentError, Privacy, SordinoError, Trust
+from sordino.core import Adjacency, Broadcast, Divisor, OverspentError, Privacy, SordinoError, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import opened, secured, turns
+from sordino.engines.oracle import encode_integers, opened, round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.evidence.certificate import certificate
@@ -22,7 +22,7 @@ from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import Integers
-from sordino.privacy.mechanisms.random import Secure, Seeded, Silent
+from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.plan import Plan
 
 SIZES = (40, 50, 60, 70)
@@ -53,32 +53,32 @@ def test_the_promise_is_kept_and_not_by_much(adjacency, divisor):
 
 def test_a_wish_holds_for_a_client_that_moves_few_steps():
     """Rounding lengthens its short steps more than the long ones of others (found by review)."""
-    for wish, dimension in ((0.004, 10**6), (0.02, 10**6)):
+    for requested_epsilon, dimension in ((0.004, 10**6), (0.02, 10**6)):
         plan = made(
             sizes=(200, 200, 200_000),
             dimension=dimension,
             dropouts=0,
             divisor=Divisor.CLIENT_MEAN,
-            wishes={2: wish},
+            requested_epsilons={2: requested_epsilon},
             rounds=3,
         )
         (own,) = (group for group in plan.groups() if 2 in group.clients)
-        assert plan.epsilon_of(own) <= wish * (1 + 1e-9)
+        assert plan.epsilon_of(own) <= requested_epsilon * (1 + 1e-9)
 
 
-def drawn(plan, theta, x, y, client, source, turn):
+def drawn(plan, theta, x, y, client, source, round_plan):
     """Integers of one client, as the reference engine makes them."""
     model = Linear(6, 3)
     records = Records.of(x, y, client, dtype=torch.float64)
-    ask = reference.oracle(model, records, turn, 0, source, quiet=True)
-    message = ask.finish(turn.stage.local.work(ask, Down(theta, ()), (), ()))
-    return secured(plan, turn, 0, message, source)
+    ask = reference.oracle(model, records, round_plan, 0, source, quiet=True)
+    message = ask.finish(round_plan.stage.local.compute(ask, Broadcast(theta, ()), (), ()))
+    return encode_integers(plan, round_plan, 0, message, source)
 
 
 @pytest.mark.parametrize("adjacency", Adjacency)
 def test_one_record_moves_the_integers_by_what_is_claimed_and_nearly_reaches_it(adjacency):
     plan, rng = made("dp-fedgd", adjacency=adjacency), np.random.default_rng(1)
-    turn = next(turns(plan, Linear(6, 3)))
+    round_plan = next(round_plans(plan, Linear(6, 3)))
     level, worst = plan.levels[0], 0.0
     claim = plan.entries(0, 0, "run")[0].sensitivity / level.step
     x, y = rng.normal(size=(sum(SIZES), 6)), rng.integers(0, 3, sum(SIZES))
@@ -91,13 +91,13 @@ def test_one_record_moves_the_integers_by_what_is_claimed_and_nearly_reaches_it(
             other_x[0], other_y[0] = -x[0], y[0]
         else:
             other_x[0] = x[0]
-        quiet = Silent(trial)  # the same dither, and no noise
-        first = drawn(plan, theta, x, y, client, quiet, turn)
+        quiet = Noiseless(trial)  # the same dither, and no noise
+        first = drawn(plan, theta, x, y, client, quiet, round_plan)
         if adjacency is Adjacency.ADD_REMOVE:
             keep = np.arange(len(x)) != 0
-            second = drawn(plan, theta, other_x[keep], other_y[keep], client[keep], quiet, turn)
+            second = drawn(plan, theta, other_x[keep], other_y[keep], client[keep], quiet, round_plan)
         else:
-            second = drawn(plan, theta, other_x, other_y, client, quiet, turn)
+            second = drawn(plan, theta, other_x, other_y, client, quiet, round_plan)
         moved = np.linalg.norm((first - second).view(np.int32).astype(float))
         assert moved <= claim
         worst = max(worst, moved / claim)
@@ -110,10 +110,10 @@ def test_the_noise_of_a_sum_is_what_the_plan_says():
     records = Records.of(x, y, np.repeat(np.arange(4), SIZES), dtype=torch.float64)
 
     def aggregate(source):
-        (turn,) = reference.run(plan, Linear(6, 3), records, source)
-        return turn.aggregate
+        (round_plan,) = reference.run(plan, Linear(6, 3), records, source)
+        return round_plan.aggregate
 
-    still = aggregate(Silent(0))
+    still = aggregate(Noiseless(0))
     noise = torch.stack([aggregate(Seeded(seed)) - still for seed in range(200)])
     claimed = plan.aggregate_std(0)
     count = noise.numel()
@@ -127,13 +127,13 @@ def test_the_noise_of_a_sum_is_what_the_plan_says():
 
 def test_integers_come_back_as_the_aggregate():
     plan = made("dp-fedgd", rounds=1)
-    turn = next(turns(plan, Linear(6, 3)))
+    round_plan = next(round_plans(plan, Linear(6, 3)))
     level, message = plan.levels[0], torch.linspace(-1, 1, 21, dtype=torch.float64)
     total = np.zeros(21, np.uint32)
     for i in range(4):
-        total += secured(plan, turn, i, message, Silent(i))
+        total += encode_integers(plan, round_plan, i, message, Noiseless(i))
     step = level.step * level.weight.max()
-    assert (opened(plan, turn, total) - message).abs().max() < 4 * step
+    assert (opened(plan, round_plan, total) - message).abs().max() < 4 * step
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from sordino.privacy.mechanisms.random import (
     EVERYONE,
     Address,
     Draw,
+    Noiseless,
     Secure,
     Seeded,
-    Silent,
     draw,
     grid_of,
     settle,
@@ -456,7 +456,7 @@ def test_the_exact_sum_is_rarely_needed(monkeypatch):
 
 def test_noise_without_a_promise_is_rounded_plainly():
     value = torch.linspace(-3, 3, 7, dtype=torch.float64)
-    for stream in (Seeded(7), random.Counted(7), Silent(7)):
+    for stream in (Seeded(7), random.Counted(7), Noiseless(7)):
         noised = draw(stream, [(1.0, HERE), (2.0, HERE._replace(index=1))], (7,)).scaled(2.0)
         z = 2 * (stream.normal(HERE, (7,)) + 2 * stream.normal(HERE._replace(index=1), (7,)))
         assert noised.terms is None
@@ -574,7 +574,7 @@ def test_the_size_of_a_chunk_does_not_matter(monkeypatch):
         assert np.array_equal(Secure(KEY).normal(HERE, (1000,)), expected)
 
 
-@pytest.mark.parametrize("stream", [Secure(KEY), Seeded(7), Silent(7)], ids=["secure", "seeded", "silent"])
+@pytest.mark.parametrize("stream", [Secure(KEY), Seeded(7), Noiseless(7)], ids=["secure", "seeded", "silent"])
 def test_shapes(stream):
     for shape in ((), (0,), (5,), (2, 3), (2, 0, 3), (4, 1, 2)):
         for numbers in (stream.normal, stream.uniform):
@@ -585,7 +585,7 @@ def test_shapes(stream):
             assert np.array_equal(out.ravel(), numbers(HERE, (out.size,)))
 
 
-@pytest.mark.parametrize("stream", [Secure(KEY), Seeded(7), Silent(7)], ids=["secure", "seeded", "silent"])
+@pytest.mark.parametrize("stream", [Secure(KEY), Seeded(7), Noiseless(7)], ids=["secure", "seeded", "silent"])
 @pytest.mark.parametrize(
     ("field", "value"),
     [(f, v) for f, top in zip(Address._fields, (2**32, 2**32, 2**16, 2**16), strict=True) for v in (-1, top, 0.5)],
@@ -665,20 +665,20 @@ def test_a_bad_seed_is_refused(seed):
 def test_who_may_promise():
     assert Secure().private is True
     assert Seeded(1).private is False
-    assert Silent().private is False
+    assert Noiseless().private is False
     assert isinstance(source(None), Secure)
     assert isinstance(source(0), Seeded)
     assert np.array_equal(source(4).normal(HERE, (3,)), Seeded(4).normal(HERE, (3,)))
 
 
 def test_silence():
-    assert not Silent().normal(HERE, (3, 4)).any()
-    assert np.array_equal(Silent(5).uniform(HERE, (9,)), Seeded(5).uniform(HERE, (9,)))
+    assert not Noiseless().normal(HERE, (3, 4)).any()
+    assert np.array_equal(Noiseless(5).uniform(HERE, (9,)), Seeded(5).uniform(HERE, (9,)))
 
 
 def test_words():
     """Of 64 fair bits, and from a stream of their own."""
-    for stream in (Secure(KEY), Seeded(7), random.Counted(7), Silent(7)):
+    for stream in (Secure(KEY), Seeded(7), random.Counted(7), Noiseless(7)):
         words = stream.words(HERE, SIZE)
         assert words.dtype == np.uint64
         assert words.shape == (SIZE,)
@@ -698,7 +698,7 @@ def test_words():
     raw = keystream(random._derive(KEY, b"sordino words"), HERE.pack(), 800)
     assert Secure(KEY).words(HERE, 100).tobytes() == raw
     assert raw != keystream(random._derive(KEY, b"sordino normal"), HERE.pack(), 800)
-    assert np.array_equal(Silent(7).words(HERE, 9), Seeded(7).words(HERE, 9))
+    assert np.array_equal(Noiseless(7).words(HERE, 9), Seeded(7).words(HERE, 9))
 
 
 def test_without_the_package_the_remedy_is_named(monkeypatch):

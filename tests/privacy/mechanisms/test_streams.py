@@ -10,7 +10,7 @@ import torch
 from sordino.core import Correlated, Privacy, SordinoError, Trust
 from sordino.data.records import Records
 from sordino.engines import reference
-from sordino.engines.oracle import turns
+from sordino.engines.oracle import round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.accounting import gaussian
@@ -81,11 +81,11 @@ def test_clients_that_come_by_coin_are_not_certified(records):
 def test_the_certificate_tells_the_noise_that_clients_add(records):
     plan = plan_for(records)
     cert = certificate(plan, Secure(), version="0")
-    (turn, *_) = turns(plan, MODEL)
+    (round_plan, *_) = round_plans(plan, MODEL)
     level, rate = plan.levels[0], plan.participation.rate(plan.clients)
     # Every client's part, of those in the cohort and those outside it, adds up to the noise of the sum.
     parts = plan.own_std(level) * plan.weights / np.asarray(plan.sizes) / rate
-    assert math.sqrt((parts**2).sum()) == pytest.approx(float(turn.sums[0]))
+    assert math.sqrt((parts**2).sum()) == pytest.approx(float(round_plan.sums[0]))
     verdict = verify(cert)
     assert not verdict.problems
     assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule", NOT_SIGNED]
@@ -121,7 +121,7 @@ def test_noise_that_is_not_carried_on_is_paid_round_by_round(participation, trus
         Privacy(3.0, trust=trust),
         Participation.parse(participation),
     )
-    assert not plan.by_chance
+    assert not plan.random_participation
     assert not any(plan.goes_on(t) for t in range(rounds))
     (level,) = plan.levels
     stream = plan.stages[0].queries[0].noise

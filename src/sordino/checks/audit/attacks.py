@@ -212,10 +212,10 @@ def one_run(
     guesses = statistics.best_guesses(canaries, plan.mu(), delta=delta, confidence=confidence)
     found: list[tuple[float, int]] = []
     while len(found) < TRIES and (not found or found[-1][0] > certified):
-        coins = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
-        told = _told(attack, coins, next(sources), noise_factor)
+        uniforms = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
+        told = _told(attack, uniforms, next(sources), noise_factor)
         sure = told.abs().argsort(descending=True)[:guesses]
-        right = int(((told[sure] > 0) == coins[sure]).sum())
+        right = int(((told[sure] > 0) == uniforms[sure]).sum())
         found.append((statistics.by_one_run(canaries, guesses, right, delta=delta, confidence=confidence), right))
     lower, right = min(found)
     rest = (plan.rounds, confidence, len(found), noise_factor, _called(dtype))
@@ -458,20 +458,20 @@ def _crowded(plan: Plan, canaries: int, dtype: torch.dtype) -> Attack:
     return Attack("crowd", plan, Linear(canaries, 1, Loss.SQUARES, bias=False), (there, here))
 
 
-def _in_states(here: World, plan: Plan, coins: Tensor) -> World:
+def _in_states(here: World, plan: Plan, uniforms: Tensor) -> World:
     """Canaries whose coin is 0 leave, or are mirrored."""
-    x, y, count = here.x.clone(), here.y.clone(), len(coins)
+    x, y, count = here.x.clone(), here.y.clone(), len(uniforms)
     if plan.privacy.adjacency is Adjacency.REPLACE_ONE:
-        y[:count] *= 2.0 * coins - 1
+        y[:count] *= 2.0 * uniforms - 1
         return World(x, y, here.starts)
-    x[:count] *= coins.unsqueeze(-1)
-    y[:count] *= coins
-    return World(x, y, here.starts, coins.double())
+    x[:count] *= uniforms.unsqueeze(-1)
+    y[:count] *= uniforms
+    return World(x, y, here.starts, uniforms.double())
 
 
-def _told(attack: Attack, coins: Tensor, source: Source, noise_factor: float) -> Tensor:
+def _told(attack: Attack, uniforms: Tensor, source: Source, noise_factor: float) -> Tensor:
     """What one run tells of every canary: the terms of the likelihood ratio that lie on its own coordinate."""
-    records = _in_states(attack.worlds[1], attack.plan, coins)
+    records = _in_states(attack.worlds[1], attack.plan, uniforms)
     watch = watched(attack, 1, source, 1, noise_factor, records=records)
     own = [terms[0] if terms.dim() == 2 else terms[0].diagonal() for terms, _ in watch.terms()]
     return torch.stack(own).sum(0)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Through
-from sordino.core import SAMPLED, Correlated, Down, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
+from sordino.core import SAMPLED, Broadcast, Correlated, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.engines.oracle import Oracle
@@ -106,8 +106,8 @@ def watched(
     theta = attack.model.init().to(records.x).expand(runs, -1).clone()
     plan = replace(attack.plan, method=watch.method())
     sources = [Row(common, r) for r in range(runs)]
-    for turn in simulate.run(plan, attack.model, records, sources, theta=theta, shares=True):
-        watch.hear(plan.stage_of(turn.t), turn.aggregate)
+    for round_plan in simulate.run(plan, attack.model, records, sources, theta=theta, shares=True):
+        watch.hear(plan.stage_of(round_plan.t), round_plan.aggregate)
     return watch
 
 
@@ -122,7 +122,7 @@ class Watch:
         self._sums: dict[int, Tensor] = {}  # per query of this round: what the worlds would have summed up to
         self._heard: list[int] = []  # the queries that the parts of a sum answer
         alone = np.arange(self.plan.clients) == VICTIM
-        self.weights = self.plan.weights if self.plan.sums_only else alone.astype(float)
+        self.weights = self.plan.weights if self.plan.only_sums_visible else alone.astype(float)
 
     def method(self) -> Method:
         """The method, with this in front of its local rules."""
@@ -186,51 +186,63 @@ class Watch:
             number = torch.arange(self.plan.clients).to(theta).view(1, -1, 1).expand(*theta.shape[:-1], 1)
             return local.init(theta, before[0] if before else ()), number
 
-        def remember(message: Tree, down: Down, memory: Tree) -> Tree:
-            return local.remember(message, down, memory[0]), memory[1]
+        def update_memory(message: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
+            return local.update_memory(message, broadcast, memory[0]), memory[1]
 
-        def work(ask: Any, down: Down, memory: Tree, cache: Tree) -> Tree:
+        def compute(ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
             clients = memory[1][0, :, 0].long().cpu().numpy()
-            return self._work(s, local, clients, ask, down, memory[0], cache)
+            return self._work(s, local, clients, ask, broadcast, memory[0], cache)
 
-        kept = keep if local.remember is keep else remember
-        return stage._replace(local=Local(work, kept, init, local.prepare))
+        kept = keep if local.update_memory is keep else update_memory
+        return stage._replace(local=Local(compute, kept, init, local.prepare))
 
-    def _work(self, s: int, local: Local, clients: np.ndarray, ask: Any, down: Down, memory: Tree, cache: Tree) -> Tree:
+    def _work(
+        self, s: int, local: Local, clients: np.ndarray, ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree
+    ) -> Tree:
         released = {
             str(query.kind): k for k, query in enumerate(self.plan.stages[s].queries) if query.noise is not None
         }
         if not self.weights[clients].any():
-            return local.work(ask, down, memory, cache)
+            return local.compute(ask, broadcast, memory, cache)
         if Kind.DELTA in released:
-            return self._message(s, released[Kind.DELTA], local, clients, ask, down, memory, cache)
-        silent = [self._silent(s, clients, ask, world) for world in (0, 1)]
+            return self._message(s, released[Kind.DELTA], local, clients, ask, broadcast, memory, cache)
+        noiseless = [self._noiseless(s, clients, ask, world) for world in (0, 1)]
 
         def heard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             answer = method(*args, **kwargs)
-            for other in silent if kwargs.get("on") is not None else ():
+            for other in noiseless if kwargs.get("on") is not None else ():
                 other.sample()  # all records
-            either = [getattr(other, name)(*args, **kwargs) for other in silent]
+            either = [getattr(other, name)(*args, **kwargs) for other in noiseless]
             self._note(s, released[name], clients, answer, either, self._divisor(s, released[name], clients))
             return answer
 
-        message = local.work(Through(ask, released, heard), down, memory, cache)
-        self._heard = ask.released(message) if self.plan.sums_only else []
+        message = local.compute(Through(ask, released, heard), broadcast, memory, cache)
+        self._heard = ask.released(message) if self.plan.only_sums_visible else []
         return message
 
     def _message(
-        self, s: int, number: int, local: Local, clients: np.ndarray, ask: Any, down: Down, memory: Tree, cache: Tree
+        self,
+        s: int,
+        number: int,
+        local: Local,
+        clients: np.ndarray,
+        ask: Any,
+        broadcast: Broadcast,
+        memory: Tree,
+        cache: Tree,
     ) -> Tree:
         """A message that is noised as a whole, by the oracle once the rule has made it: overheard there."""
-        message = local.work(ask, down, memory, cache)
+        message = local.compute(ask, broadcast, memory, cache)
         either = []
-        word, kept = tree_map(lambda leaf: leaf.double(), (down.word, memory))  # as wide as the answers
+        word, kept = tree_map(lambda leaf: leaf.double(), (broadcast.extras, memory))  # as wide as the answers
         for world in (0, 1):
-            silent = self._silent(s, clients, ask, world)
-            hushed = Through(silent, ("std",), lambda name, _, *args: ask.std(*args))
-            said = local.work(hushed, down._replace(word=word), kept, self._cache(s, local, clients, ask, world))
-            either.append(self._there(silent.finish(said), clients, world))
-        if self.plan.sums_only:
+            noiseless = self._noiseless(s, clients, ask, world)
+            hushed = Through(noiseless, ("std",), lambda name, _, *args: ask.std(*args))
+            said = local.compute(
+                hushed, broadcast._replace(extras=word), kept, self._cache(s, local, clients, ask, world)
+            )
+            either.append(self._there(noiseless.finish(said), clients, world))
+        if self.plan.only_sums_visible:
             finish, self._heard = ask.finish, [number]
             ask.finish = lambda message: self._there(finish(message), clients, self.world)
             self._note(s, number, clients, message, either, np.ones(len(clients)))
@@ -250,7 +262,7 @@ class Watch:
         gone = torch.from_numpy(clients == VICTIM) & (self.attack.leaves and world == 0)
         return message.masked_fill(gone.to(message.device).unsqueeze(-1), 0)
 
-    def _silent(self, s: int, clients: np.ndarray, ask: Any, world: int, *, inside: bool = False) -> Oracle:
+    def _noiseless(self, s: int, clients: np.ndarray, ask: Any, world: int, *, preparing: bool = False) -> Oracle:
         """The same clients' oracle in one of the worlds, without noise."""
         ((_, shard),) = self.attack.worlds[world].buckets(clients)
         stage = self.plan.stages[s]
@@ -269,14 +281,14 @@ class Watch:
             facts=ask.facts,
             secret=False,
             runs=ask.runs,
-            inside=inside,
+            preparing=preparing,
             quiet=True,
         )
 
     def _cache(self, s: int, local: Local, clients: np.ndarray, ask: Any, world: int) -> Tree:
         key = (s, world, clients.tobytes())
         if key not in self._caches:
-            self._caches[key] = local.prepare(self._silent(s, clients, ask, world, inside=True))
+            self._caches[key] = local.prepare(self._noiseless(s, clients, ask, world, preparing=True))
         return self._caches[key]
 
     def _note(
@@ -287,17 +299,17 @@ class Watch:
         std = (self.plan.std(s, number) * self.plan.share(self.plan.clients))[clients] / divisor
         shaped = torch.from_numpy(weight).to(said.device).view(-1, *[1] * (said.dim() - 2))
         came, zero, one = ((shaped * part.double().expand_as(said)).sum(1) for part in (said, *either))
-        if self.plan.sums_only:
+        if self.plan.only_sums_visible:
             sums = torch.stack([zero, one])
             self._sums[number] = self._sums[number] + sums if number in self._sums else sums
             return
         seen = Seen(came, zero, one, float(((weight * std) ** 2).sum()))
         key, stream = (s, number, clients.tobytes()), self.streams.setdefault((s, number), [])
-        turn = self._counts[key] = self._counts.get(key, -1) + 1
-        if turn < len(stream):  # another batch of clients in the same round
-            past = stream[turn]
+        round_plan = self._counts[key] = self._counts.get(key, -1) + 1
+        if round_plan < len(stream):  # another batch of clients in the same round
+            past = stream[round_plan]
             joined = past.said + seen.said, past.zero + seen.zero, past.one + seen.one
-            stream[turn] = Seen(*joined, past.variance + seen.variance)
+            stream[round_plan] = Seen(*joined, past.variance + seen.variance)
         else:
             stream.append(seen)
 

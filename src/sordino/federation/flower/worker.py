@@ -243,22 +243,22 @@ def serve(
         raise SordinoError(f"secret, authority: {error}; name a file that this user can read.") from error
     stop = stop or threading.Event()
     uploads(poll)
-    silent = False
+    noiseless = False
     with Runtime(address, key, trusted) as runtime:
         while not stop.is_set():
             try:
                 if not _one(handle, runtime, claim, slack):
                     stop.wait(poll)
-                silent = False
+                noiseless = False
             except httpx.HTTPStatusError as error:
                 if refused(error) and not runtime.token:
                     raise SordinoError("secret: the SuperNode refused it; give both the same file.") from None
                 log.error("The SuperNode refused a request (%d).", error.response.status_code)
                 stop.wait(1.0)
             except httpx.TransportError:
-                if not silent:
+                if not noiseless:
                     log.warning("The SuperNode at %s does not answer; trying on.", address)
-                silent = True
+                noiseless = True
                 stop.wait(0.5)
             except Exception:
                 log.exception("A letter was lost.")

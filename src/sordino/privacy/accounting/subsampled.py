@@ -104,7 +104,7 @@ def delta(releases: Iterable[Sampled], epsilon: float, adjacency: Adjacency, gau
         if epsilon >= _most_loss(parts, mu, way):
             continue
         found, level = 1.0, max(min(plain, 1e-5), 1e-100)
-        for _ in range(4):  # what is cut off should be small against the answer; each turn's answer holds
+        for _ in range(4):  # what is cut off should be small against the answer; each placing's answer holds
             found = min(found, _delta_at(_curve(parts, mu, way, level, epsilon), epsilon))
             if level / 100 <= found <= level * 100:
                 break
@@ -258,11 +258,11 @@ def _epsilon(parts: tuple[Sampled, ...], delta: float, adjacency: Adjacency, mu:
 def _refined(parts: Sequence[Sampled], mu: float, way: str, delta: float) -> float:
     """The least epsilon of up to four grids, each a bound: the next one is placed around the least so far, where that
     was far from the centre or coarse against the grid; it is precise where rounding was a part of the answer."""
-    found, turn = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
+    found, placing = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
     tried: list[tuple[float, bool]] = []
-    while turn not in tried and len(tried) < 4:
-        tried.append(turn)
-        near, precise = turn
+    while placing not in tried and len(tried) < 4:
+        tried.append(placing)
+        near, precise = placing
         curve = _curve(parts, mu, way, delta, None if math.isinf(near) else near, precise=precise)
         before, found = found, min(found, _epsilon_at(curve, delta))
         if found == 0 or math.isinf(found):
@@ -272,7 +272,7 @@ def _refined(parts: Sequence[Sampled], mu: float, way: str, delta: float) -> flo
         sharp = found >= 100 * curve.h and 0.7 * found < curve.centre < 1.1 * found
         if not blurred and (sharp or (not precise and found > 0.999 * before)):
             break
-        turn = (found, blurred)
+        placing = (found, blurred)
     return found
 
 

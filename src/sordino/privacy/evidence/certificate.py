@@ -263,7 +263,7 @@ def finite(value: float) -> float | None:
 
 def _reasons(plan: Plan, source: Source) -> list[str]:
     """Why it is not certified; empty if it is."""
-    if plan.silent:
+    if plan.noiseless:
         return ["not private: no noise was added"]
     reasons = []
     if not math.isfinite(plan.mu()):
@@ -272,7 +272,7 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
     if plan.amplified and plan.schedule_seed < SECRET_SEED:
         reasons.append("not proved: who takes part can be guessed from a small schedule_seed; leave it out")
-    if plan.by_chance:
+    if plan.random_participation:
         reasons.append(
             f"not proved: correlated noise under {plan.participation}, where any client may come every round"
         )
@@ -313,7 +313,11 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
     elif plan.privacy.trust is Trust.SECURE_AGGREGATION:
         facts.append("Messages are added up by a secure aggregation protocol, which a simulation does not carry out.")
         facts.append("Every participant adds its share of the noise, and none tells its share to the observer.")
-    if plan.sums_only and plan.participation.kind != EVERYONE and any(plan.goes_on(t) for t in range(plan.rounds)):
+    if (
+        plan.only_sums_visible
+        and plan.participation.kind != EVERYONE
+        and any(plan.goes_on(t) for t in range(plan.rounds))
+    ):
         facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
     if plan.privacy.trust is Trust.TRUSTED_SERVER:
         facts.append("The server, and the links to it, see every message and are trusted with them.")

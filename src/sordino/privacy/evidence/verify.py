@@ -213,9 +213,9 @@ class Step(NamedTuple):
 def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """What was seen follows from unit, adjacency, trust, clip and each client's own noise."""
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
-    sums_only = trust is not Trust.UNTRUSTED_SERVER
+    only_sums_visible = trust is not Trust.UNTRUSTED_SERVER
     for query in cert["queries"]:
-        gather = math.sqrt(_senders(cert, query)) if sums_only else 1.0
+        gather = math.sqrt(_senders(cert, query)) if only_sums_visible else 1.0
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
         if unit is Unit.USER and kind is not Kind.DELTA:
@@ -227,7 +227,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             own, most = _span(group["own_std"][name])
             seen = float(release["std"])
             # In a sum, a client's noise and its data arrive with the same weight, and a cohort's noises add up.
-            weights = (low * gather, high * gather) if sums_only else (1.0, 1.0)
+            weights = (low * gather, high * gather) if only_sums_visible else (1.0, 1.0)
             if not (_near(seen, own * weights[1]) and _near(seen, most * weights[0])):
                 problems.append(
                     f"{name}: the noise seen under {trust} is not {seen:.6g}, from a client's own {own:.6g}"
@@ -238,7 +238,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 apart = drawn and query["semidefinite"] and release["sampler"] == Sampler.POISSON
                 apart = apart and adjacency is Adjacency.REPLACE_ONE
                 joint = (int(query["joint"]) if drawn else 1) * (2 if apart else 1)
-                expected = _after_rounding(cert, query, bound * (high if sums_only else 1.0) * math.sqrt(joint))
+                expected = _after_rounding(cert, query, bound * (high if only_sums_visible else 1.0) * math.sqrt(joint))
                 if not _near(float(release["sensitivity"]), expected):
                     problems.append(
                         f"{name}: the sensitivity is {release['sensitivity']:.6g}, but clip {clip:g}, {unit} level and "

@@ -36,7 +36,7 @@ from scipy.optimize import brentq
 
 from sordino.core import SordinoError
 from sordino.privacy.accounting.gaussian import SLACK
-from sordino.privacy.mechanisms.random import Address, Floats, Silent, Source, Words
+from sordino.privacy.mechanisms.random import Address, Floats, Noiseless, Source, Words
 
 Integers: TypeAlias = NDArray[np.int64]
 
@@ -162,9 +162,9 @@ def _epsilon(rho: float, nats: float) -> float:
     if rho == 0:
         return 0.0
     x = _root(lambda x: x * x * rho + math.log1p(x) - nats, math.expm1(min(nats, 700.0)), math.sqrt(nats / rho))
-    up, down, rest = (1 + x) * rho, -math.log1p(1 / x), (nats - math.log1p(x)) / x
-    error = 2.0**-49 * (up - down + (nats + math.log1p(x)) / x)
-    return max(0.0, up + down + rest + error)
+    up, broadcast, rest = (1 + x) * rho, -math.log1p(1 / x), (nats - math.log1p(x)) / x
+    error = 2.0**-49 * (up - broadcast + (nats + math.log1p(x)) / x)
+    return max(0.0, up + broadcast + rest + error)
 
 
 def _root(f: Callable[[float], float], *above: float) -> float:
@@ -260,7 +260,7 @@ def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -
     """
     _check(variance=variance)
     size = math.prod(shape)
-    if isinstance(source, Silent):
+    if isinstance(source, Noiseless):
         at.pack()
         return np.zeros(shape, dtype=np.int64)
     law = _law(variance)
@@ -391,7 +391,7 @@ def _exp(numerator: int, denominator: int, places: int) -> int:
     """n with n <= 2^places exp(-numerator/denominator) <= n + 2.
 
     exp(-x) is exp(-x/2^halvings)^(2^halvings) for x/2^halvings < 1/2, by Taylor's alternating series. A term is off by
-    3 units at most (by induction: half the error before, and roundings), there are fewer than `work`, and a squaring
+    3 units at most (by induction: half the error before, and roundings), there are fewer than `compute`, and a squaring
     doubles the error and adds 1: less than 4 work 2^halvings + 2^halvings in all, which the extra places hold.
     """
     if numerator == 0:
@@ -400,16 +400,16 @@ def _exp(numerator: int, denominator: int, places: int) -> int:
     if halvings > places.bit_length() + 2:
         return 0  # x > 2^(halvings - 3) >= places > log(2^places)
     extra = 8 + places.bit_length() + 2 * halvings + 8
-    work = places + extra
-    x = (numerator << work) // (denominator << halvings)
-    term = total = 1 << work
+    compute = places + extra
+    x = (numerator << compute) // (denominator << halvings)
+    term = total = 1 << compute
     n = 0
     while term:
         n += 1
-        term = (term * x >> work) // n
+        term = (term * x >> compute) // n
         total += -term if n % 2 else term
     for _ in range(halvings):
-        total = total * total >> work
+        total = total * total >> compute
     return max(0, total - (1 << extra - 1) >> extra)
 
 

@@ -79,7 +79,7 @@ def check(method: Method) -> None:
     for stage in method.stages:
         noised = [query for query in stage.queries if query.noise is not None]
         single = len(noised) == 1 and noised[0].calls == 1 and isinstance(noised[0].noise, Independent)
-        bare = stage.local.remember is keep and stage.local.prepare is nothing  # a memory is of a single message
+        bare = stage.local.update_memory is keep and stage.local.prepare is nothing  # a memory is of a single message
         if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.DELTA):
             raise SordinoError(
                 f"method: {method.name} does not send one noised vector a round, which secure aggregation adds up; "

@@ -251,7 +251,7 @@ def counted(sources: Sequence[Counted], at: Sequence[Address], size: int, device
     return (-2 * u[..., 0::2].log()).sqrt() * (2 * math.pi * u[..., 1::2]).cos()  # Box and Muller
 
 
-class Silent:
+class Noiseless:
     """No noise at all; minibatches and participants are still drawn, from a seed."""
 
     private = False
@@ -262,7 +262,7 @@ class Silent:
     def __repr__(self) -> str:
         return f"Silent({self._seeded.seed})"
 
-    def fresh(self) -> Silent:
+    def fresh(self) -> Noiseless:
         return self
 
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
