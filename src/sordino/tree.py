@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sordino.core import SordinoError, Tree
+from sordino.lazy import Tensor, torch
 
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

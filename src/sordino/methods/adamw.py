@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sordino.core import (
     Ask,
     Broadcast,
@@ -28,6 +25,7 @@ from sordino.core import (
     Unit,
     nearest,
 )
+from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 from sordino.rules.adaptive import denoised
 from sordino.rules.basic import check_decay, moving

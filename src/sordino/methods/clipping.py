@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, SordinoError, Tree, Unit
+from sordino.lazy import Tensor, torch
 
 FARTHEST = 20.0  # of log C from where it began
 

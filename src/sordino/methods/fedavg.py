@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from sordino.core import (
     Ask,
     Broadcast,
@@ -27,6 +25,7 @@ from sordino.core import (
     Unit,
     nearest,
 )
+from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sordino.core import Facts, Rule, SordinoError, Tree
+from sordino.lazy import Tensor, torch
 
 
 def stateless(theta: Tensor, facts: Facts, before: Tree) -> Tree:
