@@ -9,7 +9,7 @@ import tomli_w
 from letters import NUMBERS, SIZE, put
 
 from sordino import wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation import site_data
 from sordino.federation.terms import Terms
 from sordino.methods import REGISTRY, build
