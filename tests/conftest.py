@@ -20,7 +20,7 @@ else:
     sys.exit()
 print(os.getpid(), flush=True)
 atexit.register(print, "end", flush=True)
-{work}
+{compute}
 """
 
 
