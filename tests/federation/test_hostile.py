@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import tomli_w
-from letters import NUMBERS, SIZE, put
+from messages import NUMBERS, SIZE, put
 
 from sordino import wire
 from sordino.errors import SordinoError

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from letters import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
+from messages import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
 
 import sordino
 from sordino import secagg, wire
