@@ -1,4 +1,4 @@
-"""Faults and attacks over real processes (tests/federation/fault_trials.py): every scenario, into results/faults.{json,md}."""
+"""Faults and attacks over real processes (tests/federation/fault_trials.py), into results/faults.{json,md}."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def page(out: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    import scenarios
     import fault_trials
+    import scenarios
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=list(scenarios.SCENARIOS), default=list(scenarios.SCENARIOS))
@@ -75,7 +75,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where to leave everything, for a look")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        found = fault_trials.run(words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True), True)
+        found = fault_trials.run(
+            words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True), True
+        )
     wrong = {name: bad for name, run in found["runs"].items() if (bad := fault_trials.problems(name, run))}
     for name, run in found["runs"].items():
         run["expected"] = list(scenarios.SCENARIOS[name].came)
