@@ -17,12 +17,10 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
         Kind,
         Local,
         Method,
-        OverspentError,
         Privacy,
         Query,
         Round,
         Rule,
-        SordinoError,
         Stage,
         Trust,
         Unit,
@@ -31,6 +29,7 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
     from sordino.data.records import Records
     from sordino.data.sources import Dataset, load
     from sordino.engines import reference, simulate
+    from sordino.errors import OverspentError, SordinoError
     from sordino.estimators import FederatedClassifier as FederatedClassifier
     from sordino.estimators import UnpaidSearchWarning as UnpaidSearchWarning
     from sordino.methods import build
@@ -78,12 +77,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "sordino.core": "Adjacency Divisor Kind Local Method OverspentError Privacy Query Round Rule SordinoError Stage "
-    "Trust Unit",
+    "sordino.core": "Adjacency Divisor Kind Local Method Privacy Query Round Rule Stage Trust Unit",
     "sordino.data.partition": "split",
     "sordino.data.records": "Records",
     "sordino.data.sources": "Dataset load",
     "sordino.engines": "reference simulate",
+    "sordino.errors": "OverspentError SordinoError",
     "sordino.estimators": "FederatedClassifier UnpaidSearchWarning",
     "sordino.methods": "build",
     "sordino.models.linear": "Linear",

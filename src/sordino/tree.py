@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SordinoError, Tree
+from sordino.core import Tree
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 

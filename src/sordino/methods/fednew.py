@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from sordino.core import Ask, Kind, Method, Query, SordinoError, Tree, Unit, nearest
+from sordino.core import Ask, Kind, Method, Query, Tree, Unit
+from sordino.errors import SordinoError, nearest
 from sordino.lazy import Tensor, torch
 from sordino.methods.admm import Solve, admm, shift
 from sordino.rules.limits import LIMITS

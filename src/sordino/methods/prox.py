@@ -6,7 +6,8 @@ updates that point against each other raise it, agreeing ones lower it.
 
 from __future__ import annotations
 
-from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree, Unit
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 

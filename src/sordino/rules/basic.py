@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sordino.core import Facts, Rule, SordinoError, Tree
+from sordino.core import Facts, Rule, Tree
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 

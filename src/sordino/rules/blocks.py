@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Hashable, Sequence
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 LAYER = re.compile(r"(.*?)\.(?:self_)?att\w*\.")  # a layer is what owns an attention

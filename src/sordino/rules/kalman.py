@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 
-from sordino.core import Facts, Rule, SordinoError, Tree
+from sordino.core import Facts, Rule, Tree
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero where features are constant

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 
-from sordino.core import Rule, SordinoError, Tree
+from sordino.core import Rule, Tree
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.rules.basic import stateless
 

@@ -15,7 +15,8 @@ from functools import lru_cache
 import numpy as np
 import scipy  # its parts are imported when they are used
 
-from sordino.core import Correlated, SordinoError
+from sordino.core import Correlated
+from sordino.errors import SordinoError
 
 MOST_ROUNDS = 4096  # the matrices are dense
 

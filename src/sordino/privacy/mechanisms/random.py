@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import erfcx, ndtri, ndtri_exp
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 Floats: TypeAlias = NDArray[np.float64]
