@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Broadcast, Divisor, Kind, Local, Method, Privacy, Query, SordinoError, Stage, Trust, Unit
+from sordino.core import Broadcast, Divisor, Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.evidence.ledger import Ledger
