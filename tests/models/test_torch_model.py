@@ -20,7 +20,7 @@ from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_examples import NETS, UNRULED, N, made, naive, read
+from test_per_example import NETS, UNRULED, N, made, naive, read
 
 MODES = ("tape", "two-pass", "vmap")
 CASES = [(name, mode) for name in NETS for mode in MODES] + [(name, "auto") for name in UNRULED]

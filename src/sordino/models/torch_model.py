@@ -96,7 +96,7 @@ class TorchModel:
         if blocks is not None and blocks.shape != (self.size,):
             raise SordinoError(f"blocks: {tuple(blocks.shape)}; give one number for each of {self.size} parameters.")
         self.blocks, self.autocast, self.chunk = blocks, autocast, chunk
-        self.shape = shape or probe.given(module)
+        self.shape = shape or probe.input_shape(module)
         self.features = math.prod(self.shape)
         first = next(iter(self.trained.values()))
         odd = per_example.supported(module)
