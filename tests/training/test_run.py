@@ -99,7 +99,7 @@ def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_
 
 IMPORTS = """
 from pathlib import Path
-from sordino.experiments import run
+from sordino.training import run
 from sordino.training.artifacts import Place
 from sordino.training.spec import Spec
 """

@@ -161,8 +161,8 @@ def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
         "Every client's own"
     )
     return f"""**As a bet.** Someone must guess which of two possibilities about a {subject} is true. Before they \
-see the model, both are equally likely: they are right in 50 of 100 cases. After they have seen everything that this statement \
-covers, they are right in at most {_cases(right)} of 100 cases, whatever method they use.
+see the model, both are equally likely: they are right in 50 of 100 cases. After they have seen everything that this \
+statement covers, they are right in at most {_cases(right)} of 100 cases, whatever method they use.
 
 **As a number.** ε (epsilon) limits how much one {subject} can change the outcome: no outcome is more than \
 e^ε = {_factor(epsilon)} times as likely with one possibility as with the other. δ (delta) = {cert["delta"]:g} is, \
