@@ -8,26 +8,12 @@ Everything here needs torch, numpy and scipy alone, but for `FederatedClassifier
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sordino.core import (
-    Adjacency,
-    Divisor,
-    Kind,
-    Local,
-    Method,
-    OverspentError,
-    Privacy,
-    Query,
-    Round,
-    Rule,
-    SordinoError,
-    Stage,
-    Trust,
-    Unit,
-)
+from sordino.core import Adjacency, Divisor, Kind, Local, Method, Privacy, Query, Round, Rule, Stage, Trust, Unit
 from sordino.data.partition import split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import reference, simulate
+from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.accounting import gaussian

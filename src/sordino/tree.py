@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SordinoError, Tree
+from sordino.core import Tree
+from sordino.errors import SordinoError
 
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -14,7 +14,8 @@ import math
 
 from torch import Tensor
 
-from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.methods.fedgd import gradient
 from sordino.rules import estimate_covariance, kalman
 

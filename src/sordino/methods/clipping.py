@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, SordinoError, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Tree, Unit
+from sordino.errors import SordinoError
 
 FARTHEST = 20.0  # of log C from where it began
 

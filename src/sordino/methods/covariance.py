@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.methods.admm import admm
 from sordino.methods.fednew import answers, checked
 from sordino.rules.basic import stateless

@@ -12,21 +12,8 @@ import math
 
 from torch import Tensor
 
-from sordino.core import (
-    Ask,
-    Broadcast,
-    Kind,
-    Local,
-    Method,
-    Query,
-    Rule,
-    SordinoError,
-    Stage,
-    Tree,
-    Trust,
-    Unit,
-    nearest,
-)
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError, nearest
 from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 

@@ -11,7 +11,8 @@ import math
 
 from torch import Tensor
 
-from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.methods.clipping import adaptive_clip
 from sordino.rules import average, chain, scale
 

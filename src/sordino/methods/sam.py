@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from sordino.core import Ask, Broadcast, Local, Method, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Local, Method, Stage, Tree, Unit
+from sordino.errors import SordinoError
 from sordino.methods.fedavg import CAVEAT, local_steps
 from sordino.rules import scale
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sordino.core import SAFETY, Shard, SordinoError
+from sordino.core import SAFETY, Shard
+from sordino.errors import SordinoError
 from sordino.models import per_example
 from sordino.models.per_example import Owned, Use, summed
 
@@ -146,7 +147,9 @@ def input_shape(module: nn.Module) -> tuple[int, ...]:
     first = next((part for part in module.modules() if not list(part.children())), None)
     if isinstance(first, nn.Linear):
         return (first.in_features,)
-    raise SordinoError("shape: the first layer does not tell the shape of a row; pass it, for example shape=(1, 28, 28).")
+    raise SordinoError(
+        "shape: the first layer does not tell the shape of a row; pass it, for example shape=(1, 28, 28)."
+    )
 
 
 def _rows_like(n: int, features: int) -> Tensor:

@@ -16,7 +16,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import threshold
 
-from sordino.core import SAFETY, Shard, SordinoError, nearest
+from sordino.core import SAFETY, Shard
+from sordino.errors import SordinoError, nearest
 from sordino.models import per_example, probe
 from sordino.models.arithmetic import ROWS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.cuda_graphs import Graphs

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sordino.core import Facts, Rule, SordinoError, Tree
+from sordino.core import Facts, Rule, Tree
+from sordino.errors import SordinoError
 
 
 def stateless(theta: Tensor, facts: Facts, before: Tree) -> Tree:

@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from sordino.core import Rule, SordinoError, Tree
+from sordino.core import Rule, Tree
+from sordino.errors import SordinoError
 from sordino.rules.basic import stateless
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from scipy.linalg import block_diag, solve_triangular, toeplitz
 from scipy.optimize import minimize
 
-from sordino.core import Correlated, SordinoError
+from sordino.core import Correlated
+from sordino.errors import SordinoError
 
 MOST_ROUNDS = 4096  # the matrices are dense
 

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from scipy.special import erfcx, ndtri, ndtri_exp
 from torch import Tensor
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 Floats: TypeAlias = NDArray[np.float64]
 Words: TypeAlias = NDArray[np.uint64]
