@@ -419,8 +419,8 @@ def _promise(document: Document) -> str:
     budgets = ", ".join(named(e) for e in epsilons(runs) if e is not None)
     bare = " ε = ∞ is without noise and promises nothing." * (None in epsilons(runs))
     return (
-        f"The promise: ε = {budgets} at δ = {setting['delta']:g}, {unit} level, {adjacency}, {trust}. It speaks "
-        f"of {PROTECTED[unit, adjacency]}. It holds against {ADVERSARY[trust]}.{bare}"
+        f"The promise: ε = {budgets} at δ = {setting['delta']:g}, {unit} level, {adjacency}, {trust}. Protected: "
+        f"{PROTECTED[unit, adjacency]}. It holds against {ADVERSARY[trust]}.{bare}"
     )
 
 
