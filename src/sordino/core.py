@@ -14,10 +14,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sordino.errors import SordinoError, nearest
+from sordino.lazy import Tensor, torch
 
 Tree = Any  # a tensor, or plain nested tuples of tensors: a message, a client's memory, a rule's state
 
