@@ -15,7 +15,7 @@ import sordino
 from sordino import secagg, wire
 from sordino.core import Broadcast, OverspentError, SordinoError
 from sordino.data.sources import load
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.refusal import REASONS

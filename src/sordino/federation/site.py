@@ -21,7 +21,7 @@ import numpy as np
 import sordino
 from sordino import secagg, wire
 from sordino.core import Broadcast, OverspentError, SordinoError
-from sordino.engines.oracle import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS, Refused

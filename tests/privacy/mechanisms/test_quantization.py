@@ -13,7 +13,8 @@ import torch
 from sordino.core import Adjacency, Broadcast, Divisor, OverspentError, Privacy, SordinoError, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import encode_integers, opened, round_plans
+from sordino.engines.oracle import decode_sum, encode_integers
+from sordino.engines.schedule import round_plans
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.evidence.certificate import certificate
@@ -70,7 +71,7 @@ def drawn(plan, theta, x, y, client, source, round_plan):
     """Integers of one client, as the reference engine makes them."""
     model = Linear(6, 3)
     records = Records.of(x, y, client, dtype=torch.float64)
-    ask = reference.oracle(model, records, round_plan, 0, source, quiet=True)
+    ask = reference.oracle(model, records, round_plan, 0, source, add_noise=False)
     message = ask.finish(round_plan.stage.local.compute(ask, Broadcast(theta, ()), (), ()))
     return encode_integers(plan, round_plan, 0, message, source)
 
@@ -133,7 +134,7 @@ def test_integers_come_back_as_the_aggregate():
     for i in range(4):
         total += encode_integers(plan, round_plan, i, message, Noiseless(i))
     step = level.step * level.weight.max()
-    assert (opened(plan, round_plan, total) - message).abs().max() < 4 * step
+    assert (decode_sum(plan, round_plan, total) - message).abs().max() < 4 * step
 
 
 @pytest.mark.parametrize(
