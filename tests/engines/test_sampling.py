@@ -9,10 +9,11 @@ import pytest
 import torch
 from scipy.stats import kstest, norm
 
-from sordino.core import Kind, Local, Method, OverspentError, Privacy, Query, Stage, Trust, Unit
+from sordino.core import Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import SAMPLING, SLOT_ORDER, assign_slots, round_plans
+from sordino.errors import OverspentError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.evidence.ledger import Ledger

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sordino import secagg, wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation import messenger
 from sordino.federation import site_run as module
 from sordino.federation.coordinator import Coordinator

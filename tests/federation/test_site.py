@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from letters import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
+from messages import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Broadcast, OverspentError, SordinoError
+from sordino.core import Broadcast
 from sordino.data.sources import load
 from sordino.engines.schedule import round_plans
+from sordino.errors import OverspentError, SordinoError, WireError
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.refusal import REASONS
@@ -375,7 +376,7 @@ PLACES = [  # where something fails, and on which letter
     ("finish", "sordino.federation.site_run.certificate"),
     ("finish", "sordino.federation.site_run.save_model"),
 ]
-ERRORS = (ValueError, SordinoError, OSError, OverspentError, wire.WireError, sqlite3.OperationalError, MemoryError)
+ERRORS = (ValueError, SordinoError, OSError, OverspentError, WireError, sqlite3.OperationalError, MemoryError)
 
 
 WITHIN = ("oracle", "secured", "Run.keep", "secagg.masked", "wire.encode")  # once the data were asked something

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from sordino.core import SAFETY, Divisor, Privacy, Shard, SordinoError
+from sordino.core import SAFETY, Divisor, Privacy, Shard
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.torch_model import BUDGET, TorchModel, group_norm
 from sordino.privacy.mechanisms.random import Seeded

@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from sordino.core import SordinoError
 from sordino.data.formats import PACKED, reading, unpack
+from sordino.errors import SordinoError
 
 PATIENCE = 30.0  # seconds that a server may keep silent
 LONGEST = 3600.0  # seconds that one file may take

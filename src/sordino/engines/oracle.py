@@ -17,21 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import (
-    SAFETY,
-    SAMPLED,
-    Batch,
-    Correlated,
-    Facts,
-    Kind,
-    OverspentError,
-    Query,
-    Shard,
-    SordinoError,
-    Stage,
-    Tree,
-)
+from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
 from sordino.engines.schedule import ROUNDING, RoundPlan
+from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.random import Address, Draw, Source, draw, grid_of, settle
 from sordino.privacy.plan import Plan

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Broadcast, Model, Round, Shard, SordinoError, Tree, nothing
+from sordino.core import Broadcast, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records
 from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
 from sordino.privacy.plan import Plan

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Facts, Model, SordinoError, Stage, keep
+from sordino.core import Facts, Model, Stage, keep
+from sordino.errors import SordinoError
 from sordino.privacy.mechanisms.random import Address, Source
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan

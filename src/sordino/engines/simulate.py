@@ -32,7 +32,6 @@ from sordino.core import (
     Query,
     Round,
     Shard,
-    SordinoError,
     Stage,
     Tree,
     Unit,
@@ -52,6 +51,7 @@ from sordino.engines.schedule import (
     round_plans_of_runs,
 )
 from sordino.engines.trace import only_asks_for_the_gradient
+from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan

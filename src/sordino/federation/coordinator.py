@@ -23,10 +23,11 @@ from torch import Tensor
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Broadcast, SordinoError, Tree
+from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum
 from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.errors import SordinoError, WireError
 from sordino.federation import messenger
 from sordino.federation.config import Federation
 from sordino.federation.messenger import Messenger, Transport, about, read
@@ -265,7 +266,7 @@ class Coordinator:
             return None
         try:
             message = wire.to_tree(found.fields.get("tree"), found.arrays, "said")
-        except wire.WireError:
+        except WireError:
             return None
         if not leaves(message) or not all(leaf.is_floating_point() for leaf in leaves(message)):
             return None

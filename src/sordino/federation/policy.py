@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sordino import secagg
-from sordino.core import SordinoError
-from sordino.federation.refusal import Refused
+from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 

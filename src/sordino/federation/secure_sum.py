@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sordino import secagg, wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError, WrongShareError
 from sordino.federation.messenger import Messenger, about
 from sordino.federation.terms import Terms
 from sordino.files import write
@@ -74,7 +74,7 @@ class Sums:
         while True:
             try:
                 return secagg.open_sum(self.session, t, offers, masked, reveals)
-            except secagg.WrongShareError as error:
+            except WrongShareError as error:
                 self.post.tell("misfit", site=error.site, t=t)
                 reveals = {name: data for name, data in reveals.items() if name != error.site}
 

@@ -20,11 +20,12 @@ import numpy as np
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Broadcast, OverspentError, SordinoError
+from sordino.core import Broadcast
 from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.errors import OverspentError, Refused, SordinoError, WireError
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
-from sordino.federation.refusal import REASONS, Refused
+from sordino.federation.refusal import REASONS
 from sordino.federation.site_data import SiteData
 from sordino.federation.site_run import Run
 from sordino.federation.terms import RUN, Terms
@@ -87,7 +88,7 @@ class Site(SiteData):
             return handle(message, letter)
         except Refused as no:
             return self._refuse(no.code, no.detail)
-        except wire.WireError as error:
+        except WireError as error:
             return self._refuse("malformed", str(error))
         except OverspentError as error:
             return self._refuse("budget", str(error))

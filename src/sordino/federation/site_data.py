@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from sordino import secagg
-from sordino.core import Adjacency, SordinoError
+from sordino.core import Adjacency
 from sordino.data.sources import Dataset, load
+from sordino.errors import SordinoError
 from sordino.federation.config import SiteConfig
 from sordino.files import write
 from sordino.privacy.evidence.ledger import Ledger

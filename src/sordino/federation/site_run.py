@@ -16,13 +16,13 @@ from torch import Tensor
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Broadcast, SordinoError, Tree, carries, nothing
+from sordino.core import Broadcast, Tree, carries, nothing
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, round_plans
-from sordino.federation.refusal import Refused
+from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.files import sync, write

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 from sordino.privacy.evidence import signing
 from sordino.secagg.derive import low_order, public
 

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.signing import RunKey
 
 README = """public/   may be published. Its files are computed from the noised releases, from public settings, and from

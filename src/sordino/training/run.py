@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 import sordino
-from sordino.core import SordinoError, Tree, Unit
+from sordino.core import Tree, Unit
 from sordino.data import glue, text
 from sordino.data.partition import describe, split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import simulate
 from sordino.engines.oracle import MATRICES
+from sordino.errors import SordinoError
 from sordino.methods import build, entry
 from sordino.models import lora, nets, transformers
 from sordino.models.linear import Linear, Loss

@@ -13,20 +13,8 @@ from sordino.checks.audit.attacks import MODEL, attacks, audit, one_run, plan_fo
 from sordino.checks.audit.observer import Watch, watched
 from sordino.checks.mutants import half_claimed
 from sordino.cli import main
-from sordino.core import (
-    Adjacency,
-    Correlated,
-    Kind,
-    Lemma,
-    Local,
-    Method,
-    Privacy,
-    Query,
-    SordinoError,
-    Stage,
-    Trust,
-    Unit,
-)
+from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.rules import chain, scale

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Adjacency, Broadcast, Divisor, OverspentError, Privacy, SordinoError, Trust
+from sordino.core import Adjacency, Broadcast, Divisor, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import decode_sum, encode_integers
 from sordino.engines.schedule import round_plans
+from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.evidence.certificate import certificate

@@ -41,7 +41,8 @@ import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.special import erfcx, gammaln, ndtr
 
-from sordino.core import Adjacency, SordinoError
+from sordino.core import Adjacency
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import double_double, gaussian
 from sordino.privacy.accounting.slots import OVERFLOW
 

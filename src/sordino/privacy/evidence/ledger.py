@@ -31,7 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from sordino.core import Adjacency, OverspentError, SordinoError
+from sordino.core import Adjacency
+from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.mechanisms import discrete_gaussian
