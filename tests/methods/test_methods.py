@@ -13,7 +13,7 @@ from sordino import methods
 from sordino.core import Broadcast, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear

@@ -65,7 +65,8 @@ def tiers(cases: Iterable[Any], quick: Iterable[Any] | int) -> list[Any]:
     kept = cases[:quick] if isinstance(quick, int) else list(quick)
     if not kept or (unknown := [case for case in kept if case not in cases]):
         raise ValueError(f"make test needs at least one of the cases {cases}, got {kept if not kept else unknown}")
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [
-        v if case in kept else pytest.param(*v, marks=pytest.mark.soak) for case, v in zip(cases, values, strict=True)
-    ]
+
+    def soaked(case: Any) -> Any:
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
+
+    return [case if case in kept else soaked(case) for case in cases]
