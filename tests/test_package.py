@@ -27,7 +27,7 @@ def built(tmp_path_factory):
     place = tmp_path_factory.mktemp("package")
     sources, out = place / "sources", place / "out"
     shutil.copytree(ROOT, sources, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    code = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
+    code = "import sys; o = sys.argv[1]; from setuptools import build_meta as b; b.build_sdist(o); b.build_wheel(o)"
     command = [sys.executable, "-c", code, str(out)]
     done = subprocess.run(command, cwd=sources, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
