@@ -36,10 +36,11 @@ from sordino.checks.audit import attacks as audits
 from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.sums import ROWS, OneAccumulator, neighbours, pair, sums
 from sordino.cli import main as sordino
-from sordino.core import SAFETY, Adjacency, Privacy, Shard, SordinoError, Trust, Unit
+from sordino.core import SAFETY, Adjacency, Privacy, Shard, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import SAMPLING, places, round_plans
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label

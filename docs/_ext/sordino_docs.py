@@ -400,8 +400,8 @@ def spec_page() -> str:
     return (
         "# Keys of a run\n\n"
         "`sordino run SPEC.toml` reads a flat TOML file. `--set KEY=VALUE` sets any key; the most frequent ones have a "
-        "flag of their own ([sordino run](cli/run.md)). The options of a method stand beside these keys in the same file "
-        "([methods](methods/index.md)). A run writes the complete list, with every default resolved, into "
+        "flag of their own ([sordino run](cli/run.md)). The options of a method stand beside these keys in the same "
+        "file ([methods](methods/index.md)). A run writes the complete list, with every default resolved, into "
         "`public/spec.toml`.\n\n| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 

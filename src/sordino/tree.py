@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from sordino.core import SordinoError, Tree
+from sordino.core import Tree
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Kind, Privacy, SordinoError, Stream, Trust, Unit
+from sordino.core import Kind, Privacy, Stream, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import round_plans
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.accounting import correlated, gaussian

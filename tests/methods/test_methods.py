@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from sordino import methods
-from sordino.core import Broadcast, Privacy, SordinoError, Trust, Unit
+from sordino.core import Broadcast, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import round_plans
+from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear
 from sordino.privacy.mechanisms.random import Seeded

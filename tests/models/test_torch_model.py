@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from sordino.core import SAFETY, Divisor, Privacy, Shard, SordinoError
+from sordino.core import SAFETY, Divisor, Privacy, Shard
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.torch_model import BUDGET, TorchModel, group_norm
 from sordino.privacy.mechanisms.random import Seeded
@@ -20,7 +21,7 @@ from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_examples import NETS, UNRULED, N, made, naive, read
+from test_per_example import NETS, UNRULED, N, made, naive, read
 
 MODES = ("tape", "two-pass", "vmap")
 CASES = [(name, mode) for name in NETS for mode in MODES] + [(name, "auto") for name in UNRULED]

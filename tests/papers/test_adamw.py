@@ -12,7 +12,7 @@ from dp_accounting.pld import PLDAccountant
 from papers import adamw, tables
 from papers.__main__ import main
 from papers.adamw import command, epsilon, preset, rows
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.training.spec import Spec, parse_setting
 
 METHODS = ("dp-fedavg", "dp-scaffold", "dp-fedavg-ls", "dp-fedsam", "dp-localadamw", "dp-fedadamw")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from sordino.core import Adjacency, Kind, OverspentError, Privacy, SordinoError, Trust, Unit
+from sordino.core import Adjacency, Kind, Privacy, Trust, Unit
 from sordino.data.sources import load
 from sordino.engines.oracle import round_plans
+from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.accounting import events, gaussian, subsampled

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sordino.cli import main
-from sordino.core import Privacy, SordinoError
+from sordino.core import Privacy
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy.mechanisms.random import Address
 from sordino.privacy.plan import Plan

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.training import run

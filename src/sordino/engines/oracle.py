@@ -17,22 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import (
-    SAFETY,
-    SAMPLED,
-    Batch,
-    Correlated,
-    Facts,
-    Kind,
-    Model,
-    OverspentError,
-    Query,
-    Shard,
-    SordinoError,
-    Stage,
-    Tree,
-    keep,
-)
+from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Model, Query, Shard, Stage, Tree, keep
+from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.random import Address, Draw, Source, draw, grid_of, settle
 from sordino.privacy.participation import Sampling

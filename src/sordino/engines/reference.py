@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Broadcast, Model, Round, Shard, SordinoError, Tree, nothing
+from sordino.core import Broadcast, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records
 from sordino.engines.oracle import (
     SAMPLING,
@@ -24,6 +24,7 @@ from sordino.engines.oracle import (
     seed_of,
     standard,
 )
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
 from sordino.privacy.plan import Plan

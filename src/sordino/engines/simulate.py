@@ -34,7 +34,6 @@ from sordino.core import (
     Query,
     Round,
     Shard,
-    SordinoError,
     Stage,
     Tree,
     Unit,
@@ -57,6 +56,7 @@ from sordino.engines.oracle import (
     seed_of,
     standard,
 )
+from sordino.errors import SordinoError
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sordino.core import Method, SordinoError, Unit, nearest
+from sordino.core import Method, Unit
+from sordino.errors import SordinoError, nearest
 from sordino.methods.adadps import adadps
 from sordino.methods.adamw import fedadamw, localadamw
 from sordino.methods.adaptive import adambc, fedadam, fedyogi

@@ -16,7 +16,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import threshold
 
-from sordino.core import SAFETY, Shard, SordinoError, nearest
+from sordino.core import SAFETY, Shard
+from sordino.errors import SordinoError, nearest
 from sordino.models import per_example, probe
 from sordino.models.arithmetic import ROWS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.cuda_graphs import Graphs
@@ -96,7 +97,7 @@ class TorchModel:
         if blocks is not None and blocks.shape != (self.size,):
             raise SordinoError(f"blocks: {tuple(blocks.shape)}; give one number for each of {self.size} parameters.")
         self.blocks, self.autocast, self.chunk = blocks, autocast, chunk
-        self.shape = shape or probe.given(module)
+        self.shape = shape or probe.input_shape(module)
         self.features = math.prod(self.shape)
         first = next(iter(self.trained.values()))
         odd = per_example.supported(module)

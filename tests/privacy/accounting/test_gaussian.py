@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
 TABLE = Path(__file__).parents[3] / "shared/spec/tables/calibration_sigma_n20_T70.csv"

@@ -9,21 +9,8 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.core import (
-    Correlated,
-    Divisor,
-    Kind,
-    Lemma,
-    Local,
-    Method,
-    Privacy,
-    Query,
-    SordinoError,
-    Stage,
-    Trust,
-    Unit,
-    carries,
-)
+from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit, carries
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence.certificate import certificate, ranges, sizes_of

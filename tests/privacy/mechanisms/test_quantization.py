@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Adjacency, Broadcast, Divisor, OverspentError, Privacy, SordinoError, Trust
+from sordino.core import Adjacency, Broadcast, Divisor, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import encode_integers, opened, round_plans
+from sordino.engines.oracle import decode_sum, encode_integers, round_plans
+from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.evidence.certificate import certificate
@@ -133,7 +134,7 @@ def test_integers_come_back_as_the_aggregate():
     for i in range(4):
         total += encode_integers(plan, round_plan, i, message, Noiseless(i))
     step = level.step * level.weight.max()
-    assert (opened(plan, round_plan, total) - message).abs().max() < 4 * step
+    assert (decode_sum(plan, round_plan, total) - message).abs().max() < 4 * step
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Correlated, Privacy, SordinoError, Trust
+from sordino.core import Correlated, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.engines.oracle import round_plans
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.accounting import gaussian
