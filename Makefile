@@ -2,11 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
-EXTRAS := flower,images,report,search,sklearn,tables,transformers,verify
+EXTRAS := docs,flower,images,report,search,sklearn,tables,transformers,verify
 # One worker per core: more threads of torch would only wait. Compiled files are kept because many tests start processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test soak test-python image-steps lint bench clean
+.PHONY: demo test soak test-python image-steps lint docs bench clean
 
 demo: $(READY)
 	$(BIN)/sordino run
@@ -22,6 +22,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
+
+docs: $(READY)
+	# The site in docs/_build/html: every warning is an error, every tutorial runs, nothing is fetched.
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(READY)
 	# Fails where a ratio grew by more than 15 % against the committed one of this architecture. To keep the new figures
