@@ -13,7 +13,7 @@ from sordino.core import SordinoError
 from sordino.federation import messenger
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.training.outcome import load_model
+from sordino.training.artifacts import load_model
 
 TOTAL = Counter()
 

@@ -29,7 +29,9 @@ def check_rules(site: SiteData, terms: Terms) -> None:
     except SordinoError as error:
         raise Refused("policy", str(error)) from None
     allowed, rounds = config.run_epsilon or config.epsilon, int(spec.rounds or 0)
-    sizes = [spec.options[key] for key in CLIPS if key in spec.options] + list(spec.class_weights or ())
+    sizes = [spec.options[key] for key in CLIPS if key in spec.options] + list(
+        spec.model_options.get("class_weights") or ()
+    )
     steps = max(int(spec.options.get(key) or 0) for key in ("steps", "local_steps"))
     for fine, what in (
         (terms.classes == config.classes, "its classes are not those of site.toml"),

@@ -120,7 +120,7 @@ def agrees(model: FlatModel) -> bool:
     with torch.no_grad():
         if not torch.allclose(torch.cat(alone), logits(x), 1e-4, 1e-6):
             raise SordinoError(
-                "module: its output for a row depends on the other rows, which no clip bounds; treat each row separately."
+                "module: its output for one row depends on the other rows, which no clip bounds; treat rows apart."
             )
     rows = []
     for z, label in zip(alone, y, strict=True):
@@ -146,7 +146,9 @@ def input_shape(module: nn.Module) -> tuple[int, ...]:
     first = next((part for part in module.modules() if not list(part.children())), None)
     if isinstance(first, nn.Linear):
         return (first.in_features,)
-    raise SordinoError("shape: the first layer does not tell the shape of a row; pass it, for example shape=(1, 28, 28).")
+    raise SordinoError(
+        "shape: the first layer does not tell the shape of a row; pass it, for example shape=(1, 28, 28)."
+    )
 
 
 def _rows_like(n: int, features: int) -> Tensor:
