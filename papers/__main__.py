@@ -13,7 +13,7 @@ from sordino import cli
 from sordino.cli.compare import budgets
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.cli.sweep import check_device
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

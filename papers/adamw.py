@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from papers.tables import PaperTable, TableRequest, TableResult, against, published, roots
-from sordino.core import Adjacency, SordinoError, nearest
+from sordino.core import Adjacency
 from sordino.data import catalog, fetch, glue
+from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.models.transformers import TRANSFORMERS, package_folder
 from sordino.privacy.accounting import subsampled

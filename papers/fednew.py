@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from papers.tables import PaperTable, TableRequest, TableResult, Want, chosen, published, train
-from sordino.core import MOST_EPSILON, SordinoError
+from sordino.core import MOST_EPSILON
 from sordino.data.sources import Dataset
+from sordino.errors import SordinoError
 from sordino.studies.grids import Grid, product
 from sordino.studies.private_tuning import UNPAID
 from sordino.studies.tune import validated

@@ -27,8 +27,8 @@ from papers.tables import (
     published,
     train,
 )
-from sordino.core import SordinoError
 from sordino.data.partition import describe, split
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import finite
 from sordino.studies import compare
 from sordino.studies.statistics import from_counts, mcnemar

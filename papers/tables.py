@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import sordino
-from sordino.core import SordinoError
 from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
+from sordino.errors import SordinoError
 from sordino.studies.compare import frozen
 from sordino.training.batch import MOST, Trained, run_many
 from sordino.training.spec import Spec

@@ -20,6 +20,7 @@ def pytest_collection_modifyitems(config, items):
         seconds = json.loads(DURATIONS.read_text())
         items.sort(key=lambda item: -seconds.get(item.nodeid.partition("[")[0], 0))
 
+
 LIVES = """
 import atexit, os, sys
 {imports}

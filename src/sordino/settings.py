@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 _WORDS = {"str": "a text", "int": "a whole number", "bool": "true or false", "float": "a number"}
 

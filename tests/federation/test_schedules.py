@@ -9,7 +9,7 @@ import torch
 from random_faults import ATTEMPTS, FAULTS, KILLED, RATES, corrupted
 
 from sordino import wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation import messenger
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.evidence.ledger import Ledger

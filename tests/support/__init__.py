@@ -1,8 +1,10 @@
-"""What the tests of several folders share: plans and records."""
+"""What the tests of several folders share: plans, records and tiers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from sordino.core import Adjacency, Divisor, Method, Privacy, Trust, Unit
@@ -55,3 +57,16 @@ def classified(sizes, features=3, classes=3, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(sum(sizes), features)) * scale, rng.integers(0, classes, sum(sizes))
     return Records.of(x, y, np.repeat(np.arange(len(sizes)), sizes), dtype=torch.float64)
+
+
+def tiers(cases: Iterable[Any], quick: Iterable[Any] | int) -> list[Any]:
+    """Parameters of a test: the `quick` cases (or the first so many) for `make test`, all others for `make soak`."""
+    cases = list(cases)
+    kept = cases[:quick] if isinstance(quick, int) else list(quick)
+    if not kept or (unknown := [case for case in kept if case not in cases]):
+        raise ValueError(f"make test needs at least one of the cases {cases}, got {kept if not kept else unknown}")
+
+    def soaked(case: Any) -> Any:
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
+
+    return [case if case in kept else soaked(case) for case in cases]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.training import artifacts, run
@@ -60,7 +60,8 @@ def test_a_run_leaves_everything_behind(tmp_path):
 def test_seeded_noise_says_so_and_secret_noise_is_certified(tmp_path):
     _, seeded, _ = finished(tmp_path / "a", rounds=2)
     assert not seeded["certified"]
-    assert "seeded: not private" in (tmp_path / "a" / "public" / "statement.md").read_text().split("## Who")[0]
+    told = (tmp_path / "a" / "public" / "statement.md").read_text().split("## What is protected")[0]
+    assert "seeded: not private" in told
     _, secret, _ = finished(tmp_path / "b", rounds=2, seed="none")
     finished(tmp_path / "c", rounds=2, seed="none")
     assert secret["certified"]
@@ -252,7 +253,7 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
     run.start(job, tmp_path / "run")
     first = run.rounds(job, tmp_path / "run")
     next(first)
-    with pytest.raises(SordinoError, match="another process is at work"):
+    with pytest.raises(SordinoError, match="another process is training"):
         next(run.rounds(job, tmp_path / "run"))
     assert len(list(first)) == 2
 

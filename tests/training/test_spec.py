@@ -1,6 +1,6 @@
 import pytest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.settings import parse_setting
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec, keys

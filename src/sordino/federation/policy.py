@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sordino import secagg
-from sordino.core import SordinoError
-from sordino.federation.refusal import Refused
+from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 
@@ -46,7 +45,7 @@ def check_rules(site: SiteData, terms: Terms) -> None:
         (rounds <= config.most_rounds, f"{rounds} rounds; most_rounds is {config.most_rounds}"),
         (spec.delta <= config.delta, f"delta {spec.delta:g} is larger than the limit's {config.delta:g}"),
         (min(spec.epsilon, allowed) == spec.epsilon or terms.requested_epsilons.get(config.name) == config.run_epsilon,
-         f"epsilon {spec.epsilon:g} where {allowed:g} is allowed, and the site's wish was left out"),
+         f"epsilon {spec.epsilon:g} where {allowed:g} is allowed, and the terms leave out the epsilon that this site requested"),
     ):  # fmt: skip
         if not fine:
             raise Refused("policy", what)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from sordino.core import Broadcast, Kind, SordinoError, Trust, Unit, nearest
-from sordino.engines.oracle import round_plans
-from sordino.engines.simulate import only_asks_for_the_gradient
+from sordino.core import Broadcast, Kind, Trust, Unit
+from sordino.engines.schedule import round_plans
+from sordino.engines.trace import only_asks_for_the_gradient
+from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.models import registry
 from sordino.models.registry import BuiltModel

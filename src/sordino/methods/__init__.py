@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sordino.core import Method, SordinoError, Unit, nearest
+from sordino import plugins
+from sordino.core import Method, Unit
+from sordino.errors import SordinoError, nearest
 from sordino.methods.adadps import adadps
 from sordino.methods.adamw import fedadamw, localadamw
 from sordino.methods.adaptive import adambc, fedadam, fedyogi
@@ -86,9 +88,14 @@ REGISTRY: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry:
-    if name not in REGISTRY:
-        raise SordinoError(f"method: '{name}' is unknown.{nearest(name, REGISTRY)}")
-    return REGISTRY[name]
+    """Of this package, or of another one by the entry point `sordino.methods` (`sordino.plugins`)."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    others = plugins.found(plugins.METHODS)
+    if name not in others:
+        raise SordinoError(f"method: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
+    loaded = others[name].load()
+    return loaded if isinstance(loaded, Entry) else Entry(loaded, "external", others[name].about, (Unit.RECORD,))
 
 
 def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
@@ -99,7 +106,8 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
     for key in options:
         if key not in found.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, found.options)}")
-    return found.factory(unit=Unit(unit), **options)
+    made = found.factory(unit=Unit(unit), **options)
+    return made if name in REGISTRY else plugins.judged(made, plugins.found(plugins.METHODS)[name])
 
 
 __all__ = ["REGISTRY", "Entry", "build", "entry"]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sordino.core import SAFETY, Shard, SordinoError
+from sordino.core import SAFETY, Shard
+from sordino.errors import SordinoError
 from sordino.models import per_example
 from sordino.models.per_example import Owned, Use, summed
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 from sordino.models import nets, transformers
 from sordino.models.linear import Linear, Loss
 from sordino.models.torch_model import TorchModel

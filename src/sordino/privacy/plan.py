@@ -30,15 +30,14 @@ from sordino.core import (
     Method,
     Privacy,
     Query,
-    SordinoError,
     Stage,
     Stream,
     Trust,
     Unit,
     carries,
-    nearest,
     nothing,
 )
+from sordino.errors import SordinoError, nearest
 from sordino.privacy.accounting import events as account_of
 from sordino.privacy.accounting import gaussian, slots, subsampled
 from sordino.privacy.accounting.events import Release

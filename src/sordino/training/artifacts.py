@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SordinoError, Tree
+from sordino import files
+from sordino.core import Tree
 from sordino.data.sources import Dataset
+from sordino.errors import SordinoError
 from sordino.models import lora, registry
 from sordino.models.registry import BuiltModel
 from sordino.models.transformers import TRANSFORMERS
@@ -91,11 +93,7 @@ class RunFolder(NamedTuple):
 
     def write_private(self, name: str, text: str) -> None:
         """Write a new private file."""
-        handle = os.open(self.private / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        files.create(self.private / name, text.encode())
 
     def keys(self) -> RunKeys:
         """The keys of the run, from private/run.key."""
@@ -113,14 +111,10 @@ class RunFolder(NamedTuple):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes out, because two would release a round twice. The lock ends with its process."""
-        with open(os.open(self.private / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        with ExitStack() as held:
             try:
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:  # not a POSIX system
-                pass
-            except OSError:
+                held.enter_context(files.lock(self.private / "lock", wait=False))
+            except BlockingIOError:
                 raise SordinoError(
                     f"resume: another process is training in '{self.root}'; wait for it or stop it."
                 ) from None
@@ -150,12 +144,9 @@ class Progress(NamedTuple):
 
 def store(folder: RunFolder, identity: str, tree: Tree, metrics: dict[str, Any] | None) -> None:
     """Replace the checkpoint in one step. tree: (the engine's checkpoint, theta), or () before the first round."""
-    temporary = folder.private / "checkpoint.tmp"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    # Durable: a power cut must not bring an older round back.
+    with files.replacing(folder.private / "checkpoint.npz") as temporary, open(temporary, "wb") as file:
         np.savez(file, identity=identity, line=json.dumps(metrics), tree=np.frombuffer(pack(tree), np.uint8))
-        file.flush()
-        os.fsync(file.fileno())  # a power cut must not bring an older round back
-    os.replace(temporary, folder.private / "checkpoint.npz")
 
 
 def restore(folder: RunFolder, identity: str) -> Progress:
@@ -183,8 +174,7 @@ def restore(folder: RunFolder, identity: str) -> Progress:
 
 def add_timing(folder: RunFolder, done: int, seconds: float) -> None:
     """Note how long the rounds took: privately, because that depends on the records."""
-    with open(os.open(folder.private / TIMINGS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
-        file.write(json.dumps({"round": done, "seconds": round(seconds, 6)}) + "\n")
+    files.append(folder.private / TIMINGS, json.dumps({"round": done, "seconds": round(seconds, 6)}) + "\n")
 
 
 def total_seconds(folder: RunFolder) -> float:

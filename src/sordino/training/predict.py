@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sordino.core import SordinoError
 from sordino.data.sources import preprocess, read_features
 from sordino.data.text import tokenize
+from sordino.errors import SordinoError
 from sordino.models import registry
 from sordino.models.linear import Loss
 from sordino.privacy.evidence.signing import broken, sha256

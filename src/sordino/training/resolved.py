@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sordino.core import Divisor, Method, Privacy, SordinoError, Unit, nearest
+from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
 from sordino.data.sources import BUILT_IN, SUFFIXES, Dataset, load
 from sordino.engines.oracle import MATRICES
+from sordino.errors import SordinoError, nearest
 from sordino.methods import build, entry
 from sordino.models import registry
 from sordino.models.registry import BuiltModel

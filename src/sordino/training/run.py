@@ -26,11 +26,12 @@ import numpy as np
 import torch
 
 import sordino
-from sordino.core import SordinoError, Unit
+from sordino.core import Unit
 from sordino.data.partition import split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
+from sordino.errors import SordinoError
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
 from sordino.privacy.evidence.ledger import Entry, Ledger

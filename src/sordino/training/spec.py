@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.models import registry
 from sordino.settings import read_toml, typed

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbers_of, sizes_of
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import code_sha256, sha256

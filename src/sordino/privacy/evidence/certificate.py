@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SAFETY, Adjacency, Correlated, Divisor, SordinoError, Trust, Unit, carries
+from sordino.core import SAFETY, Adjacency, Correlated, Divisor, Trust, Unit, carries
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence.signing import code_sha256
