@@ -33,10 +33,11 @@ from sordino.core import (
     Tree,
     keep,
 )
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.random import Address, Draw, Source, draw, grid_of, settle
 from sordino.privacy.participation import Sampling
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Plan, continues_stream
 from sordino.tree import leaves
 
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
@@ -69,14 +70,14 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
     """The rounds of a plan, in order."""
     t, sizes = 0, np.asarray(plan.sizes)
     for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
-        first, facts = t, replace(plan.facts(s), shapes=model.shapes, blocks=blocks(model))
-        stds, step = [plan.std(s, k) for k in range(len(stage.queries))], 0
-        sums = [np.asarray(plan.aggregate_std(s, k)) for k in range(len(stage.queries))]
+        first, facts = t, replace(calibration.stage_facts(plan, s), shapes=model.shapes, blocks=blocks(model))
+        stds, step = [calibration.client_std(plan, s, k) for k in range(len(stage.queries))], 0
+        sums = [np.asarray(calibration.aggregate_std(plan, s, k)) for k in range(len(stage.queries))]
         once = noised_once(plan, stage)
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
-                own = [std * plan.share(len(cohort)) for std in stds]
+                own = [std * calibration.noise_share(plan, len(cohort)) for std in stds]
                 drawn = plan.sampling, plan.rates, plan.slots
                 yield RoundPlan(t, first, step, stage, facts, cohort, sizes, own, sums, *drawn, once)
             step += bool(len(plan.cohorts[t])) or (once and plan.amplified)
@@ -124,7 +125,7 @@ def seed_of(source: Source, client: int, t: int, call: int) -> int:
 
 def check_stream(plan: Plan, t: int, source: Source) -> None:
     """Correlated noise is paid for as one stream, whose draws a new key does not give again."""
-    if source.private and plan.goes_on(t):
+    if source.private and continues_stream(plan, t):
         raise SordinoError(
             f"resume: the correlated noise of {plan.method.name} began with a key that is gone, so that round {t} "
             "cannot be noised to match; start a new run."
@@ -326,20 +327,20 @@ class Oracle:
 
 def encode_integers(plan: Plan, round_plan: RoundPlan, i: int, message: Tree, source: Source) -> np.ndarray:
     """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised."""
-    level = next(level for level in plan.levels if level.stage == plan.stage_of(round_plan.t))
+    level = next(level for level in calibration.query_noises(plan) if level.stage == plan.stage_of(round_plan.t))
     if not isinstance(message, Tensor) or plan.integers is None or tuple(message.shape) != (plan.integers.dimension,):
         raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
     shape, at = (message.numel(),), Address(i, round_plan.t, level.number)
     steps = 1 / (level.step * level.weight.max())
     dither = source.uniform(at._replace(query=ROUNDING), shape)
     whole = discrete_gaussian.encode(plan.weights[i] * message.double().numpy(), steps, dither)
-    whole += discrete_gaussian.draw(source, at, plan.variance(level), shape)
+    whole += discrete_gaussian.draw(source, at, calibration.integer_variance(plan, level), shape)
     return discrete_gaussian.modular(whole)
 
 
 def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tensor:
     """The aggregate, from the sum of integers modulo 2^32."""
-    level = next(level for level in plan.levels if level.stage == plan.stage_of(round_plan.t))
+    level = next(level for level in calibration.query_noises(plan) if level.stage == plan.stage_of(round_plan.t))
     return torch.from_numpy(discrete_gaussian.decode(total, 1 / (level.step * level.weight.max())))
 
 

@@ -57,6 +57,7 @@ from sordino.engines.oracle import (
     seed_of,
     standard,
 )
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
@@ -126,11 +127,11 @@ def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[RoundP
     for round_plan in round_plans(plans[0], model, start):
         if round_plan.first not in stds:
             s, queries = plans[0].stage_of(round_plan.t), range(len(round_plan.stage.queries))
-            stds[round_plan.first] = [np.stack([p.std(s, k) for p in plans]) for k in queries]
-            sums[round_plan.first] = [np.array([p.aggregate_std(s, k) for p in plans]) for k in queries]
-            width = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
+            stds[round_plan.first] = [np.stack([calibration.client_std(p, s, k) for p in plans]) for k in queries]
+            sums[round_plan.first] = [np.array([calibration.aggregate_std(p, s, k) for p in plans]) for k in queries]
+            width = torch.tensor([[calibration.aggregate_std(plan, s)] for plan in plans], dtype=torch.float64)
             facts[round_plan.first] = replace(round_plan.facts, aggregate_std=width)
-        own = [plans[0].share(len(round_plan.cohort)) * std for std in stds[round_plan.first]]
+        own = [calibration.noise_share(plans[0], len(round_plan.cohort)) * std for std in stds[round_plan.first]]
         yield round_plan._replace(facts=facts[round_plan.first], stds=own, sums=sums[round_plan.first])
 
 

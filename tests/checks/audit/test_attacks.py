@@ -28,6 +28,7 @@ from sordino.core import (
     Unit,
 )
 from sordino.methods import build
+from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.rules import chain, scale
 
@@ -142,7 +143,7 @@ def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacen
 
     assert np.abs(excess(1.0)).max() < 4
     assert np.abs(excess(0.5)).max() > 4, "half the noise would pass: the test cannot fail"
-    assert watched(attack, 0, Seeded(1), 2).information().max() <= plan.mu() ** 2 * (1 + 1e-9)
+    assert watched(attack, 0, Seeded(1), 2).information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("batch", "adjacency"), BATCHES[:2])
@@ -263,7 +264,7 @@ def test_the_score_is_the_log_likelihood_ratio(shape, trust):
         for adjacency, world in itertools.product(Adjacency, (0, 1)):
             plan = plan_for("toy", Privacy(4.0, 1e-5, toy.unit, adjacency, trust), method=toy)
             watch = watched(next(attacks(plan, MODEL)), world, Seeded(8 * world + 3), runs, noise_factor)
-            assert watch.information().max() <= plan.mu() ** 2 * (1 + 1e-9)
+            assert watch.information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
             rest.append(watch.score() - (world - 0.5) * watch.information())
             variance.append(watch.information())
         m, v = torch.cat(rest), torch.cat(variance)
