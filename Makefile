@@ -2,15 +2,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+# One worker per core: more threads of torch would only wait. Compiled files are kept because many tests start processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test soak lint bench clean
 
 demo: $(READY)
 	$(BIN)/sordino run
 
 test: $(READY)
-	# One worker a core: torch's own threads would only queue. Compiled files are kept: many tests start processes.
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	$(PYTEST) -m "not soak"
+
+soak: $(READY)
+	# Random fault schedules, long statistics, large searches and browsers.
+	$(PYTEST) -m soak
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Faults and attacks over real processes (tests/federation/trial.py): every scenario, into results/faults.{json,md}."""
+"""Faults and attacks over real processes (tests/federation/fault_trials.py), into results/faults.{json,md}."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def page(out: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    import fault_trials
     import scenarios
-    import trial
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=list(scenarios.SCENARIOS), default=list(scenarios.SCENARIOS))
@@ -75,8 +75,10 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="where to leave everything, for a look")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        found = trial.run(words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True), True)
-    wrong = {name: bad for name, run in found["runs"].items() if (bad := trial.problems(name, run))}
+        found = fault_trials.run(
+            words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True), True
+        )
+    wrong = {name: bad for name, run in found["runs"].items() if (bad := fault_trials.problems(name, run))}
     for name, run in found["runs"].items():
         run["expected"] = list(scenarios.SCENARIOS[name].came)
         told = f"{run['tries']} tries" if "tries" in run else f"{run['came']}, {run['seconds']:.0f} s"

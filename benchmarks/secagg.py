@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from provenance import provenance
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.secagg import Identity, Member, Roster, Session, open_sum, read_masked, read_offer, read_reveal, seals
 from sordino.secagg import masked as mask_message
 from sordino.secagg import offer as make_offer

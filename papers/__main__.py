@@ -13,7 +13,7 @@ from sordino import cli
 from sordino.cli.compare import budgets
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.cli.sweep import check_device
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,9 +54,9 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     check_device(arguments.device)
-    from papers import tables
+    from papers import catalog, tables
 
-    known = tables.tables()
+    known = catalog.tables()
     if arguments.table is None:
         return _list(arguments, list(known.values()))
     if arguments.table not in known:
@@ -74,7 +74,7 @@ def act(arguments: argparse.Namespace) -> int:
             console().print(missing, markup=False)
         return 0
     with bar("runs") as tick:
-        job = tables.Job(
+        request = tables.TableRequest(
             chosen,
             arguments.data_dir,
             arguments.seeds,
@@ -84,7 +84,7 @@ def act(arguments: argparse.Namespace) -> int:
             arguments.settings,
             tick,
         )
-        found = tables.document(job, _command(arguments))
+        found = tables.document(request, _command(arguments))
     written = tables.write(found, Path(arguments.out))
     if not emit(arguments, found):
         table(*tables.pivot(found["lines"], found["across"]))

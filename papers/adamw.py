@@ -12,9 +12,10 @@ import shlex
 from functools import partial
 from typing import Any, NamedTuple
 
-from papers.tables import Found, Job, Table, against, published, roots
-from sordino.core import Adjacency, SordinoError, nearest
+from papers.tables import PaperTable, TableRequest, TableResult, against, published, roots
+from sordino.core import Adjacency
 from sordino.data import catalog, fetch, glue
+from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.models.transformers import TRANSFORMERS, package_folder
 from sordino.privacy.accounting import subsampled
@@ -49,7 +50,7 @@ MODELS = {
 }
 
 
-class Row(NamedTuple):
+class PaperRow(NamedTuple):
     """One configuration as printed, and the records of its set."""
 
     data: str
@@ -82,7 +83,7 @@ class Row(NamedTuple):
         return {"T K": every} if self.part == 1 else {"T K l": round(every * self.part), "T K": every}
 
 
-def rows(table: str) -> list[Row]:
+def rows(table: str) -> list[PaperRow]:
     """Of tables 18 and 19; table 20 is about the first model of table 18."""
     if table not in SKEW:
         raise SordinoError(f"table: '{table}' is unknown.{nearest(table, SKEW)}")
@@ -91,13 +92,13 @@ def rows(table: str) -> list[Row]:
     return [_row(line) for line in published(table.replace("-", "_table"))]
 
 
-def _row(line: dict[str, str]) -> Row:
+def _row(line: dict[str, str]) -> PaperRow:
     models = MODELS[line["model"]]
     own: dict[str, Any] = {"length": int(line["length"])} if "length" in line else {}
     if models[0] in TRANSFORMERS:
         rank, alpha, dropout = int(line["lora_rank"]), float(line["lora_alpha"]), float(line["dropout"])
         own |= {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
-    return Row(
+    return PaperRow(
         data=SETS[line["dataset"]],
         printed=line["model"],
         models=models,
@@ -165,7 +166,7 @@ def preset(
     }
 
 
-def _find(table: str, data: str, model: str | None) -> tuple[Row, str]:
+def _find(table: str, data: str, model: str | None) -> tuple[PaperRow, str]:
     found = {(row.data, each): row for row in rows(table) for each in row.models}
     if data not in {known for known, _ in found}:
         raise SordinoError(f"data: {table} has no row for '{data}'.{nearest(data, {known for known, _ in found})}")
@@ -184,10 +185,10 @@ def options(method: str, steps: int) -> dict[str, Any]:
     if method not in known:
         raise SordinoError(f"method: '{method}' is none of table 20's.{nearest(method, known)}")
     line, own = known[method], entry(method).options
-    said = {key: float(line[key]) for key in ("beta1", "beta2", "decay") if line[key]}
-    said |= {"local_lr": float(line["lr"]), "lr": 1.0} if "local_lr" in own else {"lr": float(line["lr"])}
-    said |= {"clip": CLIP, "gamma": GAMMA} | UNPRINTED
-    return {"steps": steps, **{key: value for key, value in said.items() if key in own}} | (
+    settings = {key: float(line[key]) for key in ("beta1", "beta2", "decay") if line[key]}
+    settings |= {"local_lr": float(line["lr"]), "lr": 1.0} if "local_lr" in own else {"lr": float(line["lr"])}
+    settings |= {"clip": CLIP, "gamma": GAMMA} | UNPRINTED
+    return {"steps": steps, **{key: value for key, value in settings.items() if key in own}} | (
         {"schedule": "cosine"} if "schedule" in own else {}
     )
 
@@ -196,7 +197,7 @@ def options(method: str, steps: int) -> dict[str, Any]:
 
 
 def epsilon(
-    row: Row,
+    row: PaperRow,
     releases: int,
     adjacency: str,
     *,
@@ -222,18 +223,20 @@ def _lines(table: str) -> list[dict[str, Any]]:
         return [
             each
             for method, line in methods().items()
-            for each in _said(table, row, method, {"method": method, "lr": line["lr"], "decay": line["decay"]})
+            for each in _published_lines(
+                table, row, method, {"method": method, "lr": line["lr"], "decay": line["decay"]}
+            )
         ]
     two = {"dp-fedadamw": "all but dp-fedsam", "dp-fedsam": "dp-fedsam"}
     return [
         each
         for row in rows(table)
         for method, name in two.items()
-        for each in _said(table, row, method, {"data": row.data, "model": row.printed, "method": name})
+        for each in _published_lines(table, row, method, {"data": row.data, "model": row.printed, "method": name})
     ]
 
 
-def _said(table: str, row: Row, method: str, labels: dict[str, Any]) -> list[dict[str, Any]]:
+def _published_lines(table: str, row: PaperRow, method: str, labels: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of one configuration and method: each count of minibatches by each account."""
     found = []
     for times, count in row.releases.items():
@@ -339,20 +342,20 @@ RESIZED = (
 )
 
 
-def configuration(job: Job, extra: tuple[str, ...] = ()) -> Found:
+def configuration(request: TableRequest, extra: tuple[str, ...] = ()) -> TableResult:
     """The epsilon of every row, and what is there to run it."""
-    name = job.table.name
-    return Found(_lines(name), "epsilon", (*NOTES, *extra, *_at_hand(name, job.data_dir)))
+    name = request.table.name
+    return TableResult(_lines(name), "epsilon", (*NOTES, *extra, *_at_hand(name, request.data_dir)))
 
 
 TABLES = (
-    Table(
+    PaperTable(
         "adamw-18",
         "DP-FedAdamW's configurations for images, and their epsilon",
         partial(configuration, extra=(*VISION, *RESIZED)),
     ),
-    Table("adamw-19", "DP-FedAdamW's configurations for GLUE with RoBERTa-base, and their epsilon", configuration),
-    Table(
+    PaperTable("adamw-19", "DP-FedAdamW's configurations for GLUE with RoBERTa-base, and their epsilon", configuration),
+    PaperTable(
         "adamw-20",
         "DP-FedAdamW's settings of ResNet-18 by method, and their epsilon",
         partial(configuration, extra=VISION),

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from papers.tables import Found, Job, Table, Want, chosen, published, train
-from sordino.core import MOST_EPSILON, SordinoError
+from papers.tables import PaperTable, TableRequest, TableResult, Want, chosen, published, train
+from sordino.core import MOST_EPSILON
 from sordino.data.sources import Dataset
+from sordino.errors import SordinoError
 from sordino.studies.grids import Grid, product
 from sordino.studies.private_tuning import UNPAID
 from sordino.studies.tune import validated
@@ -94,26 +95,33 @@ def rivals(who: Sequence[Rival], unit: str) -> list[Rival]:
     return [each for each in who if unit == "record" or each.trust == SUMS]
 
 
-def settle(job: Job, who: Sequence[Rival], units: Sequence[str], source: str, partition: str) -> dict[str, Any]:
+def settle(
+    request: TableRequest, who: Sequence[Rival], units: Sequence[str], source: str, partition: str
+) -> dict[str, Any]:
     """The best setting of every rival at every level, at few budgets."""
-    if job.settings:
-        return job.tuning()
+    if request.settings:
+        return request.tuning()
     settings = []
     for unit in units:
         clients = LIVES_AT if unit == "record" else USERS
-        dataset = validated(_data(job, source, partition, clients))
+        dataset = validated(_data(request, source, partition, clients))
         base = {**_base(dataset, partition, clients), "data": source.format(clients=clients)}
         for each in rivals(who, unit):
             tried = list(product(_grid(each.method, unit)))
             specs = [
                 Spec.of({**base, **each.values(unit), "epsilon": e, **options, "seed": 0})
-                for e in _tuned_at(job, unit)
+                for e in _tuned_at(request, unit)
                 for options in tried
             ]
             runs = run_many(
-                specs, dataset, device=job.device, at=(), most=_most(job, each, unit, clients, dataset), tick=job.tick
+                specs,
+                dataset,
+                device=request.device,
+                at=(),
+                most=_most(request, each, unit, clients, dataset),
+                tick=request.tick,
             )
-            for k, epsilon in enumerate(_tuned_at(job, unit)):
+            for k, epsilon in enumerate(_tuned_at(request, unit)):
                 scores = [run.scores[ROUNDS] for run in runs[k * len(tried) : (k + 1) * len(tried)]]
                 best = max(range(len(tried)), key=scores.__getitem__)
                 settings.append(
@@ -143,8 +151,8 @@ def _grid(method: str, unit: str) -> Grid:
     )
 
 
-def _tuned_at(job: Job, unit: str) -> tuple[float, ...]:
-    wanted = _budgets(job, unit)
+def _tuned_at(request: TableRequest, unit: str) -> tuple[float, ...]:
+    wanted = _budgets(request, unit)
     return tuple(e for e in TUNED_AT if e in {min(TUNED_AT, key=partial(_apart, each)) for each in wanted})
 
 
@@ -165,16 +173,16 @@ def _of_nearest(settings: Settings, each: Rival, unit: str, epsilon: float) -> d
     return settings[key, min(tuned, key=partial(_apart, epsilon))]
 
 
-def _budgets(job: Job, unit: str) -> tuple[float, ...]:
-    asked = job.epsilons or EPSILONS
+def _budgets(request: TableRequest, unit: str) -> tuple[float, ...]:
+    asked = request.epsilons or EPSILONS
     return asked if unit == "record" else tuple(e for e in asked if e in USER_EPSILONS)
 
 
-def _of_table(job: Job, clients: Sequence[int]) -> list[int]:
+def _of_table(request: TableRequest, clients: Sequence[int]) -> list[int]:
     """Those that were asked for, of the table's own."""
-    found = [n for n in clients if n in (job.clients or clients)]
+    found = [n for n in clients if n in (request.clients or clients)]
     if not found:
-        asked, own = (", ".join(map(str, part)) for part in (job.clients or (), clients))
+        asked, own = (", ".join(map(str, part)) for part in (request.clients or (), clients))
         raise SordinoError(f"clients: {asked}, but the table has {own}; name some of these.")
     return found
 
@@ -183,21 +191,21 @@ def _key(each: Rival, unit: str) -> str:
     return f"{each.label}, {unit} level, {each.trust}"
 
 
-def _most(job: Job, each: Rival, unit: str, clients: int, dataset: Dataset) -> int:
+def _most(request: TableRequest, each: Rival, unit: str, clients: int, dataset: Dataset) -> int:
     """Runs of a batch: Hessians that are built at user level fill the memory."""
     if each.method != "dp-fednew" or unit == "record":
         return MOST
     size = (dataset.x_train.shape[1] + 1) * len(dataset.classes)
-    return max(1, min(MOST, int(MEMORY[job.device] / (16 * clients * size**2))))
+    return max(1, min(MOST, int(MEMORY[request.device] / (16 * clients * size**2))))
 
 
 # ----------------------------------------------------------------------------------------------------------- running
 
 
-def _data(job: Job, source: str, partition: str, clients: int) -> Dataset:
+def _data(request: TableRequest, source: str, partition: str, clients: int) -> Dataset:
     """At hand, or made for so many clients."""
     if partition != "by-site":
-        return job.dataset
+        return request.dataset
     return read(Spec.of({"data": source.format(clients=clients), "partition": partition}))
 
 
@@ -212,29 +220,29 @@ def _base(dataset: Dataset, partition: str, clients: int) -> dict[str, Any]:
 
 
 def comparison(
-    job: Job,
+    request: TableRequest,
     who: Sequence[Rival],
     clients: Sequence[int],
     of: str | None = None,
     units: Sequence[str] = ("record", "user"),
     source: str | None = None,
     partition: str = "iid",
-) -> Found:
+) -> TableResult:
     """All rivals at all budgets and numbers of clients. source: of data made anew for every seed, by-site."""
-    data, own_data = source or job.source, partition == "by-site"
-    units = [unit for unit in units if _budgets(job, unit)]
-    clients = _of_table(job, clients)
-    tuning = settle(job, who, units, data, partition)
+    data, own_data = source or request.source, partition == "by-site"
+    units = [unit for unit in units if _budgets(request, unit)]
+    clients = _of_table(request, clients)
+    tuning = settle(request, who, units, data, partition)
     settings = chosen(tuning)
     rows = published(of) if of else []
-    dataset = _data(job, data, partition, LIVES_AT)
+    dataset = _data(request, data, partition, LIVES_AT)
     batches: dict[int, list[Want]] = {}
     for unit in units:
         for each in rivals(who, unit):
             for n in clients if unit == "record" else [USERS]:
                 if each.trust == SEEN and n != LIVES_AT:
                     continue
-                for epsilon in _budgets(job, unit):
+                for epsilon in _budgets(request, unit):
                     values = {
                         **_base(dataset, partition, n),
                         "data": data.format(clients=n),
@@ -243,35 +251,37 @@ def comparison(
                         "epsilon": epsilon,
                     }
                     labels = {"level": unit, "method": each.label, "noise": each.trust, "n": n, "epsilon": epsilon}
-                    printed = _said(rows, each.name, n, epsilon) if unit == "record" else (None, None)
+                    printed = _printed_figure(rows, each.name, n, epsilon) if unit == "record" else (None, None)
                     want = Want(labels, values, {10: (None, None), ROUNDS: printed})
-                    batches.setdefault(_most(job, each, unit, n, dataset), []).append(want)
-    seeds = job.seeds or SEEDS
+                    batches.setdefault(_most(request, each, unit, n, dataset), []).append(want)
+    seeds = request.seeds or SEEDS
     lines = [
         line
         for most, wants in batches.items()
-        for line in train(job, wants, seeds, most=most, own_data=own_data, split=None if own_data else 1)
+        for line in train(request, wants, seeds, most=most, own_data=own_data, split=None if own_data else 1)
     ]
-    return Found(lines, "epsilon", NOTES, tuning)
+    return TableResult(lines, "epsilon", NOTES, tuning)
 
 
-def _said(rows: Sequence[dict[str, str]], name: str, n: int, epsilon: float) -> tuple[float | None, float | None]:
+def _printed_figure(
+    rows: Sequence[dict[str, str]], name: str, n: int, epsilon: float
+) -> tuple[float | None, float | None]:
     for row in rows:
         if (row["method"], int(row["n_clients"]), float(row["epsilon"])) == (name, n, epsilon):
             return 100 * float(row["test_accuracy_fraction"]), None
     return None, None
 
 
-def damping(job: Job) -> Found:
+def damping(request: TableRequest) -> TableResult:
     """Tables 6 and 12 have no body: alpha and rho at epsilon 1, all else 1, with duals and without."""
     wants = []
     for duals in (True, False):
-        for n in _of_table(job, (100, 500)):
+        for n in _of_table(request, (100, 500)):
             for alpha in (0.01, 0.1, 1.0):
                 for rho in (0.01, 0.1, 1.0, 10.0, 100.0):
                     each = Rival("dp-fednew", "DP-FedNew", SUMS, duals)
                     options = {"alpha": alpha, "rho": rho, "lr": 1.0, "clip": 1.0, "limit": 1.0, "curvature_clip": 1.0}
-                    base = {**_base(job.dataset, "iid", n), "data": job.source, "solver": "cg"}
+                    base = {**_base(request.dataset, "iid", n), "data": request.source, "solver": "cg"}
                     labels = {"method": each.label, "n": n, "alpha": alpha, "rho": rho}
                     values = {**base, **each.values("record"), **options, "epsilon": 1.0}
                     wants.append(Want(labels, values, {10: (None, None)}))
@@ -279,7 +289,7 @@ def damping(job: Job) -> Found:
         "the paper prints no body of its tables 6 and 12; its words: the best rho is mostly 1, and alpha below 1",
         "eta = C1 = C2 = Delta_H = 1, epsilon 1, secure aggregation, one record joins or leaves",
     )
-    return Found(train(job, wants, job.seeds or SEEDS, split=1), "rho", notes)
+    return TableResult(train(request, wants, request.seeds or SEEDS, split=1), "rho", notes)
 
 
 # ------------------------------------------------------------------------------------------------------------ tables
@@ -293,44 +303,44 @@ FASHION = (
 SYNTHETIC = "synthetic(5,5,clients={clients},records=50000,spread=0)"
 
 TABLES = (
-    Table(
+    PaperTable(
         "fednew-5",
         "Federated EMNIST, 100 x 47, at most two classes a client",
         partial(comparison, who=COVARIANCE, clients=(47, 100, 250, 500, 1000), of="fednew-5", partition="classes:2"),
         "federated_emnist_pca100.npz",
         "EMNIST balanced (sordino's emnist-balanced, from NIST) on its first 100 principal components",
     ),
-    Table(
+    PaperTable(
         "fednew-8",
         "Adult, 123 x 2, IID",
         partial(comparison, who=EVERYONE, clients=(10, 100, 250, 500), of="fednew-8"),
         "a9a",
         "files a9a and a9a.t of LIBSVM's data sets (downloaded by sordino run --data a9a)",
     ),
-    Table(
+    PaperTable(
         "fednew-10",
         "Fashion-MNIST, 2048 x 10, IID",
         partial(comparison, who=COVARIANCE, clients=(20, 50, 100, 250, 500), of="fednew-10"),
         "fashion_mnist_resnet50.npz",
         IMAGENET,
     ),
-    Table(
+    PaperTable(
         "fednew-11",
         "EMNIST digits, 2048 x 10, IID",
         partial(comparison, who=COVARIANCE, clients=(50, 100, 250, 500), of="fednew-11"),
         "emnist_digits_resnet50.npz",
         IMAGENET,
     ),
-    Table(
+    PaperTable(
         "fednew-synthetic",
         "Synthetic(5, 5), 60 x 10, clients unlike each other (its figures 2 and 6)",
         partial(comparison, who=EVERYONE, clients=(100, 500), source=SYNTHETIC, partition="by-site"),
     ),
-    Table(
+    PaperTable(
         "fednew-fashion",
         "Fashion-MNIST, 64 x 10, IID (its table 4, which has no body)",
         partial(comparison, who=EVERYONE, clients=(100, 500, 1000)),
         *FASHION,
     ),
-    Table("fednew-alpha-rho", "alpha and rho of DP-FedNew, Fashion-MNIST (its table 6)", damping, *FASHION),
+    PaperTable("fednew-alpha-rho", "alpha and rho of DP-FedNew, Fashion-MNIST (its table 6)", damping, *FASHION),
 )

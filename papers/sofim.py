@@ -16,10 +16,10 @@ import numpy as np
 
 from papers.tables import (
     PUBLISHED,
-    Found,
-    Job,
-    Said,
-    Table,
+    PaperTable,
+    PrintedFigures,
+    TableRequest,
+    TableResult,
     Want,
     against,
     attempt,
@@ -27,8 +27,8 @@ from papers.tables import (
     published,
     train,
 )
-from sordino.core import SordinoError
 from sordino.data.partition import describe, split
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import finite
 from sordino.studies import compare
 from sordino.studies.statistics import from_counts, mcnemar
@@ -74,7 +74,7 @@ def title(label: str) -> str:
     return NAMES[name] + (f" {form or '(gradient)'}" if name == GRADIENT else "")
 
 
-def said(rows: Sequence[dict[str, str]], **where: Any) -> Said:
+def printed_figures(rows: Sequence[dict[str, str]], **where: Any) -> PrintedFigures:
     """By round, mean and standard deviation of the rows that match."""
     return {
         int(row.get("round", ROUNDS)): (float(row["test_accuracy_mean_pct"]), float(row["test_accuracy_std_pct"]))
@@ -102,9 +102,9 @@ def listed(budgets: Sequence[float]) -> str:
     return ", ".join("∞" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in budgets)
 
 
-def trained(job: Job, wants: Sequence[Want]) -> list[dict[str, Any]]:
+def trained(request: TableRequest, wants: Sequence[Want]) -> list[dict[str, Any]]:
     """Lines whose mark stands beside their labels, so that rows go on to a budget that is not certified."""
-    lines = train(job, wants, job.seeds or SEEDS)
+    lines = train(request, wants, request.seeds or SEEDS)
     for line in lines:
         mark = line["labels"].pop("certified")
         line["certified"] = "no: no noise" if math.isinf(line["labels"]["epsilon"]) else mark
@@ -112,7 +112,7 @@ def trained(job: Job, wants: Sequence[Want]) -> list[dict[str, Any]]:
 
 
 def remarks(budgets: Sequence[float]) -> list[str]:
-    """What is to be said of budgets that the paper has not."""
+    """Notes on budgets that the paper has not."""
     notes = []
     if more := [epsilon for epsilon in budgets if epsilon not in BUDGETS]:
         notes.append(f"the paper has no epsilon {listed(more)}")
@@ -125,12 +125,17 @@ def remarks(budgets: Sequence[float]) -> list[str]:
 
 
 def lineup(
-    job: Job, world: dict[str, Any], tuning: dict[str, Any], rows: Sequence[dict[str, str]], *, strict: bool = True
+    request: TableRequest,
+    world: dict[str, Any],
+    tuning: dict[str, Any],
+    rows: Sequence[dict[str, str]],
+    *,
+    strict: bool = True,
 ) -> list[Want]:
     """Every method of the paper that is proved in this world, at every budget. strict: refuse one without settings."""
-    base = {**BASE, **world, "data": job.source}
+    base = {**BASE, **world, "data": request.source}
     settings = chosen(tuning)
-    budgets = job.epsilons or tuple(sorted({float("inf") if e is None else e for _, e in settings}))
+    budgets = request.epsilons or tuple(sorted({float("inf") if e is None else e for _, e in settings}))
     wants = []
     for each in compare.contestants(["paper"], base):
         for epsilon in budgets:
@@ -138,33 +143,37 @@ def lineup(
                 continue
             values = {**each.values(base, epsilon), **of_budget(settings, each.label, epsilon)}
             labels = {"method": title(each.label), "noise": world["trust"], "epsilon": epsilon}
-            wants.append(Want(labels, values, said(rows, method=NAMES[each.method], epsilon=epsilon)))
+            wants.append(Want(labels, values, printed_figures(rows, method=NAMES[each.method], epsilon=epsilon)))
     return wants
 
 
-def comparison(job: Job, of: str, partition: str, worlds: Sequence[tuple[dict[str, str], str]]) -> Found:
+def comparison(
+    request: TableRequest, of: str, partition: str, worlds: Sequence[tuple[dict[str, str], str]]
+) -> TableResult:
     """Tables 3 to 6, 8 and 9. worlds: with the settings of each."""
     rows = published(of)
-    worlds = worlds[:1] if job.settings else worlds  # a file has settings for one noise
-    tunings = [job.tuning(name) for _, name in worlds]
+    worlds = worlds[:1] if request.settings else worlds  # a file has settings for one noise
+    tunings = [request.tuning(name) for _, name in worlds]
     wants = [
         want
         for (world, _), tuning in zip(worlds, tunings, strict=True)
-        for want in lineup(job, {**world, "partition": partition}, tuning, rows, strict=world is SEEN)
+        for want in lineup(request, {**world, "partition": partition}, tuning, rows, strict=world is SEEN)
     ]
-    unsaid: Said = dict.fromkeys(range(10, ROUNDS + 1, 10), (None, None))  # of a budget that the paper has not
-    wants = [want._replace(said=want.said or unsaid) for want in wants]
+    unprinted: PrintedFigures = dict.fromkeys(
+        range(10, ROUNDS + 1, 10), (None, None)
+    )  # of a budget that the paper has not
+    wants = [want._replace(printed=want.printed or unprinted) for want in wants]
     notes = [FEATURES, TUNED, AS_PRINTED]
     if len(worlds) > 1:
         notes.append("under secure aggregation records are pooled, and methods that are not proved there are left out")
     for world, _ in worlds:
         has = {want.labels["epsilon"] for want in wants if want.labels["noise"] == world["trust"]}
-        if lacks := [epsilon for epsilon in job.epsilons or () if epsilon not in has]:
+        if lacks := [epsilon for epsilon in request.epsilons or () if epsilon not in has]:
             notes.append(f"left out under {world['trust']}, for want of settings: epsilon {listed(lacks)}")
     notes += remarks(sorted({want.labels["epsilon"] for want in wants}))
     if partition == "iid":
         notes.append("settings are those of the Dirichlet partition: the paper says both that it kept and retuned them")
-    return Found(trained(job, wants), "epsilon", notes, tunings[0])
+    return TableResult(trained(request, wants), "epsilon", notes, tunings[0])
 
 
 BOTH = ((SEEN, "settings_client-mean"), (SUMS, "settings_sa"))
@@ -173,12 +182,12 @@ BOTH = ((SEEN, "settings_client-mean"), (SUMS, "settings_sa"))
 # ---------------------------------------------------------------------------------------------------------- ablation
 
 
-def ablation(job: Job, dataset: str) -> Found:
+def ablation(request: TableRequest, dataset: str) -> TableResult:
     """Tables 10 and 11: as printed, and with the parts at the whole's own step lr / rho."""
-    rows, base = published("sofim-10-11"), {**BASE, **SEEN, "data": job.source}
+    rows, base = published("sofim-10-11"), {**BASE, **SEEN, "data": request.source}
     base.pop("covariance_clip")
-    tuning = job.tuning("settings_client-mean")
-    budgets = job.epsilons or BUDGETS
+    tuning = request.tuning("settings_client-mean")
+    budgets = request.epsilons or BUDGETS
     tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
     wants = []
     for origin, settings in (("tuned here", tuned), ("inferred", {e: INFERRED[e] for e in budgets if e in INFERRED})):
@@ -191,13 +200,17 @@ def ablation(job: Job, dataset: str) -> Found:
                     ("grad_only", gradient),
                     ("ema_only", {**run, "method": "dp-fedsofim", **average}),
                 ):
-                    printed = said(rows, dataset=dataset, variant=part, epsilon=epsilon) if word == "lr" else {}
+                    printed = (
+                        printed_figures(rows, dataset=dataset, variant=part, epsilon=epsilon) if word == "lr" else {}
+                    )
                     labels = {"settings": origin, "part": part, "step": word, "epsilon": epsilon}
                     wants.append(Want(labels, values, printed))
             for form in FORMS:
                 values = {**run, "method": "dp-fedsofim", "apply_to": form, **whole}
                 labels = {"settings": origin, "part": f"full ({form})", "step": "lr / rho", "epsilon": epsilon}
-                wants.append(Want(labels, values, said(rows, dataset=dataset, variant="full", epsilon=epsilon)))
+                wants.append(
+                    Want(labels, values, printed_figures(rows, dataset=dataset, variant="full", epsilon=epsilon))
+                )
     order = {"grad_only": 0, "ema_only": 1}
     wants.sort(key=lambda want: (want.labels["settings"] != "tuned here", order.get(want.labels["part"], 2)))
     notes = [
@@ -207,15 +220,15 @@ def ablation(job: Job, dataset: str) -> Found:
         "the paper compares its parts at step lr with a whole that moves by about lr / rho",
         *remarks(budgets),
     ]
-    return Found(trained(job, wants), "epsilon", notes, tuning)
+    return TableResult(trained(request, wants), "epsilon", notes, tuning)
 
 
-def regulariser(job: Job) -> Found:
+def regulariser(request: TableRequest) -> TableResult:
     """Table 12, in both forms."""
-    rows, base = published("sofim-12"), {**BASE, **SEEN, "data": job.source, "method": "dp-fedsofim"}
+    rows, base = published("sofim-12"), {**BASE, **SEEN, "data": request.source, "method": "dp-fedsofim"}
     base.pop("covariance_clip")
-    tuning = job.tuning("settings_client-mean")
-    budgets = job.epsilons or tuple(INFERRED)
+    tuning = request.tuning("settings_client-mean")
+    budgets = request.epsilons or tuple(INFERRED)
     tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
     wants = []
     for epsilon in budgets:
@@ -226,7 +239,7 @@ def regulariser(job: Job) -> Found:
                     values = {**base, "epsilon": epsilon, **whole, "rho": rho, "apply_to": form}
                     step = f"{whole['lr']:g} ({origin})"
                     labels = {"epsilon": epsilon, "lr": step, "form": form, "rho": rho}
-                    printed = said(rows, dataset="CIFAR-10", epsilon=epsilon, rho=rho)
+                    printed = printed_figures(rows, dataset="CIFAR-10", epsilon=epsilon, rho=rho)
                     wants.append(Want(labels, values, printed))
     at = ", ".join(f"{tuned[epsilon]['rho']:g} at epsilon {listed([epsilon])}" for epsilon in budgets)
     notes = [
@@ -239,7 +252,7 @@ def regulariser(job: Job) -> Found:
         notes.append(f"table 12 has no epsilon {listed(more)}: no figures to infer an lr from, so tuned here alone")
     if any(map(math.isinf, budgets)):
         notes.append(SILENT)
-    return Found(trained(job, wants), "rho", notes, tuning)
+    return TableResult(trained(request, wants), "rho", notes, tuning)
 
 
 # --------------------------------------------------------------------------------------------------- other measures
@@ -250,19 +263,19 @@ def measured(labels: dict[str, Any], figure: dict[str, Any], settings: dict[str,
     return {"labels": labels, "rounds": {str(ROUNDS): figure}, "settings": settings}
 
 
-def runtime(job: Job) -> Found:
+def runtime(request: TableRequest) -> TableResult:
     """Table 7: rounds are timed on this machine, so that ratios to DP-FedGD are what compares."""
     rows = [row for row in published("sofim-7") if (row["dataset"], row["backbone"]) == ("CIFAR-10", "ResNet-20")]
-    base, times, repeats = {**BASE, **SEEN, "data": job.source}, dict[tuple[str, int], list[float]](), 3
+    base, times, repeats = {**BASE, **SEEN, "data": request.source}, dict[tuple[str, int], list[float]](), 3
     todo = {(row["method"], int(row["local_steps_K"])): float(row["seconds_per_round"]) for row in rows}
     names = {title: name for name, title in NAMES.items()}
-    for _ in range(job.seeds or repeats):
+    for _ in range(request.seeds or repeats):
         for method, steps in todo:
             each = compare.Contestant(method, names[method], {"steps": steps} if steps > 1 else {})
             spec = Spec.of({**each.values(base, 1.0), "seed": 1, "split_seed": 1})
-            (run,) = run_many([spec], job.dataset, device=job.device, at=(), stop=20)
+            (run,) = run_many([spec], request.dataset, device=request.device, at=(), stop=20)
             times.setdefault((method, steps), []).append(run.seconds / 20)
-            job.tick(1)
+            request.tick(1)
     lines, unit = [], ("DP-FedGD", 1)
     for key, printed in todo.items():
         labels, ours = {"method": key[0], "K": key[1]}, [min(times[key])]
@@ -275,47 +288,47 @@ def runtime(job: Job) -> Found:
         "seconds a round at epsilon 1, the best of three repeats over 20 rounds; machines differ: compare the ratios",
         "the paper prints two digits, so that its ratios are good to an eighth",
     ]
-    return Found(lines, "measure", notes)
+    return TableResult(lines, "measure", notes)
 
 
-def partition(job: Job, of: str, dataset: str) -> Found:
+def partition(request: TableRequest, of: str, dataset: str) -> TableResult:
     """Tables 13 and 14: what the printed counts are like among Dirichlet partitions, and what they do to training."""
     rows, file = published(of), PUBLISHED / f"{of}.csv"
-    classes = len(job.dataset.classes)
+    classes = len(request.dataset.classes)
     counts = np.array([[int(row[f"class_{k}"]) for k in range(classes)] for row in rows])
     whose, label = np.repeat(np.arange(len(counts)), counts.sum(1)), np.tile(np.arange(classes), len(counts))
     printed = _shape(np.repeat(label, counts.ravel()), whose, classes)
     drawn = [
-        _shape(job.dataset.y_train, split(job.dataset, "dirichlet:0.5", len(counts), seed=seed), classes)
+        _shape(request.dataset.y_train, split(request.dataset, "dirichlet:0.5", len(counts), seed=seed), classes)
         for seed in range(1, 101)
     ]
     lines = []
     for key, value in printed.items():
         figure = {**against([each[key] for each in drawn], value), "digits": 2}
         lines.append(measured({"what": key, "epsilon": "any"}, figure, {"seeds": 100}))
-    tuning, wants = job.tuning("settings_client-mean"), []
+    tuning, wants = request.tuning("settings_client-mean"), []
     table3 = published("sofim-3" if dataset == "CIFAR-10" else "sofim-4")
     settings = chosen(tuning)
     for law, words in (("dirichlet:0.5", "drawn"), (f"counts:{file}", "as printed")):
-        base = {**BASE, **SEEN, "data": job.source, "partition": law, "clients": None}
+        base = {**BASE, **SEEN, "data": request.source, "partition": law, "clients": None}
         if law.startswith("dirichlet"):
             base["clients"] = len(counts)
         for each in compare.contestants(["dp-fedgd", "dp-fedsofim", "dp-fedsofim:apply_to=momentum"], {**BASE, **SEEN}):
-            for epsilon in job.epsilons or BUDGETS:
+            for epsilon in request.epsilons or BUDGETS:
                 values = {**each.values(base, epsilon), **of_budget(settings, each.label, epsilon)}
                 labels = {"what": f"accuracy of {title(each.label)}, counts {words}", "epsilon": epsilon}
-                last = said(table3, method=NAMES[each.method], epsilon=epsilon, round=ROUNDS)
+                last = printed_figures(table3, method=NAMES[each.method], epsilon=epsilon, round=ROUNDS)
                 wants.append(Want(labels, values, last))
-    accuracies = trained(job, wants)
+    accuracies = trained(request, wants)
     for line in accuracies:
         line["settings"]["partition"] = str(line["settings"]["partition"]).replace(str(PUBLISHED), "published")
     notes = [
         "statistics of the partition: ours over 100 Dirichlet(0.5) draws, the paper's of its printed counts",
         FEATURES,
         "accuracies: the paper's are those of its table 3, over three partitions",
-        *remarks(job.epsilons or BUDGETS),
+        *remarks(request.epsilons or BUDGETS),
     ]
-    return Found([*lines, *accuracies], "epsilon", notes, tuning)
+    return TableResult([*lines, *accuracies], "epsilon", notes, tuning)
 
 
 def _shape(y: np.ndarray, whose: np.ndarray, classes: int) -> dict[str, float]:
@@ -331,17 +344,17 @@ def _shape(y: np.ndarray, whose: np.ndarray, classes: int) -> dict[str, float]:
     }
 
 
-def significance(job: Job, dataset: str, backbone: str) -> Found:
+def significance(request: TableRequest, dataset: str, backbone: str) -> TableResult:
     """Tables 15 and 16: McNemar's test of DP-FedSOFIM against every baseline, one seed."""
     rows = [r for r in published("sofim-15-16") if (r["dataset"], r["backbone"]) == (dataset, backbone)]
-    tuning = job.tuning("settings_client-mean")
-    wants = lineup(job, SEEN, tuning, [])
-    if job.epsilons is None:
+    tuning = request.tuning("settings_client-mean")
+    wants = lineup(request, SEEN, tuning, [])
+    if request.epsilons is None:
         wants = [want for want in wants if want.labels["epsilon"] in BUDGETS]
     right = {}
-    for want, run in zip(wants, attempt(job, wants, [1]), strict=True):
-        guessed = run.model.predict(run.theta, job.dataset.x_test).numpy()
-        right[want.labels["method"], want.labels["epsilon"]] = guessed == job.dataset.y_test
+    for want, run in zip(wants, attempt(request, wants, [1]), strict=True):
+        guessed = run.model.predict(run.theta, request.dataset.x_test).numpy()
+        right[want.labels["method"], want.labels["epsilon"]] = guessed == request.dataset.y_test
     lines, budgets = [], list(dict.fromkeys(epsilon for _, epsilon in right))
     printed = {(row["baseline"], float(row["epsilon"])): row for row in rows}
     for epsilon in budgets:
@@ -365,7 +378,7 @@ def significance(job: Job, dataset: str, backbone: str) -> Found:
         TUNED,
         *remarks(budgets),
     ]
-    return Found(lines, "epsilon", notes, tuning)
+    return TableResult(lines, "epsilon", notes, tuning)
 
 
 def _star(p: float) -> str:
@@ -393,49 +406,49 @@ CIFAR_VGG, PATH_VGG = (
 DIRICHLET, ALONE = "dirichlet:0.5", BOTH[:1]
 
 TABLES = (
-    Table(
+    PaperTable(
         "sofim-3",
         "CIFAR-10, ResNet-20, Dirichlet 0.5",
         partial(comparison, of="sofim-3", partition=DIRICHLET, worlds=BOTH),
         *CIFAR,
     ),
-    Table(
+    PaperTable(
         "sofim-4",
         "PathMNIST, ResNet-20, Dirichlet 0.5",
         partial(comparison, of="sofim-4", partition=DIRICHLET, worlds=BOTH),
         *PATH,
     ),
-    Table(
+    PaperTable(
         "sofim-5",
         "CIFAR-10, VGG-16, Dirichlet 0.5",
         partial(comparison, of="sofim-5", partition=DIRICHLET, worlds=BOTH),
         *CIFAR_VGG,
     ),
-    Table(
+    PaperTable(
         "sofim-6",
         "PathMNIST, VGG-16, Dirichlet 0.5",
         partial(comparison, of="sofim-6", partition=DIRICHLET, worlds=BOTH),
         *PATH_VGG,
     ),
-    Table("sofim-7", "seconds a round", runtime, *CIFAR),
-    Table(
+    PaperTable("sofim-7", "seconds a round", runtime, *CIFAR),
+    PaperTable(
         "sofim-8", "CIFAR-10, ResNet-20, IID", partial(comparison, of="sofim-8", partition="iid", worlds=ALONE), *CIFAR
     ),
-    Table(
+    PaperTable(
         "sofim-9", "PathMNIST, ResNet-20, IID", partial(comparison, of="sofim-9", partition="iid", worlds=ALONE), *PATH
     ),
-    Table("sofim-10", "ablation, CIFAR-10", partial(ablation, dataset="CIFAR-10"), *CIFAR),
-    Table("sofim-11", "ablation, PathMNIST", partial(ablation, dataset="PathMNIST"), *PATH),
-    Table("sofim-12", "sensitivity to rho, CIFAR-10", regulariser, *CIFAR),
-    Table("sofim-13", "partition of PathMNIST", partial(partition, of="sofim-13", dataset="PathMNIST"), *PATH),
-    Table("sofim-14", "partition of CIFAR-10", partial(partition, of="sofim-14", dataset="CIFAR-10"), *CIFAR),
-    Table(
+    PaperTable("sofim-10", "ablation, CIFAR-10", partial(ablation, dataset="CIFAR-10"), *CIFAR),
+    PaperTable("sofim-11", "ablation, PathMNIST", partial(ablation, dataset="PathMNIST"), *PATH),
+    PaperTable("sofim-12", "sensitivity to rho, CIFAR-10", regulariser, *CIFAR),
+    PaperTable("sofim-13", "partition of PathMNIST", partial(partition, of="sofim-13", dataset="PathMNIST"), *PATH),
+    PaperTable("sofim-14", "partition of CIFAR-10", partial(partition, of="sofim-14", dataset="CIFAR-10"), *CIFAR),
+    PaperTable(
         "sofim-15",
         "McNemar's test, CIFAR-10, ResNet-20",
         partial(significance, dataset="CIFAR-10", backbone="ResNet-20"),
         *CIFAR,
     ),
-    Table(
+    PaperTable(
         "sofim-16",
         "McNemar's test, PathMNIST, ResNet-20",
         partial(significance, dataset="PathMNIST", backbone="ResNet-20"),

@@ -1,9 +1,8 @@
-"""The tables of the papers beside our own figures: what is common to all of them.
+"""What the papers' tables have in common: how one is described, run, and set beside the published figures.
 
-`published/` holds what the papers print, and settings that were tuned for it. A table is a list of wants: runs, and
-what is said of them by round. Features were pre-trained elsewhere than the papers' were, so levels differ; orders, gaps
-and shapes are to be compared.
-`paper_sofim`, `paper_fednew` and `paper_adamw` have the tables.
+`published/` holds the figures that the papers print, and settings tuned for them. A table is a list of `Want`s: runs,
+and what the paper prints of them by round. The features here were pre-trained elsewhere than the papers' features, so
+levels differ; compare orders, gaps and shapes. `sofim`, `fednew` and `adamw` define the tables; `catalog` lists them.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import sordino
-from sordino.core import SordinoError
 from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
+from sordino.errors import SordinoError
 from sordino.studies.compare import frozen
 from sordino.training.batch import MOST, Trained, run_many
 from sordino.training.spec import Spec
 
 PUBLISHED = Path(__file__).with_name("published")
 Tick = Callable[[int], None]
-Said = dict[int, tuple[float | None, float | None]]  # by round: mean and standard deviation, in percent
+PrintedFigures = dict[int, tuple[float | None, float | None]]  # by round: mean and standard deviation, in percent
 
 
 def published(name: str) -> list[dict[str, str]]:
@@ -44,10 +43,10 @@ def published(name: str) -> list[dict[str, str]]:
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
-class Table(NamedTuple):
+class PaperTable(NamedTuple):
     name: str
     about: str
-    make: Callable[[Job], Found]
+    make: Callable[[TableRequest], TableResult]
     needs: str | None = None  # a file or a set that must be at hand
     source: str = ""  # where that comes from
 
@@ -69,22 +68,15 @@ def roots(data_dir: str | Path | None) -> list[Path]:
     return [*(Path(given).expanduser() for given in (data_dir, os.environ.get("SORDINO_DATA")) if given), cache()]
 
 
-def tables() -> dict[str, Table]:
-    """All of them, by name."""
-    from papers import adamw, fednew, sofim
-
-    return {t.name: t for t in (*sofim.TABLES, *fednew.TABLES, *adamw.TABLES)}
-
-
 class Want(NamedTuple):
     """One line: its labels, the keys of its runs but for the seed, and what is printed of it."""
 
     labels: dict[str, Any]
     values: dict[str, Any]
-    said: Said
+    printed: PrintedFigures
 
 
-class Found(NamedTuple):
+class TableResult(NamedTuple):
     lines: list[dict[str, Any]]
     across: str  # the label whose values are the columns
     notes: Sequence[str]
@@ -92,10 +84,10 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class TableRequest:
     """What was asked of a table."""
 
-    table: Table
+    table: PaperTable
     data_dir: str | None = None
     seeds: int | None = None  # the table's own
     epsilons: tuple[float, ...] | None = None  # the table's own
@@ -138,14 +130,14 @@ def chosen(tuning: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, A
 # ----------------------------------------------------------------------------------------------------------- running
 
 
-def train(job: Job, wants: Sequence[Want], seeds: int, **how: Any) -> list[dict[str, Any]]:
+def train(request: TableRequest, wants: Sequence[Want], seeds: int, **how: Any) -> list[dict[str, Any]]:
     """Every want with every seed: its line for the document. how: see `attempt`."""
-    runs = attempt(job, wants, range(1, seeds + 1), **how)
+    runs = attempt(request, wants, range(1, seeds + 1), **how)
     return [line(want, runs[k * seeds : (k + 1) * seeds]) for k, want in enumerate(wants)]
 
 
 def attempt(
-    job: Job,
+    request: TableRequest,
     wants: Sequence[Want],
     seeds: Sequence[int],
     *,
@@ -159,17 +151,17 @@ def attempt(
         for want in wants
         for seed in seeds
     ]
-    printed = sorted({t for want in wants for t in want.said})
-    dataset = None if own_data else job.dataset
-    return run_many(specs, dataset, device=job.device, at=printed, most=most, tick=job.tick)
+    printed = sorted({t for want in wants for t in want.printed})
+    dataset = None if own_data else request.dataset
+    return run_many(specs, dataset, device=request.device, at=printed, most=most, tick=request.tick)
 
 
 def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
     """Ours by round over the seeds, in percent, beside what is printed."""
     last = max(runs[0].scores)
     rounds = {
-        str(t): against([100 * run.scores[t] for run in runs], *want.said.get(t, (None, None)))
-        for t in sorted({*(t for t in want.said if t in runs[0].scores), last})
+        str(t): against([100 * run.scores[t] for run in runs], *want.printed.get(t, (None, None)))
+        for t in sorted({*(t for t in want.printed if t in runs[0].scores), last})
     }
     values = {**want.values, "data": Path(str(want.values["data"])).name}
     plan = runs[0].plan
@@ -182,27 +174,27 @@ def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
     }
 
 
-def against(samples: Sequence[float], said: float | None = None, spread: float | None = None) -> dict[str, Any]:
+def against(samples: Sequence[float], published: float | None = None, spread: float | None = None) -> dict[str, Any]:
     """Mean and standard deviation of ours, the printed ones, and the difference of the means."""
     mean = float(np.mean(samples))
     return {
         "ours": round(mean, 4),
         "std": round(float(np.std(samples, ddof=1)), 4) if len(samples) > 1 else None,
         "samples": [round(float(sample), 4) for sample in samples],
-        "published": said,
+        "published": published,
         "published_std": spread,
-        "difference": None if said is None else round(mean - said, 4),
+        "difference": None if published is None else round(mean - published, 4),
     }
 
 
-def document(job: Job, command: str) -> dict[str, Any]:
+def document(request: TableRequest, command: str) -> dict[str, Any]:
     """Everything about one table."""
-    found = job.table.make(job)
+    found = request.table.make(request)
     return {
-        "table": job.table.name,
-        "about": job.table.about,
+        "table": request.table.name,
+        "about": request.table.about,
         "command": command,
-        "device": job.device,
+        "device": request.device,
         "python": platform.python_version(),
         "versions": {"sordino": sordino.__version__, **{name: version(name) for name in ("torch", "numpy", "scipy")}},
         "notes": list(found.notes),
@@ -240,8 +232,8 @@ def cell(figure: dict[str, Any]) -> str:
     ours += str(figure.get("mark", ""))
     if figure["published"] is None:
         return ours
-    said = f"{figure['published']:z.{digits}f}{figure.get('published_mark', '')}"
-    return f"{ours} ({said}, {figure['difference']:+z.{digits}f})"
+    printed = f"{figure['published']:z.{digits}f}{figure.get('published_mark', '')}"
+    return f"{ours} ({printed}, {figure['difference']:+z.{digits}f})"
 
 
 def _word(value: Any) -> str:

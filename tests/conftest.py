@@ -1,11 +1,25 @@
 """What tests of several folders use."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+# CPU seconds of the longest tests, by file and function; parameters share them.
+DURATIONS = Path(__file__).parent / "support" / "durations.json"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """With several workers the longest tests start first, so that no worker ends alone with one of them."""
+    if hasattr(config, "workerinput"):
+        seconds = json.loads(DURATIONS.read_text())
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("[")[0], 0))
+
 
 LIVES = """
 import atexit, os, sys
@@ -20,7 +34,7 @@ else:
     sys.exit()
 print(os.getpid(), flush=True)
 atexit.register(print, "end", flush=True)
-{work}
+{compute}
 """
 
 

@@ -7,21 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import (
-    SAFETY,
-    Adjacency,
-    Correlated,
-    Kind,
-    Lemma,
-    Privacy,
-    Query,
-    Shard,
-    SordinoError,
-    Trust,
-    Unit,
-    nearest,
-)
+from sordino.core import SAFETY, Adjacency, Correlated, Kind, Lemma, Privacy, Query, Shard, Trust, Unit
 from sordino.engines.oracle import clipped
+from sordino.errors import SordinoError, nearest
 from sordino.models.linear import Linear, Loss
 
 ADD, SWAP = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE

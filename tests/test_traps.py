@@ -19,11 +19,9 @@ from sordino.core import (
     Lemma,
     Local,
     Method,
-    OverspentError,
     Privacy,
     Query,
     Rule,
-    SordinoError,
     Stage,
     Stream,
     Trust,
@@ -32,6 +30,7 @@ from sordino.core import (
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped
+from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss

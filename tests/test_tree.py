@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.tree import leaves, pack, tree_map, unpack
 
 tensors = st.sampled_from([np.float32, np.float64, np.int64, np.bool_]).flatmap(

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sordino import wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError, WireError
 from sordino.federation.config import SiteConfig
 from sordino.federation.refusal import REASONS
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
 from sordino.tree import leaves
-from sordino.wire import HEAD, MAGIC, WireError, decode, encode, from_tree, to_tree
+from sordino.wire import HEAD, MAGIC, decode, encode, from_tree, to_tree
 
 MANY = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 SOME = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
@@ -358,7 +358,7 @@ def test_a_site_answers_terms_with_anything_in_any_place(site, changes, spec):
     for text in (json.dumps(values), json.dumps(values | {"spec": str(spec)}), json.dumps(spec)):
         reply = answered(site, encode("terms", {"terms": text}))
         assert reply.kind == "refused" or changes.keys() <= {
-            "wishes",
+            "requested_epsilons",
             "dropouts",
             "colluders",
             "format",

@@ -2,45 +2,45 @@
 
     from sordino import Privacy, Plan, Records, Linear, build, simulate, source
 
-Everything here needs torch, numpy and scipy alone, but for `FederatedClassifier`, which needs scikit-learn.
+Every name is imported when it is first used: `import sordino` itself imports neither torch nor numpy. The names in
+`__all__` need torch, numpy and scipy alone; `FederatedClassifier` and `UnpaidSearchWarning` also need scikit-learn.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sordino.core import (
-    Adjacency,
-    Divisor,
-    Kind,
-    Local,
-    Method,
-    OverspentError,
-    Privacy,
-    Query,
-    Round,
-    Rule,
-    SordinoError,
-    Stage,
-    Trust,
-    Unit,
-)
-from sordino.data.partition import split
-from sordino.data.records import Records
-from sordino.data.sources import Dataset, load
-from sordino.engines import reference, simulate
-from sordino.methods import build
-from sordino.models.linear import Linear
-from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import verify
-from sordino.privacy.mechanisms.random import source
-from sordino.privacy.participation import Participation
-from sordino.privacy.plan import Plan
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test compares the two
+    from sordino.core import (
+        Adjacency,
+        Divisor,
+        Kind,
+        Local,
+        Method,
+        Privacy,
+        Query,
+        Round,
+        Rule,
+        Stage,
+        Trust,
+        Unit,
+    )
+    from sordino.data.partition import split
+    from sordino.data.records import Records
+    from sordino.data.sources import Dataset, load
+    from sordino.engines import reference, simulate
+    from sordino.errors import OverspentError, SordinoError
     from sordino.estimators import FederatedClassifier as FederatedClassifier
     from sordino.estimators import UnpaidSearchWarning as UnpaidSearchWarning
+    from sordino.methods import build
+    from sordino.models.linear import Linear
+    from sordino.privacy.accounting import gaussian
+    from sordino.privacy.evidence.certificate import certificate
+    from sordino.privacy.evidence.statement import statement
+    from sordino.privacy.evidence.verify import verify
+    from sordino.privacy.mechanisms.random import source
+    from sordino.privacy.participation import Participation
+    from sordino.privacy.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -76,18 +76,38 @@ __all__ = [
     "verify",
 ]
 
-LAZY = ("FederatedClassifier", "UnpaidSearchWarning")  # not in __all__: an import of everything must do without them
+_HOME = {
+    "sordino.core": "Adjacency Divisor Kind Local Method Privacy Query Round Rule Stage Trust Unit",
+    "sordino.data.partition": "split",
+    "sordino.data.records": "Records",
+    "sordino.data.sources": "Dataset load",
+    "sordino.engines": "reference simulate",
+    "sordino.errors": "OverspentError SordinoError",
+    "sordino.estimators": "FederatedClassifier UnpaidSearchWarning",
+    "sordino.methods": "build",
+    "sordino.models.linear": "Linear",
+    "sordino.privacy.accounting": "gaussian",
+    "sordino.privacy.evidence.certificate": "certificate",
+    "sordino.privacy.evidence.statement": "statement",
+    "sordino.privacy.evidence.verify": "verify",
+    "sordino.privacy.mechanisms.random": "source",
+    "sordino.privacy.participation": "Participation",
+    "sordino.privacy.plan": "Plan",
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
+_SKLEARN = _HOME["sordino.estimators"].split()  # not in __all__: an import of everything must do without them
 
 
 def __getattr__(name: str) -> object:
-    if name not in LAZY:
+    if name not in _MODULE:
         raise AttributeError(f"module 'sordino' has no attribute '{name}'")
-    if find_spec("sklearn") is None:
+    if name in _SKLEARN and find_spec("sklearn") is None:
         raise ImportError(f"{name} needs scikit-learn: pip install 'sordino[sklearn]'")
-    from sordino import estimators
-
-    return getattr(estimators, name)
+    module = import_module(_MODULE[name])
+    value = getattr(module, name) if hasattr(module, name) else import_module(f"{_MODULE[name]}.{name}")
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *(LAZY if find_spec("sklearn") else ())})
+    return sorted({*globals(), *_MODULE} - set(() if find_spec("sklearn") else _SKLEARN))

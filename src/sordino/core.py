@@ -7,34 +7,18 @@ never a bare `.norm()`), one body serves a loop over clients and a batch of them
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import Tensor, torch
 
 Tree = Any  # a tensor, or plain nested tuples of tensors: a message, a client's memory, a rule's state
-
-
-class SordinoError(ValueError):
-    """A mistake the user can mend; the message names the field and the remedy."""
-
-
-class OverspentError(RuntimeError):
-    """A local rule asked more of the data than its queries declare, or a budget cannot pay for a round."""
-
-
-def nearest(extras: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or the whole list where nothing is near."""
-    known = sorted(known)
-    near = difflib.get_close_matches(extras, known, n=1, cutoff=0.5)
-    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
-
 
 # ---------------------------------------------------------------------------------------------- what is protected
 

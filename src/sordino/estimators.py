@@ -21,9 +21,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import sordino
-from sordino.core import SordinoError, Unit
+from sordino.core import Unit
 from sordino.data.sources import Dataset, preprocess
 from sordino.engines import simulate
+from sordino.errors import SordinoError
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.evidence.statement import statement

@@ -1,25 +1,130 @@
-"""Files that are whole or not there."""
+"""Locks and atomic writes, once for the whole library.
+
+Every file that is written here is readable by its owner alone (mode 0600). A reader sees the old content or the new
+content, never a part: the new content goes to a hidden temporary file in the same folder, is flushed to disk, and takes
+the name in one step. A process that is killed in between leaves the old file and a file `.NAME.*.tmp`, which nobody
+reads. A file with `durable=False` is not flushed: a cache may lose it in a power cut.
+
+A lock belongs to an open file and ends with its process, however that ends. On systems without `fcntl` (Windows) there
+are no locks, so two processes must not share a folder there.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write(path: Path, data: bytes) -> None:
-    """In one step, and on disk when it returns; for the owner alone."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+def write(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace or create a file in one step.
+
+    Args:
+      path: the file; its folder must exist.
+      data: its whole new content.
+      durable: flush to disk before returning, so that a power cut cannot undo it.
+
+    Raises:
+      OSError: the folder cannot be written. The old file is then unchanged.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> write(folder / "note", b"whole")
+    >>> (folder / "note").read_bytes(), oct((folder / "note").stat().st_mode & 0o777), len(list(folder.iterdir()))
+    (b'whole', '0o600', 1)
+    """
+    with replacing(path, durable=durable) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A temporary file that takes the name `path` when the block ends, and is deleted if the block raises.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with replacing(folder / "table") as temporary:
+    ...     _ = temporary.write_text("rows")
+    >>> (folder / "table").read_text()
+    'rows'
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")  # mode 0600
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o600)  # a compiler may have made the file anew
+        if durable:
+            _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        sync(path.parent)
+
+
+def create(path: Path, data: bytes) -> None:
+    """A new file, on disk when this returns.
+
+    Raises:
+      FileExistsError: the file exists. It is never overwritten.
+      OSError: the folder cannot be written.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
+    sync(Path(path).parent)
+
+
+def append(path: Path, text: str) -> None:
+    """Add text to a file, and create it if it is missing."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file or a new folder in one step, on disk when this returns. A file at `target` is replaced."""
+    os.replace(source, target)
+    sync(target.parent)
+
+
+@contextmanager
+def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold an exclusive lock on a file, which is created if it is missing.
+
+    Args:
+      path: the lock file. It stays behind, empty.
+      wait: wait for the process that holds the lock.
+
+    Raises:
+      BlockingIOError: another process holds the lock, and `wait` is False.
+      OSError: the file cannot be created.
+    """
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        try:
+            import fcntl
+        except ImportError:  # not a POSIX system
+            pass
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def is_private(path: Path) -> bool:
+    """Whether nobody but the owner may read the file. Always true on systems without POSIX modes."""
+    return os.name != "posix" or not os.stat(path).st_mode & 0o077
 
 
 def sync(folder: Path) -> None:
-    """What was renamed in it stays renamed after a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Flush a folder, so that what was renamed in it stays renamed after a power cut."""
+    if os.name == "posix":
+        _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

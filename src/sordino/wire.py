@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sordino.core import SordinoError, Tree
+from sordino.core import Tree
+from sordino.errors import WireError
 from sordino.tree import leaves, tree_map
 
 MAGIC = b"SRD1"
@@ -26,10 +27,6 @@ MOST = 2**31  # bytes of a message at most; a reader may set less
 DEPTH = 8  # of lists and tables in a head, and of trees
 ARRAYS = 4096  # of a message at most
 TYPES = {"f4": np.float32, "f8": np.float64, "i8": np.int64, "u4": np.uint32, "u1": np.uint8}
-
-
-class WireError(SordinoError):
-    """Bytes that are no message."""
 
 
 class Message(NamedTuple):

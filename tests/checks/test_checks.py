@@ -8,20 +8,8 @@ import torch
 
 from sordino import checks
 from sordino.checks import mutants
-from sordino.core import (
-    Adjacency,
-    Correlated,
-    Kind,
-    Lemma,
-    Local,
-    Method,
-    Query,
-    Rule,
-    SordinoError,
-    Stage,
-    Trust,
-    Unit,
-)
+from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Query, Rule, Stage, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.rules import chain, scale

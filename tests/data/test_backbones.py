@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sordino.cli import main
-from sordino.core import SordinoError
 from sordino.data.backbones import NETWORKS, SmallResNet, extract, network, prepared, script
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 
 RNG = np.random.default_rng(1)
 SIZES = {  # features, parameters as published, without the classifying layer

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from sordino.core import SordinoError
 from sordino.data import catalog, fetch, formats
 from sordino.data.fetch import Published, Remote, locate
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 
 A9A = b"-1 3:1\n+1 5:1\n"
 MD5 = "md5:" + hashlib.md5(A9A).hexdigest()

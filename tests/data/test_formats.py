@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from sordino.core import SordinoError
 from sordino.data import catalog, formats, glue
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real files are not at hand (../shared/data)")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.core import SordinoError
 from sordino.data.partition import ClientSummary, describe, split
 from sordino.data.sources import Dataset, load
+from sordino.errors import SordinoError
 
 TABLES = Path(__file__).parents[2].parent / "shared" / "spec" / "tables"
 

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.core import Privacy, SordinoError
+from sordino.core import Privacy
 from sordino.data.records import Lazy, Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.mechanisms.random import Seeded

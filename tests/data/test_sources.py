@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.core import SordinoError
 from sordino.data.sources import apportion, generator, hold_out, load, whiten
+from sordino.errors import SordinoError
 
 
 def npz(folder: Path, **arrays: object) -> str:

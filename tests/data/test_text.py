@@ -5,8 +5,8 @@ import gzip
 import numpy as np
 import pytest
 
-from sordino.core import SordinoError
 from sordino.data import text
+from sordino.errors import SordinoError
 from sordino.models.transformers import package_folder
 
 pytest.importorskip("tokenizers", reason="pip install sordino[transformers]")

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Batch, Kind, Local, Method, OverspentError, Privacy, Query, SordinoError, Stage, Trust, Unit
+from sordino.core import Batch, Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped, noised
+from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import OverspentError, Privacy
+from sordino.core import Privacy
 from sordino.data.records import Records
 from sordino.engines import reference
+from sordino.errors import OverspentError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.evidence.ledger import Ledger

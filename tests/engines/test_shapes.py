@@ -9,23 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import (
-    Correlated,
-    Kind,
-    Lemma,
-    Local,
-    Method,
-    OverspentError,
-    Privacy,
-    Query,
-    Rule,
-    SordinoError,
-    Stage,
-    Trust,
-    Unit,
-)
+from sordino.core import Correlated, Kind, Lemma, Local, Method, Privacy, Query, Rule, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import OverspentError, SordinoError
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian

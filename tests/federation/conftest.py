@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # what workers and coordinators import by name lies here too
-from worlds import FEDERATION, Loopback, Talk, World
+from fixtures import FEDERATION, Loopback, Talk, World
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 import tomli_w
-from letters import NUMBERS, ROUNDS, SPEC, WORDS, put
-from worlds import Talk
+from fixtures import Talk
+from messages import NUMBERS, ROUNDS, SPEC, WORDS, put
 
 from sordino import secagg, wire
 from sordino.federation.coordinator import Coordinator

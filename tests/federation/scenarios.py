@@ -1,4 +1,4 @@
-"""Faults inflicted from within, at an exact step: what runs in the workers and in the coordinator of `trial.py`.
+"""Faults inflicted from within, at an exact step: what runs in the workers and in the coordinator of `fault_trials.py`.
 
 A worker or the coordinator kills itself with SIGKILL, hangs, answers rubbish, or finds its disk full; the coordinator
 kills the link, breaks the protocol (`attacks.py`), or sends its letters through a storm (`storms.py`).

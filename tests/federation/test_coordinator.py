@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sordino import secagg, wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation import messenger
 from sordino.federation import site_run as module
 from sordino.federation.coordinator import Coordinator
@@ -562,7 +562,7 @@ def killed_at(monkeypatch, at):
 
         return step
 
-    monkeypatch.setattr(module, "write", around(module.write))
+    monkeypatch.setattr(module.files, "write", around(module.files.write))
     monkeypatch.setattr(Ledger, "charge", around(Ledger.charge))
     monkeypatch.setattr(os, "replace", around(os.replace))
     monkeypatch.setattr(os, "rename", around(os.rename))

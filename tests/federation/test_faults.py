@@ -4,16 +4,16 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
+import fault_trials
 import scenarios
-import trial
 
 
 def test_faults_cost_no_privacy(tmp_path):
     """One test for all: two workers of the suite would otherwise start two federations."""
-    found = trial.run(tmp_path, trial.QUICK)
+    found = fault_trials.run(tmp_path, fault_trials.QUICK)
     assert found["violations"] == []
     for name, run in found["runs"].items():
-        assert trial.problems(name, run) == [], name
+        assert fault_trials.problems(name, run) == [], name
     # A coordinator that was killed ends as one that was not.
     whole, killed = (found["runs"][name] for name in ("uninterrupted", "coordinator-killed-mid-round"))
     assert (killed["epsilon"], killed["model"]) == (whole["epsilon"], whole["model"])

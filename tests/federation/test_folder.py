@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sordino.cli import main
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation import folder
 from sordino.federation.config import Federation, SiteConfig
 from sordino.federation.flower import deploy

@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 import tomli_w
-from letters import NUMBERS, SIZE, put
+from messages import NUMBERS, SIZE, put
 
 from sordino import wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation import site_data
 from sordino.federation.terms import Terms
 from sordino.methods import REGISTRY, build

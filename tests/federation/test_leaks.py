@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from worlds import CLASSES, Loopback
+from fixtures import CLASSES, Loopback
 
 from sordino import wire
 from sordino.federation.coordinator import Coordinator

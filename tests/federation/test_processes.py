@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 import tomli_w
+from fixtures import World
 from test_parity import simulated
-from worlds import World
 
 from sordino.federation.flower.processes import Federation
 from sordino.federation.handler import HANDLER
@@ -47,7 +47,7 @@ def test_the_models_are_the_simulators(tmp_path):
         shutil.copytree(world.coordinator, place)
         (place / "spec.toml").write_text(tomli_w.dumps({**base, "method": case, **keys}))
     here = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "serving:every", **here}
+    server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "coordinators:every", **here}
     site = {"SORDINO_SITES": str(world.folder), **here}
     with Federation(tmp_path / "flower", world.names, handler=HANDLER, server=server, site=site) as running:
         running.run()

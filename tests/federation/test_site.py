@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from letters import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
+from messages import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
 
 import sordino
 from sordino import secagg, wire
-from sordino.core import Broadcast, OverspentError, SordinoError
+from sordino.core import Broadcast
 from sordino.data.sources import load
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
+from sordino.errors import OverspentError, SordinoError, WireError
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.refusal import REASONS
@@ -94,9 +95,9 @@ SITE = [  # what the site wrote into site.toml, and what its log says of the ter
     ({"methods": ["dp-scaffold"]}, {}, "method"),
     ({"trust": ["secure-aggregation"]}, {}, "trust"),
     ({"most_rounds": 2}, {}, "most_rounds"),
-    ({"run_epsilon": 7.9}, {}, "wish"),
-    ({"run_epsilon": 4.0}, {"wishes": {"north": 4.1}}, "wish"),
-    ({"run_epsilon": 4.0}, {"wishes": {"south": 4.0}}, "wish"),
+    ({"run_epsilon": 7.9}, {}, "requested"),
+    ({"run_epsilon": 4.0}, {"requested_epsilons": {"north": 4.1}}, "requested"),
+    ({"run_epsilon": 4.0}, {"requested_epsilons": {"south": 4.0}}, "requested"),
     ({"delta": 1e-6}, {}, "delta"),
     ({}, {"names": ("east", "south", "west")}, "named"),
 ]
@@ -367,7 +368,7 @@ PLACES = [  # where something fails, and on which letter
     ("terms", "sordino.federation.site.secagg.offer"),
     ("hello", "sordino.federation.site_data.load"),
     ("round", "sordino.federation.site_run.oracle"),
-    ("round", "sordino.federation.site_run.secured"),
+    ("round", "sordino.federation.site_run.encode_integers"),
     ("round", "sordino.federation.site.Run.vector"),
     ("round", "sordino.federation.site.Run.keep"),
     ("round", "sordino.federation.site.secagg.masked"),
@@ -377,10 +378,10 @@ PLACES = [  # where something fails, and on which letter
     ("finish", "sordino.federation.site_run.certificate"),
     ("finish", "sordino.federation.site_run.save_model"),
 ]
-ERRORS = (ValueError, SordinoError, OSError, OverspentError, wire.WireError, sqlite3.OperationalError, MemoryError)
+ERRORS = (ValueError, SordinoError, OSError, OverspentError, WireError, sqlite3.OperationalError, MemoryError)
 
 
-WITHIN = ("oracle", "secured", "Run.keep", "secagg.masked", "wire.encode")  # once the data were asked something
+WITHIN = ("oracle", "encode_integers", "Run.keep", "secagg.masked", "wire.encode")  # once the data were asked something
 
 
 @pytest.mark.parametrize(("kind", "place"), PLACES)
@@ -707,10 +708,10 @@ def test_a_ledger_is_asked_before_the_message_is_made_and_holds_it_before_it_lea
     talk = talk(world.site(NORTH), world.terms())
     talk.propose()
     order = []
-    for owner, name in ((Ledger, "afford"), (Run, "work"), (Run, "keep"), (Ledger, "charge"), (Run, "settle")):
+    for owner, name in ((Ledger, "afford"), (Run, "compute"), (Run, "keep"), (Ledger, "charge"), (Run, "settle")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *a, real=real, name=name: (order.append(name), real(self, *a))[1])
     reply = talk.site.answer(talk.letter(0))
-    assert order == ["settle", "afford", "work", "keep", "charge", "settle"]
+    assert order == ["settle", "afford", "compute", "keep", "charge", "settle"]
     with talk.site.ledger() as ledger:
         assert ledger.release(talk.terms.run, talk.site.dataset_id, 0) == reply

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Privacy, Shard, SordinoError, Unit
+from sordino.core import SAFETY, Privacy, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.methods.adadps import Public
 from sordino.models.linear import Linear

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Facts, Privacy, SordinoError, Trust, Unit
+from sordino.core import Facts, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.data.sources import FEW, RADIUS, by_record, of_roots, preprocess
 from sordino.engines import simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.methods.auto import EARLY
 from sordino.models.linear import Linear, Loss

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from sordino import checks
-from sordino.core import Adjacency, Kind, Privacy, Shard, SordinoError
+from sordino.core import Adjacency, Kind, Privacy, Shard
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.models.torch_model import TorchModel

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Adjacency, Kind, Privacy, SordinoError, Trust, Unit
+from sordino.core import SAFETY, Adjacency, Kind, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending

@@ -8,10 +8,11 @@ import torch
 from torch.func import grad, jacrev, vmap
 
 from sordino.checks import sensitivity
-from sordino.core import SAFETY, Adjacency, Broadcast, Kind, Privacy, SordinoError, Trust, Unit
+from sordino.core import SAFETY, Adjacency, Broadcast, Kind, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Broadcast, Kind, Local, Privacy, SordinoError, Stage, Unit
+from sordino.core import SAFETY, Broadcast, Kind, Local, Privacy, Stage, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending

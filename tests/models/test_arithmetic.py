@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sordino.core import Shard, SordinoError
+from sordino.core import Shard
+from sordino.errors import SordinoError
 from sordino.models import arithmetic, per_example
 from sordino.models.arithmetic import ROWS, RUN, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.torch_model import TorchModel

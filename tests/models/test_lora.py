@@ -12,7 +12,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from sordino.core import Shard, SordinoError
+from sordino.core import Shard
+from sordino.errors import SordinoError
 from sordino.models import lora, per_example
 from sordino.models.lora import Adapter, GroupedLinear, LoRALinear, adapt, load_peft, module_of, save_peft
 from sordino.rules.blocks import count, transformer_blocks

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from sordino.core import Shard, SordinoError
+from sordino.core import Shard
+from sordino.errors import SordinoError
 from sordino.models import nets, per_example
 from sordino.models.torch_model import TorchModel
 

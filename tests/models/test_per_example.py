@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from sordino.core import Shard, SordinoError
+from sordino.core import Shard
+from sordino.errors import SordinoError
 from sordino.models import per_example
 from sordino.models.torch_model import TorchModel, summed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from papers import fednew, sofim, tables
+from papers import catalog, fednew, sofim, tables
 from papers.__main__ import main
 
 ROWS = {
@@ -65,18 +65,18 @@ def test_every_published_table_loads_whole():
 
 
 def test_every_table_has_a_preset():
-    names = set(tables.tables())
+    names = set(catalog.tables())
     assert {f"sofim-{k}" for k in range(3, 17)} <= names
     assert {f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "alpha-rho")} <= names
-    for table in tables.tables().values():
+    for table in catalog.tables().values():
         assert (table.needs is None) == (table.source == "")
 
 
 def test_settings_come_with_the_package():
     """For every method and budget of table 3, where each message is seen and where sums are."""
     for name, label in (("settings_client-mean", "dp-scaffold"), ("settings_sa", "dp-fedsofim (momentum)")):
-        job = tables.Job(tables.tables()["sofim-3"])
-        settings = tables.chosen(job.tuning(name))
+        request = tables.TableRequest(catalog.tables()["sofim-3"])
+        settings = tables.chosen(request.tuning(name))
         assert {(label, epsilon) for epsilon in (0.5, 1.0, 5.0, 10.0)} <= settings.keys()
 
 
@@ -111,9 +111,9 @@ def test_lines_that_differ_in_one_label_are_one_row():
 
 def test_published_figures_meet_their_rows():
     rows = tables.published("sofim-3")
-    assert sofim.said(rows, method="DP-FedSOFIM", epsilon=10.0)[70] == (68.56, 0.05)
-    assert sofim.said(rows, method="DP-FedGD", epsilon=0.5)[10] == (33.98, 2.76)
-    assert fednew._said(tables.published("fednew-8"), "DP-FedNew", 10, 0.1) == (pytest.approx(82.4), None)
+    assert sofim.printed_figures(rows, method="DP-FedSOFIM", epsilon=10.0)[70] == (68.56, 0.05)
+    assert sofim.printed_figures(rows, method="DP-FedGD", epsilon=0.5)[10] == (33.98, 2.76)
+    assert fednew._printed_figure(tables.published("fednew-8"), "DP-FedNew", 10, 0.1) == (pytest.approx(82.4), None)
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -132,7 +132,7 @@ def test_all_tables_are_listed(capsys, features):
     status, out = call(capsys, "--data-dir", str(features), "--json")
     hand = {row["table"]: row["at_hand"] for row in json.loads(out)}
     assert status == 0
-    assert hand.keys() == tables.tables().keys()
+    assert hand.keys() == catalog.tables().keys()
     assert (hand["sofim-3"], hand["sofim-4"], hand["fednew-synthetic"], hand["fednew-8"]) == (True, False, True, False)
 
 
@@ -210,7 +210,7 @@ def test_dp_fednew_tunes_runs_and_marks_what_is_not_certified(capsys, features, 
     for key, value in (("USERS", 6), ("LIVES_AT", 4)):
         monkeypatch.setattr(fednew, key, value)
     monkeypatch.setattr(fednew, "GRIDS", {k: {n: v[:1] for n, v in g.items()} for k, g in fednew.GRIDS.items()})
-    table = tables.tables()["fednew-8"]
+    table = catalog.tables()["fednew-8"]
     table.make.keywords["clients"] = (4,)
     try:
         flags = ["--data-dir", str(features), "--out", str(features / "out"), "--epsilons", "1", "--seeds", "1"]

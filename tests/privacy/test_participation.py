@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sordino.core import Privacy, SordinoError
+from sordino.core import Privacy
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import calibration, participation, spending
 from sordino.privacy.mechanisms.random import Seeded

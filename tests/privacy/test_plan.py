@@ -22,7 +22,6 @@ from sordino.core import (
     Privacy,
     Query,
     Rule,
-    SordinoError,
     Stage,
     Stream,
     Trust,
@@ -30,6 +29,7 @@ from sordino.core import (
 )
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, releases, spending

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Facts, Privacy, SordinoError
+from sordino.core import Facts, Privacy
 from sordino.data.records import Records
 from sordino.engines import simulate
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration

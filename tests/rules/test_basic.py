@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Facts, Rule, SordinoError
+from sordino.core import Facts, Rule
+from sordino.errors import SordinoError
 from sordino.rules import adam, average, chain, ema, fisher, heavy_ball, scale, yogi
 from sordino.rules.basic import stateless
 from sordino.tree import tree_map

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.rules.blocks import block_means, count, expand, transformer_blocks
 
 # Names and shapes as Hugging Face's models list them: with a classifier, and the published depths, widths and heads.

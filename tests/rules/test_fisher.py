@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.core import Facts, SordinoError
+from sordino.core import Facts
+from sordino.errors import SordinoError
 from sordino.rules import chain, ema, fisher, scale
 
 FACTS = Facts(3, np.array([4, 5, 6]), 50, 3.0, 0.1)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.rules import smooth
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Facts, SordinoError
+from sordino.core import Facts
+from sordino.errors import SordinoError
 from sordino.rules import fisher
 from sordino.rules.structures import block, by_parameter, kronecker, matrices, rank_k, rank_one
 from sordino.tree import tree_map

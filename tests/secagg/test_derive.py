@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.secagg import derive as d
 
 KEY = bytes(range(32))

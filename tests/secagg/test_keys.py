@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.secagg.keys import _EIGHTH, LONGEST, SITES, Card, Identity, Roster, _signs
 
 A, B = Identity("a", bytes(32), b"\1" * 32), Identity("b-2.x_Y", b"\2" * 32, b"\3" * 32)

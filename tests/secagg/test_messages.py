@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.secagg import offers_sha256, read_masked, read_offer, read_reveal
 from sordino.secagg.messages import _signed
 from sordino.wire import decode

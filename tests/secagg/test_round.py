@@ -6,10 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError, WrongShareError
 from sordino.secagg import (
     Member,
-    WrongShareError,
     mask,
     masked,
     offer,

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.secagg import Identity, Member, Roster, Session
 
 PLAN = "ab" * 32

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from sordino.cli import main
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.studies import estimation, theory
 from sordino.studies.advise import advise, best
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.studies import compare, report, sweep
 from sordino.studies.statistics import unpack
 from sordino.training import run

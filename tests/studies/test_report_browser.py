@@ -22,9 +22,12 @@ PATIENCE = 60  # seconds for any one answer
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 ODD = """a "quoted" <b>label</b> & </script> | $x_1$"""
 
-pytestmark = pytest.mark.skipif(
-    not BROWSER, reason="no Chromium: set SORDINO_CHROMIUM, or put chromium or google-chrome on PATH"
-)
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(
+        not BROWSER, reason="no Chromium: set SORDINO_CHROMIUM, or put chromium or google-chrome on PATH"
+    ),
+]
 
 
 # ------------------------------------------------------------------------------------------------ a comparison, made up

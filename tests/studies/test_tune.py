@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from sordino.core import SordinoError
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
 from sordino.privacy import spending
 from sordino.privacy.accounting import gaussian

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SordinoError
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
 from sordino.models import softmax_batched
 from sordino.privacy import spending

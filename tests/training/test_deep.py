@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.core import SordinoError
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 from sordino.privacy.evidence import public
 from sordino.training import run
 from sordino.training.outcome import predict, verify_run

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.core import Adjacency, SordinoError
+from sordino.core import Adjacency
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence.certificate import listed
 from sordino.privacy.evidence.ledger import Entry, Ledger

@@ -1,6 +1,6 @@
 import pytest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.training.spec import Spec, keys, parse_setting
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Space, Through, same, short_plan
-from sordino.core import Broadcast, Divisor, Method, OverspentError, Shard, SordinoError, Stage, Tree, Trust
+from sordino.core import Broadcast, Divisor, Method, Shard, Stage, Tree, Trust
 from sordino.engines import reference, simulate
+from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Seeded
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from sordino import core
 from sordino.core import Adjacency, Divisor, Method, Tree, Trust
 from sordino.data.records import Records
+from sordino.errors import SordinoError
 from sordino.models.linear import NUMBERS
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -34,7 +35,7 @@ class Space(NamedTuple):
             numbers = getattr(model, "kind", None) in NUMBERS
             return Space(model.features, 0 if numbers else max(2, model.outputs))
         except AttributeError as missing:
-            raise core.SordinoError(f"model: the checks must know what records it takes; {missing}.") from None
+            raise SordinoError(f"model: the checks must know what records it takes; {missing}.") from None
 
     def draw(self, rng: np.random.Generator, rows: int) -> list[Tensor]:
         """x of any length from 1e-3 to 1e6, in any direction, and y."""

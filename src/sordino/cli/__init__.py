@@ -31,7 +31,7 @@ from sordino.cli import (
     sweep,
     verify,
 )
-from sordino.core import OverspentError, SordinoError, nearest
+from sordino.errors import OverspentError, SordinoError, nearest
 
 COMMANDS = (
     run,

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, table
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 ABOUT = """
 Closed forms for a reference design: features of mean 0 and variance 1 with little correlation, clients that draw from

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, table
-from sordino.core import Adjacency, Method, Privacy, SordinoError, Trust, Unit
+from sordino.core import Adjacency, Method, Privacy, Trust, Unit
+from sordino.errors import SordinoError
 
 ABOUT = """
 Two worlds that differ in one record (or user) are run many times, and an adversary who knows all but the noise tells

@@ -11,7 +11,8 @@ from typing import Any
 
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.cli.sweep import add_keys, check_device, read_keys
-from sordino.core import Privacy, SordinoError
+from sordino.core import Privacy
+from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:

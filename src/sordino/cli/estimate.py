@@ -11,7 +11,7 @@ from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, plain, table
 from sordino.cli.sweep import check_device
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 
 ABOUT = """
 Squared error of FedSGD, FedHybrid, FedAvg and FedNewton over simulated federations, beside closed forms and the pooled

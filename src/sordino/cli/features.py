@@ -9,7 +9,7 @@ from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit
 from sordino.cli.sweep import check_device
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 ABOUT = """
 The network must have learnt from public data, and stays as it is: then every record is mapped by itself, and that costs
@@ -54,8 +54,8 @@ def act(arguments: argparse.Namespace) -> int:
     _check(arguments)
     import numpy as np
 
-    from sordino.core import nearest
     from sordino.data import backbones, catalog
+    from sordino.errors import nearest
 
     if arguments.data not in catalog.IMAGES:
         raise SordinoError(f"--data: '{arguments.data}' is no set of images.{nearest(arguments.data, catalog.IMAGES)}")

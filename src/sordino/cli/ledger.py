@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, table
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:

@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit
-from sordino.core import Adjacency, SordinoError, Trust, Unit
+from sordino.core import Adjacency, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
 
 MOST_CLIENTS = 1_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 RUN_FLAGS = (
     # flag, key of the spec, what it says in --help

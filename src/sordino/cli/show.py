@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 
 def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> argparse.ArgumentParser:

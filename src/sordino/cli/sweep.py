@@ -10,7 +10,7 @@ from typing import Any
 
 from sordino.cli.run import RUN_FLAGS
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 PAY = ("no", "public", "count", "stopping")
 

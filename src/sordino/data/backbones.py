@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sordino.core import SordinoError, nearest
 from sordino.data.catalog import Pictures
+from sordino.errors import SordinoError, nearest
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as most published weights expect
 LEAST = 32  # pixels a side: smaller images are padded with black

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sordino.core import SordinoError, nearest
 from sordino.data import formats, glue
 from sordino.data.fetch import Published, Remote, Store, locate
+from sordino.errors import SordinoError, nearest
 
 CHUNK = 4096  # images that are decoded at a time
 

@@ -10,7 +10,6 @@ import hashlib
 import http.client
 import os
 import tarfile
-import tempfile
 import time
 import urllib.request
 import zipfile
@@ -19,8 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from sordino.core import SordinoError
+from sordino import files
 from sordino.data.formats import PACKED, reading, unpack
+from sordino.errors import SordinoError
 
 PATIENCE = 30.0  # seconds that a server may keep silent
 LONGEST = 3600.0  # seconds that one file may take
@@ -222,11 +222,9 @@ def _download(url: str, remote: Remote, folder: Path) -> Path:
     checksum, digest, done = hashlib.new(algorithm, usedforsecurity=False), hashlib.sha256(), 0
     start, path = time.monotonic(), folder / remote.file
     request = urllib.request.Request(url, headers={"User-Agent": "sordino"})
-    handle, name = tempfile.mkstemp(dir=folder, prefix=remote.file, suffix=".part")
-    part = Path(name)
-    try:
+    with files.replacing(path) as part:
         with (
-            os.fdopen(handle, "wb") as out,
+            open(part, "wb") as out,
             urllib.request.urlopen(request, timeout=PATIENCE) as answer,
             Progress(*columns, console=Console(stderr=True)) as progress,
         ):
@@ -245,7 +243,4 @@ def _download(url: str, remote: Remote, folder: Path) -> Path:
         if published and checksum.hexdigest() != published:
             raise ValueError(f"what came has {algorithm} {checksum.hexdigest()}, not the published {published}")
         _side(path).write_text(digest.hexdigest() + "\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
     return path

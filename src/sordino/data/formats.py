@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 PACKED = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
 ARRAYS = {  # all that a pickled numpy array names, by the old and the new name of numpy's inner module

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import SordinoError, nearest
 from sordino.data import formats
 from sordino.data.fetch import Published, Remote, locate
+from sordino.errors import SordinoError, nearest
 
 BROKEN = 0.01  # of the rows: QQP has a few that a line break cut in two, and they are left out; more is damage
 

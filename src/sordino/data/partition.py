@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import SordinoError, nearest
 from sordino.data.sources import Dataset, apportion, generator, parse_number
+from sordino.errors import SordinoError, nearest
 
 PARTITIONS = ("iid", "dirichlet", "classes", "by-column", "by-site", "counts")
 SIZES = ("equal", "uniform", "lognormal")

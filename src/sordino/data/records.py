@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Model, Shard, SordinoError
+from sordino.core import Model, Shard
+from sordino.errors import SordinoError
 
 LOSSES_OF_NUMBERS = ("squares", "poisson")  # the others are of classes: labels are their indices
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.core import SAFETY, SordinoError, nearest
+from sordino.core import SAFETY
 from sordino.data import catalog
+from sordino.errors import SordinoError, nearest
 
 BUILT_IN = ("digits", "synthetic")
 SUFFIXES = (".npz", ".csv", ".parquet")

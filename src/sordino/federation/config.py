@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sordino.core import Adjacency, SordinoError, Trust, nearest
+from sordino.core import Adjacency, Trust
+from sordino.errors import SordinoError, nearest
 from sordino.federation.terms import NAME
 from sordino.methods import REGISTRY
 from sordino.training.spec import MODELS

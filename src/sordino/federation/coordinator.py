@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 
 import sordino
-from sordino import secagg, wire
-from sordino.core import Broadcast, SordinoError, Tree
+from sordino import files, secagg, wire
+from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
-from sordino.engines.oracle import RoundPlan, decode_sum, round_plans
+from sordino.engines.oracle import decode_sum
+from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.errors import SordinoError, WireError
 from sordino.federation import messenger
 from sordino.federation.config import Federation
 from sordino.federation.messenger import Messenger, Transport, about, read
 from sordino.federation.secure_sum import Arrays, Sums, parts
 from sordino.federation.terms import Terms, federated, written
-from sordino.files import write
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.statement import statement
@@ -131,8 +132,7 @@ class Coordinator:
     def tell(self, what: str, **fields: Any) -> None:
         """Progress, for whoever watches the folder."""
         log.info("%s %s", what, fields)
-        with open(self.out / "progress.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"what": what, **fields}) + "\n")
+        files.append(self.out / "progress.jsonl", json.dumps({"what": what, **fields}) + "\n")
 
     # ---------------------------------------------------------------------------------------------------- before it all
 
@@ -210,8 +210,8 @@ class Coordinator:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
         terms = Terms.read(terms.json())
         calibration.query_noises(terms.plan)
-        write(path, terms.json().encode())
-        write(self.out / "spec.toml", terms.spec.encode())
+        files.write(path, terms.json().encode())
+        files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True
         return terms
 
@@ -270,7 +270,7 @@ class Coordinator:
             return None
         try:
             message = wire.to_tree(found.fields.get("tree"), found.arrays, "said")
-        except wire.WireError:
+        except WireError:
             return None
         if not leaves(message) or not all(leaf.is_floating_point() for leaf in leaves(message)):
             return None
@@ -285,7 +285,7 @@ class Coordinator:
     # ---------------------------------------------------------------------------------------------------------- storing
 
     def _store(self, done: int, theta: Tensor, state: Tree) -> None:
-        write(self.out / "checkpoint", pack((torch.tensor([done]), theta, state)))
+        files.write(self.out / "checkpoint", pack((torch.tensor([done]), theta, state)))
 
     def _restore(self) -> tuple[int, Tensor, Tree]:
         path = self.out / "checkpoint"
@@ -334,8 +334,8 @@ class Coordinator:
         none = np.zeros(0, np.int64)
         data = Dataset("sites", nobody, none, nobody, none, None, self.terms.classes)
         save_model(self.out / "model.safetensors", self.terms.parsed, data, self.model, model)
-        write(self.out / "statement.md", statement(cert).encode())
-        write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+        files.write(self.out / "statement.md", statement(cert).encode())
+        files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))
 
 

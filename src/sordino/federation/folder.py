@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import OverspentError, SordinoError
 from sordino.data.partition import split
 from sordino.data.sources import Dataset, load
+from sordino.errors import OverspentError, Refused, SordinoError
 from sordino.federation.config import Federation, SiteConfig
 from sordino.federation.flower.keys import node_key
 from sordino.federation.handler import HANDLER
 from sordino.federation.policy import agree
-from sordino.federation.refusal import Refused
 from sordino.federation.site import Site
 from sordino.federation.terms import NAME, Terms, federated, written
 from sordino.privacy import calibration, spending

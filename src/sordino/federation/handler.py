@@ -10,7 +10,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation.config import SiteConfig
 from sordino.federation.site import Site
 

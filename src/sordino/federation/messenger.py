@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from sordino import wire
+from sordino.errors import WireError
 
 POLL = 1.0  # seconds between looks for sites
 
@@ -70,7 +71,7 @@ def read(reply: bytes, kind: str) -> wire.Message | None:
     """A message of this kind, or a refusal."""
     try:
         message = wire.decode(reply)
-    except wire.WireError:
+    except WireError:
         return None
     return message if message.kind in (kind, "refused") else None
 

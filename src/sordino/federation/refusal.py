@@ -13,11 +13,3 @@ REASONS = {
     "storage": "the site cannot write its ledger",
     "failed": "the site failed",
 }
-
-
-class Refused(Exception):  # noqa: N818
-    """`detail` stays at the site."""
-
-    def __init__(self, code: str, detail: str = "") -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code, self.detail = code, detail

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from sordino import secagg, wire
-from sordino.core import SordinoError
+from sordino import files, secagg, wire
+from sordino.errors import SordinoError, WrongShareError
 from sordino.federation.messenger import Messenger, about
 from sordino.federation.terms import Terms
-from sordino.files import write
 
 Arrays = dict[str, np.ndarray]
 
@@ -74,7 +73,7 @@ class Sums:
         while True:
             try:
                 return secagg.open_sum(self.session, t, offers, masked, reveals)
-            except secagg.WrongShareError as error:
+            except WrongShareError as error:
                 self.post.tell("misfit", site=error.site, t=t)
                 reveals = {name: data for name, data in reveals.items() if name != error.site}
 
@@ -85,7 +84,7 @@ class Sums:
             if known["t"] == t:
                 return {name: bytes.fromhex(offer) for name, offer in known["offers"].items()}
         kept = {name: offer.hex() for name, offer in sorted(self.offers.items())}
-        write(self.path, json.dumps({"t": t, "offers": kept}).encode())
+        files.write(self.path, json.dumps({"t": t, "offers": kept}).encode())
         return self.offers
 
     def _reads(self, read: Callable[..., Any], t: int, name: str, data: bytes) -> Any:

@@ -11,20 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 import sordino
-from sordino import secagg, wire
-from sordino.core import Broadcast, OverspentError, SordinoError
-from sordino.engines.oracle import RoundPlan, round_plans
+from sordino import files, secagg, wire
+from sordino.core import Broadcast
+from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.errors import LedgerError, OverspentError, Refused, SordinoError, WireError
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
-from sordino.federation.refusal import REASONS, Refused
+from sordino.federation.refusal import REASONS
 from sordino.federation.site_data import SiteData
 from sordino.federation.site_run import Run
 from sordino.federation.terms import RUN, Terms
@@ -53,7 +53,7 @@ class Site(SiteData):
         known = [json.loads(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
         newest = max(known, key=lambda found: int(found["rows"]), default=None)
         if newest and (problems := ledger.audit(newest["head"], newest["rows"])):
-            raise SordinoError(
+            raise LedgerError(
                 f"ledger {ledger.path}: {problems[0]} It is not the one that {self.runs} knows of; put the newest back."
             )
 
@@ -63,21 +63,10 @@ class Site(SiteData):
         One letter at a time, over all processes: two workers could otherwise answer one round with two messages.
         """
         try:
-            with self._alone():
+            with files.lock(self.config.folder / "lock"):
                 return self._answer(letter)
         except OSError as error:
             return self._refuse("storage", str(error))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with open(self.config.folder / "lock", "w") as file:
-            try:
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except ImportError:  # not a POSIX system
-                pass
-            yield
 
     def _answer(self, letter: bytes) -> bytes:
         try:
@@ -88,13 +77,14 @@ class Site(SiteData):
             return handle(message, letter)
         except Refused as no:
             return self._refuse(no.code, no.detail)
-        except wire.WireError as error:
+        except WireError as error:
             return self._refuse("malformed", str(error))
         except OverspentError as error:
             return self._refuse("budget", str(error))
-        except (SordinoError, OSError) as error:
-            storage = isinstance(error, OSError) or str(error).startswith("ledger ")
-            return self._refuse("storage" if storage else "failed", str(error))
+        except (LedgerError, OSError) as error:
+            return self._refuse("storage", str(error))
+        except SordinoError as error:
+            return self._refuse("failed", str(error))
         except Exception as error:
             log.exception("the site failed")
             return self._refuse("failed", repr(error))

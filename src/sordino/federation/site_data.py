@@ -5,18 +5,17 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import os
 import secrets
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sordino import secagg
-from sordino.core import Adjacency, SordinoError
+from sordino import files, secagg
+from sordino.core import Adjacency
 from sordino.data.sources import Dataset, load
+from sordino.errors import SordinoError
 from sordino.federation.config import SiteConfig
-from sordino.files import write
 from sordino.privacy.evidence.ledger import Ledger
 
 log = logging.getLogger("sordino.site")
@@ -43,11 +42,8 @@ class SiteData:
         path = self.config.folder / "events.jsonl"
         try:
             if path.exists() and path.stat().st_size > LOG:
-                os.replace(path, path.with_suffix(".old.jsonl"))
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(
-                    json.dumps({"time": datetime.now(UTC).isoformat(timespec="seconds"), "what": what, **fields}) + "\n"
-                )
+                files.move(path, path.with_suffix(".old.jsonl"))
+            files.append(path, json.dumps({"time": _now(), "what": what, **fields}) + "\n")
         except OSError:
             log.exception("the log cannot be written")
 
@@ -75,7 +71,7 @@ class SiteData:
         """Keyed: a bare hash of the content, which stands in certificates, would let others try out records."""
         path = self.config.folder / "data.key"
         if not path.exists():
-            write(path, secrets.token_bytes(32))
+            files.write(path, secrets.token_bytes(32))
         return f"{self.config.name} {content(self._source, path.read_bytes())[:32]}"
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 from contextlib import suppress
 from functools import cached_property
@@ -15,16 +14,16 @@ import torch
 from torch import Tensor
 
 import sordino
-from sordino import secagg, wire
-from sordino.core import Broadcast, SordinoError, Tree, carries, nothing
+from sordino import files, secagg, wire
+from sordino.core import Broadcast, Tree, carries, nothing
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
-from sordino.engines.oracle import RoundPlan, encode_integers, round_plans
+from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
-from sordino.federation.refusal import Refused
+from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
-from sordino.files import sync, write
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import of_site, sha256, signed
@@ -52,13 +51,12 @@ class Run:
         final = site.runs / terms.run
         made = site.runs / f".{terms.run}"
         made.mkdir(mode=0o700, exist_ok=True)
-        write(made / "terms.json", terms.json().encode())
-        write(made / "data", site.dataset_id.encode())
-        write(made / "secret", secrets.token_bytes(32))
-        write(made / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
-        write(made / "spec.toml", terms.spec.encode())
-        os.rename(made, final)
-        sync(site.runs)
+        files.write(made / "terms.json", terms.json().encode())
+        files.write(made / "data", site.dataset_id.encode())
+        files.write(made / "secret", secrets.token_bytes(32))
+        files.write(made / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
+        files.write(made / "spec.toml", terms.spec.encode())
+        files.move(made, final)
         return Run(site, terms.run)
 
     @cached_property
@@ -173,7 +171,7 @@ class Run:
         if stage != round_plan.first:
             memory = local.init(broadcast.theta, memory)
         cache = self._cache(round_plan)
-        ask = oracle(self.model, self.data, round_plan, self.mine, source, quiet=self.terms.secure)  # type: ignore[arg-type]
+        ask = oracle(self.model, self.data, round_plan, self.mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = local.compute(ask, broadcast, memory, cache)
         if self.terms.secure:
             ask.released(message)  # integers are noised in place of an answer, which must be sent as it is
@@ -197,7 +195,7 @@ class Run:
             memory = round_plan.stage.local.init(broadcast.theta, memory)
         if not self.terms.secure:
             memory = round_plan.stage.local.update_memory(said, broadcast, memory)
-        write(self.folder / "pending", pack((torch.tensor([t + 1, round_plan.first]), memory)))
+        files.write(self.folder / "pending", pack((torch.tensor([t + 1, round_plan.first]), memory)))
 
     def settle(self, ledger: Ledger, who: str) -> None:
         """A memory whose round was charged is the memory; a kill may have fallen between the two."""
@@ -205,13 +203,12 @@ class Run:
         if pending.exists():
             numbers, _ = unpack(pending.read_bytes())
             if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
-                os.replace(pending, self.folder / "memory")
+                files.move(pending, self.folder / "memory")
 
     def look(self, t: int, broadcast: Broadcast) -> None:
         """The model on the site's own test records, for its own eyes."""
         scores = evaluate(self.model, broadcast.theta, *self._test)
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"round": t, **scores}) + "\n")
+        files.append(self.folder / "metrics.jsonl", json.dumps({"round": t, **scores}) + "\n")
 
     @cached_property
     def _test(self) -> tuple[Tensor, Tensor]:
@@ -235,7 +232,7 @@ class Run:
 
     def will_reveal(self, t: int, survivors: list[str]) -> None:
         if self.revealed(t) is None:
-            write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
+            files.write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
 
     # --------------------------------------------------------------------------------------------------------- the end
 
@@ -264,8 +261,8 @@ class Run:
         cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
         with suppress(SordinoError):  # a site without a key of its own leaves its certificate unsigned
             cert = signed(cert, of_site(self.site.identity))
-        write(self.folder / "statement.md", statement(cert).encode())
-        write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+        files.write(self.folder / "statement.md", statement(cert).encode())
+        files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         (self.folder / "secret").unlink(missing_ok=True)
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from sordino.core import Ask, Broadcast, Local, Method, Rule, Shard, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Local, Method, Rule, Shard, Stage, Tree, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 from sordino.rules.basic import check_decay, moving, stateless
 

@@ -10,24 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from sordino.core import (
-    Ask,
-    Broadcast,
-    Facts,
-    Kind,
-    Local,
-    Method,
-    Rule,
-    SordinoError,
-    Stage,
-    Tree,
-    Trust,
-    Unit,
-    nearest,
-)
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Rule, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 from sordino.rules.adaptive import denoised
 from sordino.rules.basic import check_decay, moving

@@ -13,10 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from sordino.core import Adjacency, Ask, Broadcast, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit, nothing
+from sordino.lazy import Tensor, torch
 from sordino.rules.basic import zeros
 from sordino.rules.limits import LIMITS
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
 from sordino.rules import estimate_covariance, kalman
 

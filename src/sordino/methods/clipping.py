@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, SordinoError, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Tree, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 
 FARTHEST = 20.0  # of log C from where it began
 

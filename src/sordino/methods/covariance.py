@@ -8,10 +8,9 @@ FedNew-FC keeps the covariance at the client, where it is factorised once; nothi
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 from sordino.methods.admm import admm
 from sordino.methods.fednew import answers, checked
 from sordino.rules.basic import stateless

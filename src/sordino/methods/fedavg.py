@@ -10,23 +10,9 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
-from sordino.core import (
-    Ask,
-    Broadcast,
-    Kind,
-    Local,
-    Method,
-    Query,
-    Rule,
-    SordinoError,
-    Stage,
-    Tree,
-    Trust,
-    Unit,
-    nearest,
-)
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor
 from sordino.methods.clipping import adaptive_clip
 from sordino.rules import average, chain, scale
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
-from sordino.core import Ask, Kind, Method, Query, SordinoError, Tree, Unit, nearest
+from sordino.core import Ask, Kind, Method, Query, Tree, Unit
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import Tensor, torch
 from sordino.methods.admm import Solve, admm, shift
 from sordino.rules.limits import LIMITS
 from sordino.rules.matrix import conjugate_gradients, damped, steps_for

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sordino.core import Correlated, Kind, Method, SordinoError, Stream, Unit, nearest
+from sordino.core import Correlated, Kind, Method, Stream, Unit
+from sordino.errors import SordinoError, nearest
 from sordino.methods.fedgd import server_gradient
 from sordino.privacy.accounting import correlated
 from sordino.rules import heavy_ball

@@ -7,10 +7,9 @@ that of the gradient, squared. Every block is paid for. Proved against an untrus
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 from sordino.methods.newton import NONLINEAR, local_round
 from sordino.rules import chain, scale
 from sordino.rules.matrix import floored_solve, identity_like

@@ -8,9 +8,9 @@ symmetric, and eigenvalues that it pushed too low are raised to a floor, which i
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, SordinoError, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Stage, Tree, Trust, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor
 from sordino.methods.fedavg import CAVEAT, local_sgd
 from sordino.methods.fedgd import gradient, server_gradient
 from sordino.rules import chain, scale

@@ -6,10 +6,9 @@ updates that point against each other raise it, agreeing ones lower it.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, SordinoError, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 
 RATE, REACH = 0.1, 10.0  # mu changes by a tenth a round, and stays within a factor of ten of where it began

@@ -8,10 +8,8 @@ round and is paid for.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree, Trust, Unit
+from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 
 CAVEAT = "Control variates are hidden client state: what sums of messages tell of it is not proved."

@@ -6,9 +6,9 @@ level, one clipped message at user level.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from sordino.core import Ask, Broadcast, Local, Method, SordinoError, Tree, Unit
+from sordino.core import Ask, Broadcast, Local, Method, Tree, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor
 from sordino.methods.fedavg import CAVEAT, local_steps
 from sordino.methods.fedgd import server_gradient
 from sordino.rules import fisher

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 ROWS = 16  # terms that are added in float32
 RUN = 1024  # float64 numbers that are added one after another before their sum is added to the total

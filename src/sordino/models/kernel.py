@@ -20,13 +20,14 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from sordino import files
 
 KINDS = {"softmax": 0, "logistic": 1, "squares": 2, "poisson": 3}  # as numbered in kernel.c
 TILE, WIDEST_BLOCK = 16, 64  # rows computed together in kernel.c, and the most features
@@ -224,14 +225,8 @@ def _compiled() -> Path:
     folder = _folder()
     path = folder / f"kernel-{name}.so"
     if not path.exists():
-        handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            _output(*command, *flags, "-o", made, str(source), "-lm")
-            os.chmod(made, 0o600)
-            os.replace(made, path)
-        finally:
-            Path(made).unlink(missing_ok=True)
+        with files.replacing(path, durable=False) as temporary:
+            _output(*command, *flags, "-o", str(temporary), str(source), "-lm")
     _refuse_foreign(path)
     return path
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, Shard, SordinoError
+from sordino.core import SAFETY, Shard
+from sordino.errors import SordinoError
 from sordino.models import kernel
 from sordino.models.arithmetic import exact_arithmetic, product_rows
 from sordino.models.softmax_batched import clipped_sums

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.models.per_example import RULES, Tape, linear, tape
 
 TARGETS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "qkv", "in_proj", "c_attn")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 from sordino.models.torch_model import TorchModel
 
 NETS = ("mlp", "cnn", "resnet18-gn")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.models.arithmetic import ROWS
 
 # (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While

@@ -1,38 +1,62 @@
-"""What a model of flat parameters learns about its module before it is used: a look at two rows, and a check."""
+"""Checks of a module before it is trained: which mode fits it, and whether its per-example sums are correct."""
 
 from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from sordino.core import SAFETY, Shard, SordinoError
+from sordino.core import SAFETY, Shard
+from sordino.errors import SordinoError
 from sordino.models import per_example
 from sordino.models.per_example import Owned, Use, summed
 
-if TYPE_CHECKING:
-    from sordino.models.torch_model import TorchModel
+
+class FlatModel(Protocol):
+    """What the checks need of a model whose parameters are one flat vector (`torch_model.TorchModel`)."""
+
+    module: nn.Module
+    trained: dict[str, Tensor]
+    shape: tuple[int, ...]
+    features: int
+    size: int
+    outputs: int
+    random: bool
+    grouped: bool
+    autocast: torch.dtype | None
+
+    def seen(self, x: Tensor) -> Tensor: ...
+
+    def cast(self, theta: Tensor) -> Any: ...
+
+    def split(self, theta: Tensor) -> Mapping[str, Tensor]: ...
+
+    def instead(self, module: nn.Module, theta: Tensor, training: bool) -> AbstractContextManager[None]: ...
+
+    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor: ...
 
 
 class Probed(NamedTuple):
-    """Is it random, how many outputs, which mode is best; numbers that one example keeps."""
+    """What two rows show of a module."""
 
-    random: bool
+    random: bool  # two passes over the same rows differ, as with dropout
     outputs: int
-    mode: str
-    held: int  # gradients in two-pass
-    rest: int  # all else
+    mode: str  # the fastest mode that fits
+    held: int  # numbers per example of the gradients that two-pass holds
+    rest: int  # numbers per example of everything else
 
 
-def probe(flat: TorchModel, owned: Owned, ruled: bool) -> Probed:
-    """Two rows tried."""
-    module, trained = flat.module, flat.trained
+def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
+    """Run two rows through the module. ruled: every layer has a rule in `per_example.RULES`."""
+    module, trained = model.module, model.trained
     first = next(iter(trained.values()))
-    x, y = flat.seen(_rows_like(2, flat.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
+    x, y = model.seen(_rows_like(2, model.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
     weights, saved = {p.data_ptr() for p in module.parameters()}, dict[int, int]()
     before = [buffer.clone() for buffer in module.buffers()]
     helps, wide, held = [False], [0], [0]
@@ -50,11 +74,11 @@ def probe(flat: TorchModel, owned: Owned, ruled: bool) -> Probed:
 
     module.train()
     kept = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.random.fork_rng([first.device] if first.is_cuda else []), flat.cast(first), kept:
+    with torch.random.fork_rng([first.device] if first.is_cuda else []), model.cast(first), kept:
         try:
             outs = [functional_call(module, trained, (x,)) for _ in range(2)]
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            raise SordinoError(f"shape: the module fails on rows of shape {flat.shape}: {error}") from error
+            raise SordinoError(f"shape: the module fails on rows of shape {model.shape}: {error}") from error
         if not isinstance(outs[0], Tensor):
             raise SordinoError(
                 f"module: gives a {type(outs[0]).__name__} for two rows; it must give one tensor, a row of logits per "
@@ -68,62 +92,64 @@ def probe(flat: TorchModel, owned: Owned, ruled: bool) -> Probed:
         raise SordinoError("module: a buffer changes in training and would carry data past the clip; see group_norm.")
     if outs[0].dim() != 2 or len(outs[0]) != 2:
         raise SordinoError(f"module: gives {tuple(outs[0].shape)} for two rows; it must give a row of logits each.")
-    better = helps[0] and flat.autocast is None and not flat.grouped
+    better = helps[0] and model.autocast is None and not model.grouped
     mode = ("two-pass" if better else "tape") if ruled else "vmap"
     return Probed(not torch.equal(*outs), outs[0].shape[1], mode, held[0], 2 * sum(saved.values()) + wide[0])
 
 
-def agrees(flat: TorchModel) -> bool:
+def agrees(model: FlatModel) -> bool:
     """Three rows in float64, dropout off: the sum of the chosen mode against autograd, a row at a time."""
-    module = copy.deepcopy(flat.module).double().train()
+    module = copy.deepcopy(model.module).double().train()
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
         if isinstance(part, nn.MultiheadAttention):
             part.dropout = 0.0
-    theta = torch.cat([p.detach().flatten().double() for p in flat.trained.values()])
+    theta = torch.cat([p.detach().flatten().double() for p in model.trained.values()])
     # Moved a little: what starts at zero would hide what lies below it.
-    theta += 0.01 * torch.randn(flat.size, generator=torch.Generator().manual_seed(0)).to(theta)
-    params = {name: part.requires_grad_() for name, part in flat.split(theta).items()}
-    x, y = _rows_like(3, flat.features).to(theta), (torch.arange(3) % flat.outputs).to(theta.device)
+    theta += 0.01 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).to(theta)
+    params = {name: part.requires_grad_() for name, part in model.split(theta).items()}
+    x, y = _rows_like(3, model.features).to(theta), (torch.arange(3) % model.outputs).to(theta.device)
 
-    def say(rows: Tensor) -> Tensor:
-        z: Tensor = functional_call(module, params, (flat.seen(rows),))
+    def logits(rows: Tensor) -> Tensor:
+        z: Tensor = functional_call(module, params, (model.seen(rows),))
         return z
 
-    train = not flat.random or torch.equal(say(x), say(x))
+    train = not model.random or torch.equal(logits(x), logits(x))
     module.train(train)  # dropout of another make: compare as it predicts
-    alone = [say(row) for row in x]
+    alone = [logits(row) for row in x]
     with torch.no_grad():
-        if not torch.allclose(torch.cat(alone), say(x), 1e-4, 1e-6):
+        if not torch.allclose(torch.cat(alone), logits(x), 1e-4, 1e-6):
             raise SordinoError(
-                "module: what it says of a row depends on the other rows, which no clip bounds; serve each alone."
+                "module: its output for a row depends on the other rows, which no clip bounds; treat each row separately."
             )
     rows = []
     for z, label in zip(alone, y, strict=True):
         loss = summed(z, label.reshape(1))
-        found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-        rows.append(torch.cat([part.flatten() for part in found]))
+        gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        rows.append(torch.cat([part.flatten() for part in gradients]))
     each, weight = torch.stack(rows), torch.tensor([1.0, 0.7, 0.4]).to(theta)
     norms = each.norm(dim=1)
     clip = float(norms.median())
     want = each.T @ (weight * (clip * (1 - SAFETY) / norms).clamp(max=1))
     try:  # with and without a scale: two ways through two-pass
-        with flat.instead(module, theta, train):
+        with model.instead(module, theta, train):
             scales = (None, torch.ones_like(theta))
-            offs = [flat.clipped_sum(theta, Shard(x, y, weight), clip, scale) - want for scale in scales]
+            offs = [model.clipped_sum(theta, Shard(x, y, weight), clip, scale) - want for scale in scales]
     except (RuntimeError, SordinoError, TypeError):
         return False  # an operation that this mode cannot follow
-    pairs = [p for off in offs for p in zip(*(flat.split(t).values() for t in (want, off)), strict=True)]
+    pairs = [p for off in offs for p in zip(*(model.split(t).values() for t in (want, off)), strict=True)]
     return all(bool(off.norm() <= 1e-5 * part.norm() + 1e-7 * want.norm()) for part, off in pairs)
 
 
-def given(module: nn.Module) -> tuple[int, ...]:
-    """The shape of a row, where the first layer says it."""
+def input_shape(module: nn.Module) -> tuple[int, ...]:
+    """The shape of one row, read from the first layer."""
     first = next((part for part in module.modules() if not list(part.children())), None)
     if isinstance(first, nn.Linear):
         return (first.in_features,)
-    raise SordinoError("shape: cannot tell what the module reads; give the shape of one row, as in (1, 28, 28).")
+    raise SordinoError(
+        "shape: the first layer does not tell the shape of a row; pass it, for example shape=(1, 28, 28)."
+    )
 
 
 def _rows_like(n: int, features: int) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 from sordino.models.lora import adapt, module_of
 from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import transformer_blocks

@@ -16,7 +16,8 @@ import math
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, SordinoError, Unit, carries
+from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit, carries
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.quantization import Integers

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 from sordino.privacy.mechanisms.random import Address, Secure
 
 EVERYONE = "full"

@@ -27,15 +27,14 @@ from sordino.core import (
     Method,
     Privacy,
     Query,
-    SordinoError,
     Stage,
     Stream,
     Trust,
     Unit,
     carries,
-    nearest,
     nothing,
 )
+from sordino.errors import SordinoError, nearest
 from sordino.privacy.accounting import slots
 from sordino.privacy.mechanisms import quantization
 from sordino.privacy.mechanisms.quantization import Integers

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-from sordino.core import Facts, Rule, SordinoError, Tree, nearest
+from sordino.core import Facts, Rule, Tree
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import Tensor, torch
 from sordino.rules.basic import check_decay, debias, moving
 
 Moment = Callable[[Tensor, Tensor, "float | Tensor"], Tensor]

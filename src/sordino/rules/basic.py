@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from sordino.core import Facts, Rule, SordinoError, Tree
+from sordino.core import Facts, Rule, Tree
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 
 
 def stateless(theta: Tensor, facts: Facts, before: Tree) -> Tree:

@@ -11,10 +11,8 @@ import math
 import re
 from collections.abc import Hashable, Sequence
 
-import torch
-from torch import Tensor
-
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 
 LAYER = re.compile(r"(.*?)\.(?:self_)?att\w*\.")  # a layer is what owns an attention
 SPLIT = re.compile(r"\b(query|key|value|[qkv]_proj|[qkv]_lin)\b")

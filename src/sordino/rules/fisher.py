@@ -10,10 +10,9 @@ one are in `structures`.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from sordino.core import Facts, Rule, SordinoError, Tree, nearest
+from sordino.core import Facts, Rule, Tree
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import Tensor, torch
 from sordino.rules.basic import check_decay, debias, moving
 from sordino.rules.structures import STRUCTURES, block, by_parameter, kronecker, matrices, rank_k, rank_one
 

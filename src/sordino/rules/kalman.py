@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
-from sordino.core import Facts, Rule, SordinoError, Tree
+from sordino.core import Facts, Rule, Tree
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero where features are constant
 REACH = 2.0  # a logit at which softmax is about to saturate

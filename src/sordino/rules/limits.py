@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from sordino.core import SAFETY
+from sordino.lazy import Tensor, torch
 
 
 def projected(g: Tensor, b: Tensor, limit: float) -> Tensor:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
+from sordino.lazy import Tensor, torch
 from sordino.rules.structures import dot
 
 TINY = 1e-30

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
-from sordino.core import Rule, SordinoError, Tree
+from sordino.core import Rule, Tree
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 from sordino.rules.basic import stateless
 
 

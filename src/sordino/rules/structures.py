@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
+from sordino.lazy import Tensor, torch
 
 Shrink = Callable[[Tensor, Tensor, float | Tensor], Tensor]
 STRUCTURES = ("rank-one", "rank-k", "block", "kronecker")

@@ -3,7 +3,7 @@ over messages. A round is `offer`, `masked`, `reveal` at the sites and `open_sum
 
 from sordino.secagg.keys import Card, Identity, Roster
 from sordino.secagg.messages import Masked, Offer, Reveal, offers_sha256, read_masked, read_offer, read_reveal
-from sordino.secagg.round import WrongShareError, check, mask, masked, offer, open_sum, reveal, seals
+from sordino.secagg.round import check, mask, masked, offer, open_sum, reveal, seals
 from sordino.secagg.session import Member, Session
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Reveal",
     "Roster",
     "Session",
-    "WrongShareError",
     "check",
     "mask",
     "masked",

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 Words: TypeAlias = NDArray[np.uint32]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,8 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from sordino.core import SordinoError, nearest
+from sordino import files
+from sordino.errors import SordinoError, nearest
 from sordino.privacy.evidence import signing
 from sordino.secagg.derive import low_order, public
 
@@ -76,20 +76,16 @@ class Identity:
             Card(self.name, self.sign_key.hex(), self.box_key.hex())
         )
         try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            files.create(Path(path), text.encode())
         except FileExistsError:
             raise SordinoError(f"identity: '{path}' is there already; keep it, or choose another path.") from None
         except OSError as error:
             raise SordinoError(f"identity: '{path}' cannot be written ({error.strerror}).") from None
-        with open(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
 
     @staticmethod
     def load(path: str | Path) -> Identity:
         data = _file(path, "identity")
-        if os.name == "posix" and os.stat(path).st_mode & 0o077:
+        if not files.is_private(Path(path)):
             raise SordinoError(f"identity: others may read '{path}'; run chmod 600 on it, if they have not yet.")
         tables = _tables(data, "identity")
         if len(tables) != 1 or tables[0].keys() != set(Card._fields):
@@ -261,6 +257,6 @@ def read_signer(path: str | Path) -> signing.Signer:
         raise SordinoError(
             f"--sign-with: '{path}' holds no signing key (sign = \"64 hex digits\"); name an identity.key."
         )
-    if Path(path).stat().st_mode & 0o077:
+    if not files.is_private(Path(path)):
         raise SordinoError(f"--sign-with: others may read '{path}'; run chmod 600 on it, if they have not yet.")
     return signing.RunKey(bytes.fromhex(found[1]))

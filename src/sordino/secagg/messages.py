@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from numpy.typing import NDArray
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.secagg import shamir
 from sordino.secagg.derive import Words, joined, low_order
 from sordino.secagg.session import Member, Session, check_round

@@ -21,7 +21,7 @@ import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError, WrongShareError
 from sordino.secagg import shamir
 from sordino.secagg.derive import Words, add_stream, agree, derive, joined, public
 from sordino.secagg.messages import (
@@ -41,15 +41,6 @@ from sordino.secagg.messages import (
     write_reveal,
 )
 from sordino.secagg.session import Member, Session
-
-
-class WrongShareError(SordinoError):
-    """A share does not fit the others. `site` revealed it."""
-
-    def __init__(self, site: str, message: str) -> None:
-        super().__init__(message)
-        self.site = site
-
 
 # ------------------------------------------------------------------------------------------------------- at the sites
 

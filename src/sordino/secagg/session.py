@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.secagg import shamir
 from sordino.secagg.derive import derive, joined
 from sordino.secagg.keys import Identity, Roster

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.studies import theory
 from sordino.studies.estimation import DELTA, LABELS, setup

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 import sordino
-from sordino.core import SordinoError, Unit, nearest
+from sordino.core import Unit
 from sordino.data.partition import describe, split
 from sordino.data.sources import Dataset
+from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate, finite

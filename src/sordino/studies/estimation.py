@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Method, Privacy, SordinoError, nearest
+from sordino.core import Method, Privacy
 from sordino.data.records import Records
 from sordino.engines import simulate
+from sordino.errors import SordinoError, nearest
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.accounting import gaussian

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.studies.estimation import LABELS, POOLED
 
 COLORS = {

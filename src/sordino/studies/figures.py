@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.studies.estimation_report import pyplot
 
 # After Okabe and Ito, with 3:1 contrast against white and against near-black; dashes and markers tell lines apart too.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from sordino.core import SordinoError, nearest
+from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 
 Grid = dict[str, tuple[Any, ...]]

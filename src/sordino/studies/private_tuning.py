@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.core import Privacy, SordinoError, Trust, Unit, nearest
+from sordino.core import Privacy, Trust, Unit
 from sordino.data.sources import Dataset, generator
+from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.privacy.accounting import gaussian, selection
 from sordino.privacy.mechanisms.random import Address, source

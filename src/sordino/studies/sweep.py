@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import sordino
-from sordino.core import SordinoError
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate, finite, of_runs
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import source

@@ -22,7 +22,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit
 from scipy.stats import chi, poisson
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.models.linear import Linear, Loss
 
 Array: TypeAlias = NDArray[np.float64]

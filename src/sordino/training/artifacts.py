@@ -8,7 +8,8 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from sordino.core import SordinoError
+from sordino import files
+from sordino.errors import SordinoError
 from sordino.privacy.evidence.signing import RunKey
 
 README = """public/   may be published. Its files are computed from the noised releases, from public settings, and from
@@ -71,11 +72,7 @@ class Place(NamedTuple):
 
     def keep(self, name: str, text: str) -> None:
         """A new private file."""
-        handle = os.open(self.private / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        files.create(self.private / name, text.encode())
 
     def keys(self) -> Keys:
         path = self.private / "run.key"

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Method, SordinoError, Tree, Unit
+from sordino.core import Method, Tree, Unit
 from sordino.data.partition import split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
+from sordino.errors import SordinoError
 from sordino.methods import build, entry
 from sordino.methods.fedgd import gradient
 from sordino.models.linear import Linear, Loss

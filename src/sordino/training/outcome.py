@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sordino.core import SordinoError
 from sordino.data.sources import preprocess, read_features
 from sordino.data.text import tokenize
+from sordino.errors import SordinoError
 from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS
 from sordino.models.torch_model import TorchModel

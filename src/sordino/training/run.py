@@ -29,13 +29,15 @@ import torch
 from torch import Tensor
 
 import sordino
-from sordino.core import SordinoError, Tree, Unit
+from sordino import files
+from sordino.core import Tree, Unit
 from sordino.data import glue, text
 from sordino.data.partition import describe, split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset, load
 from sordino.engines import simulate
 from sordino.engines.oracle import MATRICES
+from sordino.errors import SordinoError
 from sordino.methods import build, entry
 from sordino.models import lora, nets, transformers
 from sordino.models.linear import Linear, Loss
@@ -296,9 +298,8 @@ def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
                 with open(place.public / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(line) + "\n")
                 # Private: how long a round takes depends on the records.
-                with open(os.open(place.private / TIMINGS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
-                    took = round(time.perf_counter() - began, 6)
-                    file.write(json.dumps({"round": this_round.t + 1, "seconds": took}) + "\n")
+                took = round(time.perf_counter() - began, 6)
+                files.append(place.private / TIMINGS, json.dumps({"round": this_round.t + 1, "seconds": took}) + "\n")
             yield line
 
 
@@ -415,17 +416,11 @@ def _of_open_data(job: Job, out: Path | None) -> dict[str, Any]:
 @contextmanager
 def _alone(place: Place) -> Iterator[None]:
     """Two processes in one directory would release a round twice. The lock goes with its process, however that ends."""
-    with open(os.open(place.private / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+    with ExitStack() as held:
         try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not a POSIX system
-            pass
-        except OSError:
-            raise SordinoError(
-                f"resume: another process is at work in '{place.root}'; wait for it or stop it."
-            ) from None
+            held.enter_context(files.lock(place.private / "lock", wait=False))
+        except BlockingIOError:
+            raise SordinoError(f"resume: another process works in '{place.root}'; wait for it or stop it.") from None
         yield
 
 
@@ -459,12 +454,9 @@ def _begin(job: Job, place: Place, ledger: Ledger, who: str) -> tuple[int, Tree,
 
 def _store(place: Place, who: str, tree: Tree, line: dict[str, Any] | None) -> None:
     """Replace the checkpoint in one step, so that a kill leaves the old one or the new one."""
-    temporary = place.private / "checkpoint.tmp"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    # Durable: a power cut must not bring an older round back.
+    with files.replacing(place.private / "checkpoint.npz") as temporary, open(temporary, "wb") as file:
         np.savez(file, identity=who, line=json.dumps(line), tree=np.frombuffer(pack(tree), np.uint8))
-        file.flush()
-        os.fsync(file.fileno())  # a power cut must not bring an older round back
-    os.replace(temporary, place.private / "checkpoint.npz")
 
 
 def _restore(place: Place, who: str, *, raw: bool = False) -> tuple[int, Tree, list[dict[str, Any]]]:

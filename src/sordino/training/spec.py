@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from sordino.core import Privacy, SordinoError, Unit, nearest
+from sordino.core import Privacy, Unit
 from sordino.data import catalog
 from sordino.data.sources import BUILT_IN, SUFFIXES
+from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Loss
 from sordino.models.nets import NETS

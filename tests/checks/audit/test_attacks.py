@@ -13,38 +13,35 @@ from sordino.checks.audit.attacks import MODEL, attacks, audit, one_run, plan_fo
 from sordino.checks.audit.observer import Watch, watched
 from sordino.checks.mutants import half_claimed
 from sordino.cli import main
-from sordino.core import (
-    Adjacency,
-    Correlated,
-    Kind,
-    Lemma,
-    Local,
-    Method,
-    Privacy,
-    Query,
-    SordinoError,
-    Stage,
-    Trust,
-    Unit,
-)
+from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.rules import chain, scale
+from tests.support import tiers
 
 FEW = 1000
 
 
-def test_the_attack_on_fedgd_is_nearly_tight():
-    found = audit("dp-fedgd", Privacy(1.0, 1e-5), runs=10_000, seed=0)
+@pytest.mark.parametrize(
+    ("runs", "gaussian", "thresholds"), [(2000, 0.6, 0.0), pytest.param(10_000, 0.7, 0.1, marks=pytest.mark.soak)]
+)
+def test_the_attack_on_fedgd_is_nearly_tight(runs, gaussian, thresholds):
+    found = audit("dp-fedgd", Privacy(1.0, 1e-5), runs=runs, seed=0)
     assert found.certified == pytest.approx(1.0)
-    assert 0.7 <= found.lower_gaussian <= found.certified
-    assert 0.1 <= found.lower_thresholds <= found.certified
+    assert gaussian <= found.lower_gaussian <= found.certified
+    assert thresholds <= found.lower_thresholds <= found.certified
     assert found.reach == pytest.approx(1.0, abs=1e-3)
     assert not found.broken
 
 
-@pytest.mark.parametrize(("unit", "adjacency"), list(itertools.product(Unit, Adjacency)))
+@pytest.mark.parametrize(
+    ("unit", "adjacency"),
+    tiers(
+        itertools.product(Unit, Adjacency), [(Unit.RECORD, Adjacency.REPLACE_ONE), (Unit.USER, Adjacency.ADD_REMOVE)]
+    ),
+)
 def test_halved_noise_is_found_out(unit, adjacency):
     found = audit("dp-fedgd", Privacy(1.0, 1e-5, unit, adjacency), runs=FEW, seed=1, noise_factor=0.5)
     assert found.broken
@@ -58,14 +55,19 @@ def test_the_noise_that_ships_is_what_is_audited():
     assert found.lower_gaussian < 1.0
 
 
-@pytest.mark.parametrize("name", ["dp-fedsofim", "dp-fedavg", "dp-scaffold", "dp-fedadam"])
-def test_methods_stay_below_their_certificates(name):
-    for number, (unit, adjacency) in enumerate(itertools.product(Unit, Adjacency)):
-        found = audit(name, Privacy(2.0, 1e-5, unit, adjacency), runs=FEW, seed=number, rounds=3)
-        assert found.reach == pytest.approx(1.0, abs=1e-3)
-        assert found.certified == pytest.approx(2.0)
-        assert 0.3 < found.lower_gaussian <= found.certified
-        assert found.lower_thresholds <= found.certified
+PAIRS = list(itertools.product(Unit, Adjacency))
+AUDITED = ["dp-fedsofim", "dp-fedavg", "dp-scaffold", "dp-fedadam"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"), tiers(itertools.product(AUDITED, range(4)), [(name, k) for k, name in enumerate(AUDITED)])
+)
+def test_methods_stay_below_their_certificates(name, pair):
+    found = audit(name, Privacy(2.0, 1e-5, *PAIRS[pair]), runs=FEW, seed=pair, rounds=3)
+    assert found.reach == pytest.approx(1.0, abs=1e-3)
+    assert found.certified == pytest.approx(2.0)
+    assert 0.3 < found.lower_gaussian <= found.certified
+    assert found.lower_thresholds <= found.certified
 
 
 def test_a_sensitivity_claimed_too_small_is_found_out():
@@ -75,7 +77,7 @@ def test_a_sensitivity_claimed_too_small_is_found_out():
     assert found.broken
 
 
-@pytest.mark.parametrize("trust", [Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER])
+@pytest.mark.parametrize("trust", tiers([Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER], 1))
 def test_sums_hide_as_much_as_is_certified(trust):
     for unit in Unit:
         found = audit("dp-fedavg", Privacy(1.0, 1e-5, unit, trust=trust), runs=FEW, seed=3)
@@ -84,7 +86,13 @@ def test_sums_hide_as_much_as_is_certified(trust):
     assert audit("dp-fedgd", Privacy(1.0, 1e-5, trust=trust), runs=FEW, seed=3, noise_factor=0.5).broken
 
 
-@pytest.mark.parametrize(("name", "adjacency"), list(itertools.product(["dp-fednew", "dp-fednew-fc"], Adjacency)))
+@pytest.mark.parametrize(
+    ("name", "adjacency"),
+    tiers(
+        itertools.product(["dp-fednew", "dp-fednew-fc"], Adjacency),
+        [("dp-fednew", Adjacency.REPLACE_ONE), ("dp-fednew-fc", Adjacency.ADD_REMOVE)],
+    ),
+)
 def test_a_lemma_is_reached(name, adjacency):
     """Company that pushes the right side to its limit without curvature, in clients whose duals stay small."""
     found = audit(name, Privacy(1.0, 1e-5, adjacency=adjacency), runs=200, seed=4)
@@ -130,7 +138,7 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("trust", [Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION])
+@pytest.mark.parametrize("trust", tiers([Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION], 1))
 @pytest.mark.parametrize(("batch", "adjacency"), BATCHES)
 def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacency, trust):
     """Then the mean of e^score in world 0, and of e^-score in world 1, is 1."""
@@ -146,7 +154,7 @@ def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacen
     assert watched(attack, 0, Seeded(1), 2).information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("batch", "adjacency"), BATCHES[:2])
+@pytest.mark.parametrize(("batch", "adjacency"), tiers(BATCHES[:2], 1))
 def test_minibatches_stay_below_their_certificate_and_halved_noise_is_found_out(batch, adjacency):
     def found(factor):
         privacy = Privacy(2.0, 1e-5, adjacency=adjacency)
@@ -255,7 +263,8 @@ LINEAR = ("minibatch", "stream", "message", "user", "user stream")  # of the oth
     ("shape", "trust"),
     [(s, Trust.UNTRUSTED_SERVER) for s in SHAPES] + [(s, Trust.SECURE_AGGREGATION) for s in LINEAR],
 )
-def test_the_score_is_the_log_likelihood_ratio(shape, trust):
+@pytest.mark.parametrize("runs", tiers([100, 400], 1))
+def test_the_score_is_the_log_likelihood_ratio(shape, trust, runs):
     """Then score ∓ I/2 is a martingale of variance I in either world, I being the squared mu of the run as it went."""
     toy = SHAPES[shape]
 
@@ -271,13 +280,13 @@ def test_the_score_is_the_log_likelihood_ratio(shape, trust):
         gap = m.square() - v
         return float(m.mean() / m.std()) * len(m) ** 0.5, float(gap.mean() / gap.std()) * len(m) ** 0.5
 
-    assert np.abs(law(400)).max() < 4
+    assert np.abs(law(runs)).max() < 4
     assert law(150, 0.8)[1] < -4, "a fifth less noise would pass: the test cannot fail"
 
 
 @pytest.mark.parametrize("adjacency", Adjacency)
 def test_a_record_carries_a_clipped_message_from_anywhere_to_anywhere(adjacency):
-    found = audit("toy", Privacy(1.0, 1e-5, adjacency=adjacency), method=SHAPES["message"], runs=FEW, seed=4)
+    found = audit("toy", Privacy(1.0, 1e-5, adjacency=adjacency), method=SHAPES["message"], runs=100, seed=4)
     assert found.reach == pytest.approx(1.0, abs=1e-3)
     if adjacency is Adjacency.ADD_REMOVE:
         assert "hostile" in found.canary
@@ -334,7 +343,7 @@ def test_mistakes_are_named(call, message):
 
 
 def test_the_command(capsys, tmp_path):
-    words = ["audit", "dp-fedgd", "--runs", "1000", "--seed", "1", "--unit", "record"]
+    words = ["audit", "dp-fedgd", "--runs", "500", "--seed", "1", "--unit", "record"]
     assert main([*words, "--json", str(tmp_path / "audit.json")]) == 0
     out = capsys.readouterr().out
     assert "replace-one" in out
@@ -342,10 +351,10 @@ def test_the_command(capsys, tmp_path):
     rows = json.loads((tmp_path / "audit.json").read_text())
     assert [row["adjacency"] for row in rows] == ["add-remove", "replace-one"]
     assert all(max(row["lower_gaussian"], row["lower_thresholds"]) <= row["certified"] for row in rows)
-    assert main([*words, "--noise-factor", "0.5", "--adjacency", "replace-one"]) == 1
+    assert main([*words, "--noise-factor", "0.3", "--adjacency", "replace-one"]) == 1
     out = capsys.readouterr().out
     assert "the guarantee is broken" in out
-    assert "multiplied by 0.5 on purpose" in out
+    assert "multiplied by 0.3 on purpose" in out
     assert main(["audit", "dp-fedgd", "--one-run", "--runs", "500", "--json"]) == 0
     assert {row["canaries"] for row in json.loads(capsys.readouterr().out)} == {500}
 

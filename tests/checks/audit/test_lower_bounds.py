@@ -16,7 +16,7 @@ from sordino.checks.audit.lower_bounds import (
     one_run_p_value,
     upper,
 )
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
 DELTA = 1e-5

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import unknown_sites
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation.flower import processes, worker
 
 pytestmark = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation import flower
 from sordino.federation.flower import keys, processes
 

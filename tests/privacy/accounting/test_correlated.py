@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from sordino.core import Correlated, SordinoError
+from sordino.core import Correlated
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.accounting.correlated import (
     banded,

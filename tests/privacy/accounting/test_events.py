@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from sordino.core import Adjacency, SordinoError
+from sordino.core import Adjacency
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.subsampled import Sampled, Sampler

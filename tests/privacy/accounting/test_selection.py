@@ -10,8 +10,9 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy.special import logsumexp, ndtr
 
-from sordino.core import Privacy, SordinoError, Trust
+from sordino.core import Privacy, Trust
 from sordino.data.sources import load
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian, selection
 from sordino.privacy.accounting.selection import NegativeBinomial, Poisson
 from sordino.studies import private_tuning

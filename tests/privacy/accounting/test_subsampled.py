@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
-from sordino.core import Adjacency, SordinoError
+from sordino.core import Adjacency
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian, subsampled
 from sordino.privacy.accounting.slots import OVERFLOW
 from sordino.privacy.accounting.subsampled import Sampled, Sampler

@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sordino.cli import main
-from sordino.core import OverspentError, SordinoError
+from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence import ledger
 from sordino.privacy.evidence.ledger import GENESIS, Entry, Ledger
@@ -454,7 +454,7 @@ def test_a_row_without_sense_stops_further_charges(copy):
 # Forked inside one process of their own, so that the imports are paid for once.
 TOGETHER = """
 import os, sys
-from sordino.core import OverspentError
+from sordino.errors import OverspentError
 from sordino.privacy.evidence.ledger import Entry, Ledger
 
 def work(path, std, worker):

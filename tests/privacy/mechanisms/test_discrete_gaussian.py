@@ -11,7 +11,7 @@ from dp_accounting import rdp
 from scipy.special import ndtr
 from scipy.stats import binom, chi2, kstest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.discrete_gaussian import (

@@ -13,7 +13,7 @@ import torch
 from scipy.special import ndtr, ndtri, ndtri_exp
 from scipy.stats import binomtest, chisquare, kstest
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.mechanisms import random
 from sordino.privacy.mechanisms.random import (
     ERROR,

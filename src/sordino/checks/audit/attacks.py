@@ -43,8 +43,9 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.observer import VICTIM, Attack, World, watched
-from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, SordinoError, Stream, Unit
+from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, Stream, Unit
 from sordino.engines.oracle import MATRICES
+from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending

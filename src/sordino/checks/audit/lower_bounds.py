@@ -25,7 +25,7 @@ from scipy.optimize import brentq
 from scipy.special import betaincinv, ndtr, ndtri
 from scipy.stats import binom
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
 CONFIDENCE = 0.95

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Through
-from sordino.core import SAMPLED, Broadcast, Correlated, Kind, Local, Method, Shard, SordinoError, Stage, Tree, keep
+from sordino.core import SAMPLED, Broadcast, Correlated, Kind, Local, Method, Shard, Stage, Tree, keep
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.engines.oracle import Oracle
+from sordino.errors import SordinoError
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Address, Draw, Source, is_exact
 from sordino.privacy.plan import Plan
@@ -283,7 +284,7 @@ class Watch:
             secret=False,
             runs=ask.runs,
             preparing=preparing,
-            quiet=True,
+            add_noise=False,
         )
 
     def _cache(self, s: int, local: Local, clients: np.ndarray, ask: Any, world: int) -> Tree:

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 FLWR = "1.41."  # parts that its authors call private are used in `worker` and `supernode`
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation.config import Federation, SiteConfig
 from sordino.federation.folder import count_lines, follow, proposed
 from sordino.federation.handler import HANDLER

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from sordino import files
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,8 +24,7 @@ class Tls(NamedTuple):
 
 def private(path: Path, content: bytes) -> Path:
     """A new file that only its owner can read."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    files.create(path, content)
     return path
 
 

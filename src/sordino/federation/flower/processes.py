@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation.flower import require
 from sordino.federation.flower.keys import LOOPBACK, Tls, certificates, node_key, secret
 

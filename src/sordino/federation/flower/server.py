@@ -23,7 +23,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation.flower import logs, named, require
 from sordino.federation.flower.supernode import uploads
 from sordino.federation.flower.transport import GridTransport

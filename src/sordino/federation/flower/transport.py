@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 if TYPE_CHECKING:
     from flwr.app import Message

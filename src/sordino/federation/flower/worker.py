@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import threading
 import time
@@ -23,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from sordino.core import SordinoError
+from sordino import files
+from sordino.errors import SordinoError
 from sordino.federation.flower import logs, named, require
 from sordino.federation.flower.supernode import uploads
 from sordino.federation.flower.transport import FIELD, RECORD, opened
@@ -143,8 +143,7 @@ class Runtime:
         from flwr.common.serde import message_to_proto
 
         note = message_to_proto(remove_content_from_message(message)).SerializeToString()
-        with open(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(self.token.encode() + b"\n" + note)
+        files.write(claim, self.token.encode() + b"\n" + note)
 
     def give_back(self, claim: Path) -> None:
         """Answer a task left by a worker that died, as failed: else its SuperNode takes nothing new for a minute."""

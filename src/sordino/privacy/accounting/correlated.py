@@ -13,10 +13,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from scipy.linalg import block_diag, solve_triangular, toeplitz
-from scipy.optimize import minimize
+import scipy  # its parts are imported when they are used
 
-from sordino.core import Correlated, SordinoError
+from sordino.core import Correlated
+from sordino.errors import SordinoError
 
 MOST_ROUNDS = 4096  # the matrices are dense
 
@@ -59,7 +59,9 @@ def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = F
     size = restart or rounds
     followed, last = divmod(rounds - 1, size)
     blocks = [_tree(size, honaker, complete)] * followed + [_tree(last + 1, honaker, False)]
-    return Correlated(block_diag(*(b.encoder for b in blocks)), block_diag(*(b.decoder for b in blocks)))
+    return Correlated(
+        scipy.linalg.block_diag(*(b.encoder for b in blocks)), scipy.linalg.block_diag(*(b.decoder for b in blocks))
+    )
 
 
 def levels(rounds: int, complete: bool = False) -> list[np.ndarray]:
@@ -98,7 +100,7 @@ def least_squares(noise: Correlated) -> Correlated:
     """
     gram = noise.encoder.T @ noise.encoder
     encoder = np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1].T
-    return Correlated(encoder, solve_triangular(encoder, np.eye(len(encoder)), lower=True))
+    return Correlated(encoder, scipy.linalg.solve_triangular(encoder, np.eye(len(encoder)), lower=True))
 
 
 def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
@@ -146,8 +148,8 @@ def _toeplitz(rounds: int, coefficients: np.ndarray) -> Correlated:
     from scipy.signal import lfilter  # slow to import, and few methods need it
 
     impulse = np.eye(1, rounds)[0]
-    encoder = toeplitz(lfilter(coefficients, [1.0], impulse), 0 * impulse)
-    inverse = toeplitz(lfilter([1.0], coefficients, impulse), 0 * impulse)
+    encoder = scipy.linalg.toeplitz(lfilter(coefficients, [1.0], impulse), 0 * impulse)
+    inverse = scipy.linalg.toeplitz(lfilter([1.0], coefficients, impulse), 0 * impulse)
     norms = np.linalg.norm(encoder, axis=0)
     return Correlated(encoder / norms, norms[:, None] * inverse)
 
@@ -172,5 +174,7 @@ def _improved(rounds: int, coefficients: tuple[float, ...]) -> tuple[float, ...]
 
     if len(coefficients) == 1:
         return coefficients
-    best = minimize(error, np.array(coefficients[1:]), jac=True, method="L-BFGS-B", options={"ftol": 1e-14})
+    best = scipy.optimize.minimize(
+        error, np.array(coefficients[1:]), jac=True, method="L-BFGS-B", options={"ftol": 1e-14}
+    )
     return (1.0, *np.round(best.x, 4).tolist())

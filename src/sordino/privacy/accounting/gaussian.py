@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 SLACK = 1e-12  # calibrated mu is this much (relative) below the root: far more than rounding, far less than matters
 _ROUNDING = 1e-14  # relative error allowed to one root; below SLACK, so that round trips keep their direction

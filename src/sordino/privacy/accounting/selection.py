@@ -30,7 +30,8 @@ from typing import TypeAlias
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 
-from sordino.core import SordinoError, Trust
+from sordino.core import Trust
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
 MOST_MEAN = 500.0  # of a Poisson number of runs: its law is summed up from e^-mean

@@ -30,7 +30,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import lru_cache, partial
@@ -41,7 +40,9 @@ import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.special import erfcx, gammaln, ndtr
 
-from sordino.core import Adjacency, SordinoError
+from sordino import files
+from sordino.core import Adjacency
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import double_double, gaussian
 from sordino.privacy.accounting.slots import OVERFLOW
 
@@ -667,8 +668,6 @@ def _remember(key: str, value: float) -> None:
     place, text = _place(key), repr(value)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as file:
-            file.write(f"{text} {_seal(key, text)}\n")
-        os.replace(file.name, place)
+        files.write(place, f"{text} {_seal(key, text)}\n".encode(), durable=False)
     except OSError:
         return

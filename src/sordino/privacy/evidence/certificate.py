@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SAFETY, Adjacency, Correlated, Divisor, SordinoError, Trust, Unit, carries
+from sordino.core import SAFETY, Adjacency, Correlated, Divisor, Trust, Unit, carries
+from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.subsampled import Sampler
@@ -73,6 +74,7 @@ def certificate(
     groups = spending.groups(plan, done)
     own = [spending.epsilon_of(plan, group) for group in groups]
     worst = groups[int(np.argmax(own))]
+    noises = calibration.query_noises(plan)
     noise, client_noise = calibration.summed_noise(plan)
     delta = plan.privacy.delta
     reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
@@ -101,7 +103,7 @@ def certificate(
         "test_records": tested,
         "sampler": _sampler(plan),
         "divisor": str(plan.divisor if sizes_public else Divisor.CLIENT_MEAN),
-        "clip": calibration.query_noises(plan)[0].scale,
+        "clip": noises[0].scale,
         "noise": noise,
         "client_noise": client_noise,
         "noise_source": "seeded" if isinstance(source, Seeded) else type(source).__name__.lower(),
@@ -117,7 +119,7 @@ def certificate(
                 "step": level.step,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
-            for level in calibration.query_noises(plan)
+            for level in noises
         ],
         "worst_client": worst.clients[0],
         "groups": [
@@ -128,13 +130,9 @@ def certificate(
                 "sizes": _sizes(plan, group) if sizes_public else None,
                 "mu": finite(group.mu),
                 "epsilon": finite(epsilon),
-                "own_std": {
-                    level.name: _common(calibration.own_std(plan, level), group.clients)
-                    for level in calibration.query_noises(plan)
-                },
+                "own_std": {level.name: _common(calibration.own_std(plan, level), group.clients) for level in noises},
                 "influence": {
-                    level.name: _common(level.weight / level.weight.max(), group.clients)
-                    for level in calibration.query_noises(plan)
+                    level.name: _common(level.weight / level.weight.max(), group.clients) for level in noises
                 },
                 "releases": [release._asdict() for release in group.releases],
             }

@@ -31,7 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from sordino.core import Adjacency, OverspentError, SordinoError
+from sordino.core import Adjacency
+from sordino.errors import LedgerError, OverspentError, SordinoError
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.mechanisms import discrete_gaussian
@@ -147,7 +148,7 @@ class Ledger:
             with suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except OSError as error:
-            raise SordinoError(f"ledger {self.path}: {error.strerror}; choose a path this user can write.") from error
+            raise LedgerError(f"ledger {self.path}: {error.strerror}; choose a path this user can write.") from error
         with self._explained():
             self._db = sqlite3.connect(self.path, timeout=TIMEOUT, isolation_level=None)
         try:
@@ -196,7 +197,7 @@ class Ledger:
             self._affordable(entries)
             (seq, previous), now = self._last(), _now()
             if cut := self._cut(seq, previous):
-                raise SordinoError(f"ledger {self.path}: {cut} Restore it from a backup before anything is released.")
+                raise LedgerError(f"ledger {self.path}: {cut} Restore it from a backup before anything is released.")
             label, body = _label(*key), payload
             for entry in entries:
                 seq += 1
@@ -325,9 +326,9 @@ class Ledger:
             return True  # asked first: another process may be creating the ledger, all at once, between two questions
         ((application,),), ((version,),) = self._ask("PRAGMA application_id"), self._ask("PRAGMA user_version")
         if application != _APPLICATION:
-            raise SordinoError(f"ledger {self.path}: this is a database of another kind; choose another path.")
+            raise LedgerError(f"ledger {self.path}: this is a database of another kind; choose another path.")
         if version != SCHEMA:
-            raise SordinoError(
+            raise LedgerError(
                 f"ledger {self.path}: it was written by schema {version}, and this version of Sordino reads schema "
                 f"{SCHEMA}; open it with the version that wrote it."
             )
@@ -345,14 +346,14 @@ class Ledger:
                 time.sleep(0.01)
                 continue
             if mode != "wal":
-                raise SordinoError(f"ledger {self.path}: this file system cannot hold it; choose a local disk.")
+                raise LedgerError(f"ledger {self.path}: this file system cannot hold it; choose a local disk.")
             return
 
     def _restrict(self, mu: float, epsilon: float, delta: float) -> None:
         with self._transaction():
             stored, *was = self._limit()
             if mu > stored * (1 + TOLERANCE):
-                raise SordinoError(
+                raise LedgerError(
                     f"ledger {self.path}: its limit is epsilon {was[0]:g} at delta {was[1]:g}, and epsilon {epsilon:g} "
                     f"at delta {delta:g} is laxer. A limit may only be tightened; leave it out to keep the stored one."
                 )
@@ -452,7 +453,7 @@ class Ledger:
             yield
         except sqlite3.Error as error:
             remedy = _REMEDIES.get(_code(error), "mend this before anything is released")
-            raise SordinoError(f"ledger {self.path}: {error}; {remedy}.") from error
+            raise LedgerError(f"ledger {self.path}: {error}; {remedy}.") from error
 
 
 _mu = lru_cache(gaussian.mu)

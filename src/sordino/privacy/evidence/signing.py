@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 
 ALGORITHM = "ed25519"
 PURPOSE = b"sordino certificate, format 2\0"  # a site's key signs other messages too: none of them begins like this

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Kind, Query, SordinoError, Trust, Unit
+from sordino.core import SAMPLED, Adjacency, Kind, Query, Trust, Unit
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence import signing

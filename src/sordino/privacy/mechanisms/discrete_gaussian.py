@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.privacy.accounting.gaussian import SLACK
 from sordino.privacy.mechanisms.random import Address, Floats, Noiseless, Source, Words
 

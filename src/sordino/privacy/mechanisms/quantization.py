@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sordino.core import Independent, Kind, Method, SordinoError, keep, nothing
+from sordino.core import Independent, Kind, Method, keep, nothing
+from sordino.errors import SordinoError
 from sordino.privacy.mechanisms import discrete_gaussian
 
 WRAPS = 1e-9  # chance in a round that any coordinate of the sum leaves the range: a failure of utility, not of privacy

@@ -41,12 +41,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.special import erfcx, ndtri, ndtri_exp
-from torch import Tensor
 
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
 
 Floats: TypeAlias = NDArray[np.float64]
 Words: TypeAlias = NDArray[np.uint64]

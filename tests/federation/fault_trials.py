@@ -24,9 +24,9 @@ import tomli_w
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "flower"))
 from eavesdrop import singled_out
+from fixtures import World
 from scenarios import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
 from unknown_sites import try_all
-from worlds import World
 
 import sordino
 from sordino.data.sources import load

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from sordino import wire
-from sordino.core import SordinoError
+from sordino.errors import SordinoError
 from sordino.federation.coordinator import Coordinator
 
 FAULTS = {

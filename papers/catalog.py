@@ -1,0 +1,11 @@
+"""All tables of all papers, by name."""
+
+from __future__ import annotations
+
+from papers import adamw, fednew, sofim
+from papers.tables import PaperTable
+
+
+def tables() -> dict[str, PaperTable]:
+    """Every table that `python -m papers` can run."""
+    return {table.name: table for table in (*sofim.TABLES, *fednew.TABLES, *adamw.TABLES)}

@@ -1,0 +1,61 @@
+"""The errors of this library, told apart by type. Nothing decides by the text of a message.
+
+| type | who mends it |
+|---|---|
+| `SordinoError` | the user: a wrong option, file or data set |
+| `WireError` | the sender: the bytes are not a message |
+| `WrongShareError` | one site: its share in secure aggregation does not fit the others |
+| `LedgerError` | the owner of the ledger: it cannot be read or written, or another run holds it |
+| `Refused` | nobody: a site declines a message, with a code that the coordinator may know |
+| `OverspentError` | nobody: the budget does not allow the release, or a method asked more than it declared |
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SordinoError(ValueError):
+    """A mistake that the user can correct. The message states the field, the value, the bound and the remedy."""
+
+
+class WireError(SordinoError):
+    """Bytes that are not a message of the agreed form."""
+
+
+class LedgerError(SordinoError):
+    """A ledger that cannot be read or written, or that another process holds."""
+
+
+class WrongShareError(SordinoError):
+    """A share does not fit the others. `site` revealed it."""
+
+    def __init__(self, site: str, message: str) -> None:
+        super().__init__(message)
+        self.site = site
+
+
+class OverspentError(RuntimeError):
+    """A local rule asked more of the data than its queries declare, or a budget cannot pay for a round."""
+
+
+class Refused(Exception):  # noqa: N818
+    """A site declines a message. `code` is sent to the coordinator; `detail` stays in the site's own log."""
+
+    def __init__(self, code: str, detail: str = "") -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code, self.detail = code, detail
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or the whole list where nothing is near.
+
+    >>> nearest("digts", ["digits", "mnist"])
+    " Did you mean 'digits'?"
+    >>> nearest("zzz", ["digits", "mnist"])
+    ' Known: digits, mnist.'
+    """
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
