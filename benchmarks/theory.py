@@ -161,7 +161,7 @@ def fednew_table(rows: list[dict[str, Any]]) -> str:
 PAGE = """\
 # What two convergence theorems say in numbers
 
-`{command}`; raw figures in [`theory.json`](theory.json). Least squares, {clients} clients with {records} records
+`{command}`; raw figures in `results/theory.json`. Least squares, {clients} clients with {records} records
 each, {dim} parameters, ε = {epsilon:g}, nothing clipped; L, μ and G_max are read off the data and {runs} runs, and
 the Young parameters τ are the best there are.
 
