@@ -276,7 +276,7 @@ def test_private_figures_of_real_clients_are_not_told(tmp_path):
     assert "seconds" not in told
     assert told["client_names"] == ["a", "b", "c"]
     assert "0: a; 1: b; 2: c." in (tmp_path / "run" / "public" / "statement.md").read_text()
-    with pytest.raises(SordinoError, match="the data hold 3 clients, not 7"):
+    with pytest.raises(SordinoError, match="clients: 7, but the data hold 3 clients"):
         run.prepare(Spec.of({"data": str(tmp_path / "d.npz"), "partition": "by-site", "clients": 7}))
 
 
@@ -443,7 +443,7 @@ def patients(tmp_path):
 @pytest.mark.parametrize("partition", ["dirichlet", "dirichlet:0.1", "classes:1", "counts:counts.csv"])
 def test_a_partition_by_labels_is_not_certified_on_private_data(tmp_path, patients, partition, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    y = run.read(Spec.of({"data": patients})).y_train
+    y = resolve(Spec.of({"data": patients})).read_data().y_train
     (tmp_path / "counts.csv").write_text(f"client,class_0,class_1\n0,{(y == 0).sum()},0\n1,0,{(y == 1).sum()}\n")
     values = {"data": patients, "partition": partition, "method": "dp-fedgd", "rounds": 2}
     values |= {} if partition.startswith("counts") else {"clients": 2}

@@ -25,6 +25,7 @@ from sordino.methods import build, entry
 from sordino.methods.fedgd import gradient
 from sordino.models.linear import Loss
 from sordino.models.registry import BuiltModel
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Counted, Noiseless, Source, source
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -150,7 +151,7 @@ def _train(runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, 
     seconds = (time.perf_counter() - began) / len(runs)
     for i, (run, plan) in enumerate(zip(runs, plans, strict=True)):
         final = this_round.model[i] if len(runs) > 1 else this_round.model
-        noise = model.size * plan.aggregate_std(0) ** 2
+        noise = model.size * calibration.aggregate_std(plan, 0) ** 2
         signal = np.sqrt((squares[i] - noise).clip(min=0)) if bare else np.zeros(0)
         by_round = {t: values[i] for t, values in scores.items()}
         yield Trained(run, plan, model, final.cpu(), by_round, tuple(signal.tolist()), (sent, received), seconds)

@@ -33,6 +33,7 @@ from sordino.data.sources import Dataset
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.models.registry import BuiltModel
+from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.evidence.signing import Signer, sha256, signed
@@ -138,7 +139,7 @@ def reopen(out: Path) -> Spec:
 
 def pay(run: PreparedRun, ledger: Ledger, identity: str) -> None:
     """Charge the whole plan, once, before its first round: one row per query and group of equal clients."""
-    for group in run.plan.groups():
+    for group in spending.groups(run.plan):
         clients = f"clients {ranges(group.clients)}"
         if group.releases and not ledger.charged(identity, clients, 0):
             ledger.charge([Entry.of(r, clients, 0, identity, run.plan.privacy.adjacency) for r in group.releases])
@@ -171,7 +172,7 @@ def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]
             line: dict[str, Any] = {
                 "round": done,
                 **(evaluate(run.model, this_round.model, x, y.to(x.device)) if evaluated else {}),
-                "epsilon": finite(run.plan.spent(this_round.t)),
+                "epsilon": finite(spending.epsilon_after(run.plan, this_round.t)),
             }
             if out:
                 artifacts.store(folder, identity, (this_round.checkpoint, this_round.model), line)
