@@ -39,7 +39,7 @@ from sordino.cli import main as sordino
 from sordino.core import SAFETY, Adjacency, Privacy, Shard, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import SAMPLING, places, round_plans
+from sordino.engines.schedule import SAMPLING, assign_slots, round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
@@ -199,7 +199,7 @@ def toggled(model: Linear, clip: float, seed: int, records: int = 300) -> float:
     theta = torch.from_numpy(np.abs(chance.normal(size=model.size)) * 0.1).float()
     method, privacy = build("dp-fedgd", clip=clip), Privacy(1.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
     plan = Plan(method, 1, (records,), privacy, sampling=Sampling.parse("poisson:0.3"))
-    where = places(Seeded(seed), Address(0, 0, SAMPLING, 0), next(round_plans(plan, model)), records)
+    where = assign_slots(Seeded(seed), Address(0, 0, SAMPLING, 0), next(round_plans(plan, model)), records)
     rows = Records.of(np.abs(chance.normal(size=(records, FEATURES))), np.ones(records, int), np.zeros(records, int))
     x, y, mask = (part[0] for part in rows.picked(np.zeros(1, int), [where])[:3])
     x = at_the_edge(model, theta, x)

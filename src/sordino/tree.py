@@ -17,7 +17,8 @@ from sordino.lazy import Tensor, torch
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply f to every tensor."""
     if isinstance(tree, tuple):
-        return tuple(tree_map(f, *parts) for parts in zip(tree, *rest, strict=True))
+        parts = [tree_map(f, *part) for part in zip(tree, *rest, strict=True)]
+        return type(tree)._make(parts) if hasattr(tree, "_make") else tuple(parts)
     return f(tree, *rest)
 
 

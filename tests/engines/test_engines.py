@@ -11,6 +11,7 @@ import torch
 from sordino.core import Broadcast, Divisor, Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
@@ -91,9 +92,7 @@ def test_a_difference_would_be_seen(name, unit, records):
     assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(2), shares=True)))
     stage, theta = plan.method.stages[0], torch.zeros(MODEL.size)
     broadcast = Broadcast(theta, stage.rule.broadcast(stage.rule.init(theta, plan.facts(0), ())))
-    if (
-        simulate.only_asks_for_the_gradient(stage, broadcast) and name != "dp-ftrl"
-    ):  # clients that come and go: own draws
+    if only_asks_for_the_gradient(stage, broadcast) and name != "dp-ftrl":  # clients that come and go: own draws
         assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(1), shares=False)))
     louder = replace(plan, noise=1.001 * plan.summed_noise()[0])
     assert not alike(slow, list(simulate.run(louder, MODEL, records, Seeded(1), shares=True)))

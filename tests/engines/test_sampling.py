@@ -12,7 +12,7 @@ from scipy.stats import kstest, norm
 from sordino.core import Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import PLACES, SAMPLING, places, round_plans
+from sordino.engines.schedule import SAMPLING, SLOT_ORDER, assign_slots, round_plans
 from sordino.errors import OverspentError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
@@ -164,8 +164,8 @@ def test_no_stream_serves_two_purposes(name, options, drawn):
         list(engine.run(plan, SOFTMAX, records, spy, **extra))
         assert len(set(spy.normals)) == len(spy.normals)
         assert len(set(spy.uniforms)) == len(spy.uniforms) == 2 * 3 * drawn  # who is drawn, and where it stands
-        assert {at.query for at in spy.uniforms} == {SAMPLING, PLACES}
-        assert not {SAMPLING, PLACES} & {at.query for at in spy.normals}
+        assert {at.query for at in spy.uniforms} == {SAMPLING, SLOT_ORDER}
+        assert not {SAMPLING, SLOT_ORDER} & {at.query for at in spy.normals}
 
 
 class Watched(Linear):
@@ -223,9 +223,9 @@ def test_the_noise_and_the_steps_do_not_tell_how_many_came():
     assert {0, 1, 2} <= came
     widths, steps = set(), []
     for this_round in round_plans(plan, SOFTMAX):
-        widths.add(float(this_round.sums[1]))
+        widths.add(float(this_round.sum_stds[1]))
         steps.append(this_round.step)
-        assert this_round.once
+        assert this_round.noise_on_sum
     assert len(widths) == 1
     assert steps == list(range(60))
     # Twin: the same cohorts seen by all, where a round without participants is no round.
@@ -354,7 +354,7 @@ def test_records_take_any_slot_with_the_same_chance():
     plan = Plan(build("dp-fedgd"), 2000, (6,), Privacy(4.0), sampling=Sampling.parse("poisson:0.5"))
     counts = np.zeros((6, int(plan.slots[0])))
     for this_round in round_plans(plan, SOFTMAX):
-        where = places(Seeded(1), Address(0, this_round.t, SAMPLING, 0), this_round, 6)
+        where = assign_slots(Seeded(1), Address(0, this_round.t, SAMPLING, 0), this_round, 6)
         drawn = where[where >= 0]
         assert len(set(drawn)) == len(drawn)
         counts[drawn, np.flatnonzero(where >= 0)] += 1

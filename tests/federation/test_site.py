@@ -15,7 +15,7 @@ import sordino
 from sordino import secagg, wire
 from sordino.core import Broadcast
 from sordino.data.sources import load
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import OverspentError, SordinoError, WireError
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module

@@ -11,7 +11,7 @@ from sordino.checks import sensitivity
 from sordino.core import SAFETY, Adjacency, Broadcast, Kind, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.methods.admm import shift

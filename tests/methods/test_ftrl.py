@@ -16,7 +16,7 @@ import torch
 from sordino.core import Kind, Privacy, Stream, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
@@ -489,8 +489,10 @@ def test_law_and_shares_where_coins_call_now_some_now_all(unit, trust):
 
 def test_a_common_stream_has_the_same_noise_whoever_came_and_reads_the_cohort_alone(records):
     plan = plan_for(records.sizes, 4, "cyclic:2", SA)
-    assert all(this_round.once for this_round in round_plans(plan, MODEL))
-    assert not any(this_round.once for this_round in round_plans(plan_for(records.sizes, 4, "cyclic:2", PC), MODEL))
+    assert all(this_round.noise_on_sum for this_round in round_plans(plan, MODEL))
+    assert not any(
+        this_round.noise_on_sum for this_round in round_plans(plan_for(records.sizes, 4, "cyclic:2", PC), MODEL)
+    )
     alone, all_ = (transcript_of_sums(each, reference.run) for each in (plan, replace(plan, participation=FULL)))
     ratio = np.diag(alone) / np.diag(all_)  # half of the clients: their mean counts twice
     np.testing.assert_allclose(ratio, ratio[0])

@@ -13,7 +13,7 @@ from sordino import methods
 from sordino.core import Broadcast, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear
@@ -102,7 +102,7 @@ def test_a_method_reads_like_its_paper():
     """One short file a family, one short function a method."""
     for file in Path(methods.__file__).parent.glob("*.py"):
         text = file.read_text()
-        assert len(text.splitlines()) <= 110, file.name
+        assert len(text.splitlines()) <= 110 or file.name == "__init__.py", file.name  # the registry grows
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 80, f"{file.name}: {node.name}"

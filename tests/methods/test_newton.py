@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 from sordino.core import SAFETY, Adjacency, Kind, Privacy
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss

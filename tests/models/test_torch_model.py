@@ -432,7 +432,7 @@ def test_graphs_are_made_of_what_comes_often(monkeypatch):
 
     made = []
 
-    class Replay:
+    class CapturedGraph:
         def __init__(self, f, given, pool):
             self.f = f
             made.append(given)
@@ -440,10 +440,10 @@ def test_graphs_are_made_of_what_comes_often(monkeypatch):
         def __call__(self, given):
             return self.f(*given) + 100
 
-    monkeypatch.setattr(cuda_graphs, "Replay", Replay)
+    monkeypatch.setattr(cuda_graphs, "CapturedGraph", CapturedGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    call, ones = cuda_graphs.Graphs(), torch.ones(2)
+    call, ones = cuda_graphs.GraphCache(), torch.ones(2)
     said = [float(call(lambda a, b, c: a.sum() + c, (ones, None), 1.0)) for _ in range(5)]
     assert said == [3, 3, 3, 103, 103]
     assert float(call(lambda a, b, c: a.sum() + c, (torch.ones(3), None), 1.0)) == 4

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from sordino.core import Adjacency, Kind, Privacy, Trust, Unit
 from sordino.data.sources import load
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
@@ -76,8 +76,8 @@ def own_account(found, i, *, slower=1.0):
                 records = 1.0 if query.kind is Kind.DELTA else sizes * (rates if sampled_query else 1.0)
                 weight = found.weights / records
                 rate = found.participation.rate(found.clients)
-                noise, moved = float(this_round.sums[k]) * rate, weight[i]
-                assert this_round.once
+                noise, moved = float(this_round.sum_stds[k]) * rate, weight[i]
+                assert this_round.noise_on_sum
             else:
                 noise, moved = this_round.stds[k][i], 1.0
             rate = rates[i] if sampled_query else 1.0

@@ -16,7 +16,7 @@ from sordino.checks.fixtures import SIZES, Space, Through, bits, same, short_pla
 from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.engines import reference
-from sordino.engines.oracle import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map

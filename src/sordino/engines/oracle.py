@@ -1,7 +1,8 @@
-"""A client's side of a round: every way from data to message goes through here, for every engine.
+"""A client's side of a round: every path from data to message goes through `Oracle`, in every engine.
 
-`Oracle` answers a local rule's questions: it clips, counts and noises, and so it does with the finished message.
-The same code serves one client and a batch of them: per-client numbers then carry a leading axis.
+`Oracle` answers the questions of a local rule. It clips and noises each answer and counts the calls, and does the same
+with the finished message. One code serves one client and a batch of clients: per-client numbers then carry a leading
+axis.
 """
 
 from __future__ import annotations
@@ -9,124 +10,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Model, Query, Shard, Stage, Tree, keep
+from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
+from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.random import Address, Draw, Source, draw, grid_of, settle
-from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
 
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
-# Query numbers beyond any method's: of minibatches, of dropout, of dither, of the places of records in a minibatch.
-SAMPLING, LUCK, ROUNDING, PLACES = 2**16 - 1, 2**16 - 2, 2**16 - 3, 2**16 - 4
 
-Drawing = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
-Pick = Callable[[int], Shard]  # (number of the minibatch) -> its records
+DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
+PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
 
-class RoundPlan(NamedTuple):
-    """The public numbers of a round."""
+def standard_noise(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+    """Noise of variance 1 for one release.
 
-    t: int
-    first: int  # round of its stage
-    step: int  # rounds of the stage before this one in which somebody came
-    stage: Stage
-    facts: Facts
-    cohort: np.ndarray
-    sizes: np.ndarray  # as declared; at user level only the client itself knows its own
-    stds: list[np.ndarray]  # per query, every client's own noise in a cohort of this size
-    sums: list[np.ndarray]  # per query, the noise of the aggregate, where it is added once
-    sampling: Sampling
-    rates: np.ndarray  # at which every client's records are drawn into a minibatch
-    slots: np.ndarray  # places in every client's minibatch
-    once: bool  # only sums are seen: each answer is noised once, in the aggregate
+    Args:
+        source: The run's randomness.
+        query: The query whose answer is released; it says whether noise is correlated or symmetric.
+        at: Client, round, query and call of the release.
+        first: First round of the stage; correlated noise derives its draws there.
+        shape: Shape of the answer.
 
-
-def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]:
-    """The rounds of a plan, in order."""
-    t, sizes = 0, np.asarray(plan.sizes)
-    for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
-        first, facts = t, replace(plan.facts(s), shapes=model.shapes, blocks=blocks(model))
-        stds, step = [plan.std(s, k) for k in range(len(stage.queries))], 0
-        sums = [np.asarray(plan.aggregate_std(s, k)) for k in range(len(stage.queries))]
-        once = noised_once(plan, stage)
-        for t in range(first, first + rounds):
-            if t >= start:
-                cohort = plan.cohorts[t]
-                own = [std * plan.share(len(cohort)) for std in stds]
-                drawn = plan.sampling, plan.rates, plan.slots
-                yield RoundPlan(t, first, step, stage, facts, cohort, sizes, own, sums, *drawn, once)
-            step += bool(len(plan.cohorts[t])) or (once and plan.amplified)
-        t = first + rounds
-
-
-def noised_once(plan: Plan, stage: Stage) -> bool:
-    """Where the adversary sees sums alone, noise belongs to the sum. A message must then be made of answers as they are
-    (or be noised as a whole), and nothing of it be remembered: what a method proves of sums rests on that."""
-    if not plan.only_sums_visible or (plan.privacy.unit, plan.privacy.trust) not in plan.method.proves:
-        return False
-    if stage.local.update_memory is not keep:
-        raise SordinoError(
-            f"{plan.method.name}: a client that remembers its message cannot have it noised in the sum alone; leave "
-            f"{plan.privacy.trust} out of what the method proves."
-        )
-    return True
-
-
-def places(source: Source, at: Address, round_plan: RoundPlan, size: int) -> np.ndarray:
-    """A client's minibatch: which record stands in which slot, -1 in those left empty. `size`: records it really has.
-
-    The number of slots is public. Where records come by coin, each takes one of all slots at random: then a record that
-    joins takes one that was free, and moves no other, so that it changes how no other is rounded.
+    Returns:
+        The draw.
     """
-    rate, slots = float(round_plan.rates[at.client]), int(round_plan.slots[at.client])
-    if rate == 1:
-        drawn = order = np.arange(slots)
-    else:
-        drawn = round_plan.sampling.draw(
-            source.uniform(at._replace(query=SAMPLING), (int(round_plan.sizes[at.client]),)), rate
-        )
-        by_coin = round_plan.sampling.kind == "poisson"
-        order = np.argsort(source.uniform(at._replace(query=PLACES), (slots,))) if by_coin else np.arange(slots)
-    drawn = drawn[drawn < size][:slots]
-    where = np.full(slots, -1)
-    where[order[: len(drawn)]] = drawn
-    return where
-
-
-def seed_of(source: Source, client: int, t: int, call: int) -> int:
-    """For the chance inside a model, such as dropout."""
-    return int(source.uniform(Address(client, t, LUCK, call), (1,))[0] * 2**52)
-
-
-def check_stream(plan: Plan, t: int, source: Source) -> None:
-    """Correlated noise is paid for as one stream, whose draws a new key does not give again."""
-    if source.private and plan.goes_on(t):
-        raise SordinoError(
-            f"resume: the correlated noise of {plan.method.name} began with a key that is gone, so that round {t} "
-            "cannot be noised to match; start a new run."
-        )
-
-
-def blocks(model: Model) -> Tensor:
-    """Which block of parameters each entry of theta belongs to: what the model says, or one a tensor."""
-    if (said := getattr(model, "blocks", None)) is not None:
-        return torch.as_tensor(said)
-    sizes = torch.tensor([math.prod(shape) for shape in model.shapes])
-    return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-
-
-def standard(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
-    """Standard noise for one release. Correlated noise re-derives its draws at the stage's `first` round."""
     parts = [(1.0, at)]
     if isinstance(query.noise, Correlated):
         row = query.noise.decoder[at.round - first]
@@ -137,25 +54,45 @@ def standard(source: Source, query: Query, at: Address, first: int, shape: tuple
 
 
 def noised(total: Tensor, noise: Draw, std: Tensor | float, *, secret: bool) -> Tensor:
-    """total + std * noise, in float64. Where the noise is secret, what leaves is rounded to a public grid, as exactly
-    as if all had been real numbers: rounding is then post-processing of the Gaussian mechanism."""
+    """total + std * noise, in float64.
+
+    Where the noise is secret, the result is the exactly rounded value of the real-number sum on a public grid, so
+    rounding is post-processing of the Gaussian mechanism.
+    """
     noise = noise.to(total.device).scaled(std)
     return settle(total.double(), noise, grid_of(std)) if secret else total.double() + noise.z
 
 
 def clipped(message: Tensor, clip: float) -> Tensor:
-    """Rows in float64, scaled down to norm `clip` (inf: as they are); a row that is not finite becomes zero."""
-    # In float64: a norm of many float32 numbers would fall short by more than the safety margin.
+    """Rows in float64, scaled down to norm `clip` (inf: unchanged); a row that is not finite becomes zero."""
+    # The norm is summed in float64 because a float32 sum over a long row falls short by more than the safety margin.
     norm = torch.linalg.vector_norm(message, dim=-1, keepdim=True, dtype=torch.float64)
     message = message.double()
     if math.isfinite(clip):
         bound = clip * (1 - SAFETY)
-        message = message * torch.div(bound, norm.clamp_min(bound))  # exactly 1 for a short one
+        message = message * torch.div(bound, norm.clamp_min(bound))  # the factor is exactly 1 for a row within the clip
     return torch.where(torch.isfinite(norm), message, 0.0)
 
 
 class Oracle:
-    """`ask`: the only way from a local rule to its data."""
+    """`ask`: the only way from a local rule to its data.
+
+    Args:
+        model: The model, which computes clipped sums.
+        shard: Returns the records; called at most once.
+        stage: The stage, whose queries say what may be asked.
+        sizes: Public number of records per client.
+        stds: Per query, the noise of each client's sum.
+        draw: Draws the noise of one answer.
+        pick: Draws a minibatch; None if all records are used.
+        rates: Probability that a record enters a minibatch; None if all records are used.
+        dropout_seed: Seed of the model's own randomness, by call.
+        facts: Public numbers of the run.
+        secret: The noise comes from a secret source, so releases are rounded to a public grid.
+        runs: Number of runs that are trained together, as a shape; () for one.
+        preparing: The rule builds a cache: released queries may not be asked, because their noise belongs to rounds.
+        add_noise: False if the noise is added later, to the sum or to integers (`encode_integers`).
+    """
 
     def __init__(
         self,
@@ -165,136 +102,152 @@ class Oracle:
         *,
         sizes: Tensor,
         stds: list[Tensor],
-        draw: Drawing,
-        pick: Pick | None = None,
+        draw: DrawNoise,
+        pick: PickBatch | None = None,
         rates: Tensor | None = None,
         dropout_seed: Callable[[int], int] | None = None,
         facts: Facts,
         secret: bool,
         runs: tuple[int, ...] = (),
         preparing: bool = False,
-        quiet: bool = False,
+        add_noise: bool = True,
     ) -> None:
         self._model, self._all, self._stage = model, cache(shard), stage
         self._sizes, self._stds, self._draw = sizes, stds, draw
-        self._pick, self._rates, self._luck = pick, rates, dropout_seed  # rates: None where no minibatches are drawn
+        self._pick, self._rates, self._dropout_seed = pick, rates, dropout_seed
         self._secret, self.runs = secret, runs
-        self._axes = sizes.dim() + len(runs) + 1  # of a message: clients, runs, and its own
-        self._quiet = quiet  # the noise comes later, in the sum or as integers (`secured`)
-        # The bound of a lemma counts on answers with the digits of float64.
+        self._axes = sizes.dim() + len(runs) + 1  # axes of a message: clients, runs, and its own
+        self._add_noise, self._preparing = add_noise, preparing
+        # A lemma's bound relies on answers with the precision of float64.
         self._wide = any(query.bound is not None for query in stage.queries)
-        self._preparing = (
-            preparing  # building a cache: what is released may not be asked here, its noise is the round's
-        )
-        self._spent = [0] * len(stage.queries)
-        self._answers: list[tuple[int, Tensor]] = []  # (number of the query, answer)
+        self._calls = [0] * len(stage.queries)
+        self._answers: list[tuple[int, Tensor]] = []  # (query number, answer)
         self._batches: list[Shard] = []
-        self._uses: list[int] = []
+        self._batch_uses: list[int] = []
         self.facts = facts
         self.records = sizes.unsqueeze(-1) if sizes.dim() else sizes
 
     def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
+        """The clipped, noised mean gradient at theta; see `Ask.gradient`."""
         number, rest = (self.sample() if on is None else on).number, () if scale is None else (scale,)
         if not 0 <= number < len(self._batches):
-            raise OverspentError("this minibatch was not drawn here; take one from ask.sample()")
-        self._uses[number] += 1
+            raise OverspentError(f"minibatch {number} was not drawn in this round; take one from ask.sample()")
+        self._batch_uses[number] += 1
         place = self._number(Kind.GRADIENT)
         query = self._stage.queries[place]
-        if self._uses[number] > query.joint:
-            raise OverspentError("a minibatch was asked about more often than the query's `joint` declares")
-        if sum(map(bool, self._uses)) > query.calls // query.joint and self._spent[place] < query.calls:
+        if self._batch_uses[number] > query.joint:
+            raise OverspentError(f"a minibatch was asked about more often than joint={query.joint} of the query allows")
+        if sum(map(bool, self._batch_uses)) > query.calls // query.joint and self._calls[place] < query.calls:
             raise OverspentError("more minibatches were asked about than the query's `calls` over `joint`")
 
         batch = self._batches[number]
         return self._answer(Kind.GRADIENT, 1, lambda clip: self._model.clipped_sum(theta, batch, clip, *rest))
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
+        """The noised count of short gradients; see `Ask.count`."""
         batch = self._batches[self.sample().number]
         return self._answer(Kind.COUNT, 1, lambda clip: self._model.count_sum(theta, batch, scale))
 
     def curvature(self, theta: Tensor) -> Tensor:
+        """The mean Hessian at theta."""
         return self._answer(Kind.CURVATURE, 2, lambda clip: self._model.curvature_sum(theta, self._all(), clip))
 
     def curvature_times(self, theta: Tensor, v: Tensor) -> Tensor:
+        """The mean Hessian at theta times v, without building the Hessian."""
         if any(query.kind is Kind.CURVATURE and query.noise is not None for query in self._stage.queries):
-            raise OverspentError("the curvature is released here: ask for the whole of it, which is noised once")
+            raise OverspentError("the curvature query is released here: ask for the whole matrix, which is noised once")
         return self._answer(Kind.CURVATURE, 1, lambda clip: self._model.curvature_times(theta, self._all(), clip, v))
 
     def fisher(self, theta: Tensor) -> Tensor:
+        """The mean of g g^T over the clipped gradients at theta."""
         return self._answer(Kind.FISHER, 2, lambda clip: self._model.fisher_sum(theta, self._all(), clip))
 
     def gram(self) -> Tensor:
+        """The mean of x x^T over clipped records."""
         return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._all(), clip)))
 
     def std(self, kind: Kind) -> Tensor:
+        """The standard deviation of the noise on one number of an answer; public."""
         number = self._number(kind)
         return along(self._stds[number].to(self._sizes) / self._divisor(kind), 1)
 
     def sample(self) -> Batch:
+        """Draw a minibatch, or take all records where the plan draws none."""
         number = len(self._batches)
         self._batches.append(self._all() if self._pick is None else self._pick(number))
-        self._uses.append(0)
+        self._batch_uses.append(0)
         return Batch(number)
 
     def finish(self, message: Tree) -> Tree:
-        """Clip and noise the finished message, where that is what the stage releases."""
+        """Clip and noise the finished message, if the stage has a DELTA query.
+
+        Raises:
+            SordinoError: The message is not one vector per client.
+        """
         for number, query in enumerate(self._stage.queries):
             if query.kind is Kind.DELTA:
                 if not isinstance(message, Tensor) or message.dim() != self._axes:
                     raise SordinoError("message: what is noised as a whole must be one vector per client; flatten it.")
                 message = clipped(message, query.clip)
-                message = message if self._quiet else self._noised(message, number, 0, 1).to(self._sizes.dtype)
+                message = self._noised(message, number, 0, 1).to(self._sizes.dtype) if self._add_noise else message
         return message
 
     def released(self, message: Tree) -> list[int]:
-        """The number of the query whose answer (or, for DELTA, whose message) each leaf of a quiet message is."""
+        """The query that each leaf of a message without noise answers (for DELTA: the query of the message).
+
+        Raises:
+            SordinoError: A leaf is not an unchanged answer, so its sensitivity is not known.
+        """
         delta = [number for number, query in enumerate(self._stage.queries) if query.kind is Kind.DELTA]
         if delta:
             return delta
         known = {id(answer): number for number, answer in self._answers}
-        if not all(id(leaf) in known for leaf in leaves(message)):  # what was made of one has another sensitivity
-            raise SordinoError("message: noise is added to the sum of answers, so each must be sent as it is.")
+        if not all(id(leaf) in known for leaf in leaves(message)):
+            raise SordinoError("message: noise is added to the sum of answers, so each answer must be sent unchanged.")
         return [known[id(leaf)] for leaf in leaves(message)]
 
     def _answer(self, kind: Kind, axes: int, total: Callable[[float], Tensor]) -> Tensor:
         number = self._number(kind)
-        query, call = self._stage.queries[number], self._spent[number]
+        query, call = self._stage.queries[number], self._calls[number]
         if self._preparing and query.noise is not None:
-            raise OverspentError(f"prepare asked the {kind} query, whose answers are released; only work may")
+            raise OverspentError(
+                f"prepare asked the {kind} query, whose answers are released; only `compute` may ask it"
+            )
         if call >= query.calls:
-            raise OverspentError(f"the {kind} query was declared for {query.calls} calls a round and asked once more")
-        self._spent[number] += 1
-        with self._chance():
+            raise OverspentError(f"the {kind} query declares {query.calls} calls per round and was asked once more")
+        self._calls[number] += 1
+        with self._seeded_dropout():
             answer = total(query.clip).double()
-        if answer.dim() > self._axes - 1 + axes:  # all would carry the same noise, and differ without any
-            raise OverspentError(f"the {kind} query was asked about several models at once")
-        if query.noise is not None and not self._quiet:
+        if answer.dim() > self._axes - 1 + axes:  # all would carry the same noise, which their difference cancels
+            raise OverspentError(f"the {kind} query was asked about several models at once; ask about one")
+        released = query.noise is not None
+        if released and self._add_noise:
             answer = self._noised(answer, number, call, axes)
         answer = answer / along(self._divisor(kind), axes)
-        wide = self._wide or (self._quiet and query.noise is not None)
-        answer = answer if wide else answer.to(self._sizes.dtype)
+        if not (self._wide or (released and not self._add_noise)):
+            answer = answer.to(self._sizes.dtype)
         self._answers.append((number, answer))
         return answer
 
     def _divisor(self, kind: Kind) -> Tensor:
-        """The number of records an answer is about: all, or those a minibatch is expected to hold."""
+        """The number of records an answer is about: all of them, or the expected size of a minibatch."""
         return self._sizes * self._rates if kind in SAMPLED and self._rates is not None else self._sizes
 
     def _of_each_run(self, answer: Tensor) -> Tensor:
-        """An answer that knows no theta, and so no runs, said once for each; a cache is the same for all."""
-        worlds = self._all().x.dim() - 2 > self._sizes.dim()
-        return answer if worlds or self._preparing else answer.expand(*self.runs, *answer.shape)
+        """Repeat an answer that does not depend on theta for each run; a cache is shared by all runs."""
+        data_per_run = self._all().x.dim() - 2 > self._sizes.dim()
+        return answer if data_per_run or self._preparing else answer.expand(*self.runs, *answer.shape)
 
     @contextmanager
-    def _chance(self) -> Iterator[None]:
-        """Dropout and the like, from the source's own randomness: a mask that others knew by its place in the batch
-        would tell who is in it."""
-        if not getattr(self._model, "random", False) or self._luck is None:
+    def _seeded_dropout(self) -> Iterator[None]:
+        """Draw dropout from the run's own source, because a mask that others can predict from a record's position in
+        the batch would reveal who is in the batch."""
+        if not getattr(self._model, "random", False) or self._dropout_seed is None:
             yield
             return
         devices = [self._sizes.device] if self._sizes.is_cuda else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(self._luck(sum(self._spent)))
+            torch.manual_seed(self._dropout_seed(sum(self._calls)))
             yield
 
     def _number(self, kind: Kind) -> int:
@@ -311,16 +264,30 @@ class Oracle:
 
 
 def encode_integers(plan: Plan, round_plan: RoundPlan, i: int, message: Tree, source: Source) -> np.ndarray:
-    """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised."""
+    """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised.
+
+    Args:
+        plan: A plan with integers.
+        round_plan: The round.
+        i: The client.
+        message: Its message without noise, one vector of the model's size.
+        source: The client's randomness.
+
+    Returns:
+        One uint32 per entry.
+
+    Raises:
+        SordinoError: The message is not one vector of the plan's dimension.
+    """
     level = next(level for level in plan.levels if level.stage == plan.stage_of(round_plan.t))
     if not isinstance(message, Tensor) or plan.integers is None or tuple(message.shape) != (plan.integers.dimension,):
         raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
     shape, at = (message.numel(),), Address(i, round_plan.t, level.number)
     steps = 1 / (level.step * level.weight.max())
     dither = source.uniform(at._replace(query=ROUNDING), shape)
-    whole = discrete_gaussian.encode(plan.weights[i] * message.double().numpy(), steps, dither)
-    whole += discrete_gaussian.draw(source, at, plan.variance(level), shape)
-    return discrete_gaussian.modular(whole)
+    integers = discrete_gaussian.encode(plan.weights[i] * message.double().numpy(), steps, dither)
+    integers += discrete_gaussian.draw(source, at, plan.variance(level), shape)
+    return discrete_gaussian.modular(integers)
 
 
 def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tensor:
@@ -330,5 +297,5 @@ def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tensor:
 
 
 def along(value: Tensor, axes: int) -> Tensor:
-    """A per-client number, shaped to multiply an answer with that many axes of its own."""
+    """A per-client number, reshaped to multiply an answer with that many axes of its own."""
     return value.reshape(value.shape + (1,) * axes)

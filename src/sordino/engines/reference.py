@@ -11,27 +11,15 @@ from torch import Tensor
 
 from sordino.core import Broadcast, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records
-from sordino.engines.oracle import (
-    SAMPLING,
-    Oracle,
-    RoundPlan,
-    check_stream,
-    decode_sum,
-    encode_integers,
-    noised,
-    places,
-    round_plans,
-    seed_of,
-    standard,
-)
+from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
+from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import pack, tree_map, unpack
 
-Made = tuple[Tree, list[int]]
-SUM = "the sum"  # in a ledger: of a round's messages, where the sum is all that is released
+SUM = "the sum"  # the ledger's name for the sum of a round's messages, where only the sum is released
 
 
 def run(
@@ -44,10 +32,29 @@ def run(
     ledger: Ledger | None = None,
     run_id: str = "",
 ) -> Iterator[Round]:
-    """Yield after every round. With a ledger, what is released is stored before it leaves, and what is already stored
-    is sent again as it was, without touching the data: to resume, run again."""
+    """Train round by round.
+
+    With a ledger, each release is stored before it leaves, and a stored release is sent again unchanged without reading
+    the data. To resume, run again with the same ledger and run_id.
+
+    Args:
+        plan: The plan of the run.
+        model: The model to train.
+        records: The clients' records.
+        source: Randomness; a fresh stream of it serves this run.
+        theta: Starting parameters; None for the model's own.
+        ledger: Where releases and their cost are stored.
+        run_id: Name of this run in the ledger.
+
+    Yields:
+        One `Round` per round.
+
+    Raises:
+        SordinoError: The plan, the records and the ledger do not fit together.
+        OverspentError: A local rule asks more than its queries declare, or a client's budget does not cover a round.
+    """
     if plan.integers is not None and ledger is not None:
-        raise SordinoError("ledger: a simulation of secure aggregation keeps none; every site has its own.")
+        raise SordinoError("ledger: a simulation of secure aggregation keeps no ledger; every site has its own.")
     records.check_fits(model)
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = plan.weights / plan.participation.rate(plan.clients)
@@ -65,53 +72,55 @@ def run(
                 caches = [local.prepare(oracle(model, records, round_plan, i, source, preparing=True)) for i in clients]
         broadcast = Broadcast(theta, rule.broadcast(state))
         cohort = [int(i) for i in round_plan.cohort]
-        # A secret cohort is paid for by all, at the rate of its coins: that a client stayed away is what they hide.
+        # A secret cohort hides who was absent, so every client pays at the sampling rate.
         payers = list(clients) if plan.amplified else cohort
-        said = {i: recall(ledger, run_id, i, round_plan.t, records.x) for i in cohort}
+        messages = {i: recall(ledger, run_id, i, round_plan.t, records.x) for i in cohort}
         total = recall(ledger, run_id, SUM, round_plan.t, records.x)
-        recalled |= total is not None or any(message is not None for message in said.values())
+        recalled |= total is not None or any(message is not None for message in messages.values())
         unpaid: list[int] = []
         if ledger is not None and total is None:
             unpaid = [i for i in payers if not ledger.charged(run_id, f"client {i}", round_plan.t)]
             ledger.afford([entry for i in unpaid for entry in plan.entries(i, round_plan.t, run_id)])
-        if total is None and recalled and any(said[i] is None for i in cohort):
+        if total is None and recalled and any(messages[i] is None for i in cohort):
             check_stream(plan, round_plan.t, source)
 
-        def compute(i: int, quiet: bool = False, at: tuple[Any, ...] = (round_plan, broadcast, memory, caches)) -> Made:
-            """Client i's message, and the queries that its parts answer where they are not noised yet."""
+        def compute(
+            i: int, add_noise: bool = True, at: tuple[Any, ...] = (round_plan, broadcast, memory, caches)
+        ) -> tuple[Tree, list[int]]:
+            """Client i's message and, if it carries no noise yet, the query that each of its leaves answers."""
             round_plan, broadcast, memory, caches = at
-            ask = oracle(model, records, round_plan, i, source, quiet=quiet)
+            ask = oracle(model, records, round_plan, i, source, add_noise=add_noise)
             message = round_plan.stage.local.compute(ask, broadcast, memory[i], caches[i])
-            return ask.finish(message), ask.released(message) if quiet else []
+            return ask.finish(message), [] if add_noise else ask.released(message)
 
         aggregate: Tree = ()
         if total is not None:
             aggregate = total
         elif plan.integers is not None:
             wrapped = sum(
-                (encode_integers(plan, round_plan, i, compute(i, quiet=True)[0], source) for i in cohort),
+                (encode_integers(plan, round_plan, i, compute(i, add_noise=False)[0], source) for i in cohort),
                 np.zeros(1, "u4"),
             )
             aggregate = decode_sum(plan, round_plan, wrapped).to(theta)  # modulo 2^32
-        elif round_plan.once:
-            if cohort or plan.amplified:  # that nobody came must not be seen: noise alone is released
-                made = [compute(i, quiet=True) for i in cohort or [0]]
+        elif round_plan.noise_on_sum:
+            if cohort or plan.amplified:  # an empty secret cohort releases noise alone, so that nobody can tell
+                computed = [compute(i, add_noise=False) for i in cohort or [0]]
                 weights = [share[i] for i in cohort] or [0.0]
-                aggregate = noised_sum(round_plan, [m for m, _ in made], weights, made[0][1], source, theta)
+                aggregate = noised_sum(round_plan, [m for m, _ in computed], weights, computed[0][1], source, theta)
                 if ledger is not None:
                     for i in unpaid:
                         ledger.charge(plan.entries(i, round_plan.t, run_id))
                     ledger.charge([Entry(SUM, round_plan.t, "sum", 0.0, 1.0, 1, run_id)], pack(aggregate))
         else:
             for i in cohort:
-                if said[i] is None:
-                    said[i] = compute(i)[0]
+                if messages[i] is None:
+                    messages[i] = compute(i)[0]
                     if ledger is not None:
-                        ledger.charge(plan.entries(i, round_plan.t, run_id), pack(said[i]))
-                memory[i] = local.update_memory(said[i], broadcast, memory[i])
-            parts = [tree_map(lambda leaf, w=share[i]: w * leaf, said[i]) for i in cohort]
+                        ledger.charge(plan.entries(i, round_plan.t, run_id), pack(messages[i]))
+                memory[i] = local.update_memory(messages[i], broadcast, memory[i])
+            parts = [tree_map(lambda leaf, w=share[i]: w * leaf, messages[i]) for i in cohort]
             aggregate = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
-        if cohort or (round_plan.once and plan.amplified):
+        if cohort or (round_plan.noise_on_sum and plan.amplified):
             step, state = rule.update(aggregate, state, theta, round_plan.step)
             theta = theta + step
         yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, (theta, state, tuple(memory)))
@@ -120,15 +129,27 @@ def run(
 def noised_sum(
     round_plan: RoundPlan, messages: list[Tree], weights: list[float], numbers: list[int], source: Source, like: Tensor
 ) -> Tree:
-    """The weighted sum of messages, in float64, with noise that is added once. `numbers`: the query of each leaf."""
+    """The weighted sum of messages, in float64, with noise added once.
+
+    Args:
+        round_plan: The round.
+        messages: One message per client, without noise.
+        weights: One public weight per message.
+        numbers: The query that each leaf of a message answers.
+        source: The run's randomness.
+        like: A tensor of the result's type and device.
+
+    Returns:
+        The aggregate, a tree of the messages' shape.
+    """
     number = iter(numbers)
 
     def released(*parts: Tensor) -> Tensor:
         k = next(number)
         total = torch.stack([w * part for w, part in zip(weights, parts, strict=True)]).sum(0)
-        if not (std := float(round_plan.sums[k])):
+        if not (std := float(round_plan.sum_stds[k])):
             return total.to(like)
-        noise = standard(
+        noise = standard_noise(
             source,
             round_plan.stage.queries[k],
             Address(EVERYONE, round_plan.t, k),
@@ -141,7 +162,7 @@ def noised_sum(
 
 
 def recall(ledger: Ledger | None, run_id: str, i: int | str, t: int, like: Tensor) -> Tree | None:
-    """What client i already said in round t."""
+    """The message that client i (or the sum, by name) already released in round t; None if there is none."""
     stored = ledger.release(run_id, i if isinstance(i, str) else f"client {i}", t) if ledger is not None else None
     return None if stored is None else tree_map(lambda leaf: leaf.to(like), unpack(stored))
 
@@ -154,34 +175,48 @@ def oracle(
     source: Source,
     *,
     preparing: bool = False,
-    quiet: bool = False,
+    add_noise: bool = True,
 ) -> Oracle:
-    """Client i's own; `quiet`: answers without noise, which is added later."""
+    """The oracle of client i in one round.
+
+    Args:
+        model: The model.
+        records: All clients' records.
+        round_plan: The round.
+        i: The client.
+        source: The client's randomness.
+        preparing: For building a cache; see `Oracle`.
+        add_noise: False if noise is added later; see `Oracle`.
+
+    Returns:
+        The oracle.
+    """
     shard = records.shard(i)
     rate = float(round_plan.rates[i])
 
     def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
-        return standard(
+        return standard_noise(
             source, round_plan.stage.queries[number], Address(i, round_plan.t, number, call), round_plan.first, shape
         )
 
     def pick(call: int) -> Shard:
-        where = torch.from_numpy(places(source, Address(i, round_plan.t, SAMPLING, call), round_plan, len(shard.x)))
-        at, real = where.clamp_min(0).to(shard.x.device), (where >= 0).to(shard.x.device)
-        return Shard(torch.where(real.unsqueeze(-1), shard.x[at], 0), shard.y[at], shard.mask[at] * real)
+        at = Address(i, round_plan.t, SAMPLING, call)
+        slots = torch.from_numpy(assign_slots(source, at, round_plan, len(shard.x))).to(shard.x.device)
+        rows, filled = slots.clamp_min(0), slots >= 0
+        return Shard(torch.where(filled.unsqueeze(-1), shard.x[rows], 0), shard.y[rows], shard.mask[rows] * filled)
 
     return Oracle(
         model,
         lambda: shard,
         round_plan.stage,
-        sizes=shard.x.new_tensor(round_plan.sizes[i]),  # as declared: what it really holds is private
+        sizes=shard.x.new_tensor(round_plan.sizes[i]),  # as declared; the real number is private
         stds=[torch.tensor(std[i]) for std in round_plan.stds],
         draw=draw,
         pick=pick if rate < 1 else None,
         rates=shard.x.new_tensor(rate) if rate < 1 else None,
-        dropout_seed=lambda call: seed_of(source, i, round_plan.t, call),
+        dropout_seed=lambda call: dropout_seed(source, i, round_plan.t, call),
         facts=round_plan.facts,
         secret=source.private,
         preparing=preparing,
-        quiet=quiet,
+        add_noise=add_noise,
     )

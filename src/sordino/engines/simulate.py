@@ -15,8 +15,7 @@ independent Gaussians is one Gaussian, so where nobody reads the messages their 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +27,6 @@ from sordino.core import (
     SAMPLED,
     Broadcast,
     Correlated,
-    Facts,
     Kind,
     Model,
     Query,
@@ -38,30 +36,28 @@ from sordino.core import (
     Tree,
     Unit,
     carries,
-    forget,
     keep,
     nothing,
 )
 from sordino.data.records import Lazy, Records
-from sordino.engines.oracle import (
-    MATRICES,
+from sordino.engines.oracle import MATRICES, Oracle, along, noised, standard_noise
+from sordino.engines.schedule import (
     SAMPLING,
-    Oracle,
     RoundPlan,
-    along,
+    assign_slots,
     check_stream,
-    noised,
-    places,
+    dropout_seed,
     round_plans,
-    seed_of,
-    standard,
+    round_plans_of_runs,
 )
+from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
+from sordino.models.cuda_graphs import CapturedGraph
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
 
-AHEAD = 16  # rounds whose noise is drawn at once, where a source can
+NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it
 
 
 def run(
@@ -75,15 +71,32 @@ def run(
     start: int = 0,
     checkpoint: Tree = (),
 ) -> Iterator[Round]:
-    """Yield after every round. To resume, pass the next round's number and the last round's checkpoint.
+    """Train round by round.
 
-    A leading axis of `theta` holds runs, several trainings at once, each with its own source; they share the data, or
-    have their own where the records too have that axis. They also share the plan, or have one each, alike in all but
-    noise; what differs in their methods is in the first plan's method, as tensors with that axis (see `many`).
+    Several runs are trained together if theta has a leading axis of runs. Each run has its own source. Runs share the
+    records, or have their own if the records carry that axis too. They share the plan, or have one plan each that
+    differs only in noise; options that differ are tensors in the first plan's method (see `training.batch`).
+
+    Args:
+        plan: The plan, or one per run.
+        model: The model to train.
+        records: The clients' records.
+        source: Randomness, or one source per run; fresh streams serve this call.
+        theta: Starting parameters; None for the model's own.
+        shares: Draw every client's own noise, as the reference does, also where only the sum of the noise is needed.
+        start: First round to run; to resume, the number of the next round.
+        checkpoint: The last round's checkpoint, to resume from.
+
+    Yields:
+        One `Round` per round from `start` on.
+
+    Raises:
+        SordinoError: The plan, the records, theta and the sources do not fit together.
+        OverspentError: A local rule asks more than its queries declare.
     """
     plans, plan = (list(plan), plan[0]) if isinstance(plan, Sequence) else ([plan], plan)
     if plan.integers is not None:
-        raise SordinoError("integers: the reference engine adds them up; this one knows real numbers alone.")
+        raise SordinoError("integers: the fast engine has no integer arithmetic; use the reference engine.")
     records.check_fits(model)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
@@ -92,12 +105,12 @@ def run(
         theta, state, memory = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
     sources = [each.fresh() for each in (source if isinstance(source, Sequence) else [source])]
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
-        raise SordinoError(f"source: {len(sources)} for theta of shape {tuple(theta.shape)}; every run needs its own.")
+        raise SordinoError(f"source: got {len(sources)} for theta of shape {tuple(theta.shape)}; give one per run.")
     if 0 < start < plan.rounds:
         for each in sources:
             check_stream(plan, start, each)
     batched_clients = BatchedClients(plan, model, records, sources, theta.dim() - 1)
-    for round_plan in round_plans(plan, model, start) if len(plans) == 1 else together(plans, model, start):
+    for round_plan in round_plans(plan, model, start) if len(plans) == 1 else round_plans_of_runs(plans, model, start):
         local, rule = round_plan.stage.local, round_plan.stage.rule
         if round_plan.t == round_plan.first:
             state = rule.init(theta, round_plan.facts, state)
@@ -106,7 +119,7 @@ def run(
             fused = only_asks_for_the_gradient(round_plan.stage, Broadcast(theta, rule.broadcast(state)))
             caches = batched_clients.prepare(round_plan)
         aggregate: Tree = ()
-        if len(round_plan.cohort) or (round_plan.once and plan.amplified):
+        if len(round_plan.cohort) or (round_plan.noise_on_sum and plan.amplified):
             broadcast = Broadcast(theta, rule.broadcast(state))
             records.keep(round_plan.cohort)
             if fused:
@@ -118,60 +131,17 @@ def run(
         yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, (theta, state, memory))
 
 
-def together(plans: Sequence[Plan], model: Model, start: int) -> Iterator[RoundPlan]:
-    """The first plan's rounds, with the noise of each: stds and the aggregate's get a leading axis of runs."""
-    stds: dict[int, list[np.ndarray]] = {}
-    sums: dict[int, list[np.ndarray]] = {}
-    facts: dict[int, Facts] = {}
-    for round_plan in round_plans(plans[0], model, start):
-        if round_plan.first not in stds:
-            s, queries = plans[0].stage_of(round_plan.t), range(len(round_plan.stage.queries))
-            stds[round_plan.first] = [np.stack([p.std(s, k) for p in plans]) for k in queries]
-            sums[round_plan.first] = [np.array([p.aggregate_std(s, k) for p in plans]) for k in queries]
-            width = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
-            facts[round_plan.first] = replace(round_plan.facts, aggregate_std=width)
-        own = [plans[0].share(len(round_plan.cohort)) * std for std in stds[round_plan.first]]
-        yield round_plan._replace(facts=facts[round_plan.first], stds=own, sums=sums[round_plan.first])
-
-
-def only_asks_for_the_gradient(stage: Stage, broadcast: Broadcast) -> bool:
-    """Trace the rule with a stand-in for its data: does it send the noised gradient at the broadcast theta as it is?"""
-    local, answer, asked = stage.local, torch.zeros_like(broadcast.theta), list[Tensor]()
-
-    class Elsewhere(Exception):  # noqa: N818
-        pass
-
-    class Probe:
-        def gradient(self, at: Tensor, on: Any = None, scale: Any = None) -> Tensor:
-            if at is not broadcast.theta or on is not None or scale is not None or asked:
-                raise Elsewhere
-            asked.append(at)
-            return answer
-
-        def __getattr__(self, name: str) -> Any:
-            raise Elsewhere
-
-    if local.init is not forget or local.update_memory is not keep or local.prepare is not nothing:
-        return False
-    if [query.kind for query in stage.queries] != [Kind.GRADIENT]:
-        return False
-    try:
-        return local.compute(Probe(), broadcast, (), ()) is answer
-    except Elsewhere:
-        return False
-
-
 class BatchedClients:
     """All clients at once. The client axis comes after the run axis, if there is one."""
 
     def __init__(self, plan: Plan, model: Model, records: Records | Lazy, sources: list[Source], lead: int) -> None:
         self.plan, self.model, self.records, self.sources, self.lead = plan, model, records, sources, lead
         self.secret = any(source.private for source in sources)
-        self.worlds = records.x.dim() - 2  # axes of the data before its clients: 1 where every run has its own
+        self.data_axes = records.x.dim() - 2  # leading axes of the records: 1 if every run has its own data
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
         self._known: dict[bytes, Tensor] = {}
-        self._captured: dict[float, Captured] = {}
+        self._graphs: dict[float, CapturedGraph] = {}
         self._ahead: tuple[tuple[int, ...], Tensor] = ((), torch.zeros(0))
 
     @cached_property
@@ -197,7 +167,7 @@ class BatchedClients:
             return ()
         parts = [round_plan.stage.local.prepare(self._oracle(round_plan, c, s, preparing=True)) for c, s in self._whole]
         order = torch.from_numpy(np.argsort(np.concatenate([clients for clients, _ in self._whole])))
-        order, axis = order.to(self.records.x.device), self.worlds
+        order, axis = order.to(self.records.x.device), self.data_axes
         return tree_map(lambda *leaf: torch.cat(leaf, axis).index_select(axis, order), *parts)
 
     def fused(self, round_plan: RoundPlan, theta: Tensor, shares: bool) -> Tensor:
@@ -211,10 +181,10 @@ class BatchedClients:
         else:
             shard = self._matrix if full else self.records.fused(round_plan.cohort, self._per_record / heaviest)
         clip = round_plan.stage.queries[0].clip
-        if full and theta.is_cuda and theta.dim() == 2 and not self.worlds and getattr(self.model, "plain", False):
-            if clip not in self._captured:
-                self._captured[clip] = Captured(lambda at: self.model.clipped_sum(at, shard, clip), theta)
-            total: Tensor = heaviest * self._captured[clip](theta)
+        if full and theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False):
+            if clip not in self._graphs:
+                self._graphs[clip] = CapturedGraph(lambda at: self.model.clipped_sum(at, shard, clip), (theta,))
+            total: Tensor = heaviest * self._graphs[clip]((theta,))
         else:
             total = heaviest * self.model.clipped_sum(theta, shard, clip)
         return self._noised(total, round_plan, 0, self._per_record, shares)
@@ -224,27 +194,27 @@ class BatchedClients:
     ) -> tuple[Tree, Tree]:
         """The weighted sum of messages, from padded batches of clients."""
         local, lead = round_plan.stage.local, self.lead
-        near = tree_map(lambda leaf: leaf.unsqueeze(lead), tuple(broadcast))
+        broadcast = tree_map(lambda leaf: leaf.unsqueeze(lead), broadcast)
         delta = any(query.kind is Kind.DELTA for query in round_plan.stage.queries)
-        once = round_plan.once or (delta and local.update_memory is keep and not shares)
-        empty = not len(round_plan.cohort)  # that nobody came must not be seen: noise alone is released
+        noise_on_sum = round_plan.noise_on_sum or (delta and local.update_memory is keep and not shares)
+        empty = not len(round_plan.cohort)  # an empty secret cohort releases noise alone, so that nobody can tell
         buckets = self._buckets(round_plan) if not empty else self.records.buckets(self.everyone[:1])
         parts, numbers = [], list[int]()
         for clients, shard in buckets:
             chosen = torch.from_numpy(clients).to(self.records.x.device)
-            ask = self._oracle(round_plan, clients, shard, quiet=once)
+            ask = self._oracle(round_plan, clients, shard, add_noise=not noise_on_sum)
             mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
-            cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.worlds, rows), caches)
-            message = local.compute(ask, Broadcast(*near), mine, cache)
-            numbers = ask.released(message) if once else numbers
+            cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.data_axes, rows), caches)
+            message = local.compute(ask, broadcast, mine, cache)
+            numbers = ask.released(message) if noise_on_sum else numbers
             message = ask.finish(message)
-            if not once:
-                after = local.update_memory(message, Broadcast(*near), mine)
+            if not noise_on_sum:
+                after = local.update_memory(message, broadcast, mine)
                 memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
             weight = self._laid(0 * self.influence[clients] if empty else self.influence[clients])
             parts.append(tree_map(lambda leaf, w=weight: _weighted(leaf, w, lead), message))
         aggregate: Tree = tree_map(lambda *leaf: sum(leaf[1:], leaf[0]), *parts)
-        if once:
+        if noise_on_sum:
             number = iter(numbers)
             aggregate = tree_map(
                 lambda leaf: self._noised(leaf, round_plan, next(number), self.influence, False), aggregate
@@ -274,10 +244,10 @@ class BatchedClients:
 
     def _picked(self, round_plan: RoundPlan, clients: np.ndarray, call: int) -> Any:
         """A minibatch of each client, runs (if any) x clients x records."""
-        if self.worlds:
+        if self.data_axes:
             raise SordinoError("batch: runs on data of their own take all records; leave batch at full.")
         rows = [
-            places(source, Address(int(i), round_plan.t, SAMPLING, call), round_plan, self.records.sizes[i])
+            assign_slots(source, Address(int(i), round_plan.t, SAMPLING, call), round_plan, self.records.sizes[i])
             for source in self.sources
             for i in clients
         ]
@@ -298,14 +268,14 @@ class BatchedClients:
         """A cohort's sum with its noise: that of the sum itself, or `moved` times each client's own, drawn as one."""
         query, axes = round_plan.stage.queries[number], 2 if round_plan.stage.queries[number].kind in MATRICES else 1
         scale = (moved * round_plan.stds[number])[..., round_plan.cohort]
-        std = round_plan.sums[number] if round_plan.once else np.sqrt((scale**2).sum(-1))
+        std = round_plan.sum_stds[number] if round_plan.noise_on_sum else np.sqrt((scale**2).sum(-1))
         if not std.any():
             return total.to(self.records.x)
         shape = tuple(total.shape[-axes:])
         width = self._width(std, axes)
         # Streams of single clients that come and go do not add up to one stream.
         apart = carries(query.noise) and round_plan.facts.cohort < len(round_plan.sizes)
-        if round_plan.once or not (shares or apart):
+        if round_plan.noise_on_sum or not (shares or apart):
             noise = self._standard(round_plan, number, shape)
         else:  # each client's part of the noise, in units of all of it
             part = self._laid(scale / np.expand_dims(std, -1))
@@ -330,11 +300,14 @@ class BatchedClients:
         query = round_plan.stage.queries[number]
         if not self._at_once(query):
             return self._draw(round_plan, number, 0, np.array([EVERYONE]), shape).summed(self.lead)
-        block, here = round_plan.t // AHEAD, (round_plan.t // AHEAD, number, *shape)  # stages differ in shape
+        block, here = (
+            round_plan.t // NOISE_BLOCK,
+            (round_plan.t // NOISE_BLOCK, number, *shape),
+        )  # stages differ in shape
         if self._ahead[0] != here:
-            at = [Address(EVERYONE, t, number) for t in range(block * AHEAD, (block + 1) * AHEAD)]
+            at = [Address(EVERYONE, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
             self._ahead = here, self._counted(at, shape)
-        noise = self._ahead[1][round_plan.t % AHEAD]
+        noise = self._ahead[1][round_plan.t % NOISE_BLOCK]
         return Draw.plain(noise if self.lead else noise[0])
 
     def _at_once(self, query: Query) -> bool:
@@ -354,11 +327,13 @@ class BatchedClients:
         if self._at_once(query):
             drawn = self._counted(at, shape).transpose(0, 1)
             return Draw.plain(drawn if self.lead else drawn[0])
-        draws = [stack([standard(source, query, a, round_plan.first, shape) for a in at]) for source in self.sources]
+        draws = [
+            stack([standard_noise(source, query, a, round_plan.first, shape) for a in at]) for source in self.sources
+        ]
         return (stack(draws) if self.lead else draws[0]).to(self.records.x.device)
 
     def _oracle(
-        self, round_plan: RoundPlan, clients: np.ndarray, shard: Any, *, preparing: bool = False, quiet: bool = False
+        self, round_plan: RoundPlan, clients: np.ndarray, shard: Any, *, preparing: bool = False, add_noise: bool = True
     ) -> Oracle:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
             return self._draw(round_plan, number, call, clients, shape)
@@ -373,12 +348,12 @@ class BatchedClients:
             draw=draw,
             pick=(lambda call: self._picked(round_plan, clients, call)) if drawn else None,
             rates=self._laid(round_plan.rates[clients]).to(like) if drawn else None,
-            dropout_seed=lambda call: seed_of(self.sources[0], int(clients[0]), round_plan.t, call),
+            dropout_seed=lambda call: dropout_seed(self.sources[0], int(clients[0]), round_plan.t, call),
             facts=round_plan.facts,
             secret=self.secret,
             runs=(len(self.sources),) * self.lead,
             preparing=preparing,
-            quiet=quiet,
+            add_noise=add_noise,
         )
 
 
@@ -386,24 +361,3 @@ def _weighted(leaf: Tensor, weight: Tensor, axis: int) -> Tensor:
     """The sum over clients, which stand at `axis`, in float64. `weight`: of clients, or of runs and clients."""
     weight = weight.double().reshape(*weight.shape, *[1] * (leaf.dim() - axis - 1))
     return (weight * leaf).sum(axis)
-
-
-class Captured:
-    """A function of one tensor on a GPU as a graph of kernels, launched as one: it must not look at any number."""
-
-    def __init__(self, f: Callable[[Tensor], Tensor], like: Tensor) -> None:
-        self.given = like.clone()
-        self.graph = torch.cuda.CUDAGraph()
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            f(self.given)  # compiling and choosing kernels must be over
-            self.graph.capture_begin()
-            self.found = f(self.given)
-            self.graph.capture_end()
-        torch.cuda.current_stream().wait_stream(aside)
-
-    def __call__(self, at: Tensor) -> Tensor:
-        self.given.copy_(at)
-        self.graph.replay()
-        return self.found.clone()

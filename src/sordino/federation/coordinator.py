@@ -25,7 +25,8 @@ import sordino
 from sordino import files, secagg, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
-from sordino.engines.oracle import RoundPlan, decode_sum, round_plans
+from sordino.engines.oracle import decode_sum
+from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import SordinoError, WireError
 from sordino.federation import messenger
 from sordino.federation.config import Federation

@@ -20,7 +20,7 @@ import numpy as np
 import sordino
 from sordino import files, secagg, wire
 from sordino.core import Broadcast
-from sordino.engines.oracle import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, SordinoError, WireError
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules

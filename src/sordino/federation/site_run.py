@@ -18,8 +18,9 @@ from sordino import files, secagg, wire
 from sordino.core import Broadcast, Tree, carries, nothing
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
-from sordino.engines.oracle import RoundPlan, encode_integers, round_plans
+from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
+from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
@@ -170,7 +171,7 @@ class Run:
         if stage != round_plan.first:
             memory = local.init(broadcast.theta, memory)
         cache = self._cache(round_plan)
-        ask = oracle(self.model, self.data, round_plan, self.mine, source, quiet=self.terms.secure)  # type: ignore[arg-type]
+        ask = oracle(self.model, self.data, round_plan, self.mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = local.compute(ask, broadcast, memory, cache)
         if self.terms.secure:
             ask.released(message)  # integers are noised in place of an answer, which must be sent as it is

@@ -17,8 +17,8 @@ import torch
 
 from sordino.core import Broadcast, Kind, Trust, Unit
 from sordino.data.sources import Dataset
-from sordino.engines.oracle import round_plans
-from sordino.engines.simulate import only_asks_for_the_gradient
+from sordino.engines.schedule import round_plans
+from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.models.linear import Linear

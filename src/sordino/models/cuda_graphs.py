@@ -1,4 +1,4 @@
-"""A function of tensors on a GPU as graphs of kernels, each launched as one."""
+"""Run a function of GPU tensors as CUDA graphs: all its kernels are launched by one call."""
 
 from __future__ import annotations
 
@@ -10,54 +10,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AFTER = 3  # calls before a graph is made: kernels are chosen in them, and what comes seldom is not worth one
-MOST = 8  # graphs
+CALLS_BEFORE_CAPTURE = 3  # plain calls per shape: they choose kernels, and a rare shape is not worth a graph
+GRAPHS_PER_CACHE = 8
 
 
-class Graphs:
-    """Calls by the shapes of what they are given. All graphs use the same memory, for none runs beside another.
+class GraphCache:
+    """One graph per combination of input shapes. All graphs share memory, because only one runs at a time.
 
-    The function must not look at any number. Its random numbers are those of a plain call: a replay reads the seed and
-    the offset of torch's generator and moves it on.
+    The function must not read any number back to the CPU. Its random numbers equal those of a plain call: a replay
+    reads the seed and the offset of torch's generator and advances it.
     """
 
     def __init__(self) -> None:
-        self._seen: Counter[Hashable] = Counter()
-        self._made: dict[Hashable, Replay] = {}
+        self._calls: Counter[Hashable] = Counter()
+        self._graphs: dict[Hashable, CapturedGraph] = {}
         self._pool: Any = None
 
-    def __call__(self, f: Callable[..., Tensor], given: Sequence[Tensor | None], *rest: Hashable) -> Tensor:
-        key = (*(None if t is None else (t.shape, t.dtype, t.device) for t in given), *rest)
-        if key not in self._made:
-            self._seen[key] += 1
-            full = len(self._made) >= MOST
-            if full or self._seen[key] <= AFTER or torch.cuda.is_current_stream_capturing():
-                return f(*given, *rest)
+    def __call__(self, f: Callable[..., Tensor], inputs: Sequence[Tensor | None], *rest: Hashable) -> Tensor:
+        """f(*inputs, *rest), by a graph once this combination of shapes was seen often enough.
+
+        Args:
+            f: The function; always the same for one cache.
+            inputs: Its tensor arguments, whose values may change between calls.
+            rest: Its other arguments, which belong to the graph.
+
+        Returns:
+            The function's value.
+        """
+        key = (*(None if t is None else (t.shape, t.dtype, t.device) for t in inputs), *rest)
+        if key not in self._graphs:
+            self._calls[key] += 1
+            full = len(self._graphs) >= GRAPHS_PER_CACHE
+            if full or self._calls[key] <= CALLS_BEFORE_CAPTURE or torch.cuda.is_current_stream_capturing():
+                return f(*inputs, *rest)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._made[key] = Replay(lambda *own: f(*own, *rest), given, self._pool)
-        return self._made[key](given)
+            self._graphs[key] = CapturedGraph(lambda *tensors: f(*tensors, *rest), inputs, self._pool)
+        return self._graphs[key](inputs)
 
 
-class Replay:
-    def __init__(self, f: Callable[..., Tensor], given: Sequence[Tensor | None], pool: Any) -> None:
-        self.given = [None if t is None else t.detach().clone() for t in given]
-        device = next(t.device for t in given if t is not None)
-        chance = torch.cuda.get_rng_state(device)
-        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
-            f(*self.given)  # what a stream needs of its own is made now
-        torch.cuda.current_stream(device).wait_stream(aside)
-        gc.collect()  # what autograd holds in cycles belongs to other streams
-        self.graph = torch.cuda.CUDAGraph()
-        # Autograd works in a thread of its own, which may do what this one may not.
-        with torch.cuda.graph(self.graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
-            self.found = f(*self.given)
-        torch.cuda.set_rng_state(chance, device)  # as if nothing had been drawn
+class CapturedGraph:
+    """A function captured as one CUDA graph, for inputs of one shape.
 
-    def __call__(self, given: Sequence[Tensor | None]) -> Tensor:
-        for own, new in zip(self.given, given, strict=True):
-            if own is not None and new is not None:
-                own.copy_(new)
-        self.graph.replay()
-        return self.found.clone()
+    Args:
+        f: The function. It must not read any number back to the CPU.
+        inputs: Example inputs; later calls pass tensors of the same shapes.
+        pool: Memory pool to share with other graphs; None for a pool of its own.
+    """
+
+    def __init__(self, f: Callable[..., Tensor], inputs: Sequence[Tensor | None], pool: Any = None) -> None:
+        self._inputs = [None if t is None else t.detach().clone() for t in inputs]
+        device = next(t.device for t in inputs if t is not None)
+        rng_state = torch.cuda.get_rng_state(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            f(*self._inputs)  # compiles kernels and creates what the stream needs
+        torch.cuda.current_stream(device).wait_stream(stream)
+        gc.collect()  # frees tensors that autograd holds in cycles and that belong to other streams
+        self._graph = torch.cuda.CUDAGraph()
+        # Autograd runs in a thread of its own, which may make calls that are forbidden in this one.
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._output = f(*self._inputs)
+        torch.cuda.set_rng_state(rng_state, device)  # as if nothing had been drawn
+
+    def __call__(self, inputs: Sequence[Tensor | None]) -> Tensor:
+        """The function's value for these inputs."""
+        for static, new in zip(self._inputs, inputs, strict=True):
+            if static is not None and new is not None:
+                static.copy_(new)
+        self._graph.replay()
+        return self._output.clone()

@@ -20,7 +20,7 @@ from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError, nearest
 from sordino.models import per_example, probe
 from sordino.models.arithmetic import ROWS, blank, exact_arithmetic, in_chunks, row_sums
-from sordino.models.cuda_graphs import Graphs
+from sordino.models.cuda_graphs import GraphCache
 from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure, summed
 
 MODES = ("auto", "tape", "two-pass", "vmap")
@@ -106,7 +106,7 @@ class TorchModel:
         owned = per_example.owners(module, self.trained)
         self._copies = {(first.dtype, first.device): self._place(module)}
         self._columns: dict[Any, slice | Tensor] = {}
-        self._lean, self._graphs = autocast is not None, Graphs() if capture else None
+        self._lean, self._graphs = autocast is not None, GraphCache() if capture else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
         self.random, self.outputs, advised, self._held, self._rest = probe.probe(self, owned, ruled=not odd)

@@ -174,7 +174,7 @@ def test_a_stricter_client_is_told_apart():
     cert = made(plan_for(client_epsilon={1: 0.5}))
     assert {group["clients"]: round(group["epsilon"], 6) for group in cert["groups"]} == {"0, 2-3": 2.0, "1": 0.5}
     assert verify(cert).problems == []
-    assert "the client worst off, client 0" in statement({**cert, "client_names": []})
+    assert "the client with the largest ε, client 0" in statement({**cert, "client_names": []})
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_what_is_not_certified_says_so_first(plan, source, words):
 def test_the_statement_says_who_against_whom_and_what_not():
     told = statement(made(plan_for(trust="secure-aggregation"), tested=77, names=["Ulm", "Bonn", "Jena", "Köln"]))
     for words in (
-        "any single record",
-        "no client's message by itself",
+        "the content of any single record",
+        "but not the message of a single client",
         "Secure aggregation was assumed, not carried out",
         "The 77 records that the model was tested on",
         "0: Ulm; 1: Bonn",
@@ -210,8 +210,8 @@ def test_the_statement_says_who_against_whom_and_what_not():
     ):
         assert words in told, words
     user = statement(made(plan_for(unit="user", adjacency="add-remove", trust="trusted-server")))
-    assert "any whole client: whether its data were used at all" in user
-    assert "records in" not in user
+    assert "whether its data were used at all" in user
+    assert "records) in" not in user
 
 
 def test_ranges():
@@ -221,7 +221,7 @@ def test_ranges():
 
 def test_a_statement_tells_the_least_noise_where_it_differs():
     """Of the demo's certificate: two kinds of messages, each with noise of its own."""
-    cert = json.loads((Path(__file__).parents[2] / "results" / "demo_certificate.json").read_text())
+    cert = json.loads((Path(__file__).parents[3] / "results" / "demo_certificate.json").read_text())
     clips = {query["query"]: query["clip"] for query in cert["queries"]}
     own = [r["std"] / clips[r["query"]] for group in cert["groups"] for r in group["releases"]]
     assert max(own) > 1.1 * min(own)

@@ -13,7 +13,8 @@ import torch
 from sordino.core import Adjacency, Broadcast, Divisor, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import decode_sum, encode_integers, round_plans
+from sordino.engines.oracle import decode_sum, encode_integers
+from sordino.engines.schedule import round_plans
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
@@ -35,7 +36,7 @@ def made(method="dp-fedsofim", sizes=SIZES, rounds=5, dimension=None, dropouts=1
         1e-5,
         adjacency=keys.pop("adjacency", Adjacency.REPLACE_ONE),
         trust=keys.pop("trust", Trust.SECURE_AGGREGATION),
-        client_epsilon=keys.pop("wishes", {}),
+        client_epsilon=keys.pop("requested_epsilons", {}),
     )
     integers = Integers(dimension or 3 * 6 + 3, dropouts, colluders)
     return Plan(build(method, **keys.pop("options", {})), rounds, sizes, privacy, integers=integers, **keys)
@@ -52,7 +53,7 @@ def test_the_promise_is_kept_and_not_by_much(adjacency, divisor):
     assert 1.03 < dearer.max() < 1.12  # concentrated DP, and a little for rounding
 
 
-def test_a_wish_holds_for_a_client_that_moves_few_steps():
+def test_a_requested_epsilon_holds_for_a_client_that_moves_few_steps():
     """Rounding lengthens its short steps more than the long ones of others (found by review)."""
     for requested_epsilon, dimension in ((0.004, 10**6), (0.02, 10**6)):
         plan = made(
@@ -71,7 +72,7 @@ def drawn(plan, theta, x, y, client, source, round_plan):
     """Integers of one client, as the reference engine makes them."""
     model = Linear(6, 3)
     records = Records.of(x, y, client, dtype=torch.float64)
-    ask = reference.oracle(model, records, round_plan, 0, source, quiet=True)
+    ask = reference.oracle(model, records, round_plan, 0, source, add_noise=False)
     message = ask.finish(round_plan.stage.local.compute(ask, Broadcast(theta, ()), (), ()))
     return encode_integers(plan, round_plan, 0, message, source)
 
@@ -194,7 +195,7 @@ def test_a_certificate_verifies_and_tells_both_epsilons(cert):
     assert verify(cert).problems == []
     assert cert["secure"]["epsilon_server"] < cert["epsilon"]
     page = statement(cert)
-    assert "even together with one site" in page
+    assert "even if one site cooperate" in page
     assert "Discrete Gaussian" in page
     several = [
         float(part.split(" %")[0].split()[-1]) for part in page.split("with probability up to")[1].split(",")[:1]

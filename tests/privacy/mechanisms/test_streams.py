@@ -10,7 +10,7 @@ import torch
 from sordino.core import Correlated, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference
-from sordino.engines.oracle import round_plans
+from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
@@ -86,7 +86,7 @@ def test_the_certificate_tells_the_noise_that_clients_add(records):
     level, rate = plan.levels[0], plan.participation.rate(plan.clients)
     # Every client's part, of those in the cohort and those outside it, adds up to the noise of the sum.
     parts = plan.own_std(level) * plan.weights / np.asarray(plan.sizes) / rate
-    assert math.sqrt((parts**2).sum()) == pytest.approx(float(round_plan.sums[0]))
+    assert math.sqrt((parts**2).sum()) == pytest.approx(float(round_plan.sum_stds[0]))
     verdict = verify(cert)
     assert not verdict.problems
     assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule", NOT_SIGNED]

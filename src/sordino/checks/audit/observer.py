@@ -283,7 +283,7 @@ class Watch:
             secret=False,
             runs=ask.runs,
             preparing=preparing,
-            quiet=True,
+            add_noise=False,
         )
 
     def _cache(self, s: int, local: Local, clients: np.ndarray, ask: Any, world: int) -> Tree:

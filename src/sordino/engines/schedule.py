@@ -1,0 +1,168 @@
+"""The public numbers of each round: cohort, noise, minibatches, and the addresses of draws that are not noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino.core import Facts, Model, Stage, keep
+from sordino.errors import SordinoError
+from sordino.privacy.mechanisms.random import Address, Source
+from sordino.privacy.participation import Sampling
+from sordino.privacy.plan import Plan
+
+# Query numbers above those of any method. They address draws that are not noise: which records enter a minibatch,
+# dropout, the dither of integer rounding, and which slot of the minibatch each drawn record takes.
+SAMPLING, DROPOUT, ROUNDING, SLOT_ORDER = 2**16 - 1, 2**16 - 2, 2**16 - 3, 2**16 - 4
+
+
+class RoundPlan(NamedTuple):
+    """The public numbers of one round."""
+
+    t: int
+    first: int  # the first round of this round's stage
+    step: int  # earlier rounds of the stage that changed the model
+    stage: Stage
+    facts: Facts
+    cohort: np.ndarray
+    sizes: np.ndarray  # records of each client as declared; at user level only the client knows its size
+    stds: list[np.ndarray]  # per query: the noise that each client adds in a cohort of this size
+    sum_stds: list[np.ndarray]  # per query: the noise of the aggregate, where it is added to the sum
+    sampling: Sampling
+    rates: np.ndarray  # per client: probability that a record enters a minibatch
+    slots: np.ndarray  # per client: slots of a minibatch
+    noise_on_sum: bool  # the adversary sees only sums, so noise is added once, to the aggregate
+
+
+def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]:
+    """The rounds of a plan, in order.
+
+    Args:
+        plan: The plan of the run.
+        model: The model, whose shapes become public facts.
+        start: The first round to yield.
+
+    Yields:
+        One `RoundPlan` per round from `start` on.
+    """
+    t, sizes = 0, np.asarray(plan.sizes)
+    for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
+        first, facts = t, replace(plan.facts(s), shapes=model.shapes, blocks=parameter_blocks(model))
+        stds, step = [plan.std(s, k) for k in range(len(stage.queries))], 0
+        sum_stds = [np.asarray(plan.aggregate_std(s, k)) for k in range(len(stage.queries))]
+        on_sum = noise_is_added_to_sum(plan, stage)
+        for t in range(first, first + rounds):
+            if t >= start:
+                cohort = plan.cohorts[t]
+                client_stds = [std * plan.share(len(cohort)) for std in stds]
+                batches = plan.sampling, plan.rates, plan.slots
+                yield RoundPlan(t, first, step, stage, facts, cohort, sizes, client_stds, sum_stds, *batches, on_sum)
+            step += bool(len(plan.cohorts[t])) or (on_sum and plan.amplified)
+        t = first + rounds
+
+
+def round_plans_of_runs(plans: Sequence[Plan], model: Model, start: int) -> Iterator[RoundPlan]:
+    """The first plan's rounds with the noise of every plan: all stds get a leading axis of runs.
+
+    Args:
+        plans: One plan per run, equal in everything but noise.
+        model: The model of all runs.
+        start: The first round to yield.
+
+    Yields:
+        One `RoundPlan` per round from `start` on.
+    """
+    stds: dict[int, list[np.ndarray]] = {}
+    sum_stds: dict[int, list[np.ndarray]] = {}
+    facts: dict[int, Facts] = {}
+    for round_plan in round_plans(plans[0], model, start):
+        if round_plan.first not in stds:
+            s, queries = plans[0].stage_of(round_plan.t), range(len(round_plan.stage.queries))
+            stds[round_plan.first] = [np.stack([p.std(s, k) for p in plans]) for k in queries]
+            sum_stds[round_plan.first] = [np.array([p.aggregate_std(s, k) for p in plans]) for k in queries]
+            aggregate_std = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
+            facts[round_plan.first] = replace(round_plan.facts, aggregate_std=aggregate_std)
+        client_stds = [plans[0].share(len(round_plan.cohort)) * std for std in stds[round_plan.first]]
+        yield round_plan._replace(facts=facts[round_plan.first], stds=client_stds, sum_stds=sum_stds[round_plan.first])
+
+
+def noise_is_added_to_sum(plan: Plan, stage: Stage) -> bool:
+    """Whether noise is added once, to the sum of the messages.
+
+    This is so where the adversary sees only sums and the method proves its promise for sums. That proof needs messages
+    that are unchanged answers (or are noised as a whole) and clients that store nothing of them.
+
+    Raises:
+        SordinoError: The stage's clients store their message, which carries no noise of its own here.
+    """
+    if not plan.only_sums_visible or (plan.privacy.unit, plan.privacy.trust) not in plan.method.proves:
+        return False
+    if stage.local.update_memory is not keep:
+        raise SordinoError(
+            f"{plan.method.name}: a client that stores its message cannot have it noised in the sum alone; leave "
+            f"{plan.privacy.trust} out of `proves`."
+        )
+    return True
+
+
+def assign_slots(source: Source, at: Address, round_plan: RoundPlan, size: int) -> np.ndarray:
+    """Draw a client's minibatch: the record in each slot, or -1 for an empty slot.
+
+    The number of slots is public. Under Poisson sampling each drawn record takes a random free slot, so a record that
+    joins the minibatch moves no other record and does not change how another record is rounded.
+
+    Args:
+        source: The run's randomness.
+        at: Client, round and call of the draw.
+        round_plan: The round, which knows the rates and the slots.
+        size: Records the client really has, which may be fewer than it declared.
+
+    Returns:
+        One record number per slot.
+    """
+    rate, slots = float(round_plan.rates[at.client]), int(round_plan.slots[at.client])
+    if rate == 1:
+        drawn = order = np.arange(slots)
+    else:
+        uniforms = source.uniform(at._replace(query=SAMPLING), (int(round_plan.sizes[at.client]),))
+        drawn = round_plan.sampling.draw(uniforms, rate)
+        shuffled = round_plan.sampling.kind == "poisson"
+        order = np.argsort(source.uniform(at._replace(query=SLOT_ORDER), (slots,))) if shuffled else np.arange(slots)
+    drawn = drawn[drawn < size][:slots]
+    record_in_slot = np.full(slots, -1)
+    record_in_slot[order[: len(drawn)]] = drawn
+    return record_in_slot
+
+
+def dropout_seed(source: Source, client: int, t: int, call: int) -> int:
+    """The seed of the randomness inside a model, such as dropout."""
+    return int(source.uniform(Address(client, t, DROPOUT, call), (1,))[0] * 2**52)
+
+
+def check_stream(plan: Plan, t: int, source: Source) -> None:
+    """Refuse to continue correlated noise in round t with a new key.
+
+    Correlated noise is accounted for as one stream; a new key cannot reproduce the draws of earlier rounds.
+
+    Raises:
+        SordinoError: Round t would need draws of a key that was not stored.
+    """
+    if source.private and plan.goes_on(t):
+        raise SordinoError(
+            f"resume: the correlated noise of {plan.method.name} started with a key that is not stored, so round {t} "
+            "cannot continue it; start a new run."
+        )
+
+
+def parameter_blocks(model: Model) -> Tensor:
+    """The block of each entry of theta: the model's own `blocks`, or one block per parameter tensor."""
+    if (blocks := getattr(model, "blocks", None)) is not None:
+        return torch.as_tensor(blocks)
+    sizes = torch.tensor([math.prod(shape) for shape in model.shapes])
+    return torch.repeat_interleave(torch.arange(len(sizes)), sizes)
