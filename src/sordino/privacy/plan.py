@@ -78,7 +78,30 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be released, and the noise that pays for it. All figures follow from these fields."""
+    """What will be released, and the noise that pays for it. All figures follow from these fields.
+
+    Args:
+        method: What is asked of the clients, and what the server does with it.
+        rounds: Number of rounds.
+        sizes: Number of records of each client; public at record level.
+        privacy: The promise.
+        participation: Who takes part in which round.
+        divisor: How clients of unequal size are averaged.
+        schedule_seed: Seed of the schedule of participants.
+        noise: Standard deviation of the summed client noise over the clip; None: what epsilon needs.
+        uncertified: Accept a plan that no proof covers; its certificate says "not certified".
+        sampling: Which records a gradient is asked of.
+        integers: Sums are of integers, added up by secure aggregation.
+
+    Raises:
+        SordinoError: A field is out of its range, or no proof covers the plan.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=70, sizes=(2500,) * 20, privacy=so.Privacy(epsilon=1.0))
+        >>> round(plan.epsilon(), 3)
+        1.0
+    """
 
     method: Method
     rounds: int
