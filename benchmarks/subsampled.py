@@ -22,6 +22,7 @@ from typing import Any
 
 from provenance import provenance
 from sordino.data.sources import Dataset
+from sordino.privacy import calibration, spending
 from sordino.studies.tune import validated
 from sordino.training.batch import Trained, run_many
 from sordino.training.run import read
@@ -131,8 +132,11 @@ def tested(
         row = {"trust": trust, "method": label, "batch": batch, "rounds": rounds, "epsilon": epsilon, "step": how}
         row |= {"options": options, "validation": {f"{lr:g}": score for lr, score in tried.items()}}
         row |= {"accuracy": scores, "mean": statistics.mean(scores), "std": statistics.stdev(scores)}
-        row |= {"noise_multiplier": plan.summed_noise()[1], "aggregate_std": plan.aggregate_std(0)}
-        row |= {"epsilon_accounted": plan.epsilon(), "record_gradients": int(part * sum(plan.sizes) * rounds)}
+        row |= {
+            "noise_multiplier": calibration.summed_noise(plan)[1],
+            "aggregate_std": calibration.aggregate_std(plan, 0),
+        }
+        row |= {"epsilon_accounted": spending.epsilon(plan), "record_gradients": int(part * sum(plan.sizes) * rounds)}
         row |= {"milliseconds_per_round": 1000 * statistics.mean(each.seconds for each in mine) / rounds}
         rows.append(row)
     return rows

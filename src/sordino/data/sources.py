@@ -19,6 +19,7 @@ import numpy as np
 from sordino.core import SAFETY
 from sordino.data import catalog
 from sordino.errors import SordinoError, nearest
+from sordino.lazy import optional
 
 BUILT_IN = ("digits", "synthetic")
 SUFFIXES = (".npz", ".csv", ".parquet")
@@ -291,9 +292,9 @@ def _table(path: Path, label: str | None, client: str | None) -> _Raw:
 
 
 def _open_table(path: Path) -> Any:
-    import pyarrow as pa  # here, not above: the library itself runs without it
-    import pyarrow.csv
-    import pyarrow.parquet
+    pa = optional("pyarrow", "tables", f"data: '{path}'")  # here, not above: the library itself runs without it
+    import pyarrow.csv  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
 
     try:
         if path.suffix.lower() == ".csv":
