@@ -43,7 +43,12 @@ _WARNED: set[str] = set()  # families
 
 
 class UnpaidSearchWarning(UserWarning):
-    """Several copies of one estimator are fitted, and no certificate covers them together."""
+    """Several copies of one estimator are fitted, and no certificate covers them together.
+
+    Example:
+        >>> issubclass(UnpaidSearchWarning, UserWarning)
+        True
+    """
 
 
 class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn is not typed
@@ -80,6 +85,13 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
       normalize_: how records are scaled before they are used.
       certificate_: all numbers of the promise, for `sordino.verify`. statement_: the same in words, as Markdown.
       history_: of each round, its number and the epsilon spent up to it.
+
+    Example:
+      >>> import sordino as so
+      >>> data = so.load("digits")
+      >>> model = FederatedClassifier(epsilon=4.0, rounds=5).fit(data.x_train, data.y_train)
+      >>> model.certificate_["certified"], round(model.certificate_["epsilon"], 2)
+      (True, 4.0)
     """
 
     def __init__(

@@ -78,14 +78,30 @@ class Partition:
 def split(
     dataset: Dataset, partition: str | Partition, clients: int | None, *, sizes: str = "equal", seed: int = 0
 ) -> np.ndarray:
-    """The client index (0..clients-1) of each training record; -1: left out, which only `counts:FILE` may ask for.
+    """Deal the training records out to clients.
 
     Args:
-      partition: `iid`; `dirichlet:A` (each class divided by proportions ~ Dir(A); 0.5 by default); `classes:K` (each
-        client holds K classes); `by-site` or `by-column:NAME` (the sites the data came with, in sorted order, whatever
-        `clients` says); `counts:FILE` (a CSV of `client, class_0, class_1, ..`: how many records of each class); or a
-        parsed `Partition`, which holds its sizes.
-      sizes: of iid clients: `equal`, `uniform` (0.5 to 1.5 of the mean) or `lognormal:S` (log-sd S, 0.5 by default).
+        dataset: The data.
+        partition: `iid`; `dirichlet:A` (each class divided by proportions ~ Dir(A); 0.5 by default); `classes:K` (each
+            client holds K classes); `by-site` or `by-column:NAME` (the sites the data came with, in sorted order,
+            whatever `clients` says); `counts:FILE` (a CSV of `client, class_0, class_1, ..`: how many records of each
+            class); or a parsed `Partition`, which holds its sizes.
+        clients: Number of clients; None where the partition brings them.
+        sizes: Sizes of iid clients: `equal`, `uniform` (0.5 to 1.5 of the mean) or `lognormal:S` (log-sd S, 0.5 by
+            default).
+        seed: Of the partition.
+
+    Returns:
+        The client index (0..clients-1) of each training record; -1: left out, which only `counts:FILE` may ask for.
+
+    Raises:
+        SordinoError: The partition is unknown, or does not fit the data.
+
+    Example:
+        >>> import sordino as so
+        >>> client = split(so.load("digits"), "iid", 4)
+        >>> len(client), int(client.max())
+        (1438, 3)
     """
     how = partition if isinstance(partition, Partition) else Partition.parse(partition, sizes)
     if how.reads_labels and not dataset.classes:
