@@ -46,7 +46,21 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
     """Recompute every epsilon from the raw numbers with dp-accounting, check the signature; list what does not hold.
 
     Args:
-      key: who must have signed it: a public key, its fingerprint, or a file with either.
+        cert: The contents of certificate.json.
+        key: Who must have signed it: a public key, its fingerprint, or a file with either.
+
+    Returns:
+        A verdict: whether the certificate holds, and the problems found.
+
+    Raises:
+        SordinoError: The certificate is not of a known form.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=(100,) * 4, privacy=so.Privacy(epsilon=2.0))
+        >>> verdict = verify(so.certificate(plan, so.source(None), version=so.__version__))
+        >>> round(verdict.recomputed, 3)
+        2.0
     """
     problems: list[str] = []
     try:
