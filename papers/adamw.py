@@ -17,7 +17,8 @@ from sordino.core import Adjacency
 from sordino.data import catalog, fetch, glue
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
-from sordino.models.transformers import TRANSFORMERS, package_folder
+from sordino.models.pretrained import TRANSFORMERS
+from sordino.models.transformers import package_folder
 from sordino.privacy.accounting import subsampled
 from sordino.privacy.accounting.subsampled import Sampled, Sampler
 
