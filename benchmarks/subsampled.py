@@ -22,9 +22,10 @@ from typing import Any
 
 from provenance import provenance
 from sordino.data.sources import Dataset
+from sordino.privacy import calibration, spending
 from sordino.studies.tune import validated
 from sordino.training.batch import Trained, run_many
-from sordino.training.run import read
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 ROOT = Path(__file__).parents[1]
@@ -125,14 +126,17 @@ def tested(
     ]
     trained, rows = run_many(specs, data, at=()), []
     for epsilon in EPSILONS:
-        mine = [each for each in trained if each.spec.epsilon == epsilon]
+        mine = [each for each in trained if each.resolved.privacy.epsilon == epsilon]
         scores, plan, (options, tried) = [last(each) for each in mine], mine[0].plan, chosen[epsilon]
         part = float(plan.rates.max())
         row = {"trust": trust, "method": label, "batch": batch, "rounds": rounds, "epsilon": epsilon, "step": how}
         row |= {"options": options, "validation": {f"{lr:g}": score for lr, score in tried.items()}}
         row |= {"accuracy": scores, "mean": statistics.mean(scores), "std": statistics.stdev(scores)}
-        row |= {"noise_multiplier": plan.summed_noise()[1], "aggregate_std": plan.aggregate_std(0)}
-        row |= {"epsilon_accounted": plan.epsilon(), "record_gradients": int(part * sum(plan.sizes) * rounds)}
+        row |= {
+            "noise_multiplier": calibration.summed_noise(plan)[1],
+            "aggregate_std": calibration.aggregate_std(plan, 0),
+        }
+        row |= {"epsilon_accounted": spending.epsilon(plan), "record_gradients": int(part * sum(plan.sizes) * rounds)}
         row |= {"milliseconds_per_round": 1000 * statistics.mean(each.seconds for each in mine) / rounds}
         rows.append(row)
     return rows
@@ -140,7 +144,7 @@ def tested(
 
 def compute(task: tuple[str, str, str]) -> list[dict[str, Any]]:
     folder, trust, label = task
-    data = read(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD}).resolved())
+    data = resolve(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD})).read_data()
     held, rows = validated(data), []
     for batch, rounds in SHAPES[label]:
         begun = time.process_time()

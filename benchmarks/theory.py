@@ -23,6 +23,7 @@ from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 from sordino.studies import theory
@@ -62,7 +63,7 @@ def sofim(radius: float, clip: float, rho: float, step: float, rounds: int) -> d
         lr=step * rho,
         beta=BETA,
         dim=DIM,
-        noise=plan.aggregate_std(0),
+        noise=calibration.aggregate_std(plan, 0),
         smooth=float(curves[-1]),
         convex=float(curves[0]),
         steepest=float(gradients.max()),

@@ -12,8 +12,9 @@ from sordino import wire
 from sordino.errors import SordinoError
 from sordino.federation import messenger
 from sordino.federation.coordinator import Coordinator
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.training.outcome import load_model
+from sordino.training.artifacts import load_model
 
 TOTAL = Counter()
 
@@ -123,7 +124,7 @@ class Weather:
             for (run, t), entries in rounds.items():
                 assert run == terms.run
                 site = self.sites_by_node[node]
-                planned = [e._replace(who=site.dataset_id) for e in terms.plan.entries(node - 100, t, run)]
+                planned = [e._replace(who=site.dataset_id) for e in charges(terms.plan, node - 100, t, run)]
                 assert entries == [[e.query, e.sensitivity, e.std, e.times, e.who] for e in planned], (name, t)
 
     def close(self):

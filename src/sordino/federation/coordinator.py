@@ -32,13 +32,14 @@ from sordino.federation import messenger
 from sordino.federation.config import Federation
 from sordino.federation.messenger import Messenger, Transport, about, read
 from sordino.federation.secure_sum import Arrays, Sums, parts
-from sordino.federation.terms import Terms, federated, written
+from sordino.federation.terms import DRAWN, Terms, federated, written
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Secure
-from sordino.training.outcome import DRAWN
-from sordino.training.run import evaluate, save_model
-from sordino.training.spec import read_values
+from sordino.settings import read_toml
+from sordino.training.artifacts import save_model
+from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
@@ -99,7 +100,12 @@ class Coordinator:
             scores = evaluate(self.model, model, *self._test) if self._test else {}
             seconds = round(time.perf_counter() - began, 3)
             self.tell(
-                "round", t=round_plan.t, came=came, epsilon=self.plan.spent(round_plan.t), seconds=seconds, **scores
+                "round",
+                t=round_plan.t,
+                came=came,
+                epsilon=spending.epsilon_after(self.plan, round_plan.t),
+                seconds=seconds,
+                **scores,
             )
             if lost == LOST and round_plan.t + 1 < self.plan.rounds:
                 raise SordinoError(
@@ -175,7 +181,7 @@ class Coordinator:
         if path.exists():
             return Terms.read(path.read_text(encoding="utf-8"))
         config = self.config
-        spec = federated(read_values(config.path(config.spec)))
+        spec = federated(read_toml(config.path(config.spec)))
         text = written(spec)
         names = tuple(config.sites)
         roster = ""
@@ -203,7 +209,7 @@ class Coordinator:
         if roster:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
         terms = Terms.read(terms.json())
-        terms.plan.levels  # noqa: B018  what cannot be calibrated is refused before anybody is asked
+        calibration.query_noises(terms.plan)
         files.write(path, terms.json().encode())
         files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True
@@ -327,7 +333,7 @@ class Coordinator:
         nobody = np.zeros((0, self.terms.features), np.float32)
         none = np.zeros(0, np.int64)
         data = Dataset("sites", nobody, none, nobody, none, None, self.terms.classes)
-        save_model(self.out / "model.safetensors", self.terms.parsed, data, self.model, model)
+        save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         files.write(self.out / "statement.md", statement(cert).encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))
