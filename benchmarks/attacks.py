@@ -43,6 +43,7 @@ from sordino.engines.schedule import SAMPLING, assign_slots, round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label
 from sordino.privacy.evidence.signing import signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
@@ -51,9 +52,10 @@ from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training import run as runs
-from sordino.training.artifacts import Place
-from sordino.training.outcome import predict, verify_run
+from sordino.training.artifacts import RunFolder
+from sordino.training.predict import predict
 from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
 
 ROOT = Path(__file__).resolve().parents[1]
 END = float(norm.isf(2.0**-64))  # the furthest draw of a sampler that inverts 64 bits: 9.08
@@ -161,7 +163,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
         at = {"delta": 1e-5, "confidence": 0.99, "threshold": 0.0}
         return statistics.by_thresholds(*scores, **at).epsilon, statistics.by_gaussian(*scores, **at).epsilon
 
-    certified, tries = plan.epsilon(), []
+    certified, tries = spending.epsilon(plan), []
     while len(tries) < audits.TRIES and (not tries or max(tries[-1]) > certified):  # one in a hundred is chance
         tries.append(bounds(plain, repeats))
     found, wrong = min(tries, key=max), bounds(twin, 60)
@@ -432,7 +434,7 @@ def tail(quick: bool) -> Iterator[Finding]:
     one = torch.ones(1, 1, dtype=torch.float64)
     for epsilon in (40.0, 100.0):
         plan = Plan(build("dp-fedgd"), 1, (1,), Privacy(epsilon, 1e-5))
-        std, far = plan.aggregate_std(0), 1 - SAFETY
+        std, far = calibration.aggregate_std(plan, 0), 1 - SAFETY
         worlds = [Records.of(one, one[0] * label, np.zeros(1, int), dtype=torch.float64) for label in (-1e6, 1e6)]
 
         def releases(records: Records, kind: type[Secure], engine: Any, plan: Plan = plan) -> np.ndarray:
@@ -459,8 +461,8 @@ def tail(quick: bool) -> Iterator[Finding]:
             {40.0: "0.0010 of D, never of D' (1e-5 allowed)", 100.0: "0.93 of D, never of D' (1e-5 allowed)"}[epsilon],
             f"{seen:.4f} of D; of D' with probability 2⁻⁶⁴, and all {len(rare)} such draws lie there "
             f"(law of the tail: p = {shape:.2g}); ε ≥ {lower:.1f} by the best test",
-            f"e^ε 2⁻⁶⁴ + δ = {allowed:.3g}; ε = {plan.epsilon():.4g}",
-            verdict(there and shape > UNLIKELY and least <= allowed and lower <= plan.epsilon()),
+            f"e^ε 2⁻⁶⁴ + δ = {allowed:.3g}; ε = {spending.epsilon(plan):.4g}",
+            verdict(there and shape > UNLIKELY and least <= allowed and lower <= spending.epsilon(plan)),
             {"runs": 2 * repeats, "seen": seen, "p": shape, "furthest": float((far - rare).max() / std)},
         )
 
@@ -478,7 +480,7 @@ def cohort(quick: bool) -> Iterator[Finding]:
         method = build(name, Unit.USER, lr=1.0)
         plan = Plan(method, repeats, (4,) * clients, privacy, who, schedule_seed=2**100 + 7)
         assert plan.amplified
-        grid = float(grid_of(plan.aggregate_std(0)))
+        grid = float(grid_of(calibration.aggregate_std(plan, 0)))
         for engine in (reference, simulate):
             for dtype in (torch.float32, torch.float64):
                 records = Records.of(x, y, np.repeat(np.arange(clients), 4), dtype=dtype)
@@ -545,7 +547,7 @@ def head(quick: bool) -> Iterator[Finding]:
         assert status == 0, told
         spec = Spec.read(out / "public" / "spec.toml")
         jobs = [runs.prepare(spec, runs.read(replace(spec, data=str(world)))) for world in worlds]
-        place = Place.find(out)
+        place = RunFolder.find(out)
         cert = json.loads((place.public / "certificate.json").read_text())
         with Ledger(place.private / "ledger.db") as ledger:
             rows = list(ledger.rows())
@@ -722,7 +724,7 @@ def forgeries(quick: bool) -> Iterator[Finding]:
             table["predict with a swapped model"] = "refused"
         alone = [(f"{change.__name__} ({base})", base, change) for base, change in forgers.CONSISTENT]
         for name, base, change in [*alone, ("no spec, no ledger (seeded)", "seeded", bare)]:
-            key = Place.find(honest[base]).keys().sign.public
+            key = RunFolder.find(honest[base]).keys().sign.public
             kept = verify_run(forge(base, change, "kept")).problems
             stripped = verify_run(forge(base, change, "stripped"))
             by_key = command("verify", forge(base, change, "stripped"), "--key", key)[0]

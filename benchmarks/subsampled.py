@@ -1,6 +1,6 @@
 """Does subsampling help DP-FedSOFIM? Minibatches and more rounds against all records, at the same epsilon.
 
-    OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR     # results/subsampled.json and .md
+    OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR     # results/subsampled.json; the site shows it
 
 CIFAR-10 features (50,000 x 64) on 20 clients, delta 1e-5, replace-one. Steps are chosen anew for every row on
 validation records (10 % of the training records, seed 0), around the one that results/table3 has for 70 rounds of all
@@ -22,9 +22,10 @@ from typing import Any
 
 from provenance import provenance
 from sordino.data.sources import Dataset
+from sordino.privacy import calibration, spending
 from sordino.studies.tune import validated
 from sordino.training.batch import Trained, run_many
-from sordino.training.run import read
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 ROOT = Path(__file__).parents[1]
@@ -125,14 +126,17 @@ def tested(
     ]
     trained, rows = run_many(specs, data, at=()), []
     for epsilon in EPSILONS:
-        mine = [each for each in trained if each.spec.epsilon == epsilon]
+        mine = [each for each in trained if each.resolved.privacy.epsilon == epsilon]
         scores, plan, (options, tried) = [last(each) for each in mine], mine[0].plan, chosen[epsilon]
         part = float(plan.rates.max())
         row = {"trust": trust, "method": label, "batch": batch, "rounds": rounds, "epsilon": epsilon, "step": how}
         row |= {"options": options, "validation": {f"{lr:g}": score for lr, score in tried.items()}}
         row |= {"accuracy": scores, "mean": statistics.mean(scores), "std": statistics.stdev(scores)}
-        row |= {"noise_multiplier": plan.summed_noise()[1], "aggregate_std": plan.aggregate_std(0)}
-        row |= {"epsilon_accounted": plan.epsilon(), "record_gradients": int(part * sum(plan.sizes) * rounds)}
+        row |= {
+            "noise_multiplier": calibration.summed_noise(plan)[1],
+            "aggregate_std": calibration.aggregate_std(plan, 0),
+        }
+        row |= {"epsilon_accounted": spending.epsilon(plan), "record_gradients": int(part * sum(plan.sizes) * rounds)}
         row |= {"milliseconds_per_round": 1000 * statistics.mean(each.seconds for each in mine) / rounds}
         rows.append(row)
     return rows
@@ -140,7 +144,7 @@ def tested(
 
 def compute(task: tuple[str, str, str]) -> list[dict[str, Any]]:
     folder, trust, label = task
-    data = read(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD}).resolved())
+    data = resolve(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD})).read_data()
     held, rows = validated(data), []
     for batch, rounds in SHAPES[label]:
         begun = time.process_time()
@@ -223,18 +227,11 @@ def main(folder: str, workers: int) -> None:
         "rows": rows,
     }
     (ROOT / "results" / "subsampled.json").write_text(json.dumps(found, indent=1) + "\n")
-    write()
-
-
-def write() -> None:
-    rows = json.loads((ROOT / "results" / "subsampled.json").read_text())["rows"]
-    (ROOT / "results" / "subsampled.md").write_text(report(rows))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="DATA_DIR")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--table", action="store_true", help="from results/subsampled.json alone")
     arguments = parser.parse_args()
-    write() if arguments.table else main(arguments.folder, arguments.workers)
+    main(arguments.folder, arguments.workers)

@@ -35,7 +35,8 @@ from sordino.federation.flower.commands import environment, register_command, se
 from sordino.federation.flower.processes import LocalFederation, called, listening
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
-from sordino.training.outcome import load_model
+from sordino.privacy.evidence.charges import charges
+from sordino.training.artifacts import load_model
 
 VICTIM = "alpha"  # one of its records is singled out
 QUICK = (
@@ -184,7 +185,7 @@ def unpaid(federation: LocalFolders, terms: Terms, name: str, notes: Path) -> in
     released = {line["t"] for line in left if line["kind"] == "update" and line["run"] == terms.run}
     rows, bad = charged(federation, terms, name), 0
     for t in released:
-        planned = terms.plan.entries(terms.names.index(name), t, terms.run)
+        planned = charges(terms.plan, terms.names.index(name), t, terms.run)
         bad += sorted(r[1:] for r in rows if r[0] == t) != sorted(
             (e.query, e.sensitivity, e.std, e.times) for e in planned
         )

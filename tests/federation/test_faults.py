@@ -8,8 +8,9 @@ import fault_trials
 import scenarios
 
 
+@pytest.mark.soak
 def test_faults_cost_no_privacy(tmp_path):
-    """One test for all: two workers of the suite would otherwise start two federations."""
+    """One federation runs all scenarios, because it takes half a minute to start."""
     found = fault_trials.run(tmp_path, fault_trials.QUICK)
     assert found["violations"] == []
     for name, run in found["runs"].items():

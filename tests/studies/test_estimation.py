@@ -12,6 +12,7 @@ from sordino.cli import main
 from sordino.core import Privacy
 from sordino.errors import SordinoError
 from sordino.methods import build
+from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Address
 from sordino.privacy.plan import Plan
 from sordino.studies import estimation, estimation_report, theory
@@ -70,7 +71,7 @@ def test_every_method_keeps_its_promise():
     for method, rounds in estimation.contestants(estimation.setup("logistic"), 20).values():
         plan = Plan(method, rounds, (100, 400), estimation.promise(0.7))
         assert plan.proved
-        assert plan.mu() == pytest.approx(0.7, rel=1e-9)
+        assert spending.mu(plan) == pytest.approx(0.7, rel=1e-9)
 
 
 def test_rows_are_a_function_of_addresses():

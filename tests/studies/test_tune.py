@@ -8,9 +8,11 @@ import pytest
 from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
+from sordino.privacy import spending
 from sordino.privacy.accounting import gaussian
 from sordino.studies import grids, private_tuning
 from sordino.studies.tune import Case, tune, validated
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 
@@ -100,7 +102,7 @@ def test_every_preset_names_options_that_the_method_has(name, method):
     assert bool(grid) == (method not in grids.UNTUNED)
     base = {"method": method, "epsilon": math.inf}
     for setting in [next(grids.product(grid)), *list(grids.product(grid))[-1:]]:
-        Spec.of({**base, **setting}).plan((5, 5))
+        resolve(Spec.of({**base, **setting})).plan((5, 5))
 
 
 def test_the_fine_grids_are_as_large_as_the_paper_s():
@@ -120,8 +122,8 @@ def test_k_runs_share_one_budget(how, digits):
     whole = gaussian.mu(8.0, 1e-5)
     runs = found.account["runs"]
     assert runs == 4
-    assert math.sqrt(runs) * found.trained.plan.mu() <= whole * (1 + 1e-9)
-    assert math.sqrt(runs) * found.trained.plan.mu() == pytest.approx(whole, rel=1e-4)
+    assert math.sqrt(runs) * spending.mu(found.trained.plan) <= whole * (1 + 1e-9)
+    assert math.sqrt(runs) * spending.mu(found.trained.plan) == pytest.approx(whole, rel=1e-4)
     assert found.account["epsilon"] == 8.0
     assert found.options in [{"lr": lr} for lr in GRID["lr"]]
 
@@ -149,7 +151,7 @@ def test_random_stopping_tells_neither_how_many_nor_how_well(digits):
         private_tuning.search(BASE, GRID, validated(digits), "stopping")
     found = private_tuning.search({**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", mean=3.0)
     assert "runs" not in found.account
-    assert found.trained.plan.mu() < gaussian.mu(8.0, 1e-5)
+    assert spending.mu(found.trained.plan) < gaussian.mu(8.0, 1e-5)
     assert "trusted" in found.account["assumes"]
 
 

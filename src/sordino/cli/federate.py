@@ -62,7 +62,7 @@ def _up(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.federation import demonstration
     from sordino.federation.flower import require
-    from sordino.training.spec import parse_setting
+    from sordino.settings import parse_setting
 
     require()
     if arguments.resume:
@@ -187,7 +187,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
     import json
 
     import sordino.federation.terms  # noqa: F401  # registers how a federation's certificate is rebuilt
-    from sordino.training.outcome import verify_run
+    from sordino.training.verify_run import verify_run
 
     sites = []
     for place in sorted((out / "sites").iterdir()):

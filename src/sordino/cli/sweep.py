@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         "--validation", type=float, default=0.1, metavar="PART", help="of the training records (default: 0.1)"
     )
     parser.add_argument(
-        "--charge-tuning", default="no", metavar="HOW", help=f"{', '.join(PAY)}: see docs/experiments.md"
+        "--charge-tuning", default="no", metavar="HOW", help=f"{', '.join(PAY)}: see docs/how-to/tune.md"
     )
     parser.add_argument("--public", metavar="FILE", help="records that anybody may see, to score by (with public)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
@@ -54,9 +54,9 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    from sordino.training.spec import parse_setting, read_values
+    from sordino.settings import parse_setting, read_toml
 
-    values: dict[str, Any] = read_values(arguments.spec) if arguments.spec else {}
+    values: dict[str, Any] = read_toml(arguments.spec) if arguments.spec else {}
     for _, key, _ in RUN_FLAGS:
         if (given := getattr(arguments, f"key_{key}")) is not None:
             values |= dict([parse_setting(f"{key}={given}")])

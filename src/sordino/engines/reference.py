@@ -1,4 +1,15 @@
-"""The meaning of a round: a plain loop over clients. Every other engine must agree with this one."""
+"""The meaning of a round: a plain loop over clients. Every other engine must agree with this one.
+
+Example:
+    >>> import sordino as so
+    >>> data = so.load("digits")
+    >>> records = so.Records.of(data.x_train, data.y_train, so.split(data, "iid", 4))
+    >>> plan = so.Plan(so.build("dp-fedgd"), rounds=2, sizes=records.sizes, privacy=so.Privacy(epsilon=8.0))
+    >>> for result in so.reference.run(plan, so.Linear(64, 10), records, so.source(None)):
+    ...     pass
+    >>> result.t
+    1
+"""
 
 from __future__ import annotations
 
@@ -14,6 +25,7 @@ from sordino.data.records import Lazy, Records
 from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
 from sordino.privacy.plan import Plan
@@ -80,7 +92,7 @@ def run(
         unpaid: list[int] = []
         if ledger is not None and total is None:
             unpaid = [i for i in payers if not ledger.charged(run_id, f"client {i}", round_plan.t)]
-            ledger.afford([entry for i in unpaid for entry in plan.entries(i, round_plan.t, run_id)])
+            ledger.afford([entry for i in unpaid for entry in charges(plan, i, round_plan.t, run_id)])
         if total is None and recalled and any(messages[i] is None for i in cohort):
             check_stream(plan, round_plan.t, source)
 
@@ -109,14 +121,14 @@ def run(
                 aggregate = noised_sum(round_plan, [m for m, _ in computed], weights, computed[0][1], source, theta)
                 if ledger is not None:
                     for i in unpaid:
-                        ledger.charge(plan.entries(i, round_plan.t, run_id))
+                        ledger.charge(charges(plan, i, round_plan.t, run_id))
                     ledger.charge([Entry(SUM, round_plan.t, "sum", 0.0, 1.0, 1, run_id)], pack(aggregate))
         else:
             for i in cohort:
                 if messages[i] is None:
                     messages[i] = compute(i)[0]
                     if ledger is not None:
-                        ledger.charge(plan.entries(i, round_plan.t, run_id), pack(messages[i]))
+                        ledger.charge(charges(plan, i, round_plan.t, run_id), pack(messages[i]))
                 memory[i] = local.update_memory(messages[i], broadcast, memory[i])
             parts = [tree_map(lambda leaf, w=share[i]: w * leaf, messages[i]) for i in cohort]
             aggregate = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()

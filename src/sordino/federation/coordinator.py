@@ -31,11 +31,13 @@ from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
+from sordino.federation.terms import DRAWN
+from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Secure
-from sordino.training.outcome import DRAWN
-from sordino.training.run import evaluate, save_model
+from sordino.training.artifacts import save_model
+from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
@@ -91,7 +93,12 @@ class Coordinator:
             scores = evaluate(self.model, model, *self._test) if self._test else {}
             seconds = round(time.perf_counter() - began, 3)
             self.tell(
-                "round", t=round_plan.t, came=came, epsilon=self.plan.spent(round_plan.t), seconds=seconds, **scores
+                "round",
+                t=round_plan.t,
+                came=came,
+                epsilon=spending.epsilon_after(self.plan, round_plan.t),
+                seconds=seconds,
+                **scores,
             )
             if lost == MOST_LOST_ROUNDS and round_plan.t + 1 < self.plan.rounds:
                 raise StoppedError(
@@ -207,7 +214,7 @@ class Coordinator:
             str(path) if path.exists() else config.test,
             label=config.label,
             classes=self.terms.classes,
-            normalize=str(self.terms.parsed.normalize),
+            normalize=self.terms.resolved.source.normalize,
         )
         x, y = np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
         return torch.from_numpy(x).to(self.terms.number), torch.from_numpy(y)
@@ -229,7 +236,7 @@ class Coordinator:
         )
         no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
         data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes)
-        save_model(self.out / "model.safetensors", self.terms.parsed, data, self.model, model)
+        save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         files.write(self.out / "statement.md", statement(cert).encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))

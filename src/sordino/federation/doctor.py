@@ -15,6 +15,8 @@ from sordino.federation.folders import proposed
 from sordino.federation.policy import agree
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
+from sordino.privacy import spending
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
@@ -103,8 +105,8 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
     path = config.path(config.ledger)
     if not path.exists():
         yield Check(True, "ledger.db", "none yet; `sordino federate join` creates it with the limit of site.toml")
-        if terms is not None and terms.plan.epsilon() > config.epsilon:
-            cost = terms.plan.epsilon()
+        if terms is not None and spending.epsilon(terms.plan) > config.epsilon:
+            cost = spending.epsilon(terms.plan)
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
         return
     with Ledger(path) as ledger:
@@ -113,9 +115,9 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             return
         try:
             mine = terms.names.index(config.name)
-            entries = [e for t in range(terms.plan.rounds) for e in terms.plan.entries(mine, t, terms.run)]
+            entries = [e for t in range(terms.plan.rounds) for e in charges(terms.plan, mine, t, terms.run)]
             ledger.afford([entry._replace(who=site.dataset_id) for entry in entries])
-            cost = terms.plan.epsilon()
+            cost = spending.epsilon(terms.plan)
             yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
         except OverspentError as error:
             yield Check(False, "budget", f"{error}")

@@ -16,7 +16,8 @@ from sordino.federation import messenger
 from sordino.federation.config import FederationConfig
 from sordino.federation.messenger import Messenger, read
 from sordino.federation.terms import Terms, federated, written
-from sordino.training.spec import read_values
+from sordino.privacy import calibration
+from sordino.settings import read_toml
 
 
 class Hello(NamedTuple):
@@ -100,7 +101,7 @@ class Enrolment:
         if self.path.exists():
             return Terms.read(self.path.read_text(encoding="utf-8"))
         config = self.config
-        spec = federated(read_values(config.path(config.spec)))
+        spec = federated(read_toml(config.path(config.spec)))
         names, roster = tuple(config.sites), ""
         if spec.trust == Trust.SECURE_AGGREGATION:
             names, roster = tuple(self.roster.names), self.roster.sha256()
@@ -125,7 +126,7 @@ class Enrolment:
         if roster:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
         terms = Terms.read(terms.json())
-        terms.plan.levels  # noqa: B018  a plan that cannot be calibrated is refused before any site is asked
+        calibration.query_noises(terms.plan)  # refuses a plan that cannot be calibrated before any site is asked
         files.write(self.path, terms.json().encode())
         files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True

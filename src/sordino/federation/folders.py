@@ -12,6 +12,7 @@ from sordino.core import MOST_EPSILON
 from sordino.errors import SordinoError
 from sordino.federation.config import FederationConfig
 from sordino.federation.terms import NAME, Terms, federated, written
+from sordino.privacy import calibration
 from sordino.secagg import Identity
 
 SPEC = """\
@@ -149,12 +150,12 @@ def init(
 
 def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = None) -> Terms:
     """The terms that a coordinator's folder would propose to sites of these sizes, with a calibrated plan."""
-    from sordino.training.spec import read_values
+    from sordino.settings import read_toml
 
     config = FederationConfig.read(folder / "federation.toml")
     terms = Terms(
         run="0" * 32,
-        spec=written(federated(read_values(folder / config.spec))),
+        spec=written(federated(read_toml(folder / config.spec))),
         names=tuple(names or config.sites),
         sizes=tuple(sizes),
         requested_epsilons={},
@@ -163,7 +164,7 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
         dropouts=config.dropouts,
         colluders=config.colluders,
     )
-    terms.plan.levels  # noqa: B018
+    calibration.query_noises(terms.plan)
     return terms
 
 

@@ -8,6 +8,7 @@ from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.methods import entry
 from sordino.methods.bounds import CLASS_WEIGHT
+from sordino.privacy import spending
 from sordino.training.spec import Spec
 
 
@@ -71,7 +72,7 @@ def _check_options(spec: Spec) -> None:
             raise Refused("policy", f"{reason}; declare it in the method's registry entry")
         if not bound.allows(value):
             raise Refused("policy", f"{name} = {value!r}; {spec.method} declares {bound}")
-    for weight in spec.class_weights or ():
+    for weight in spec.model_options.get("class_weights") or ():
         if not CLASS_WEIGHT.allows(weight):
             raise Refused("policy", f"class_weights: {weight!r}; each must be {CLASS_WEIGHT}")
 
@@ -83,10 +84,10 @@ def check_data(site: SiteData, terms: Terms) -> None:
         raise Refused("policy", f"records and features: the terms state {claimed}, the data have {site.shape}")
     try:  # only now, because a large plan takes long to calibrate
         plan, allowed = terms.plan, site.config.run_epsilon or site.config.epsilon
-        own = next(group for group in plan.groups() if mine in group.clients)
+        own = next(group for group in spending.groups(plan) if mine in group.clients)
         if not plan.proved:
             raise SordinoError("the plan is not proved to be private")
-        if plan.epsilon_of(own) > allowed * (1 + 1e-9):
-            raise SordinoError(f"the plan costs epsilon {plan.epsilon_of(own):g}, and {allowed:g} is allowed")
+        if spending.epsilon_of(plan, own) > allowed * (1 + 1e-9):
+            raise SordinoError(f"the plan costs epsilon {spending.epsilon_of(plan, own):g}, and {allowed:g} is allowed")
     except SordinoError as error:
         raise Refused("policy", str(error)) from None

@@ -29,7 +29,8 @@ from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import of_site, sha256, signed
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
-from sordino.training.run import evaluate, save_model
+from sordino.training.artifacts import save_model
+from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, tree_map, unpack
 
 ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
@@ -102,7 +103,7 @@ class SiteRun:
     def dataset(self) -> Dataset:
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data changed while the site was running")
-        dataset = self.site.load(str(self.terms.parsed.normalize))
+        dataset = self.site.load(self.terms.resolved.source.normalize)
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data changed while they were read")
         return dataset
@@ -244,7 +245,7 @@ class SiteRun:
         if (self.folder / "certificate.json").exists():
             (self.folder / "secret").unlink(missing_ok=True)  # a kill may have come between the two
             return
-        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
+        save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
         with self.site.ledger() as ledger:
             cert = certificate(
                 self.plan,

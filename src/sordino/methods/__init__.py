@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from sordino import plugins
 from sordino.core import Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods.adadps import adadps
@@ -259,20 +260,42 @@ REGISTRY: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry:
-    if name not in REGISTRY:
-        raise SordinoError(f"method: '{name}' is unknown.{nearest(name, REGISTRY)}")
-    return REGISTRY[name]
+    """Of this package, or of another one by the entry point `sordino.methods` (`sordino.plugins`)."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    others = plugins.found(plugins.METHODS)
+    if name not in others:
+        raise SordinoError(f"method: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
+    loaded = others[name].load()
+    return loaded if isinstance(loaded, Entry) else Entry(loaded, "external", others[name].about, (Unit.RECORD,))
 
 
 def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
-    """A method by its name, for a unit, with some of its options set."""
+    """Build a method by its name, for a unit, with some of its options set.
+
+    Args:
+        name: As `sordino methods` lists it.
+        unit: `record` or `user`.
+        options: The method's own options; the others keep their defaults.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: The name, the unit or an option is unknown.
+
+    Example:
+        >>> build("dp-fedadam", lr=0.1).name
+        'dp-fedadam'
+    """
     found = entry(name)
     if unit not in found.units:
         raise SordinoError(f"unit: {name} exists at {' and '.join(found.units)} level, not '{unit}'.")
     for key in options:
         if key not in found.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, found.options)}")
-    return found.factory(unit=Unit(unit), **options)
+    made = found.factory(unit=Unit(unit), **options)
+    return made if name in REGISTRY else plugins.judged(made, plugins.found(plugins.METHODS)[name])
 
 
 __all__ = ["REGISTRY", "Entry", "build", "entry"]

@@ -12,6 +12,7 @@ from sordino.cli import main
 from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit, carries
 from sordino.errors import SordinoError
 from sordino.methods import build
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence.certificate import certificate, ranges, sizes_of
 from sordino.privacy.evidence.signing import RunKey, fingerprint, of_site, signed
@@ -101,7 +102,7 @@ def test_a_certificate_of_correlated_noise_holds(unit, trust, participation, opt
     plan = streamed(unit, trust, participation, options)
     cert = made(plan, done=done)
     assert cert["certified"]
-    assert cert["epsilon"] == pytest.approx(plan.epsilon(done))
+    assert cert["epsilon"] == pytest.approx(spending.epsilon(plan, done))
     assert cert["epsilon"] <= 2.0
     assert [query["stream"] for query in cert["queries"]] == [True]
     assert {release["times"] for group in cert["groups"] for release in group["releases"]} == {1}
@@ -115,7 +116,9 @@ def test_a_certificate_of_correlated_noise_holds(unit, trust, participation, opt
 def as_if_once(cert, release, plan):
     """The stream's sensitivity is that of a unit that comes once."""
     noise = next(query.noise for query in plan.stages[0].queries if query.noise is not None)
-    release["sensitivity"] = plan.levels[0].sensitivity[0] * max(noise.sensitivity(np.array([t])) for t in range(6))
+    release["sensitivity"] = calibration.query_noises(plan)[0].sensitivity[0] * max(
+        noise.sensitivity(np.array([t])) for t in range(6)
+    )
 
 
 def half_the_noise(cert, release, plan):

@@ -14,12 +14,14 @@ import numpy as np
 
 from sordino.core import SAFETY, Adjacency, Correlated, Divisor, Trust, Unit, carries
 from sordino.errors import SordinoError
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence.signing import code_sha256
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import EVERYONE
-from sordino.privacy.plan import Group, Plan
+from sordino.privacy.plan import Plan, continues_stream, unbounded_sampling
+from sordino.privacy.spending import Group
 
 FORMAT = 2
 MOST_CLIENTS = 10_000_000
@@ -64,15 +66,36 @@ def certificate(
     assumes: Sequence[str] = (),
     tuning: str = "if settings were tried out on these data first, that is not paid for here",
 ) -> dict[str, Any]:
-    """Everything a reader needs to recompute the promise, after `done` rounds (default: all).
+    """Everything a reader needs to recompute the promise, after `done` rounds. `signing.signed` adds a signature.
 
-    `tested`: how many records the model was tested on. `names`: of the clients, where they have any. `doubts`: why it
-    is not certified, beside what the plan and the source tell. `signing.signed` adds a signature.
+    Args:
+        plan: What was released.
+        source: Where the noise came from; a seeded source is never certified.
+        version: The version of the package.
+        done: Rounds that took place; None: all.
+        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256: Ties to the files of the run.
+        doubts: Why it is not certified, beside what the plan and the source tell.
+        tested: How many records the model was tested on.
+        names: The clients' names, where they have any.
+        execution: How the run took place, in words.
+        assumes: Further assumptions of the guarantee.
+        tuning: What is known of settings that were tried out before.
+
+    Returns:
+        The certificate, ready for JSON.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=(100,) * 4, privacy=so.Privacy(epsilon=2.0))
+        >>> cert = certificate(plan, so.source(None), version=so.__version__)
+        >>> cert["certified"], round(cert["epsilon"], 3)
+        (True, 2.0)
     """
-    groups = plan.groups(done)
-    own = [plan.epsilon_of(group) for group in groups]
+    groups = spending.groups(plan, done)
+    own = [spending.epsilon_of(plan, group) for group in groups]
     worst = groups[int(np.argmax(own))]
-    noise, client_noise = plan.summed_noise()
+    noises = calibration.query_noises(plan)
+    noise, client_noise = calibration.summed_noise(plan)
     delta = plan.privacy.delta
     reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
     sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
@@ -86,7 +109,7 @@ def certificate(
         "mu": finite(worst.mu),
         "guess": max(events.guess(group.releases, plan.privacy.adjacency) for group in groups),
         "epsilon_asked": finite(plan.privacy.epsilon) if plan.noise is None else None,
-        "epsilon_at": {f"{d:g}": finite(max(plan.epsilon_of(g, d) for g in groups)) for d in DELTAS},
+        "epsilon_at": {f"{d:g}": finite(max(spending.epsilon_of(plan, g, d) for g in groups)) for d in DELTAS},
         "unit": str(plan.privacy.unit),
         "adjacency": str(plan.privacy.adjacency),
         "trust": str(plan.privacy.trust),
@@ -100,7 +123,7 @@ def certificate(
         "test_records": tested,
         "sampler": _sampler(plan),
         "divisor": str(plan.divisor if sizes_public else Divisor.CLIENT_MEAN),
-        "clip": plan.levels[0].scale,
+        "clip": noises[0].scale,
         "noise": noise,
         "client_noise": client_noise,
         "noise_source": "seeded" if isinstance(source, Seeded) else type(source).__name__.lower(),
@@ -116,7 +139,7 @@ def certificate(
                 "step": level.step,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
-            for level in plan.levels
+            for level in noises
         ],
         "worst_client": worst.clients[0],
         "groups": [
@@ -127,9 +150,9 @@ def certificate(
                 "sizes": _sizes(plan, group) if sizes_public else None,
                 "mu": finite(group.mu),
                 "epsilon": finite(epsilon),
-                "own_std": {level.name: _common(plan.own_std(level), group.clients) for level in plan.levels},
+                "own_std": {level.name: _common(calibration.own_std(plan, level), group.clients) for level in noises},
                 "influence": {
-                    level.name: _common(level.weight / level.weight.max(), group.clients) for level in plan.levels
+                    level.name: _common(level.weight / level.weight.max(), group.clients) for level in noises
                 },
                 "releases": [release._asdict() for release in group.releases],
             }
@@ -137,7 +160,7 @@ def certificate(
         ],
         "secure": _secure(plan, groups),
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
-        "numerics": [*(INTEGERS if plan.integers else NUMERICS), *[SAMPLES] * plan.samples],
+        "numerics": [*(INTEGERS if plan.integers else NUMERICS), *[SAMPLES] * spending.samples(plan)],
         "spec_sha256": spec_sha256,
         "model_sha256": model_sha256,
         "metrics_sha256": metrics_sha256,
@@ -203,7 +226,7 @@ def _sampler(plan: Plan) -> dict[str, str]:
     }
     kind = plan.participation.kind if plan.amplified else plan.sampling.kind
     by = "clients" if plan.amplified else "records"
-    claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if plan.samples else "none claimed"
+    claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if spending.samples(plan) else "none claimed"
     secret = "secret" if plan.schedule_seed >= SECRET_SEED else "guessable"
     return {
         "clients": str(plan.participation),
@@ -267,7 +290,7 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
     if plan.noiseless:
         return ["not private: no noise was added"]
     reasons = []
-    if not math.isfinite(plan.mu()):
+    if not math.isfinite(spending.mu(plan)):
         reasons.append("not private: the noise is too small for any bound")
     if not source.private:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
@@ -277,8 +300,8 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append(
             f"not proved: correlated noise under {plan.participation}, where any client may come every round"
         )
-    elif plan.unbounded:
-        reasons.append(f"not proved: {plan.unbounded}")
+    elif unbounded_sampling(plan):
+        reasons.append(f"not proved: {unbounded_sampling(plan)}")
     elif not plan.proved:
         where = f"{plan.privacy.unit} level under {plan.privacy.trust}"
         reasons.append(f"not proved: {plan.method.name} at {where}. {plan.method.caveat}".strip())
@@ -301,7 +324,7 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
             "Cohorts are drawn anew every round from a secret seed, which the server keeps to itself "
             "(private/secret.toml), as it does who took part; no participant tells that it came."
         )
-    elif plan.samples:
+    elif spending.samples(plan):
         facts.append(
             "Minibatches are drawn anew for every answer by the noise's own secret source, and no client tells what "
             "they hold."
@@ -317,7 +340,7 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
     if (
         plan.only_sums_visible
         and plan.participation.kind != EVERYONE
-        and any(plan.goes_on(t) for t in range(plan.rounds))
+        and any(continues_stream(plan, t) for t in range(plan.rounds))
     ):
         facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
     if plan.privacy.trust is Trust.TRUSTED_SERVER:
