@@ -22,7 +22,8 @@ from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms import discrete_gaussian
-from sordino.privacy.mechanisms.random import Address, Draw, Source, draw, grid_of, settle
+from sordino.privacy.mechanisms.gaussian import Draw, draw, grid_of, settle
+from sordino.privacy.mechanisms.random import Address, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
 
