@@ -26,7 +26,6 @@ from torch import Tensor
 from sordino.core import (
     SAMPLED,
     Broadcast,
-    Correlated,
     Kind,
     Model,
     Query,
@@ -35,7 +34,6 @@ from sordino.core import (
     Stage,
     Tree,
     Unit,
-    carries,
     keep,
     nothing,
 )
@@ -54,6 +52,7 @@ from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
 from sordino.privacy.mechanisms.gaussian import Draw, stack
+from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
@@ -312,7 +311,7 @@ class BatchedClients:
         return Draw.plain(noise if self.lead else noise[0])
 
     def _at_once(self, query: Query) -> bool:
-        plain = not isinstance(query.noise, Correlated) and query.kind not in MATRICES
+        plain = mechanism_of(query.noise).is_plain and query.kind not in MATRICES
         return plain and all(isinstance(source, Counted) for source in self.sources)
 
     def _counted(self, at: list[Address], shape: tuple[int, ...]) -> Tensor:
