@@ -67,8 +67,8 @@ def method(noise):
     return base._replace(stages=(stage._replace(queries=(query,)),))
 
 
-def plan(noise, trust=Trust.UNTRUSTED_SERVER, **fields):
-    return Plan(method(noise), 4, SIZES, Privacy(2.0, DELTA, trust=trust), **fields)
+def plan(law, trust=Trust.UNTRUSTED_SERVER, **fields):
+    return Plan(method(law), 4, SIZES, Privacy(2.0, DELTA, trust=trust), **fields)
 
 
 @pytest.mark.parametrize("trust", list(Trust))
