@@ -29,7 +29,7 @@ def act(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     import sordino.federation.terms  # noqa: F401  # how a federation's certificate is rebuilt
-    from sordino.training.outcome import verify_run
+    from sordino.training.verify_run import verify_run
 
     with Console(stderr=True).status("recomputing the account"):  # seconds, where much was sampled
         verdict = verify_run(Path(arguments.certificate), arguments.key)

@@ -1,4 +1,15 @@
-"""The meaning of a round: a plain loop over clients. Every other engine must agree with this one."""
+"""The meaning of a round: a plain loop over clients. Every other engine must agree with this one.
+
+Example:
+    >>> import sordino as so
+    >>> data = so.load("digits")
+    >>> records = so.Records.of(data.x_train, data.y_train, so.split(data, "iid", 4))
+    >>> plan = so.Plan(so.build("dp-fedgd"), rounds=2, sizes=records.sizes, privacy=so.Privacy(epsilon=8.0))
+    >>> for result in so.reference.run(plan, so.Linear(64, 10), records, so.source(None)):
+    ...     pass
+    >>> result.t
+    1
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,16 @@ Two paths, chosen once per stage by tracing the local rule:
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
 `shares=True` draws every client's own instead: slower, equal to the reference draw for draw.
+
+Example:
+    >>> import sordino as so
+    >>> data = so.load("digits")
+    >>> records = so.Records.of(data.x_train, data.y_train, so.split(data, "iid", 4))
+    >>> plan = so.Plan(so.build("dp-fedgd"), rounds=3, sizes=records.sizes, privacy=so.Privacy(epsilon=8.0))
+    >>> for result in so.simulate.run(plan, so.Linear(64, 10), records, so.source(None)):
+    ...     pass
+    >>> result.t, tuple(result.model.shape)
+    (2, (650,))
 """
 
 from __future__ import annotations

@@ -64,6 +64,13 @@ class Plan:
 
     Raises:
       SordinoError: a field is out of range, or nothing is proved for this combination.
+
+    Example:
+      >>> import sordino as so
+      >>> from sordino.privacy import spending
+      >>> plan = so.Plan(so.build("dp-fedgd"), rounds=70, sizes=(2500,) * 20, privacy=so.Privacy(epsilon=1.0))
+      >>> round(spending.epsilon(plan), 3)
+      1.0
     """
 
     method: Method

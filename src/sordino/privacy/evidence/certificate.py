@@ -67,10 +67,30 @@ def certificate(
     assumes: Sequence[str] = (),
     tuning: str = "if settings were tried out on these data first, that is not paid for here",
 ) -> dict[str, Any]:
-    """Everything a reader needs to recompute the promise, after `done` rounds (default: all).
+    """Everything a reader needs to recompute the promise, after `done` rounds. `signing.signed` adds a signature.
 
-    `tested`: how many records the model was tested on. `names`: of the clients, where they have any. `doubts`: why it
-    is not certified, beside what the plan and the source tell. `signing.signed` adds a signature.
+    Args:
+        plan: What was released.
+        source: Where the noise came from; a seeded source is never certified.
+        version: The version of the package.
+        done: Rounds that took place; None: all.
+        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256: Ties to the files of the run.
+        doubts: Why it is not certified, beside what the plan and the source tell.
+        tested: How many records the model was tested on.
+        names: The clients' names, where they have any.
+        execution: How the run took place, in words.
+        assumes: Further assumptions of the guarantee.
+        tuning: What is known of settings that were tried out before.
+
+    Returns:
+        The certificate, ready for JSON.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=(100,) * 4, privacy=so.Privacy(epsilon=2.0))
+        >>> cert = certificate(plan, so.source(None), version=so.__version__)
+        >>> cert["certified"], round(cert["epsilon"], 3)
+        (True, 2.0)
     """
     groups = spending.groups(plan, done)
     own = [spending.epsilon_of(plan, group) for group in groups]

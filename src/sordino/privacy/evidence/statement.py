@@ -50,13 +50,20 @@ United States published its 2020 Census redistricting data with a total ε of 19
 
 
 def statement(cert: Mapping[str, Any]) -> str:
-    """Return the statement of a certificate: a Markdown page for readers who do not know differential privacy.
-
-    It says what is protected, against whom, how strongly, what is not protected, what the model may be used for, and on
-    which assumptions that rests. The first line of its body says whether the run is certified.
+    """A certificate in words, for people who decide: who is protected, against whom, how well, and what is not
+    protected.
 
     Args:
-      cert: a certificate, as `certificate` returns it or as certificate.json holds it.
+        cert: What `certificate` returned, or the contents of certificate.json.
+
+    Returns:
+        One page of Markdown.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=(100,) * 4, privacy=so.Privacy(epsilon=2.0))
+        >>> print(statement(so.certificate(plan, so.source(None), version=so.__version__)).splitlines()[0])
+        # Privacy statement
     """
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     verdict = (

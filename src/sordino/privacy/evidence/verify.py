@@ -17,6 +17,7 @@ import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
+from sordino.lazy import optional
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence import signing
@@ -46,7 +47,21 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
     """Recompute every epsilon from the raw numbers with dp-accounting, check the signature; list what does not hold.
 
     Args:
-      key: who must have signed it: a public key, its fingerprint, or a file with either.
+        cert: The contents of certificate.json.
+        key: Who must have signed it: a public key, its fingerprint, or a file with either.
+
+    Returns:
+        A verdict: whether the certificate holds, and the problems found.
+
+    Raises:
+        SordinoError: The certificate is not of a known form.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=(100,) * 4, privacy=so.Privacy(epsilon=2.0))
+        >>> verdict = verify(so.certificate(plan, so.source(None), version=so.__version__))
+        >>> round(verdict.recomputed, 3)
+        2.0
     """
     problems: list[str] = []
     try:
@@ -142,7 +157,7 @@ def _interval(steps: Sequence[Step], guess: float) -> float:
 
 def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Any:
     """Privacy loss distributions, composed."""
-    import dp_accounting as dp
+    dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.pld import PLDAccountant
 
     sampled = any(step.rate < 1 for step in steps)
@@ -163,7 +178,7 @@ def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> 
 def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
     """Samples of fixed size under replace-one; the accountant reads a multiplier as std over the whole change, 2 clip.
     The plain account of the same releases holds too."""
-    import dp_accounting as dp
+    dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
@@ -179,7 +194,7 @@ def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ..
 
 def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
     """Discrete noise: zero-concentrated DP, and 2^-64 a release for what rounding and sampling may miss."""
-    import dp_accounting as dp
+    dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.rdp import RdpAccountant
 
     if any(step.rate < 1 for step in steps):

@@ -264,7 +264,19 @@ class Noiseless:
 
 
 def source(seed: int | None) -> Source:
-    """The secure source, or with a seed the reproducible one, which is not private."""
+    """The source of all randomness of a run: noise, minibatches, dropout.
+
+    Args:
+        seed: None for the secure source, whose key comes from the operating system. A number makes the run
+            reproducible, and not private.
+
+    Returns:
+        The source.
+
+    Example:
+        >>> type(source(None)).__name__, type(source(1)).__name__
+        ('Secure', 'Seeded')
+    """
     return Secure() if seed is None else Seeded(seed)
 
 
