@@ -207,6 +207,7 @@ def _signature(thing: Any) -> str:
         text = str(inspect.signature(thing))
     except (TypeError, ValueError):
         return "()"
+    text = text.removesuffix(" -> None")
     text = re.sub(r"(sordino|torch|numpy|np|collections\.abc|typing|pathlib)(\.\w+)*\.(?=[A-Za-z])", "", text)
     return re.sub(r"<function (\w+).*?>|<(\w[\w.]*)[^>]*>", r"\1\2", text).replace("'", "").replace("  ", " ")
 
@@ -357,7 +358,7 @@ def method_page(name: str, entry: Any, note: Path) -> str:
     if rows:
         parts.append("## Options\n\n| option | default | meaning |\n|---|---|---|\n" + "\n".join(rows))
     if note.exists():
-        parts.append(f"```{{include}} /_notes/{note.name}\n```")
+        parts.append(f"## Notes\n\n```{{include}} /_notes/{note.name}\n```")
     return "\n\n".join(parts) + "\n"
 
 
