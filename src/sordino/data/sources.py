@@ -293,7 +293,7 @@ def _table(path: Path, label: str | None, client: str | None) -> _Raw:
 
 def _open_table(path: Path) -> Any:
     pa = optional("pyarrow", "tables", f"data: '{path}'")  # here, not above: the library itself runs without it
-    import pyarrow.csv  # noqa: F401
+    import pyarrow.csv
     import pyarrow.parquet  # noqa: F401
 
     try:
