@@ -1,4 +1,4 @@
-"""Runs first in every tutorial: `%%bash` prints what the commands print, as one piece, without colours or progress bars."""
+"""Runs first in every tutorial: `%%bash` prints what commands print, in one piece, without colours or bars."""
 
 import os
 import subprocess
