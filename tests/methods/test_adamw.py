@@ -266,7 +266,7 @@ def pure_noise(sizes, *, model, rounds, participation="full", **options):
     records = Records(0 * records.x, records.y, records.starts)
     plan = plan_for(build("dp-fedadamw", tau=1.0, lr=0.01, **options), records, rounds, participation)
     for this_round in simulate.run(plan, model, records, Seeded(3), shares=True):
-        _, (_, _, means, noise, J, _), _ = this_round.checkpoint
+        _, _, means, noise, J = this_round.checkpoint.state.extras
     return plan, means, noise, J
 
 

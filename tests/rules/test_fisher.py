@@ -220,7 +220,7 @@ def test_the_fisher_rule_keeps_the_same_average():
     state = rule.init(theta, FACTS, ())
     for t, g in enumerate(gs):
         _, state = rule.update(g, state, theta, t)
-    torch.testing.assert_close(state[0], walk(ema(0.7), gs)[-1])
+    torch.testing.assert_close(state.momentum, walk(ema(0.7), gs)[-1])
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes

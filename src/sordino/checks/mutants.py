@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,13 @@ def has_moods(method: Method, model: Any) -> tuple[Method, Any]:
     return _every(method, change), model
 
 
+class TwoMemories(NamedTuple):
+    """The memory of the method, and what the mutant stores beside it."""
+
+    inner: Tree
+    unsaid: Tree
+
+
 def remembers_the_unsaid(method: Method, model: Any) -> tuple[Method, Any]:
     """Clients keep the message as it was before the engine noised it, in a corner of their own."""
 
@@ -75,17 +82,17 @@ def remembers_the_unsaid(method: Method, model: Any) -> tuple[Method, Any]:
         local = stage.local
         corner: list[Tree] = [()]
 
-        def compute(ask: core.Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
-            corner[0] = local.compute(ask, broadcast, memory[0], cache)
+        def compute(ask: core.Ask, broadcast: Broadcast, memory: TwoMemories, cache: Tree) -> Tree:
+            corner[0] = local.compute(ask, broadcast, memory.inner, cache)
             return corner[0]
 
-        def update_memory(message: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
-            return local.update_memory(message, broadcast, memory[0]), corner[0]
+        def update_memory(message: Tree, broadcast: Broadcast, memory: TwoMemories) -> TwoMemories:
+            return TwoMemories(local.update_memory(message, broadcast, memory.inner), corner[0])
 
-        def init(theta: Tensor, before: Tree) -> Tree:
-            return local.init(theta, before[0] if before else ()), ()
+        def init(theta: Tensor, before: Tree) -> TwoMemories:
+            return TwoMemories(local.init(theta, before.inner if isinstance(before, TwoMemories) else ()), ())
 
-        return stage._replace(local=core.Local(compute, update_memory, init, local.prepare))
+        return stage._replace(local=local._replace(compute=compute, update_memory=update_memory, init=init))
 
     return _every(method, change), model
 
@@ -95,7 +102,8 @@ def mixes_clients(method: Method, model: Any) -> tuple[Method, Any]:
 
     def change(stage: Stage) -> Stage:
         def compute(*args: Any) -> Tree:
-            return tree_map(lambda leaf: leaf / (1 + leaf.norm()), stage.local.compute(*args))
+            message: Tree = stage.local.compute(*args)
+            return tree_map(lambda leaf: leaf / (1 + leaf.norm()), message)
 
         return stage._replace(local=stage.local._replace(compute=compute))
 
@@ -121,7 +129,7 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
     def change(stage: Stage) -> Stage:
         def compute(ask: core.Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
-            message = stage.local.compute(ask, broadcast, memory, cache)
+            message: Tree = stage.local.compute(ask, broadcast, memory, cache)
             return tree_map(lambda leaf: leaf / broadcast.theta.dim(), message)
 
         return stage._replace(local=stage.local._replace(compute=compute))

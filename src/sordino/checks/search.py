@@ -109,7 +109,9 @@ class Scene(NamedTuple):
 
 def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
     """Of each round of a noised run."""
-    theta, state, memory = model.init().to(records.x), (), ((),) * plan.clients
+    theta = model.init().to(records.x)
+    state: Tree = ()
+    memory: tuple[Tree, ...] = ((),) * plan.clients
     for round_plan, after in zip(
         round_plans(plan, model), reference.run(plan, model, records, Seeded(seed)), strict=True
     ):
@@ -119,7 +121,8 @@ def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Itera
         yield Scene(
             plan.stage_of(round_plan.t), round_plan, Broadcast(theta, round_plan.stage.rule.broadcast(state)), memory
         )
-        theta, state, memory = after.checkpoint
+        theta, state = after.checkpoint.theta, after.checkpoint.state
+        memory = tuple(after.checkpoint.memory)
 
 
 @dataclass(frozen=True)
@@ -274,4 +277,6 @@ def _release(
         message = ask.finish(local.compute(listening, scene.broadcast, scene.memory[i], cache))
     except RuntimeError:  # a client that stops has told something
         message = scene.broadcast.theta * math.nan
-    return {(numbers[Kind.DELTA], 0): message} if Kind.DELTA in numbers else sums, message
+    return {(numbers[Kind.DELTA], 0): message} if isinstance(
+        message, Tensor
+    ) and Kind.DELTA in numbers else sums, message

@@ -26,6 +26,7 @@ from torch import Tensor
 from sordino.core import (
     SAMPLED,
     Broadcast,
+    Checkpoint,
     Correlated,
     Kind,
     Model,
@@ -46,7 +47,9 @@ from sordino.engines.schedule import (
     RoundPlan,
     assign_slots,
     check_stream,
+    checkpoint_template,
     dropout_seed,
+    per_client,
     round_plans,
     round_plans_of_runs,
 )
@@ -55,7 +58,7 @@ from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
 from sordino.privacy.plan import Plan
-from sordino.tree import tree_map
+from sordino.tree import rebuild, tree_map
 
 NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it
 
@@ -102,7 +105,8 @@ def run(
     state: Tree = ()
     memory: Tree = ()
     if checkpoint:
-        theta, state, memory = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
+        stored = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
+        theta, state, memory = rebuild(stored, checkpoint_template(plan, model, theta, start))
     sources = [each.fresh() for each in (source if isinstance(source, Sequence) else [source])]
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
         raise SordinoError(f"source: got {len(sources)} for theta of shape {tuple(theta.shape)}; give one per run.")
@@ -128,7 +132,9 @@ def run(
                 aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
             step, state = rule.update(aggregate, state, theta, round_plan.step)
             theta = theta + step
-        yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, (theta, state, memory))
+        yield Round(
+            round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, Checkpoint(theta, state, memory)
+        )
 
 
 class BatchedClients:
@@ -158,14 +164,16 @@ class BatchedClients:
         return np.asarray(self.influence / (np.asarray(self.plan.sizes) * self.plan.rates))
 
     def spread(self, theta: Tensor) -> Tensor:
-        """One copy of theta a client."""
-        return theta.unsqueeze(-2).expand(*theta.shape[:-1], self.plan.clients, theta.shape[-1])
+        """One copy of theta per client."""
+        return per_client(theta, self.plan.clients)
 
     def prepare(self, round_plan: RoundPlan) -> Tree:
         """Every client's cache, stacked in order of clients."""
         if round_plan.stage.local.prepare is nothing:
             return ()
-        parts = [round_plan.stage.local.prepare(self._oracle(round_plan, c, s, preparing=True)) for c, s in self._whole]
+        parts: list[Tree] = [
+            round_plan.stage.local.prepare(self._oracle(round_plan, c, s, preparing=True)) for c, s in self._whole
+        ]
         order = torch.from_numpy(np.argsort(np.concatenate([clients for clients, _ in self._whole])))
         order, axis = order.to(self.records.x.device), self.data_axes
         return tree_map(lambda *leaf: torch.cat(leaf, axis).index_select(axis, order), *parts)

@@ -26,7 +26,7 @@ from sordino import files, secagg, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum
-from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, WireError
 from sordino.federation import messenger
 from sordino.federation.config import Federation
@@ -39,10 +39,18 @@ from sordino.privacy.mechanisms.random import Secure
 from sordino.training.outcome import DRAWN
 from sordino.training.run import evaluate, save_model
 from sordino.training.spec import read_values
-from sordino.tree import leaves, pack, tree_map, unpack
+from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
 LOST = 3  # rounds in a row that may come to nothing before the run stops
+
+
+class Stored(NamedTuple):
+    """The coordinator's checkpoint."""
+
+    done: Tensor  # rounds done
+    theta: Tensor
+    state: Tree
 
 
 class Hello(NamedTuple):
@@ -264,6 +272,7 @@ class Coordinator:
             return None
         try:
             message = wire.to_tree(found.fields.get("tree"), found.arrays, "said")
+            message = rebuild(message, round_plan.stage.local.message)
         except WireError:
             return None
         if not leaves(message) or not all(leaf.is_floating_point() for leaf in leaves(message)):
@@ -279,14 +288,16 @@ class Coordinator:
     # ---------------------------------------------------------------------------------------------------------- storing
 
     def _store(self, done: int, theta: Tensor, state: Tree) -> None:
-        files.write(self.out / "checkpoint", pack((torch.tensor([done]), theta, state)))
+        files.write(self.out / "checkpoint", pack(Stored(torch.tensor([done]), theta, state)))
 
     def _restore(self) -> tuple[int, Tensor, Tree]:
         path = self.out / "checkpoint"
         if not path.exists():
             return 0, self.model.init().to(self.terms.number), ()
-        done, theta, state = unpack(path.read_bytes())
-        return int(done[0]), theta, state
+        stored = unpack(path.read_bytes(), Stored(torch.zeros(1), torch.zeros(1), ()))
+        done = int(stored.done[0])
+        template = checkpoint_template(self.plan, self.model, stored.theta, done)
+        return done, stored.theta, rebuild(stored.state, template.state)
 
     def _last_model(self, theta: Tensor, state: Tree) -> Tensor:
         return self.plan.stages[-1].rule.model(theta, state)

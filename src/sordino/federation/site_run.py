@@ -7,7 +7,7 @@ import json
 import secrets
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +30,16 @@ from sordino.privacy.evidence.signing import of_site, sha256, signed
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.training.run import evaluate, save_model
-from sordino.tree import leaves, pack, tree_map, unpack
+from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 
 ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
+
+
+class Stored(NamedTuple):
+    """What a site stores of its memory."""
+
+    numbers: Tensor  # the next round, and the first round of the memory's stage
+    memory: Tree
 
 
 class Run:
@@ -141,27 +148,45 @@ class Run:
         at once, all noised with the same draw."""
         word = wire.to_tree(message.fields["word"], message.arrays, "word")
         parts = leaves(word)
-        if [tuple(part.shape) for part in parts] != self._said(round_plan.first):
+        template = self._extras_template(round_plan.first)
+        if [tuple(part.shape) for part in parts] != [tuple(part.shape) for part in leaves(template)]:
             raise Refused("malformed", "the word is not made of vectors as the method's are")
         if not all(part.is_floating_point() for part in parts):
             raise Refused("malformed", "a word is not made of numbers")
         word = tree_map(lambda part: part.to(self.terms.number), word)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
             raise Refused("malformed", "a word is not finite")
+        try:
+            word = rebuild(word, template)
+        except SordinoError:
+            raise Refused("malformed", "the word is not nested as the method's is") from None
         known = {"theta", *(f"word{k}" for k in range(len(parts)))}
         if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
             raise Refused("malformed", "arrays")
         return word
 
-    def _said(self, first: int) -> list[tuple[int, ...]]:
-        """The shapes of the server's word in the stage that begins in round `first`."""
-        theta, state, begins = self.model.init().to(self.terms.number), (), 0
+    def _extras_template(self, first: int) -> Tree:
+        """What the server sends beside theta in the stage that begins in round `first`, with its shapes and fields."""
+        theta, begins = self.model.init().to(self.terms.number), 0
+        state: Tree = ()
         for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
             state = stage.rule.init(theta, next(round_plans(self.plan, self.model, begins)).facts, state)
             if begins == first:
                 break
             begins += rounds
-        return [tuple(part.shape) for part in leaves(stage.rule.broadcast(state))]
+        extras: Tree = stage.rule.broadcast(state)
+        return extras
+
+    def _memory_template(self, first: int) -> Tree:
+        """A site's memory in the stage that begins in round `first`, with its fields."""
+        theta, begins = self.model.init().to(self.terms.number), 0
+        memory: Tree = ()
+        for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
+            memory = stage.local.init(theta, memory)
+            if begins == first:
+                break
+            begins += rounds
+        return memory
 
     def compute(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
         """The message, noised: a tree, or integers under secure aggregation."""
@@ -195,14 +220,14 @@ class Run:
             memory = round_plan.stage.local.init(broadcast.theta, memory)
         if not self.terms.secure:
             memory = round_plan.stage.local.update_memory(said, broadcast, memory)
-        files.write(self.folder / "pending", pack((torch.tensor([t + 1, round_plan.first]), memory)))
+        files.write(self.folder / "pending", pack(Stored(torch.tensor([t + 1, round_plan.first]), memory)))
 
     def settle(self, ledger: Ledger, who: str) -> None:
         """A memory whose round was charged is the memory; a kill may have fallen between the two."""
         pending = self.folder / "pending"
         if pending.exists():
-            numbers, _ = unpack(pending.read_bytes())
-            if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
+            stored = unpack(pending.read_bytes(), Stored(torch.zeros(2), ()))
+            if ledger.charged(self.terms.run, who, int(stored.numbers[0]) - 1):
                 files.move(pending, self.folder / "memory")
 
     def look(self, t: int, broadcast: Broadcast) -> None:
@@ -220,8 +245,9 @@ class Run:
         path = self.folder / "memory"
         if not path.exists():
             return 0, -1, ()
-        numbers, memory = unpack(path.read_bytes())
-        return int(numbers[0]), int(numbers[1]), memory
+        stored = unpack(path.read_bytes(), Stored(torch.zeros(2), ()))
+        done, first = int(stored.numbers[0]), int(stored.numbers[1])
+        return done, first, rebuild(stored.memory, self._memory_template(first))
 
     # ---------------------------------------------------------------------------------------------- secure aggregation
 

@@ -138,7 +138,7 @@ def _train(specs: list[Spec], loader: _Loader, at: Sequence[int] | None, stop: i
         rule = plans[0].stages[plans[0].stage_of(this_round.t)].rule
         sent += numbers(this_round.aggregate) // len(specs)
         got += numbers((this_round.checkpoint[0], rule.broadcast(this_round.checkpoint[1]))) // len(specs)
-        if bare:
+        if bare and isinstance(this_round.aggregate, Tensor):
             norms.append(this_round.aggregate.double().square().sum(-1).reshape(-1))
         if this_round.t + 1 == last:
             break

@@ -271,7 +271,8 @@ def pay(job: Job, ledger: Ledger, who: str) -> None:
 def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
     """Train, and yield each round's metrics; with `out`, from wherever the directory stands, and paid for there."""
     with ExitStack() as stack:
-        done, tree, history, seconds = 0, (), list[dict[str, Any]](), 0.0
+        tree: Tree = ()
+        done, history, seconds = 0, list[dict[str, Any]](), 0.0
         if out:
             place = Place.find(out)
             stack.enter_context(_alone(place))
@@ -307,7 +308,7 @@ def finish(job: Job, out: Path, history: list[dict[str, Any]], signer: Signer | 
     place = Place.find(out)
     keys = place.keys()
     done, tree, _ = _restore(place, job.identity(keys.identity), raw=True)
-    if not done:
+    if not done or not isinstance(tree[1], Tensor):
         raise SordinoError(f"out: no round of '{out}' is done yet; train it first.")
     save_model(place.public / "model.safetensors", job.spec, job.dataset, job.model, tree[1])
     with Ledger(place.private / "ledger.db") as ledger:
