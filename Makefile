@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+EXTRAS := docs,flower,images,report,search,sklearn,tables,transformers,verify
 # One worker per core: more threads of torch would only wait. Compiled files are kept because many tests start processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test soak lint bench clean
+.PHONY: demo test soak test-python image-steps lint docs bench clean
 
 demo: $(READY)
 	$(BIN)/sordino run
@@ -22,6 +23,10 @@ lint: $(READY)
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
+docs: $(READY)
+	# The site in docs/_build/html: every warning is an error, every tutorial runs, nothing is fetched.
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 bench: $(READY)
 	# Fails where a ratio grew by more than 15 % against the committed one of this architecture. To keep the new figures
 	# anyway: make bench ACCEPT=--accept
@@ -30,11 +35,35 @@ bench: $(READY)
 	$(BIN)/python benchmarks/many.py $(ACCEPT) || status=1; \
 	exit $$status
 
+# The core tests under another Python, in a virtual environment of its own: make test-python PYTHON=python3.12
+# Where torch has no wheel for that Python (or none without CUDA), TORCH=no runs the part that works without torch.
+TORCH ?= yes
+OTHER = build/$(notdir $(PYTHON))
+CORE_TESTS := tests/test_core.py tests/test_imports.py tests/test_package.py tests/test_tree.py tests/test_wire.py tests/privacy \
+	tests/rules tests/methods tests/engines/test_oracle.py tests/engines/test_shapes.py tests/data/test_records.py
+TORCHLESS_TESTS := tests/test_core.py tests/test_imports.py tests/privacy
+test-python:
+	$(PYTHON) -m venv --clear $(OTHER)
+ifeq ($(TORCH),no)
+	$(OTHER)/bin/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; o = p["optional-dependencies"]; \
+	  print(*(d for d in p["dependencies"] + o["tables"] + o["verify"] + o["dev"] if not d.startswith(("torch", "mypy", "ruff"))), sep="\n")' > $(OTHER)/wanted.txt
+	PIP_CONSTRAINT=constraints.txt $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -r $(OTHER)/wanted.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps .
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n auto -m "not soak" $(TORCHLESS_TESTS)
+else
+	PIP_CONSTRAINT=constraints.txt $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check '.[dev,tables,verify]'
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n auto -m "not soak" $(CORE_TESTS)
+endif
+
+# The steps of the Dockerfile, in a clean virtual environment outside the source tree.
+image-steps:
+	@folder=$$(mktemp -d) && PYTHON=$(PYTHON) sh image.sh everything . $$folder && rm -rf $$folder
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv build runs
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Sordino needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,flower,images,report,search,sklearn,transformers]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,$(EXTRAS)]'
 	@touch $@

@@ -43,6 +43,7 @@ from sordino.engines.schedule import SAMPLING, assign_slots, round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label
 from sordino.privacy.evidence.signing import signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
@@ -161,7 +162,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
         at = {"delta": 1e-5, "confidence": 0.99, "threshold": 0.0}
         return statistics.by_thresholds(*scores, **at).epsilon, statistics.by_gaussian(*scores, **at).epsilon
 
-    certified, tries = plan.epsilon(), []
+    certified, tries = spending.epsilon(plan), []
     while len(tries) < audits.TRIES and (not tries or max(tries[-1]) > certified):  # one in a hundred is chance
         tries.append(bounds(plain, repeats))
     found, wrong = min(tries, key=max), bounds(twin, 60)
@@ -432,7 +433,7 @@ def tail(quick: bool) -> Iterator[Finding]:
     one = torch.ones(1, 1, dtype=torch.float64)
     for epsilon in (40.0, 100.0):
         plan = Plan(build("dp-fedgd"), 1, (1,), Privacy(epsilon, 1e-5))
-        std, far = plan.aggregate_std(0), 1 - SAFETY
+        std, far = calibration.aggregate_std(plan, 0), 1 - SAFETY
         worlds = [Records.of(one, one[0] * label, np.zeros(1, int), dtype=torch.float64) for label in (-1e6, 1e6)]
 
         def releases(records: Records, kind: type[Secure], engine: Any, plan: Plan = plan) -> np.ndarray:
@@ -459,8 +460,8 @@ def tail(quick: bool) -> Iterator[Finding]:
             {40.0: "0.0010 of D, never of D' (1e-5 allowed)", 100.0: "0.93 of D, never of D' (1e-5 allowed)"}[epsilon],
             f"{seen:.4f} of D; of D' with probability 2⁻⁶⁴, and all {len(rare)} such draws lie there "
             f"(law of the tail: p = {shape:.2g}); ε ≥ {lower:.1f} by the best test",
-            f"e^ε 2⁻⁶⁴ + δ = {allowed:.3g}; ε = {plan.epsilon():.4g}",
-            verdict(there and shape > UNLIKELY and least <= allowed and lower <= plan.epsilon()),
+            f"e^ε 2⁻⁶⁴ + δ = {allowed:.3g}; ε = {spending.epsilon(plan):.4g}",
+            verdict(there and shape > UNLIKELY and least <= allowed and lower <= spending.epsilon(plan)),
             {"runs": 2 * repeats, "seen": seen, "p": shape, "furthest": float((far - rare).max() / std)},
         )
 
@@ -478,7 +479,7 @@ def cohort(quick: bool) -> Iterator[Finding]:
         method = build(name, Unit.USER, lr=1.0)
         plan = Plan(method, repeats, (4,) * clients, privacy, who, schedule_seed=2**100 + 7)
         assert plan.amplified
-        grid = float(grid_of(plan.aggregate_std(0)))
+        grid = float(grid_of(calibration.aggregate_std(plan, 0)))
         for engine in (reference, simulate):
             for dtype in (torch.float32, torch.float64):
                 records = Records.of(x, y, np.repeat(np.arange(clients), 4), dtype=dtype)

@@ -147,7 +147,7 @@ def best_of(path: Path) -> dict[tuple[float, int], float]:
     for run in json.loads(path.read_text())["runs"] if path.exists() else []:
         for t in ROUNDS:
             if run["method"] != "auto":
-                samples.setdefault((run["epsilon"], t, run["label"]), []).append(run["accuracy"][t - 1])
+                samples.setdefault((run["epsilon"], t, run["label"]), []).append(run["accuracy"][str(t)])
     best: dict[tuple[float, int], float] = {}
     for (epsilon, t, _), values in samples.items():
         best[epsilon, t] = max(best.get((epsilon, t), 0.0), statistics.mean(values))

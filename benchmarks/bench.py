@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sordino import Linear, Plan, Privacy, Records, build, simulate
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Address, Secure
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -208,7 +209,7 @@ def server_step_over_round() -> dict:
     plan = sofim(records, PAIRS)
     rule = plan.method.stages[0].rule
     theta = torch.randn(model.size)
-    state, g = rule.init(theta, plan.facts(0), ()), torch.randn(model.size)
+    state, g = rule.init(theta, calibration.stage_facts(plan, 0), ()), torch.randn(model.size)
     steps = [clock(lambda: rule.update(g, state, theta, 5)) for _ in range(PAIRS)]
     rounds = simulate.run(plan, model, records, Secure())
     whole = [clock(lambda: next(rounds)) for _ in range(PAIRS)]

@@ -1,4 +1,4 @@
-"""The error of four private estimators over all designs: results/estimation.json, results/estimation.md, docs/*.png.
+"""The error of four private estimators over all designs: results/estimation.json, docs/*.png; the site shows them.
 
     python benchmarks/estimation.py                                   # 200 repetitions of every point
     python benchmarks/estimation.py --device cuda --jobs 12 --data ../shared/data
@@ -190,7 +190,7 @@ def page(document: dict[str, Any]) -> str:
     points = document["points"]
     lines = [
         "# Private federated estimation: measured and predicted",
-        f"`{document['provenance']['command']}`; raw figures in [`estimation.json`](estimation.json). "
+        f"`{document['provenance']['command']}`; raw figures in `results/estimation.json`. "
         f"Points come from the cache of finished ones, measured with {document['provenance']['measured_with']}; "
         "predictions and this page were made anew at the commit given there.",
         report.NOTES,
@@ -257,7 +257,6 @@ def write(points: list[dict[str, Any]], command: str) -> None:
     rows = ",\n".join("  " + json.dumps(p) for p in document["points"])
     head = json.dumps({"provenance": document["provenance"]}, indent=1)[:-2]
     (ROOT / "results" / "estimation.json").write_text(f'{head},\n "points": [\n{rows}\n ]\n}}\n')
-    (ROOT / "results" / "estimation.md").write_text(page(document))
     for kind in KINDS:
         for _, name, here in groups(points, kind):
             if here:

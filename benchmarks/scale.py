@@ -32,6 +32,7 @@ from sordino.data.records import Lazy
 from sordino.engines import simulate
 from sordino.methods import build
 from sordino.models.nets import build as net
+from sordino.privacy import calibration, releases, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
@@ -81,10 +82,10 @@ def one(case: str, clients: int) -> dict[str, Any]:
 
     plan = made()
     schedule = timed(lambda: plan.cohorts)
-    cold = timed(lambda: plan.levels)
+    cold = timed(lambda: calibration.query_noises(plan))
     again = made()
-    cached = timed(lambda: (again.cohorts, again.levels))
-    table, groups = timed(lambda: plan.taken(0)), timed(plan.groups)
+    cached = timed(lambda: (again.cohorts, calibration.query_noises(again)))
+    table, groups = timed(lambda: releases.participation_table(plan, 0)), timed(plan.groups)
     memory["plan"] = resident()
     seconds, begun = [], time.process_time()
     for _ in simulate.run(plan, model, records, Seeded(1)):
@@ -93,7 +94,7 @@ def one(case: str, clients: int) -> dict[str, Any]:
             break
         begun = time.process_time()
     memory["rounds"] = resident()
-    spent = timed(lambda: plan.spent(0))
+    spent = timed(lambda: spending.epsilon_after(plan, 0))
     memory["spent"] = resident()
     row = {"case": case, "trust": str(trust), "clients": clients, "rounds_planned": ROUNDS}
     row |= {
@@ -113,14 +114,14 @@ def unlike(clients: int) -> dict[str, Any]:
     name, unit, trust, options = CASES["dp-fedavg, 2 steps, record"]
     who, which = Participation("fixed", COHORT), Sampling("poisson", 8)
     plan = Plan(build(name, unit, **options), ROUNDS, sizes, Privacy(8.0, unit=unit, trust=trust), who, sampling=which)
-    cold = timed(lambda: plan.levels)
-    accounts = np.unique(np.stack(plan._columns(plan.levels[0])[2:], 1), axis=0)
+    cold = timed(lambda: calibration.query_noises(plan))
+    accounts = np.unique(np.stack(releases.account_columns(plan, calibration.query_noises(plan)[0])[2:], 1), axis=0)
     return {"clients": clients, "levels_cold": cold, "accounts": len(accounts)}
 
 
 def at_home(plan: Plan, clients: int) -> dict[str, float]:
     """Seconds of those parts of a round that go over all clients, each the median of 20."""
-    stds = plan.levels[0].std
+    stds = calibration.query_noises(plan)[0].std
     cohort, sizes = plan.cohorts[0], plan.sizes
     influence = plan.weights / plan.participation.rate(clients)
     parts = {

@@ -21,6 +21,7 @@ import numpy as np
 
 from fleet import train
 from provenance import provenance
+from sordino.privacy import spending
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LENGTH, SHORT = 64, 32  # tokens when judged, and when trained: 5.5 % of the phrases are cut
@@ -225,7 +226,7 @@ def accounts(folder: str) -> dict[str, dict[str, float]]:
         for sigma in SIGMAS:
             for adjacency in ("add-remove", "replace-one"):
                 values = base(folder, sigma, ROUNDS) | METHODS[label] | {"adjacency": adjacency}
-                found.setdefault(f"{label} {sigma:g}", {})[adjacency] = Spec.of(values).plan(sizes).epsilon()
+                found.setdefault(f"{label} {sigma:g}", {})[adjacency] = spending.epsilon(Spec.of(values).plan(sizes))
     return found
 
 

@@ -1,6 +1,6 @@
 """Does subsampling help DP-FedSOFIM? Minibatches and more rounds against all records, at the same epsilon.
 
-    OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR     # results/subsampled.json and .md
+    OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR     # results/subsampled.json; the site shows it
 
 CIFAR-10 features (50,000 x 64) on 20 clients, delta 1e-5, replace-one. Steps are chosen anew for every row on
 validation records (10 % of the training records, seed 0), around the one that results/table3 has for 70 rounds of all
@@ -22,6 +22,7 @@ from typing import Any
 
 from provenance import provenance
 from sordino.data.sources import Dataset
+from sordino.privacy import calibration, spending
 from sordino.studies.tune import validated
 from sordino.training.batch import Trained, run_many
 from sordino.training.run import read
@@ -131,8 +132,11 @@ def tested(
         row = {"trust": trust, "method": label, "batch": batch, "rounds": rounds, "epsilon": epsilon, "step": how}
         row |= {"options": options, "validation": {f"{lr:g}": score for lr, score in tried.items()}}
         row |= {"accuracy": scores, "mean": statistics.mean(scores), "std": statistics.stdev(scores)}
-        row |= {"noise_multiplier": plan.summed_noise()[1], "aggregate_std": plan.aggregate_std(0)}
-        row |= {"epsilon_accounted": plan.epsilon(), "record_gradients": int(part * sum(plan.sizes) * rounds)}
+        row |= {
+            "noise_multiplier": calibration.summed_noise(plan)[1],
+            "aggregate_std": calibration.aggregate_std(plan, 0),
+        }
+        row |= {"epsilon_accounted": spending.epsilon(plan), "record_gradients": int(part * sum(plan.sizes) * rounds)}
         row |= {"milliseconds_per_round": 1000 * statistics.mean(each.seconds for each in mine) / rounds}
         rows.append(row)
     return rows
@@ -223,18 +227,11 @@ def main(folder: str, workers: int) -> None:
         "rows": rows,
     }
     (ROOT / "results" / "subsampled.json").write_text(json.dumps(found, indent=1) + "\n")
-    write()
-
-
-def write() -> None:
-    rows = json.loads((ROOT / "results" / "subsampled.json").read_text())["rows"]
-    (ROOT / "results" / "subsampled.md").write_text(report(rows))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="DATA_DIR")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--table", action="store_true", help="from results/subsampled.json alone")
     arguments = parser.parse_args()
-    write() if arguments.table else main(arguments.folder, arguments.workers)
+    main(arguments.folder, arguments.workers)

@@ -23,6 +23,7 @@ from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 from sordino.studies import theory
@@ -62,7 +63,7 @@ def sofim(radius: float, clip: float, rho: float, step: float, rounds: int) -> d
         lr=step * rho,
         beta=BETA,
         dim=DIM,
-        noise=plan.aggregate_std(0),
+        noise=calibration.aggregate_std(plan, 0),
         smooth=float(curves[-1]),
         convex=float(curves[0]),
         steepest=float(gradients.max()),
@@ -160,7 +161,7 @@ def fednew_table(rows: list[dict[str, Any]]) -> str:
 PAGE = """\
 # What two convergence theorems say in numbers
 
-`{command}`; raw figures in [`theory.json`](theory.json). Least squares, {clients} clients with {records} records
+`{command}`; raw figures in `results/theory.json`. Least squares, {clients} clients with {records} records
 each, {dim} parameters, ε = {epsilon:g}, nothing clipped; L, μ and G_max are read off the data and {runs} runs, and
 the Young parameters τ are the best there are.
 

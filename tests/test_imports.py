@@ -10,22 +10,8 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "sordino"
 # Each layer may import those before it, and itself.
 LAYERS = [
-    *(
-        "errors",
-        "lazy",
-        "files",
-        "core",
-        "tree",
-        "wire",
-        "privacy",
-        "secagg",
-        "rules",
-        "models",
-        "data",
-        "methods",
-        "engines",
-    ),
-    *("checks", "training", "studies", "federation", "estimators", "cli"),
+    *("errors", "lazy", "files", "core", "tree", "wire", "privacy", "plugins", "secagg", "rules", "models", "data"),
+    *("methods", "engines", "checks", "training", "studies", "federation", "estimators", "cli"),
 ]
 APART = {("models", "privacy"), ("data", "privacy"), ("privacy", "models"), ("privacy", "data"), ("data", "models")}
 

@@ -34,6 +34,7 @@ from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
@@ -65,9 +66,9 @@ def method(compute, *queries, unit=Unit.RECORD, rule=None, **local):
     return Method("trap", unit, (Stage(Local(compute, **local), rule or scale(-0.1), queries),), EVERY)
 
 
-def plan_for(subject, sizes=(4,) * 5, rounds=3, participation="full", trust=PC, adjacency=SWAP, kind=Plan, **fields):
+def plan_for(subject, sizes=(4,) * 5, rounds=3, participation="full", trust=PC, adjacency=SWAP, **fields):
     privacy = Privacy(fields.pop("epsilon", 1.0), DELTA, subject.unit, adjacency, trust)
-    return kind(subject, rounds, tuple(sizes), privacy, Participation.parse(participation), **fields)
+    return Plan(subject, rounds, tuple(sizes), privacy, Participation.parse(participation), **fields)
 
 
 def searched(subject, model, adjacency=ADD, trials=15):
@@ -135,7 +136,7 @@ def true_mu(plan, client, source=None, view=None, places=100, rounds=None):
     """Of one unit that moves each of its client's rounds (or those given) as far as it can, in one direction: exact for
     noise that is Gaussian, whatever the plan says. `view`: what is seen; by default what the trust model shows."""
     messages, aggregates = shown(plan, source or Units(), places)
-    (level,) = plan.levels
+    (level,) = calibration.query_noises(plan)
     far = level.sensitivity[client] / (1 if level.query.kind is Kind.DELTA else plan.sizes[client])
     if (view or plan.privacy.trust) is PC:
         rows = np.stack(list(messages.values()))
@@ -237,7 +238,7 @@ def test_a_sensitivity_apart_from_the_clip():
     for adjacency in Adjacency:
         assert Query(Kind.GRADIENT, 3.0).sensitivity(adjacency, Unit.RECORD) == 3.0 * times(adjacency)
     one, three = (plan_for(build("dp-fedgd", clip=clip)) for clip in (1.0, 3.0))
-    np.testing.assert_allclose(three.std(0, 0), 3 * one.std(0, 0))
+    np.testing.assert_allclose(calibration.client_std(three, 0, 0), 3 * one.std(0, 0))
     right, wrong = Query(Kind.GRADIENT, 1.0), Query(Kind.GRADIENT, 1.0, bound=claiming(0.9))
     assert searched(method(descend, wrong), SOFTMAX).beyond
     assert searched(method(descend, right), SOFTMAX).problems == []
@@ -251,9 +252,9 @@ def test_replacing_a_record_costs_two_clips():
     right = searched(build("dp-fedgd"), SOFTMAX, SWAP)
     assert (right.claimed, right.problems) == (2.0, [])
     swap, add = (plan_for(build("dp-fedgd"), adjacency=adjacency) for adjacency in (SWAP, ADD))
-    np.testing.assert_allclose(swap.std(0, 0), 2 * add.std(0, 0))
-    exposed = replace(swap, noise=add.summed_noise()[0])
-    assert exposed.mu() == pytest.approx(2 * add.mu(), rel=1e-9)
+    np.testing.assert_allclose(calibration.client_std(swap, 0, 0), 2 * calibration.client_std(add, 0, 0))
+    exposed = replace(swap, noise=calibration.summed_noise(add)[0])
+    assert spending.mu(exposed) == pytest.approx(2 * spending.mu(add), rel=1e-9)
 
 
 def test_what_is_not_finite_and_what_is_nothing():
@@ -333,9 +334,9 @@ def test_the_clip_twice_in_the_noise():
     of such numbers does not hold."""
     clip = 0.1
     plan = plan_for(build("dp-fedgd", clip=clip))
-    assert true_mu(plan, 0) == pytest.approx(plan.mu(), rel=1e-9)
+    assert true_mu(plan, 0) == pytest.approx(spending.mu(plan), rel=1e-9)
     twice = true_mu(plan, 0, Units(size=clip))
-    assert twice == pytest.approx(plan.mu() / clip, rel=1e-9)
+    assert twice == pytest.approx(spending.mu(plan) / clip, rel=1e-9)
     assert epsilon_of(twice) == pytest.approx(14.5, abs=0.5)
     subject, promise = build("dp-fedgd", clip=clip), Privacy(1.0)
     assert audit("dp-fedgd", promise, runs=500, rounds=3, seed=0, method=subject, noise_factor=clip).broken
@@ -375,8 +376,8 @@ def test_one_stream_for_all(alike):
     """The difference of two messages is then bare, and there is no bound; with streams of their own, it is as claimed.
     A source told apart by its addresses gives other draws for each of them."""
     plan = plan_for(build("dp-fedgd"))
-    assert true_mu(plan, 0) == pytest.approx(plan.mu(), rel=1e-9)
-    assert true_mu(plan, 0, rounds=[0]) == pytest.approx(plan.mu(done=1), rel=1e-9)
+    assert true_mu(plan, 0) == pytest.approx(spending.mu(plan), rel=1e-9)
+    assert true_mu(plan, 0, rounds=[0]) == pytest.approx(spending.mu(plan, done=1), rel=1e-9)
     assert math.isinf(true_mu(plan, 0, Units(STREAMS[alike]), rounds=[0]))
     for source in (Seeded(1), Secure()):
         one = source.normal(Address(1, 2, 0), (4,))
@@ -384,43 +385,47 @@ def test_one_stream_for_all(alike):
             assert not np.allclose(source.normal(other, (4,)), one)
 
 
-class ForEverybody(Plan):
+def for_everybody(plan, *place, right=calibration.aggregate_std):
     """Each participant adds its part of a noise to which all clients were to contribute."""
+    return right(plan, *place) * math.sqrt(plan.participation.rate(plan.clients))
 
-    def aggregate_std(self, stage, number=None):
-        return super().aggregate_std(stage, number) * math.sqrt(self.participation.rate(self.clients))
+
+def with_noise(monkeypatch, wrong_plan, std):
+    """The engines noise the sums of this one plan with another std."""
+    right = calibration.aggregate_std
+    patched = lambda plan, *place: std(plan, *place) if plan is wrong_plan else right(plan, *place)  # noqa: E731
+    monkeypatch.setattr(calibration, "aggregate_std", patched)
 
 
 @pytest.mark.parametrize("unit", list(Unit))
-def test_noise_for_a_bigger_cohort_than_came(unit):
+def test_noise_for_a_bigger_cohort_than_came(unit, monkeypatch):
     subject = build("dp-fedgd", unit)
     chosen = {"participation": "fixed:2", "trust": SA, "rounds": 6}
-    right, wrong = (plan_for(subject, kind=kind, **chosen) for kind in (Plan, ForEverybody))
-    assert right.epsilon() == wrong.epsilon() == pytest.approx(1.0)
+    right, wrong = (plan_for(subject, **chosen) for _ in range(2))
+    with_noise(monkeypatch, wrong, for_everybody)
+    assert spending.epsilon(right) == spending.epsilon(wrong) == pytest.approx(1.0)
     worst = max(range(5), key=lambda i: sum(i in cohort for cohort in right.cohorts))
-    assert true_mu(right, worst) == pytest.approx(right.mu(), rel=1e-9)
-    assert true_mu(wrong, worst) == pytest.approx(math.sqrt(5 / 2) * wrong.mu(), rel=1e-9)
+    assert true_mu(right, worst) == pytest.approx(spending.mu(right), rel=1e-9)
+    assert true_mu(wrong, worst) == pytest.approx(math.sqrt(5 / 2) * spending.mu(wrong), rel=1e-9)
     came = plan_for(subject, participation="poisson:0.5", trust=SA, rounds=6, schedule_seed=1)
     assert len({len(cohort) for cohort in came.cohorts}) > 2
     worst = max(range(5), key=lambda i: sum(i in cohort for cohort in came.cohorts))
-    assert true_mu(came, worst) == pytest.approx(came.mu(), rel=1e-9), "whoever came, the sum is noised as planned"
-
-
-class EqualNoise(Plan):
-    """Under sums every client draws the same noise, though a small client's record weighs more (DP-FedSOFIM)."""
-
-    def aggregate_std(self, stage, number=None):
-        (level,) = self.levels
-        own = (level.weight * level.std).max() / level.weight.max()  # what one client would need, were all alike
-        return math.sqrt(((level.weight * own) ** 2).mean())
-
-
-def test_unequal_clients_under_secure_aggregation():
-    """A mean of client means: the smallest of 20 clients would get 2.23 times the mu that was promised."""
-    right, wrong = (
-        plan_for(build("dp-fedgd"), TABLE_14, 1, trust=SA, divisor="client-mean", kind=kind)
-        for kind in (Plan, EqualNoise)
+    assert true_mu(came, worst) == pytest.approx(spending.mu(came), rel=1e-9), (
+        "whoever came, the sum is noised as planned"
     )
+
+
+def equal_noise(plan, *place):
+    """Under sums every client draws the same noise, though a small client's record weighs more (DP-FedSOFIM)."""
+    (noise,) = calibration.query_noises(plan)
+    own = (noise.weight * noise.std).max() / noise.weight.max()  # what one client would need, were all alike
+    return math.sqrt(((noise.weight * own) ** 2).mean())
+
+
+def test_unequal_clients_under_secure_aggregation(monkeypatch):
+    """A mean of client means: the smallest of 20 clients would get 2.23 times the mu that was promised."""
+    right, wrong = (plan_for(build("dp-fedgd"), TABLE_14, 1, trust=SA, divisor="client-mean") for _ in range(2))
+    with_noise(monkeypatch, wrong, equal_noise)
     smallest, largest = int(np.argmin(TABLE_14)), int(np.argmax(TABLE_14))
     promised = gaussian.mu(1.0, DELTA)
     found = {i: true_mu(wrong, i, places=20) / promised for i in (smallest, largest)}
@@ -438,12 +443,14 @@ def test_the_server_s_view_of_noise_for_sums(promised, seen):
     """20 clients' shares of one noise, read one by one."""
     plan = plan_for(build("dp-fedgd"), (3,) * 20, 2, trust=SA, adjacency=ADD, epsilon=promised)
     assert epsilon_of(true_mu(plan, 0)) == pytest.approx(promised, rel=1e-9)
-    (level,) = plan.levels
-    alone = level.sensitivity[0] / plan.own_std(level)[0] * math.sqrt(2)  # of one client's share, twice
+    (level,) = calibration.query_noises(plan)
+    alone = level.sensitivity[0] / calibration.own_std(plan, level)[0] * math.sqrt(2)  # of one client's share, twice
     assert epsilon_of(alone) == pytest.approx(seen, rel=5e-3)
     against = plan_for(build("dp-fedgd"), (3,) * 20, 2, trust=PC, adjacency=ADD, epsilon=promised)
     assert epsilon_of(true_mu(against, 0)) == pytest.approx(promised, rel=1e-9)
-    assert against.summed_noise()[0] == pytest.approx(math.sqrt(20) * plan.summed_noise()[0], rel=1e-9)
+    assert calibration.summed_noise(against)[0] == pytest.approx(
+        math.sqrt(20) * calibration.summed_noise(plan)[0], rel=1e-9
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- accounting
@@ -457,13 +464,13 @@ def test_fixed_cohorts_are_no_coins():
 
     plan = plan_for(build("dp-fedgd"), (4,) * 10, 20, "fixed:2", adjacency=ADD, epsilon=2.0)
     attended = np.bincount(np.concatenate(plan.cohorts), minlength=10)
-    ratio = plan.levels[0].sensitivity[0] / plan.levels[0].std[0]
+    ratio = calibration.query_noises(plan)[0].sensitivity[0] / calibration.query_noises(plan)[0].std[0]
     worst = int(attended.argmax())
-    assert plan.mu() == pytest.approx(ratio * math.sqrt(attended.max()), rel=1e-9)
-    assert true_mu(plan, worst) == pytest.approx(plan.mu(), rel=1e-9)
+    assert spending.mu(plan) == pytest.approx(ratio * math.sqrt(attended.max()), rel=1e-9)
+    assert true_mu(plan, worst) == pytest.approx(spending.mu(plan), rel=1e-9)
     accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-3)
     amplified = accountant.compose(PoissonSampledDpEvent(0.2, GaussianDpEvent(1 / ratio)), 20).get_epsilon(DELTA)
-    assert amplified < 0.7 * plan.epsilon()
+    assert amplified < 0.7 * spending.epsilon(plan)
     cert = certified(plan)
     assert cert["sampler"]["amplification"] == "none claimed"
     assert verify(cert).problems == []
@@ -474,13 +481,13 @@ def test_two_noised_queries_are_not_two_epsilon():
     """They are the root of two in mu: 1.46 for an epsilon of 1. A certificate that says 2 does not hold, and one of the
     two gradients of a sharpness-aware step cannot go unpaid."""
     once = plan_for(build("dp-fedavg"))
-    both = replace(plan_for(build("dp-fedsam")), noise=once.summed_noise()[0])
-    assert both.mu() == pytest.approx(math.sqrt(2) * once.mu(), rel=1e-9)
-    assert both.epsilon() == pytest.approx(epsilon_of(math.sqrt(2) * once.mu()), rel=1e-9)
-    assert both.epsilon() == pytest.approx(1.46, abs=0.01)
+    both = replace(plan_for(build("dp-fedsam")), noise=calibration.summed_noise(once)[0])
+    assert spending.mu(both) == pytest.approx(math.sqrt(2) * spending.mu(once), rel=1e-9)
+    assert spending.epsilon(both) == pytest.approx(epsilon_of(math.sqrt(2) * spending.mu(once)), rel=1e-9)
+    assert spending.epsilon(both) == pytest.approx(1.46, abs=0.01)
     cert = certified(both)
     assert verify(cert).problems == []
-    assert verify(cert).recomputed == pytest.approx(both.epsilon(), rel=5e-3)
+    assert verify(cert).recomputed == pytest.approx(spending.epsilon(both), rel=5e-3)
     assert any("is claimed" in problem for problem in verify(certified(both, epsilon=2.0)).problems)
     half = build("dp-fedsam")
     (stage,) = half.stages
@@ -510,19 +517,19 @@ def test_a_tree_for_one_participation():
     wrong = replace(right, method=right.method._replace(stages=(stage._replace(queries=(query,)),)))
     assert wrong.stages[0].queries[0].noise.sensitivity(np.arange(70)) == pytest.approx(2.646, abs=5e-4)
     assert right.stages[0].queries[0].noise.sensitivity(np.arange(70)) == pytest.approx(90.34, abs=5e-3)
-    assert right.epsilon() == wrong.epsilon() == pytest.approx(1.0)
+    assert spending.epsilon(right) == spending.epsilon(wrong) == pytest.approx(1.0)
     for plan, far in ((right, 1.0), (wrong, 90.34 / 2.646)):
-        assert true_mu(plan, 0) == pytest.approx(far * plan.mu(), rel=1e-3)
+        assert true_mu(plan, 0) == pytest.approx(far * spending.mu(plan), rel=1e-3)
         zero, one = likelihoods(plan, 500)
         bound = statistics.by_gaussian(zero, one, delta=DELTA, threshold=0.0)
-        assert (bound.epsilon > plan.epsilon()) == (far > 1)
+        assert (bound.epsilon > spending.epsilon(plan)) == (far > 1)
     assert bound.epsilon > 30
 
 
 def likelihoods(plan, runs):
     """log p_1 / p_0 of runs of the only client's stream, for a unit that moves it in every round by all it can. Each
     coordinate of a run without gradients is a run of its own."""
-    (level,) = plan.levels
+    (level,) = calibration.query_noises(plan)
     noise = plan.stages[0].queries[0].noise.decoder * level.std[0]
     rounds = reference.run(plan, *still(plan, 2 * runs), Seeded(1))
     seen = plan.sizes[0] * np.stack([this_round.aggregate.numpy() for this_round in rounds])
@@ -536,9 +543,9 @@ def test_an_uncharged_warm_start(tmp_path):
     """The first control variates are a release: T K + 1 of them are in the account and in the ledger. Built from the
     data on the side, they are refused."""
     cold, warm = (plan_for(build("dp-scaffold", warm_start=w), rounds=4 + w) for w in (False, True))
-    level = warm.levels[1]
-    unpaid = replace(cold, noise=warm.summed_noise()[0])
-    assert warm.mu() == pytest.approx(math.sqrt(5 / 4) * unpaid.mu(), rel=1e-9)
+    level = calibration.query_noises(warm)[1]
+    unpaid = replace(cold, noise=calibration.summed_noise(warm)[0])
+    assert spending.mu(warm) == pytest.approx(math.sqrt(5 / 4) * spending.mu(unpaid), rel=1e-9)
     _, records = still(warm, 3)
     for plan, rows in ((cold, 4), (warm, 5)):
         with Ledger(tmp_path / f"{rows}.db") as ledger:
@@ -546,10 +553,10 @@ def test_an_uncharged_warm_start(tmp_path):
                 pass
             mine = [row for row in ledger.rows() if row.who == "client 0"]
             assert [row.round for row in mine] == list(range(rows))
-            assert ledger.spent("client 0") == pytest.approx(plan.mu(), rel=1e-9)
+            assert ledger.spent("client 0") == pytest.approx(spending.mu(plan), rel=1e-9)
             assert ledger.spent_epsilon("client 0", DELTA) == pytest.approx(1.0, rel=1e-6)
     assert [row.query for row in mine] == ["0.0 gradient", *[level.name] * 4]
-    assert gaussian.mu_of((r.sensitivity, r.std, r.times) for r in mine[1:]) < 0.9 * warm.mu()
+    assert gaussian.mu_of((r.sensitivity, r.std, r.times) for r in mine[1:]) < 0.9 * spending.mu(warm)
 
     method = build("dp-scaffold")
     (stage,) = method.stages
@@ -580,7 +587,9 @@ def test_local_steps_that_are_not_counted():
     assert "declared for 1 calls" in checks.asks(steps(1), SOFTMAX)[0]
     assert checks.asks(steps(5), SOFTMAX) == []
     few, all_of_them = (plan_for(steps(count)) for count in (1, 5))
-    np.testing.assert_allclose(all_of_them.std(0, 0), math.sqrt(5) * few.std(0, 0))
+    np.testing.assert_allclose(
+        calibration.client_std(all_of_them, 0, 0), math.sqrt(5) * calibration.client_std(few, 0, 0)
+    )
     with pytest.raises(OverspentError):
         next(simulate.run(few, SQUARES, still(few, 3)[1], Seeded(0)))
 
@@ -721,13 +730,13 @@ def test_why_noised_local_steps_are_not_proved_under_sums():
     records = Records(x, torch.zeros(n * rows), np.arange(0, n * rows + 1, rows))
     (this_round,) = reference.run(plan, Linear(features, 1, Loss.SQUARES, bias=False), records, Units(size=tiny))
     std = float(this_round.aggregate.norm()) / tiny
-    told = 2 * lr * plan.weights[0] * plan.levels[0].sensitivity[0] / rows / std
-    assert told / plan.mu() == pytest.approx(math.sqrt(2 / (1 + 1 / n)), rel=1e-6)
-    assert told > 1.3 * plan.mu()
+    told = 2 * lr * plan.weights[0] * calibration.query_noises(plan)[0].sensitivity[0] / rows / std
+    assert told / spending.mu(plan) == pytest.approx(math.sqrt(2 / (1 + 1 / n)), rel=1e-6)
+    assert told > 1.3 * spending.mu(plan)
     own = plan_for(subject, (rows,) * n, 1)
     said = shown(own, Units())[0][0, 0]
-    told = 2 * lr * own.levels[0].sensitivity[0] / rows / float(np.linalg.norm(said))
-    assert told == pytest.approx(own.mu(), rel=1e-9)
+    told = 2 * lr * calibration.query_noises(own)[0].sensitivity[0] / rows / float(np.linalg.norm(said))
+    assert told == pytest.approx(spending.mu(own), rel=1e-9)
 
 
 # --------------------------------------------------------------------------------------------------------------- resume

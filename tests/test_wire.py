@@ -358,7 +358,7 @@ def test_a_site_answers_terms_with_anything_in_any_place(site, changes, spec):
     for text in (json.dumps(values), json.dumps(values | {"spec": str(spec)}), json.dumps(spec)):
         reply = answered(site, encode("terms", {"terms": text}))
         assert reply.kind == "refused" or changes.keys() <= {
-            "wishes",
+            "requested_epsilons",
             "dropouts",
             "colluders",
             "format",

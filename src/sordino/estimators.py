@@ -25,6 +25,7 @@ from sordino.core import Unit
 from sordino.data.sources import Dataset, preprocess
 from sordino.engines import simulate
 from sordino.errors import SordinoError
+from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.evidence.statement import statement
 from sordino.training.run import Job, prepare
@@ -128,7 +129,9 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         history = []
         for this_round in simulate.run(job.plan, job.model, job.records, job.source):
-            history.append({"round": this_round.t + 1, "epsilon": finite(job.plan.spent(this_round.t))})
+            history.append(
+                {"round": this_round.t + 1, "epsilon": finite(spending.epsilon_after(job.plan, this_round.t))}
+            )
         theta = this_round.model.double().numpy()
 
         self.classes_, self.normalize_ = classes, scaling

@@ -1,4 +1,4 @@
-"""torch, imported when something of it is used.
+"""torch, imported when something of it is used; and packages that only some commands need.
 
 `import torch` takes seconds; building a method, calibrating its noise and checking a certificate need no tensor.
 Modules that those share write `from sordino.lazy import Tensor, torch` in place of `import torch` and use both as
@@ -8,7 +8,10 @@ usual. A type checker sees torch itself.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from sordino.errors import SordinoError
 
 if TYPE_CHECKING:
     import torch as torch
@@ -39,4 +42,25 @@ else:
 
     torch = _Torch()
 
-__all__ = ["Tensor", "torch"]
+
+def optional(module: str, extra: str, what: str) -> Any:
+    """Import a package that is not installed with the core.
+
+    Args:
+      module: its import name, such as `dp_accounting`.
+      extra: the extra of this package that installs it.
+      what: what needs it; the error begins with it.
+
+    Raises:
+      SordinoError: it is not installed; the message holds the command that installs it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise
+        package = module.partition(".")[0].replace("_", "-")
+        raise SordinoError(f"{what} needs {package}, which is not installed: pip install 'sordino[{extra}]'.") from None
+
+
+__all__ = ["Tensor", "optional", "torch"]

@@ -15,6 +15,8 @@ from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation, Sampling
@@ -91,10 +93,10 @@ def test_a_difference_would_be_seen(name, unit, records):
     assert not alike(slow, slow[:-1])
     assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(2), shares=True)))
     stage, theta = plan.method.stages[0], torch.zeros(MODEL.size)
-    broadcast = Broadcast(theta, stage.rule.broadcast(stage.rule.init(theta, plan.facts(0), ())))
+    broadcast = Broadcast(theta, stage.rule.broadcast(stage.rule.init(theta, calibration.stage_facts(plan, 0), ())))
     if only_asks_for_the_gradient(stage, broadcast) and name != "dp-ftrl":  # clients that come and go: own draws
         assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(1), shares=False)))
-    louder = replace(plan, noise=1.001 * plan.summed_noise()[0])
+    louder = replace(plan, noise=1.001 * calibration.summed_noise(plan)[0])
     assert not alike(slow, list(simulate.run(louder, MODEL, records, Seeded(1), shares=True)))
 
 
@@ -181,7 +183,7 @@ def test_the_summed_noise_has_the_law_of_the_shares(draws, unit, trust, divisor,
     plan = plan_for(build("dp-fedgd", Unit(unit), lr=0.1), records, trust, divisor, participation)
     fast, slow = sample(plan, records, draws, shares=False), sample(plan, records, draws, shares=True, first=10_000)
     assert same_law(fast, slow)
-    louder = replace(plan, noise=1.1 * plan.summed_noise()[0])
+    louder = replace(plan, noise=1.1 * calibration.summed_noise(plan)[0])
     assert not same_law(sample(louder, records, draws, shares=False), slow)
 
 
@@ -194,7 +196,7 @@ def test_the_summed_noise_has_the_law_of_the_reference(draws, unit, trust, recor
     fast = sample(plan, two, draws, shares=False)[:, : MODEL.size]
     assert same_law(fast, slow)
     for factor in (0.9, 1.1, math.sqrt(2)):
-        louder = replace(plan, noise=factor * plan.summed_noise()[0])
+        louder = replace(plan, noise=factor * calibration.summed_noise(plan)[0])
         assert not same_law(sample(louder, two, draws, shares=False)[:, : MODEL.size], slow)
     assert not same_law(fast + 9 / math.sqrt(draws) * fast.std(0), slow), "biased by 6 standard errors"
 
@@ -276,7 +278,7 @@ def test_a_run_with_a_ledger_says_again_what_it_said(name, unit, records, tmp_pa
     plan = plan_for(build(name, unit), records)
     with Ledger(tmp_path / "ledger", epsilon=4.0, delta=1e-5) as ledger:
         first = list(itertools.islice(reference.run(plan, MODEL, records, Seeded(1), ledger=ledger, run_id="r"), 3))
-        paid = [len(plan.entries(0, t, "r")) * plan.clients for t in range(ROUNDS)]
+        paid = [len(charges(plan, 0, t, "r")) * plan.clients for t in range(ROUNDS)]
         assert len(ledger) == sum(paid[:3])
         second = list(reference.run(plan, MODEL, records, Seeded(2), ledger=ledger, run_id="r"))
         third = list(reference.run(plan, MODEL, records, Seeded(3), ledger=ledger, run_id="r"))

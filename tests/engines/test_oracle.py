@@ -14,6 +14,7 @@ from sordino.engines.oracle import clipped, noised
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import GRID_BITS, Draw, Secure, Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
@@ -57,7 +58,9 @@ def test_whatever_leaves_lies_on_the_grid(engine, unit):
     records = small()
     plan = plan_for(records, build("dp-fedgd", unit), unit=unit, trust="secure-aggregation")
     number = 0 if unit == "record" else 1
-    grid = 2 ** (math.floor(math.log2(plan.aggregate_std(0, number))) - GRID_BITS)  # of the sum, whoever came
+    grid = 2 ** (
+        math.floor(math.log2(calibration.aggregate_std(plan, 0, number))) - GRID_BITS
+    )  # of the sum, whoever came
     for this_round in engine.run(plan, Linear(3, 2), records, Secure()):
         ticks = this_round.aggregate.double() / grid
         assert float((ticks - ticks.round()).abs().max()) < 0.05
@@ -83,7 +86,7 @@ def test_one_source_in_two_runs_does_not_cancel(engine):
     bare = plan_for(a, epsilon=math.inf)
     clear = [next(engine.run(bare, Linear(3, 2), records, source)).aggregate for records in (a, b)]
     left = (first - second) - (clear[0] - clear[1])
-    assert float(left.norm()) > 0.1 * plan.aggregate_std(0)
+    assert float(left.norm()) > 0.1 * calibration.aggregate_std(plan, 0)
     seeded = [next(engine.run(plan, Linear(3, 2), records, Seeded(1))).aggregate for records in (a, b)]
     assert float(((seeded[0] - seeded[1]) - (clear[0] - clear[1])).norm()) < 1e-9, "a seed repeats: not private"
 
@@ -158,8 +161,8 @@ def test_a_message_that_is_not_finite_tells_nothing():
 
 def test_rules_do_not_learn_the_sizes_of_users():
     records = small()
-    assert len(plan_for(records).facts(0).sizes) == 4
-    assert len(plan_for(records, build("dp-fedgd", "user"), unit="user").facts(0).sizes) == 0
+    assert len(calibration.stage_facts(plan_for(records), 0).sizes) == 4
+    assert len(calibration.stage_facts(plan_for(records, build("dp-fedgd", "user"), unit="user"), 0).sizes) == 0
 
 
 @pytest.mark.parametrize("clip", [1e-6, 1e-4, 1e-3, 1.0])

@@ -16,6 +16,7 @@ from sordino.engines.schedule import SAMPLING, SLOT_ORDER, assign_slots, round_p
 from sordino.errors import OverspentError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation, Sampling
@@ -64,11 +65,11 @@ def user_plan(adjacency, participation="poisson:0.25"):
 
 def seen_by_the_adversary(plan, label, *, runs, rounds):
     """Every release, in standard deviations of its noise."""
-    plan = replace(plan, rounds=rounds, noise=plan.summed_noise()[0])
+    plan = replace(plan, rounds=rounds, noise=calibration.summed_noise(plan)[0])
     sources = [Seeded(1000 * (label + 2) + s) for s in range(runs)]
     start = torch.zeros(runs, 1, dtype=torch.float64)
     found = [r.aggregate for r in simulate.run(plan, LINE, world(label, plan.clients), sources, theta=start)]
-    return (torch.stack(found) / plan.aggregate_std(0)).flatten().numpy()
+    return (torch.stack(found) / calibration.aggregate_std(plan, 0)).flatten().numpy()
 
 
 def follows(x, mu, rate=RATE):
@@ -88,8 +89,12 @@ def real_delta(mu, adjacency, rate=RATE):
 
 def moved(plan):
     """One term of a sum, in standard deviations of the noise that arrives beside it."""
-    level = plan.levels[0]
-    return level.query.clip * level.weight[0] / (plan.aggregate_std(0) * plan.participation.rate(plan.clients))
+    level = calibration.query_noises(plan)[0]
+    return (
+        level.query.clip
+        * level.weight[0]
+        / (calibration.aggregate_std(plan, 0) * plan.participation.rate(plan.clients))
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,8 +246,8 @@ def test_an_empty_cohort_releases_noise(engine):
     assert len(empty) > 100
     drawn = torch.stack(empty)
     assert len(drawn.unique(dim=0)) == len(drawn)
-    assert abs(float(drawn.std()) / plan.aggregate_std(0) - 1) < 4.5 / math.sqrt(2 * drawn.numel())
-    assert abs(float(drawn.std()) / (2 * plan.aggregate_std(0)) - 1) > 0.4
+    assert abs(float(drawn.std()) / calibration.aggregate_std(plan, 0) - 1) < 4.5 / math.sqrt(2 * drawn.numel())
+    assert abs(float(drawn.std()) / (2 * calibration.aggregate_std(plan, 0)) - 1) > 0.4
 
 
 @pytest.mark.parametrize(("name", "options"), [("dp-fednew", {"duals": False}), ("dp-fedsam", {"decay": 0.1})])
@@ -291,7 +296,7 @@ def test_a_secret_cohort_is_paid_for_by_all(tmp_path):
     with Ledger(tmp_path / "ledger.db") as ledger:
         list(reference.run(plan, SOFTMAX, mixed(), Seeded(1), ledger=ledger, run_id="r"))
         for i in range(plan.clients):
-            assert ledger.spent_epsilon(f"client {i}", 1e-5) >= plan.epsilon() * (1 - 1e-3)
+            assert ledger.spent_epsilon(f"client {i}", 1e-5) >= spending.epsilon(plan) * (1 - 1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------ what is asked

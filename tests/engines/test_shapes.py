@@ -14,7 +14,9 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
@@ -214,7 +216,7 @@ def test_engines_agree_and_the_budget_is_met(shape, participation, records):
     assert len(slow) == len(fast) == 6
     for a, b in zip(slow, fast, strict=True):
         torch.testing.assert_close(a.model, b.model, rtol=1e-9, atol=1e-9)
-    assert plan.epsilon() == pytest.approx(8.0, rel=5e-3 if plan.samples else 1e-6)
+    assert spending.epsilon(plan) == pytest.approx(8.0, rel=5e-3 if spending.samples(plan) else 1e-6)
     noisier = [r.model for r in simulate.run(plan_for(shape(), records, participation, 1.0), MODEL, records, Seeded(1))]
     assert not torch.allclose(noisier[-1], fast[-1].model)
 
@@ -230,7 +232,7 @@ def test_a_run_resumes_from_any_round(shape, records):
 
 def test_stages_have_their_own_budgets(records):
     plan = plan_for(two_stages(), records)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     mu = gaussian.mu(8.0, 1e-5)
     for release in group.releases:
         assert release.times * (release.sensitivity / release.std) ** 2 == pytest.approx(mu**2 / 2)
@@ -238,7 +240,7 @@ def test_stages_have_their_own_budgets(records):
 
 
 def test_one_off_and_repeated_releases_share_equally_by_default(records):
-    (group,) = plan_for(covariance_once(), records).groups()
+    (group,) = spending.groups(plan_for(covariance_once(), records))
     gram, gradient = group.releases
     assert (gram.times, gradient.times) == (1, 5)
     assert gram.sensitivity == pytest.approx(math.sqrt(2))
@@ -249,9 +251,9 @@ def test_a_stream_is_paid_for_round_by_round(records):
     """The increments charged to a ledger add up to the sensitivity of the whole stream."""
     plan = plan_for(correlated(), records, "fixed:3")
     for client in range(5):
-        charged = [e for t in range(6) if client in plan.cohorts[t] for e in plan.entries(client, t, "r")]
+        charged = [e for t in range(6) if client in plan.cohorts[t] for e in charges(plan, client, t, "r")]
         total = gaussian.mu_of((e.sensitivity, e.std, e.times) for e in charged)
-        (mine,) = (g for g in plan.groups() if client in g.clients)
+        (mine,) = (g for g in spending.groups(plan) if client in g.clients)
         assert total == pytest.approx(mine.mu)
 
 
@@ -264,7 +266,7 @@ def test_correlated_noise_is_the_decoder_times_independent_draws(records):
     draws = [
         torch.stack([r.aggregate for r in simulate.run(plan, MODEL, still, Seeded(s))]).numpy() for s in range(400)
     ]
-    z = np.concatenate(draws, axis=1) / plan.aggregate_std(0)
+    z = np.concatenate(draws, axis=1) / calibration.aggregate_std(plan, 0)
     observed, expected = z @ z.T / z.shape[1], decoder @ decoder.T
     se = np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / z.shape[1])
     assert (np.abs(observed - expected) < 4.5 * se).all()

@@ -17,6 +17,7 @@ from messages import NUMBERS, ROUNDS, SPEC, WORDS, put
 
 from sordino import secagg, wire
 from sordino.federation.coordinator import Coordinator
+from sordino.privacy import calibration
 
 RUBBISH = [b"", b"rubbish" * 100, wire.MAGIC, wire.MAGIC + b"\xff" * 64, wire.encode("stranger", {})]
 HUGE = 2**23  # numbers: 32 MiB
@@ -193,7 +194,7 @@ def singled_out(world, name, terms, letters, answers, neighbour):
     records differ in one and whose noise is the same."""
     talk = Talk(neighbour, terms)
     assert talk.propose().kind == "agreed"
-    (level,) = terms.plan.levels
+    (level,) = calibration.query_noises(terms.plan)
     moved = []
     for letter, answer in zip(letters, answers, strict=True):
         one, two = wire.decode(answer), wire.decode(neighbour.answer(letter))

@@ -42,6 +42,7 @@ from sordino.federation.flower.processes import (
 )
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
+from sordino.privacy.evidence.charges import charges
 from sordino.training.outcome import load_model
 
 VICTIM = "alpha"  # one of its records is singled out
@@ -189,7 +190,7 @@ def unpaid(world: World, terms: Terms, name: str, notes: Path) -> int:
     released = {line["t"] for line in left if line["kind"] == "said" and line["run"] == terms.run}
     rows, bad = charged(world, terms, name), 0
     for t in released:
-        planned = terms.plan.entries(terms.names.index(name), t, terms.run)
+        planned = charges(terms.plan, terms.names.index(name), t, terms.run)
         bad += sorted(r[1:] for r in rows if r[0] == t) != sorted(
             (e.query, e.sensitivity, e.std, e.times) for e in planned
         )

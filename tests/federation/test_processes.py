@@ -1,6 +1,7 @@
 """Over a real link and real SuperNodes, on loopback: the models are the simulator's."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import tomli_w
 from fixtures import World
 from test_parity import simulated
 
+import sordino
 from sordino.federation.flower.processes import Federation
 from sordino.federation.handler import HANDLER
 from sordino.federation.terms import Terms
@@ -25,6 +27,7 @@ CASES = {
     "fednewton": {"rounds": 5},
     "secure": {"method": "dp-fedsofim", "trust": "secure-aggregation"},
 }
+FEW = ["dp-scaffold", "fednewton", "secure"]
 
 
 class Found:
@@ -35,24 +38,26 @@ class Found:
         self.terms = Terms.read((self.out / "terms.json").read_text())
 
 
-def test_the_models_are_the_simulators(tmp_path):
-    """One test for all: two workers of the suite would otherwise start two federations."""
+@pytest.mark.parametrize("cases", [FEW, pytest.param(list(CASES), marks=pytest.mark.soak)], ids=["few", "all"])
+def test_the_models_are_the_simulators(tmp_path, cases):
+    """One federation runs all cases, because it takes half a minute to start."""
     base = {"method": "dp-fedsofim", "rounds": 3, "epsilon": 8.0, "delta": 1e-5, "trust": "untrusted-server"}
     world = World(tmp_path / "world", base, deadline=60.0, patience=60.0)
     for name in world.names:
         world.configure(name, epsilon=200.0)
     places = tmp_path / "coordinators"
-    for k, (case, keys) in enumerate(CASES.items()):
+    for k, case in enumerate(cases):
         place = places / f"{k}-{case}"
         shutil.copytree(world.coordinator, place)
-        (place / "spec.toml").write_text(tomli_w.dumps({**base, "method": case, **keys}))
-    here = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+        (place / "spec.toml").write_text(tomli_w.dumps({**base, "method": case, **CASES[case]}))
+    paths = (Path(__file__).parent, Path(sordino.__file__).parents[1])
+    here = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "coordinators:every", **here}
     site = {"SORDINO_SITES": str(world.folder), **here}
     with Federation(tmp_path / "flower", world.names, handler=HANDLER, server=server, site=site) as running:
         running.run()
         running.wait(lambda: (places / "done").exists(), 400, "server", "link")
-    for k, case in enumerate(CASES):
+    for k, case in enumerate(cases):
         compare(world, Found(places / f"{k}-{case}"))
 
 

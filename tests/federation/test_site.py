@@ -21,7 +21,9 @@ from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.refusal import REASONS
 from sordino.federation.site_run import Run
+from sordino.privacy import calibration
 from sordino.privacy.evidence import ledger as ledgers
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.secagg import Identity, Roster
 
@@ -648,7 +650,7 @@ def test_a_model_made_to_single_out_a_record_learns_no_more_of_it_than_the_clip(
 
     one, two = (answered(world, talk, terms, letters) for world in worlds)
     plan, moved = terms.plan, []
-    level = plan.levels[0]
+    level = calibration.query_noises(plan)[0]
     n = terms.sizes[0]
     per = n if level.query.kind == "gradient" else 1  # answers are means, and messages themselves
     local_lr = {"dp-scaffold": 2.0, "dp-fedavg": entry_default("dp-fedavg", "local_lr")}.get(method, 1.0)
@@ -690,9 +692,9 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
             broadcast = Broadcast(torch.from_numpy(theta), ())
             vectors[k].append(run.compute(this_round, broadcast))
     plan = terms.plan
-    (level,) = plan.levels
-    (entry,) = plan.entries(0, 0, terms.run)
-    noise = np.sqrt(float(plan.variance(level)) * plan.integers.honest(plan.clients))
+    (level,) = calibration.query_noises(plan)
+    (entry,) = charges(plan, 0, 0, terms.run)
+    noise = np.sqrt(float(calibration.integer_variance(plan, level)) * plan.integers.honest(plan.clients))
     moved = [
         np.linalg.norm((a - b).view(np.int32).astype(float)) / noise / (entry.sensitivity / entry.std)
         for a, b in zip(*vectors, strict=True)

@@ -13,6 +13,7 @@ from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.methods.adadps import Public
 from sordino.models.linear import Linear
+from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 
@@ -57,7 +58,7 @@ def test_a_scale_of_one_is_federated_averaging(unit, records):
 
 def test_the_price_is_that_of_federated_averaging(records):
     sided, avg = (build(name, steps=3, **o) for name, o in (("dp-adadps", by([1, 2, 3])), ("dp-fedavg", {})))
-    assert plan_for(sided, records).groups() == plan_for(avg, records).groups()
+    assert spending.groups(plan_for(sided, records)) == spending.groups(plan_for(avg, records))
     assert sided.proves == avg.proves
 
 
@@ -110,7 +111,7 @@ def losses(rate, **options):
     *_, last = simulate.run(plan, model, data, [Seeded(s) for s in range(RUNS)], theta=theta)
     assert model.longest < CLIP, "the closed form has no clip"
     loss = (torch.from_numpy(H) * (last.model - 1) ** 2).sum(-1).numpy() / 2
-    return loss.mean(), loss.std() / math.sqrt(RUNS), plan.groups()[0].mu
+    return loss.mean(), loss.std() / math.sqrt(RUNS), spending.groups(plan)[0].mu
 
 
 def test_a_badly_conditioned_quadratic():

@@ -12,6 +12,7 @@ from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
+from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -176,7 +177,7 @@ def test_the_whole_method_from_its_noised_gradients(clip, tau, mistakes):
     plan = plan_for(overheard(build("dp-fedadamw", clip=clip, **options), log), records, 4)
     path = np.array([this_round.model.numpy() for this_round in reference.run(plan, MODEL, records, Seeded(2))])
     gs = torch.stack(log).reshape(4, 4, 3, -1).numpy()
-    phi = float((plan.std(0, 0)[0] / 20) ** 2)
+    phi = float((calibration.client_std(plan, 0, 0)[0] / 20) ** 2)
     np.testing.assert_allclose(path, from_gradients(gs, phi, rounds=4, **options), rtol=0, atol=1e-10)
     for mistake in mistakes:
         other = from_gradients(gs, phi, rounds=4, **options, **{mistake: True})
@@ -188,7 +189,7 @@ def test_the_convex_form_weighs_the_step_less():
     options = {"steps": 2, "lr": 0.2, "tau": 0.01, "gamma": 0.3}
     plan = plan_for(overheard(build("dp-fedadamw", align="convex", **options), log), records, 3)
     path = np.array([this_round.model.numpy() for this_round in reference.run(plan, MODEL, records, Seeded(2))])
-    gs, phi = torch.stack(log).reshape(3, 4, 2, -1).numpy(), float((plan.std(0, 0)[0] / 20) ** 2)
+    gs, phi = torch.stack(log).reshape(3, 4, 2, -1).numpy(), float((calibration.client_std(plan, 0, 0)[0] / 20) ** 2)
     np.testing.assert_allclose(path, from_gradients(gs, phi, rounds=3, convex=True, **options), rtol=0, atol=1e-10)
 
 
@@ -200,7 +201,10 @@ def test_alignment_is_heavy_ball_momentum(gamma):
     options = {"steps": 1, "lr": lr, "decay": decay, "tau": tau, "gamma": gamma, "schedule": "constant"}
     plan = plan_for(overheard(build("dp-fedadamw", **options), log), records, 6)
     rounds_done = list(reference.run(plan, MODEL, records, Seeded(5)))
-    gs, phi = torch.stack(log).reshape(6, 4, -1), torch.from_numpy((plan.std(0, 0) / np.array(UNLIKE)) ** 2)[:, None]
+    gs, phi = (
+        torch.stack(log).reshape(6, 4, -1),
+        torch.from_numpy((calibration.client_std(plan, 0, 0) / np.array(UNLIKE)) ** 2)[:, None],
+    )
     weights = torch.from_numpy(plan.weights)
     before = theta = means = noise = torch.zeros(MODEL.size, dtype=torch.float64)
     for t, this_round in enumerate(rounds_done):
@@ -276,7 +280,7 @@ def test_what_noise_adds_to_v_is_taken_off():
     beta2, steps, rounds, model = 0.98, 4, 10, Linear(40, 10, bias=False)
     plan, means, noise, J = pure_noise(ALIKE, model=model, rounds=rounds, steps=steps, beta2=beta2)
     assert J.item() == rounds * steps
-    phi, gathered = (plan.std(0, 0)[0] / 20) ** 2, 1 - beta2 ** J.item()
+    phi, gathered = (calibration.client_std(plan, 0, 0)[0] / 20) ** 2, 1 - beta2 ** J.item()
     v_hat, b_hat = means.item() / gathered, noise.item() / gathered
     assert b_hat == pytest.approx(phi, rel=1e-9)
     weight = (1 - beta2) * beta2 ** np.arange(rounds * steps) / gathered
@@ -292,7 +296,7 @@ def test_clients_of_unlike_sizes_have_unlike_noise():
     errors, while taking off one's own Phi would miss for some."""
     beta2, steps, rounds, model = 0.98, 4, 10, Linear(40, 10, bias=False)
     plan, means, noise, J = pure_noise(UNLIKE, model=model, rounds=rounds, steps=steps, beta2=beta2)
-    phi, gathered = (plan.std(0, 0) / np.array(UNLIKE)) ** 2, 1 - beta2 ** J.item()
+    phi, gathered = (calibration.client_std(plan, 0, 0) / np.array(UNLIKE)) ** 2, 1 - beta2 ** J.item()
     v_hat, b_hat = means.item() / gathered, noise.item() / gathered
     assert b_hat == pytest.approx(plan.weights @ phi, rel=1e-9)
     weight = (1 - beta2) * beta2 ** np.arange(rounds * steps) / gathered
@@ -317,7 +321,7 @@ def test_the_variance_of_v(block, clients):
 
     plan, v, _, _ = pure_noise((20,) * clients, model=Blocked(320, 10, bias=False), rounds=4, steps=20, beta2=beta2)
     assert len(v) == 3200 // block
-    expected = 2 * (plan.std(0, 0)[0] / 20) ** 4 * (1 - beta2) / (1 + beta2) / (block * clients)
+    expected = 2 * (calibration.client_std(plan, 0, 0)[0] / 20) ** 4 * (1 - beta2) / (1 + beta2) / (block * clients)
     kurtosis = 3 + 12 * (1 - beta2**2) / (1 + beta2**2) / (block * clients)
     error = expected * math.sqrt((kurtosis - 1) / len(v))
     assert abs(float(v.var()) - expected) < 4 * error
@@ -330,7 +334,7 @@ def test_a_round_to_which_few_came_changes_little():
     each time and die out; the changes average to the clients' mean Phi, within four standard errors of the schedule."""
     beta2, rounds, sizes = 0.999, 300, np.array(UNLIKE)
     plan, _, noise, J = pure_noise(UNLIKE, model=MODEL, rounds=rounds, steps=1, participation="fixed:1")
-    phi, share = (plan.std(0, 0) / sizes) ** 2, plan.weights / plan.participation.rate(4)
+    phi, share = (calibration.client_std(plan, 0, 0) / sizes) ** 2, plan.weights / plan.participation.rate(4)
     gathered, expected = 1 - beta2 ** J.item(), plan.weights @ phi
     error = (share * phi).std() / math.sqrt(rounds)
     assert abs(noise.item() / gathered - expected) < 4 * error
@@ -367,10 +371,10 @@ def test_uploads_are_post_processing_of_noised_gradients(name):
 def test_every_local_gradient_is_paid_for_and_nothing_else(name):
     records = federation(UNLIKE)
     plan = plan_for(build(name, steps=4), records, 5)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     assert [(release.query, release.times) for release in group.releases] == [("0.0 gradient", 20)]
-    assert group.releases == plan_for(build("dp-fedavg", steps=4), records, 5).groups()[0].releases
-    assert plan.epsilon() == pytest.approx(8.0, rel=1e-9)
+    assert group.releases == spending.groups(plan_for(build("dp-fedavg", steps=4), records, 5))[0].releases
+    assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
     assert all(query.noise is not None for query in plan.stages[0].queries if query.kind is Kind.GRADIENT)
 
 

@@ -14,6 +14,7 @@ from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.methods.auto import EARLY_ROUNDS
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import estimate_covariance, kalman
@@ -202,11 +203,11 @@ def test_models_of_several_parameters_are_refused():
 @pytest.mark.parametrize("early", [0.0, 0.3])
 def test_what_is_promised_is_spent_and_early_rounds_get_more(early, trust):
     plan = plan_for(federation(), 71, trust=trust, epsilon=2.0, early_share=early)
-    assert math.isclose(plan.epsilon(), 2.0, rel_tol=1e-6)
-    part = np.diff(plan.spending() ** 2, prepend=0) / plan.mu() ** 2
+    assert math.isclose(spending.epsilon(plan), 2.0, rel_tol=1e-6)
+    part = np.diff(spending.mu_after_each_round(plan) ** 2, prepend=0) / spending.mu(plan) ** 2
     late = [(0.95 - early) / (70 - EARLY_ROUNDS)] * (70 - EARLY_ROUNDS)
     assert np.allclose(part, [0.05] + ([early / EARLY_ROUNDS] * EARLY_ROUNDS + late if early else [0.95 / 70] * 70))
-    first, last_ = plan.facts(1), plan.facts(len(plan.stages) - 1)
+    first, last_ = calibration.stage_facts(plan, 1), calibration.stage_facts(plan, len(plan.stages) - 1)
     whole = first.aggregate_std**-2 * first.rounds + last_.aggregate_std**-2 * last_.rounds * bool(early)
     said = first.aggregate_std * math.sqrt((early or 0.95) / 0.95 / first.rounds)
     assert math.isclose(said, whole**-0.5, rel_tol=1e-6)  # the noise of the mean of all gradients, as the rule has it

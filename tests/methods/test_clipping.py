@@ -14,6 +14,7 @@ from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.models.torch_model import TorchModel
+from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
@@ -64,10 +65,10 @@ def test_the_clip_finds_the_median(model):
 
 def test_counts_are_paid_for_with_their_share():
     plan = plan_for(records())
-    squares = {r.query.split()[-1]: r.times * (r.sensitivity / r.std) ** 2 for r in plan.groups()[0].releases}
+    squares = {r.query.split()[-1]: r.times * (r.sensitivity / r.std) ** 2 for r in spending.groups(plan)[0].releases}
     assert squares["count"] / sum(squares.values()) == pytest.approx(0.05)
-    assert plan.epsilon() == pytest.approx(4.0)
-    (count,) = (r for r in plan.groups()[0].releases if r.query.endswith("count"))
+    assert spending.epsilon(plan) == pytest.approx(4.0)
+    (count,) = (r for r in spending.groups(plan)[0].releases if r.query.endswith("count"))
     assert count.sensitivity == 1.0  # one record for another: from -1/2 to 1/2
 
 

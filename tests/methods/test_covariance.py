@@ -12,6 +12,7 @@ from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
@@ -98,7 +99,7 @@ def test_where_nobody_came_to_the_covariance_round_it_is_gradient_descent():
     seed = next(s for s in range(99) if not len(Participation.parse("poisson:0.4").schedule(8, 4, s)[0]))
     gd = plan_for("dp-fedgd", records, 8, lr=0.3, schedule_seed=seed, **who)
     fc = plan_for("dp-fedfc", records, 8, lr=0.3, schedule_seed=seed, **who)
-    assert [g.mu for g in fc.groups()] == pytest.approx([g.mu for g in gd.groups()])
+    assert [g.mu for g in spending.groups(fc)] == pytest.approx([g.mu for g in spending.groups(gd)])
     assert sum(map(len, fc.cohorts[1:])) > 3
     torch.testing.assert_close(models(run(fc, records)), models(run(gd, records)), rtol=1e-12, atol=1e-12)
     came = next(s for s in range(99) if len(Participation.parse("poisson:0.4").schedule(8, 4, s)[0]))
@@ -167,7 +168,7 @@ def test_noise_is_symmetric_and_white_in_the_frobenius_norm():
     model, sizes = Linear(d, 2, bias=False), (5, 7)
     empty = Records.of(np.zeros((12, d)), np.zeros(12, int), np.repeat([0, 1], sizes), dtype=torch.float64)
     plan = plan_for("dp-fedfc", empty)
-    std = plan.aggregate_std(0)
+    std = calibration.aggregate_std(plan, 0)
     noise = torch.stack([next(simulate.run(plan, model, empty, Seeded(s))).aggregate for s in range(draws)]) / std
     torch.testing.assert_close(noise, noise.transpose(1, 2), rtol=0, atol=1e-12)
     rows, columns = torch.triu_indices(d, d, 1)
@@ -185,7 +186,7 @@ def test_noise_is_symmetric_and_white_in_the_frobenius_norm():
 def test_sensitivities(adjacency, matrix, vector, unit):
     """Positive semi-definite: sqrt(2) where something is replaced, not 2."""
     plan = plan_for("dp-fedfc", federation(), unit=unit, adjacency=adjacency, clip=0.7, covariance_clip=3.0)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     gram, gradient = group.releases
     assert gram.sensitivity == pytest.approx(3.0 * matrix, rel=1e-12)
     assert gradient.sensitivity == pytest.approx(0.7 * vector, rel=1e-12)
@@ -208,12 +209,12 @@ def test_sqrt_two_is_reached_and_not_exceeded():
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.6])
 def test_the_budget_is_split(share, unit):
     plan = plan_for("dp-fedfc", federation(), 9, unit=unit, covariance_share=share)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     mu = gaussian.mu(8.0, 1e-5)
     gram, gradient = (r.times * (r.sensitivity / r.std) ** 2 / mu**2 for r in group.releases)
     assert gram == pytest.approx(share or 1 / 9, rel=1e-9)
     assert gram + gradient == pytest.approx(1, rel=1e-9)
-    assert plan.epsilon() == pytest.approx(8.0, rel=1e-9)
+    assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
 
 
 @pytest.mark.parametrize("trust", list(Trust))
@@ -221,7 +222,7 @@ def test_the_budget_is_split(share, unit):
 def test_every_trust_model_is_proved(trust, unit):
     plan = plan_for("dp-fedfc", federation(), unit=unit, trust=trust)
     assert plan.proved
-    assert plan.epsilon() == pytest.approx(8.0, rel=1e-9)
+    assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------- engines and axes
@@ -291,6 +292,6 @@ def test_bad_options_are_named(options, message):
 def test_the_clients_own_covariance_never_leaves():
     """FedNew-FC declares no noised Gram matrix, and nothing is spent on it: six rounds, six messages."""
     plan = plan_for("dp-fednew-fc", federation())
-    for group in plan.groups():
+    for group in spending.groups(plan):
         assert [(release.query, release.times) for release in group.releases] == [("0.2 delta", 6)]
     assert [query.kind for query in plan.stages[0].queries if query.noise is None] == [Kind.GRADIENT, Kind.GRAM]

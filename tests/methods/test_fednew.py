@@ -16,6 +16,7 @@ from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -211,7 +212,7 @@ def test_for_least_squares_the_covariance_is_the_hessian(unit, bias):
         kwargs = {"unit": unit, "participation": participation, **options}
         hessian = plan_for("dp-fednew", records, curvature_clip=0.4, **kwargs)
         covariance = plan_for("dp-fednew-fc", records, covariance_clip=0.4, **kwargs)
-        assert hessian.groups() == covariance.groups()
+        assert spending.groups(hessian) == spending.groups(covariance)
         a, b = path(hessian, model, records), path(covariance, model, records)
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     other = path(plan_for("dp-fednew-fc", records, covariance_clip=0.1, **kwargs), model, records)
@@ -319,15 +320,15 @@ def test_the_lemma_pays_for_the_message():
     records = federation(SOFTMAX)
     for adjacency in (ADD, SWAP):
         plan = plan_for("dp-fednew", records, 5, adjacency=adjacency, **TIGHT)
-        (level,) = plan.levels
+        (level,) = calibration.query_noises(plan)
         bound = shift(1.0, 2.0, 0.5, 1.1)
         claims = [bound.bound(m, adjacency) for m in SIZES]
         np.testing.assert_allclose(level.sensitivity, claims, rtol=1e-12)
-        np.testing.assert_allclose(level.std, np.array(claims) * math.sqrt(5) / plan.mu(), rtol=1e-9)
-        assert plan.epsilon() == pytest.approx(8.0, rel=1e-9)
+        np.testing.assert_allclose(level.std, np.array(claims) * math.sqrt(5) / spending.mu(plan), rtol=1e-9)
+        assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
         covariance = {key: value for key, value in TIGHT.items() if key != "curvature_clip"} | {"covariance_clip": 0.5}
         same = plan_for("dp-fednew-fc", records, 5, adjacency=adjacency, **covariance)
-        assert same.groups() == plan.groups()
+        assert spending.groups(same) == spending.groups(plan)
 
 
 def message(method, model, records, theta, b):
@@ -392,9 +393,9 @@ def test_a_user_s_direction_is_clipped(name):
     """Hessian and gradient are exact, the message is bounded; one user, replaced, moves it by twice the clip."""
     records = federation(SOFTMAX)
     plan = plan_for(name, records, 5, unit=Unit.USER, clip=0.05, alpha=0.1, rho=1.0, lr=1.0)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     assert [(r.sensitivity, r.times) for r in group.releases] == [(0.1, 5)]
-    assert plan.epsilon() == pytest.approx(8.0, rel=1e-9)
+    assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
     theta, zero = start(SOFTMAX), torch.zeros(SOFTMAX.size, dtype=torch.float64)
     said = message(plan.method, SOFTMAX, records, theta, zero)
     assert float(said.norm()) == pytest.approx(0.05 * (1 - SAFETY), rel=2e-6)
@@ -453,9 +454,9 @@ def test_duals_are_hidden_from_sums(name, unit, trust):
         plan_for(name, records, unit=unit, trust=trust)
     plan = plan_for(name, records, unit=unit, trust=trust, duals=False)
     assert plan.proved
-    assert plan.epsilon() == pytest.approx(8.0, rel=1e-9)
+    assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
     own = plan_for(name, records, unit=unit, duals=False)
-    assert plan.aggregate_std(0) < own.aggregate_std(0), "the noise is shared"
+    assert calibration.aggregate_std(plan, 0) < calibration.aggregate_std(own, 0), "the noise is shared"
 
 
 @pytest.mark.parametrize("trust", list(Trust))

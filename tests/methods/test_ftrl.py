@@ -20,7 +20,9 @@ from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
@@ -120,7 +122,7 @@ def mu_of(rows, shifts):
 def true_mu(plan, client, found=None):
     """Of one unit of a client, which moves each of its rounds as far as it can, in all combinations of signs."""
     messages, aggregates = transcript(plan) if found is None else found
-    (level,) = plan.levels
+    (level,) = calibration.query_noises(plan)
     far = level.sensitivity[client] * (1.0 if level.query.kind is Kind.DELTA else 1 / plan.sizes[client])
     mine = [t for t, cohort in enumerate(plan.cohorts) if client in cohort]
     signs = np.array(list(itertools.product([1.0, -1.0], repeat=len(mine))))
@@ -135,7 +137,7 @@ def true_mu(plan, client, found=None):
 
 
 def claimed_mu(plan, client):
-    return next(group.mu for group in plan.groups() if client in group.clients)
+    return next(group.mu for group in spending.groups(plan) if client in group.clients)
 
 
 # --------------------------------------------------------------------------------------------------- the mechanisms
@@ -168,7 +170,7 @@ def test_every_mechanism_has_its_factors(rounds):
 def test_a_client_s_noise_is_the_decoder_times_its_own_draws(options, unit):
     plan = plan_for(unit=unit, **options)
     messages, aggregates = transcript(plan)
-    decoder, std = noise_of(plan).decoder, plan.std(0, 0 if unit is Unit.RECORD else 1)
+    decoder, std = noise_of(plan).decoder, calibration.client_std(plan, 0, 0 if unit is Unit.RECORD else 1)
     divisor = np.array(plan.sizes) if unit is Unit.RECORD else np.ones(3)
     for i in range(3):
         rows = np.stack([messages[t, i] for t in range(6)])
@@ -216,7 +218,7 @@ def test_independent_noise_is_gradient_descent_draw_for_draw(unit, trust, partic
     stream = plan_for(records.sizes, mechanism="independent", **chosen)
     for i in range(4):
         assert claimed_mu(stream, i) == pytest.approx(claimed_mu(gd, i), rel=1e-12)
-    np.testing.assert_allclose(stream.levels[0].std, gd.levels[0].std, rtol=1e-12)
+    np.testing.assert_allclose(calibration.query_noises(stream)[0].std, calibration.query_noises(gd)[0].std, rtol=1e-12)
     if trust is PC or participation == "full":
         same = [path(plan, records, Relabelled(3)) for plan in (stream, gd)]
         torch.testing.assert_close(*same, rtol=1e-12, atol=1e-12)
@@ -246,7 +248,7 @@ def test_running_sums_carry_the_noise_that_was_factorised():
     """One client: theta's noise is lr times the running sum of the decoder's rows; and so a tree cancels."""
     plan = plan_for((4,), 8, lr=0.5, honaker="none")
     rows = [this_round.model.numpy() for this_round in reference.run(plan, *still(plan, 30), Units())]
-    prefix = np.cumsum(noise_of(plan).decoder, 0) * 0.5 * plan.std(0, 0)[0] / 4
+    prefix = np.cumsum(noise_of(plan).decoder, 0) * 0.5 * calibration.client_std(plan, 0, 0)[0] / 4
     np.testing.assert_allclose(np.stack(rows) @ np.stack(rows).T, prefix @ prefix.T, rtol=1e-9)
     nodes = [np.count_nonzero(np.round(row, 12)) for row in rows]
     assert nodes == [1, 1, 2, 1, 2, 2, 3, 1], "binary digits, as Kairouz et al. have it"
@@ -268,7 +270,9 @@ def test_momentum_against_a_plain_loop(restart, records):
         published.append(torch.allclose(this_round.model, -0.3 * m, rtol=1e-9))
     assert all(published) == (restart == 0)
     assert all(published[: restart or 6])
-    assert plan.groups() == plan_for(records.sizes, restart=restart).groups(), "momentum is post-processing"
+    assert spending.groups(plan) == spending.groups(plan_for(records.sizes, restart=restart)), (
+        "momentum is post-processing"
+    )
 
 
 def test_a_new_tree_owes_nothing_to_the_one_before():
@@ -298,7 +302,7 @@ def test_nobody_pays_less_than_the_transcript_tells(unit, trust, participation, 
         assert ratios[-1] <= 1 + 1e-9
         if square and (participation == "full" or trust is SA):
             assert ratios[-1] == pytest.approx(1, rel=1e-9)
-    assert plan.epsilon() <= 2.0 * (1 + 1e-9)
+    assert spending.epsilon(plan) <= 2.0 * (1 + 1e-9)
     assert max(ratios) > 0.3, "no price is far from what is told"
     if options.get("mechanism") in ("independent", "schedule"):
         np.testing.assert_allclose(ratios, 1, rtol=1e-9)
@@ -308,11 +312,11 @@ def test_nobody_pays_less_than_the_transcript_tells(unit, trust, participation, 
 def test_a_price_for_one_round_would_be_found_too_low(trust):
     """Wrong twins: the stream paid for as if a unit came once, and as if its rounds did not add up."""
     plan = plan_for(rounds=7, trust=trust)
-    noise, (level,) = noise_of(plan), plan.levels
+    noise, (level,) = noise_of(plan), calibration.query_noises(plan)
     told = true_mu(plan, 2)
     once = level.sensitivity[2] / level.std[2] * max(noise.sensitivity(np.array([t])) for t in range(7))
     apart = level.sensitivity[2] / level.std[2] * math.sqrt((noise.encoder**2).sum())
-    assert told == pytest.approx(plan.mu(), rel=1e-9)
+    assert told == pytest.approx(spending.mu(plan), rel=1e-9)
     assert told > 2 * once
     assert told > 1.4 * apart
 
@@ -322,29 +326,33 @@ def test_seventy_rounds_of_a_tree():
     full, once = plan_for((5,), 70, epsilon=1.0), plan_for((5,) * 70, 70, "cyclic:70", epsilon=1.0)
     assert noise_of(full).sensitivity(np.arange(70)) == pytest.approx(90.34, abs=5e-3)
     assert max(noise_of(once).sensitivity(np.array([t])) for t in range(70)) == pytest.approx(math.sqrt(7))
-    assert full.std(0, 0)[0] / once.std(0, 0)[0] == pytest.approx(90.34 / math.sqrt(7), rel=1e-4)
+    assert calibration.client_std(full, 0, 0)[0] / calibration.client_std(once, 0, 0)[0] == pytest.approx(
+        90.34 / math.sqrt(7), rel=1e-4
+    )
     for plan in (full, once):
-        assert plan.mu() == pytest.approx(gaussian.mu(1.0, 1e-5), rel=1e-9)
+        assert spending.mu(plan) == pytest.approx(gaussian.mu(1.0, 1e-5), rel=1e-9)
 
 
 @pytest.mark.parametrize("trust", [PC, SA])
 def test_units_that_come_band_rounds_apart_pay_for_their_rounds_alone(trust):
     plan = plan_for((4,) * 6, 12, "cyclic:3", trust, mechanism="banded", band=3)
     gd = plan_for((4,) * 6, 12, "cyclic:3", trust, name="dp-fedgd")
-    np.testing.assert_allclose(plan.levels[0].std, gd.levels[0].std, rtol=1e-9)
+    np.testing.assert_allclose(calibration.query_noises(plan)[0].std, calibration.query_noises(gd)[0].std, rtol=1e-9)
     often = plan_for((4,) * 6, 12, "cyclic:2", trust, mechanism="banded", band=3)
     gd = plan_for((4,) * 6, 12, "cyclic:2", trust, name="dp-fedgd")
-    assert (often.levels[0].std > 1.2 * gd.levels[0].std).all()
+    assert (calibration.query_noises(often)[0].std > 1.2 * calibration.query_noises(gd)[0].std).all()
 
 
 def test_the_ledger_s_rows_add_up_to_the_stream():
     for trust, participation in itertools.product((PC, SA), ("full", "fixed:2", "cyclic:2")):
         plan = plan_for(rounds=7, participation=participation, trust=trust)
         for i in range(3):
-            rows = [e for t in range(7) if i in plan.cohorts[t] for e in plan.entries(i, t, "run")]
+            rows = [e for t in range(7) if i in plan.cohorts[t] for e in charges(plan, i, t, "run")]
             total = gaussian.mu_of((e.sensitivity, e.std, e.times) for e in rows)
             assert total == pytest.approx(claimed_mu(plan, i))
-        np.testing.assert_allclose(plan.spending(), [plan.mu(done) for done in range(1, 8)], rtol=1e-9)
+        np.testing.assert_allclose(
+            spending.mu_after_each_round(plan), [spending.mu(plan, done) for done in range(1, 8)], rtol=1e-9
+        )
 
 
 def test_coins_are_refused_unless_nothing_is_claimed():
@@ -353,7 +361,7 @@ def test_coins_are_refused_unless_nothing_is_claimed():
     with pytest.raises(SordinoError, match=r"participation: the correlated noise of dp-ftrl is certified for full,"):
         plan_for(participation="poisson:0.5")
     plan = plan_for(participation="poisson:0.5", uncertified=True)
-    assert plan.epsilon() == pytest.approx(2.0, rel=1e-9)
+    assert spending.epsilon(plan) == pytest.approx(2.0, rel=1e-9)
     for i in range(3):
         assert true_mu(plan, i) <= claimed_mu(plan, i) * (1 + 1e-9)
     assert plan_for(participation="poisson:0.5", name="dp-fedgd").proved
@@ -378,8 +386,8 @@ def error(plan, coordinates=2500):
 
 def predicted(plan):
     """The same by the formula: one stream for all where only sums are seen, else each client's own."""
-    noise, (level,) = noise_of(plan), plan.levels
-    rate, taken = plan.participation.rate(plan.clients), plan.taken(0)
+    noise, (level,) = noise_of(plan), calibration.query_noises(plan)
+    rate, taken = plan.participation.rate(plan.clients), releases.participation_table(plan, 0)
     covariance = noise.decoder @ noise.decoder.T
     if plan.only_sums_visible:
         parts = [((level.weight * level.std).max() / rate, np.ones(plan.rounds))]
@@ -414,7 +422,7 @@ def test_banded_noise_cancels_where_it_is_common(trust, worth, longer):
     assert predicted(banded) / predicted(base) == pytest.approx(worth, rel=2e-3)
     assert abs(ratio - worth) < 4.5 * se
     assert (worth < 0.35) == banded.only_sums_visible
-    assert banded.epsilon() == pytest.approx(base.epsilon(), rel=1e-9)
+    assert spending.epsilon(banded) == pytest.approx(spending.epsilon(base), rel=1e-9)
     seventy = [predicted(in_turn(trust, 70, 10, mechanism)) for mechanism in ("banded", "independent")]
     assert seventy[0] / seventy[1] == pytest.approx(longer, rel=2e-3)
 

@@ -10,6 +10,7 @@ from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -58,7 +59,7 @@ def test_no_smoothing_is_federated_averaging_at_the_same_price(records):
     )
     assert same(models(avg, records), models(plain, records), 1e-9)
     assert not same(models(avg, records), models(smoothed, records), 1e-9)
-    assert avg.groups() == smoothed.groups()
+    assert spending.groups(avg) == spending.groups(smoothed)
 
 
 @pytest.mark.parametrize("mu", [0.01, 5.0])
@@ -119,16 +120,16 @@ def test_drift_is_corrected():
 )
 def test_every_noised_gradient_is_paid_for(records, name, options, releases):
     plan = plan_for(name, records, **options)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     assert [release.times for release in group.releases] == releases
-    assert plan.epsilon() == pytest.approx(8.0, rel=1e-9)
-    (user,) = plan_for(name, records, unit=Unit.USER, **options).groups()
+    assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
+    (user,) = spending.groups(plan_for(name, records, unit=Unit.USER, **options))
     assert sum(release.times for release in user.releases) == 6, "a user pays for messages"
 
 
 def test_a_warm_start_that_is_not_paid_for_would_show(records):
     cold, warm = (plan_for("dp-scaffold", records, rounds=6, steps=1, warm_start=w) for w in (False, True))
-    assert len(warm.levels) == len(cold.levels) + 1
+    assert len(calibration.query_noises(warm)) == len(calibration.query_noises(cold)) + 1
     first = next(simulate.run(warm, MODEL, records, Seeded(0)))
     assert torch.equal(first.model, torch.zeros(12, dtype=torch.float64)), "it moves the controls, not the model"
 

@@ -17,6 +17,7 @@ from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Linear
+from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -151,9 +152,9 @@ def test_all_say_the_same_given_the_same_theta(unit, trust, records):
 @pytest.mark.parametrize("trust", list(Trust))
 @pytest.mark.parametrize("unit", list(Unit))
 def test_all_cost_the_same(unit, trust, participation, records):
-    accounts = [plan_for(name, records, unit, trust, participation).groups() for name in FIRST_ORDER]
+    accounts = [spending.groups(plan_for(name, records, unit, trust, participation)) for name in FIRST_ORDER]
     assert all(account == accounts[0] for account in accounts)
-    assert plan_for("dp-fedgd", records, unit, trust, "full").groups() != accounts[0] or participation == "full"
+    assert spending.groups(plan_for("dp-fedgd", records, unit, trust, "full")) != accounts[0] or participation == "full"
 
 
 def test_they_do_different_things_with_it(records):

@@ -14,6 +14,7 @@ from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
@@ -46,7 +47,7 @@ def run(plan, model, records, seed=3, **kwargs):
 
 def spent(plan):
     """(releases, part of mu squared) of each noised query."""
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     return [(r.times, r.times * (r.sensitivity / r.std) ** 2 / MU**2) for r in group.releases]
 
 
@@ -58,10 +59,12 @@ def test_fedhybrid_spends_half_on_either_stage():
     records, clip = federation(), 0.7
     plan = plan_for("fedhybrid", records, 8, clip=clip, local_steps=5)
     assert spent(plan) == [(5, pytest.approx(0.5)), (7, pytest.approx(0.5))]
-    assert plan.mu() == pytest.approx(MU, rel=1e-9)
+    assert spending.mu(plan) == pytest.approx(MU, rel=1e-9)
     for stage, steps in ((0, 5), (1, 7)):
         want = 2 * clip * math.sqrt(2 * steps) / MU
-        np.testing.assert_allclose(plan.std(stage, 0), want, rtol=1e-9)  # of the sum: the mean's is that over n_i
+        np.testing.assert_allclose(
+            calibration.client_std(plan, stage, 0), want, rtol=1e-9
+        )  # of the sum: the mean's is that over n_i
     uneven = plan_for("fedhybrid", records, 8, local_steps=5, local_share=0.2)
     assert spent(uneven) == [(5, pytest.approx(0.2)), (7, pytest.approx(0.8))]
 
@@ -83,7 +86,7 @@ def test_fednewton_spends_a_half_and_two_quarters():
     records = federation()
     plan = plan_for("fednewton", records, 2, local_steps=6)
     assert spent(plan) == [(6, pytest.approx(0.5)), (1, pytest.approx(0.25)), (1, pytest.approx(0.25))]
-    assert plan.mu() == pytest.approx(MU, rel=1e-9)
+    assert spending.mu(plan) == pytest.approx(MU, rel=1e-9)
     more = plan_for("fednewton", records, 4, local_steps=6, local_share=0.3, curvature_share=0.6)
     assert spent(more) == [(6, pytest.approx(0.3)), (3, pytest.approx(0.1)), (3, pytest.approx(0.6))]
 
@@ -93,7 +96,7 @@ def test_fednewton_s_noise(adjacency, vector, matrix):
     """Replace-one: s_g = 4 B / (mu n_i) and s_H = 2 sqrt(2) C_H / (mu n_i), as the client is told them."""
     records, B, C_H = federation(), 0.7, 3.0
     plan = plan_for("fednewton", records, 2, adjacency=adjacency, clip=B, curvature_clip=C_H)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     _, gradient, curvature = group.releases
     assert gradient.sensitivity == pytest.approx(vector * B, rel=1e-12)
     assert curvature.sensitivity == pytest.approx(matrix * C_H, rel=1e-12)
@@ -235,8 +238,8 @@ def test_a_newton_step_pays_once_and_gradient_descent_k_times(steps):
     newton = plan_for("fednewton", records, 2, clip=B, local_steps=steps)
     sgd = plan_for("fedsgd", records, steps, clip=B)
     unit = B**2 * len(SIZES) / (MU * sum(SIZES)) ** 2
-    assert newton.aggregate_std(1) ** 2 == pytest.approx(16 * unit, rel=1e-9)
-    assert sgd.aggregate_std(0) ** 2 == pytest.approx(4 * steps * unit, rel=1e-9)
+    assert calibration.aggregate_std(newton, 1) ** 2 == pytest.approx(16 * unit, rel=1e-9)
+    assert calibration.aggregate_std(sgd, 0) ** 2 == pytest.approx(4 * steps * unit, rel=1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------- the last layer
@@ -281,7 +284,7 @@ def test_blocks_alternate_and_each_is_paid_for():
     parts = spent(plan)
     assert [times for times, _ in parts] == [4, 1, 1, 4, 1, 1, 4, 2, 2]
     assert [part for _, part in parts] == pytest.approx([1 / 6, 1 / 12, 1 / 12] * 3)
-    assert plan.mu() == pytest.approx(MU, rel=1e-9)
+    assert spending.mu(plan) == pytest.approx(MU, rel=1e-9)
 
 
 def test_two_blocks_are_the_steps_in_turn():
@@ -302,7 +305,7 @@ def test_two_blocks_are_the_steps_in_turn():
 @pytest.mark.parametrize(("adjacency", "vector", "matrix"), [(ADD, 1.0, 1.0), (SWAP, 2.0, math.sqrt(2))])
 def test_the_fisher_matrix_s_clip_is_the_gradient_s_squared(adjacency, vector, matrix):
     plan = plan_for("fednewton-head", federation(SOFTMAX), 2, adjacency=adjacency, clip=0.3)
-    (group,) = plan.groups()
+    (group,) = spending.groups(plan)
     assert [r.sensitivity for r in group.releases] == pytest.approx([0.3 * vector, 0.3 * vector, 0.09 * matrix])
 
 
@@ -357,8 +360,8 @@ def test_engines_agree(name, rounds, options, participation):
     slow = [this_round.model for this_round in reference.run(plan, SOFTMAX, records, Seeded(3))]
     for a, b in zip(slow, run(plan, SOFTMAX, records), strict=True):
         torch.testing.assert_close(b.model, a, rtol=1e-8, atol=1e-8)
-    assert plan.epsilon() <= 4.0 * (1 + 1e-9)
-    assert plan.mu() == pytest.approx(MU, rel=1e-9) or participation != "full"
+    assert spending.epsilon(plan) <= 4.0 * (1 + 1e-9)
+    assert spending.mu(plan) == pytest.approx(MU, rel=1e-9) or participation != "full"
 
 
 @pytest.mark.parametrize("name", ["fednewton", "fednewton-head"])

@@ -13,6 +13,7 @@ from sordino.engines.oracle import clipped
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 
@@ -47,7 +48,7 @@ def test_without_ascent_it_is_federated_averaging(unit, records):
         for name, rho in (("dp-fedsam", {"rho": 0.0}), ("dp-fedavg", {}))
     )
     assert torch.equal(path(sam, records), path(avg, records))
-    assert plan_for(sam, records).groups() == plan_for(avg, records).groups()
+    assert spending.groups(plan_for(sam, records)) == spending.groups(plan_for(avg, records))
     assert not torch.allclose(path(build("dp-fedsam", unit, steps=2, local_lr=0.5), records), path(avg, records))
 
 
@@ -134,19 +135,21 @@ def test_every_client_climbs_by_its_own_gradient(records):
 def test_both_gradients_of_a_step_are_paid_for(steps, records):
     """2 T K releases, and at equal epsilon exactly sqrt(2) times the noise of dp-fedavg: not twice."""
     sam, avg = (plan_for(build(name, steps=steps), records) for name in ("dp-fedsam", "dp-fedavg"))
-    assert [release.times for release in sam.groups()[0].releases] == [2 * 5 * steps]
-    assert sam.epsilon() == pytest.approx(avg.epsilon(), rel=1e-12)
-    np.testing.assert_allclose(sam.std(0, 0), math.sqrt(2) * avg.std(0, 0), rtol=1e-12)
+    assert [release.times for release in spending.groups(sam)[0].releases] == [2 * 5 * steps]
+    assert spending.epsilon(sam) == pytest.approx(spending.epsilon(avg), rel=1e-12)
+    np.testing.assert_allclose(
+        calibration.client_std(sam, 0, 0), math.sqrt(2) * calibration.client_std(avg, 0, 0), rtol=1e-12
+    )
 
 
 def test_a_user_pays_for_one_message(records):
     plan = plan_for(build("dp-fedsam", Unit.USER, steps=4), records)
-    assert [release.times for release in plan.groups()[0].releases] == [5]
+    assert [release.times for release in spending.groups(plan)[0].releases] == [5]
     gradients, delta = plan.stages[0].queries
     assert (gradients.kind, gradients.calls, gradients.noise) == (Kind.GRADIENT, 8, None)
     assert (delta.kind, delta.calls) == (Kind.DELTA, 1)
     final = plan_for(build("dp-fedsam", steps=4, noise_at="final"), records)
-    assert [release.times for release in final.groups()[0].releases] == [5]
+    assert [release.times for release in spending.groups(final)[0].releases] == [5]
 
 
 @pytest.mark.parametrize("trust", ["secure-aggregation", "trusted-server"])

@@ -12,6 +12,7 @@ from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
+from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -84,7 +85,7 @@ def test_it_costs_what_gradient_descent_costs(records, unit, trust, participatio
     kwargs = {"unit": unit, "trust": trust, "participation": participation, "clip": 0.5}
     ours, gd = (plan_for(name, records, **kwargs) for name in ("dp-fedsofim", "dp-fedgd"))
     assert ours.proved
-    assert ours.groups() == gd.groups()
+    assert spending.groups(ours) == spending.groups(gd)
     assert torch.equal(run(ours, records)[0].aggregate, run(gd, records)[0].aggregate)
 
 
@@ -98,7 +99,7 @@ def test_a_user_sends_its_clipped_mean_gradient(records):
     assert max(float(g.norm()) for g in said) == pytest.approx(0.2, rel=1e-4)
     torch.testing.assert_close(run(plan, records)[0].aggregate, torch.stack(said).mean(0), rtol=1e-5, atol=1e-9)
     user = plan_for("dp-fedsofim", records, unit=Unit.USER, clip=0.2)
-    (group,) = user.groups()
+    (group,) = spending.groups(user)
     assert [(r.sensitivity, r.times) for r in group.releases] == [(0.4, 6)]
 
 
@@ -152,11 +153,11 @@ def test_local_steps_without_a_preconditioner_are_federated_averaging(records, u
 
 def test_local_steps_are_paid_for(records):
     for steps in (1, 4):
-        (group,) = plan_for("dp-fedsofim", records, steps=steps).groups()
+        (group,) = spending.groups(plan_for("dp-fedsofim", records, steps=steps))
         assert [release.times for release in group.releases] == [6 * steps]
-        (user,) = plan_for("dp-fedsofim", records, unit=Unit.USER, steps=steps).groups()
+        (user,) = spending.groups(plan_for("dp-fedsofim", records, unit=Unit.USER, steps=steps))
         assert [release.times for release in user.releases] == [6], "a user pays for messages"
-        assert plan_for("dp-fedsofim", records, steps=steps).epsilon() == pytest.approx(8.0, rel=1e-9)
+        assert spending.epsilon(plan_for("dp-fedsofim", records, steps=steps)) == pytest.approx(8.0, rel=1e-9)
 
 
 def test_the_mean_local_gradient_is_preconditioned(records):

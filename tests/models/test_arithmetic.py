@@ -13,6 +13,7 @@ from sordino.errors import SordinoError
 from sordino.models import arithmetic, per_example
 from sordino.models.arithmetic import ROWS, RUN, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.torch_model import TorchModel
+from tests.support import tiers
 
 CHUNK = 256  # rows that a CPU takes at once
 LARGE = 1e5  # a record that is clipped
@@ -65,7 +66,11 @@ def moved(total, x, y):
 
 
 @pytest.mark.parametrize(
-    ("n", "mode"), [(10_000, "tape"), (10_000, "two-pass"), (10_000, "vmap"), (100_000, "tape"), (100_000, "two-pass")]
+    ("n", "mode"),
+    tiers(
+        [(10_000, "tape"), (10_000, "two-pass"), (10_000, "vmap"), (100_000, "tape"), (100_000, "two-pass")],
+        quick=3,
+    ),
 )
 def test_rounding_of_later_rows_moves_nothing(n, mode, threads):
     flat, clip = TorchModel(two_classes(), mode=mode), math.sqrt(2)
@@ -79,26 +84,28 @@ def test_rounding_of_later_rows_moves_nothing(n, mode, threads):
 
 
 @pytest.mark.parametrize("scaled", [False, True])  # the head's own product, and the matrix of gradients
-def test_nor_in_half_precision(scaled, threads):
+@pytest.mark.parametrize("n", tiers([10_000, 100_000], quick=1))
+def test_nor_in_half_precision(n, scaled, threads):
     flat, clip = TorchModel(two_classes(), autocast=torch.bfloat16), math.sqrt(2)
     scale = torch.ones(2) if scaled else None
 
     def total(*rows):
         return flat.clipped_sum(flat.init(), Shard(*rows), clip, scale)
 
-    leaves, changes = moved(total, *drifting(100_000, total))
+    leaves, changes = moved(total, *drifting(n, total))
     assert 0.99 * clip < leaves <= clip
     assert 1.98 * clip < changes <= 2 * clip
 
 
-def test_nor_in_a_sum_of_outer_products(threads):
+@pytest.mark.parametrize("n", tiers([10_000, 100_000], quick=1))
+def test_nor_in_a_sum_of_outer_products(n, threads):
     """Terms g g^T are positive: small ones add 0.6 u, rounded to 1/2 u below 2^k and to u above it."""
     flat, clip = TorchModel(two_classes()), 2.0
 
     def total(*rows):
         return flat.fisher_sum(flat.init(), Shard(*rows), clip)
 
-    x, y = drifting(100_000, total, term=lambda value: 2 * math.sqrt(value))
+    x, y = drifting(n, total, term=lambda value: 2 * math.sqrt(value))
     heads = torch.arange(len(x) - len(x) % CHUNK, 0, -CHUNK)
     heads = heads[x[heads, 0] < 1]
     x[heads] = x[heads].max()

@@ -31,7 +31,6 @@ ROWS = {
 }
 
 ROOT = Path(__file__).parents[2]
-FIGURE = re.compile(r"(−?[\d.]+)<!--([^>]+)-->")  # a figure, and where it comes from: table; which; labels …; round
 
 
 def call(capsys, *words):
@@ -228,37 +227,3 @@ def test_dp_fednew_tunes_runs_and_marks_what_is_not_certified(capsys, features, 
     assert all(
         line["settings"].get("uncertified", False) == (line["labels"]["certified"] == "no") for line in found["lines"]
     )
-
-
-# -------------------------------------------------------------------------------------------------------------- page
-
-
-def figure(results, name):
-    """What results/paper says: of the one line that has all these labels."""
-    table, which, *words, at = (part.strip() for part in name.split(";"))
-    found = []
-    for line in results[table]["lines"]:
-        labels = {
-            key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in line["labels"].items()
-        }
-        if {*words} <= {*labels.values(), *(f"{key}={value}" for key, value in labels.items())} and at in line[
-            "rounds"
-        ]:
-            found.append(line["rounds"][at])
-    (one,) = found
-    return f"{one[which]:.{one.get('digits', 1)}f}".replace("-", "−")
-
-
-def test_the_page_says_what_the_results_say():
-    page = (ROOT / "docs" / "reproduction.md").read_text()
-    results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "results" / "paper").glob("*.json")}
-    figures = FIGURE.findall(page)
-    assert len(figures) > 80
-    for value, name in figures:
-        assert value == figure(results, name), name
-
-
-def test_results_name_no_folder():
-    for path in (ROOT / "results" / "paper").glob("*.json"):
-        assert '"/' not in path.read_text(), path.name  # no value is a path of this machine
-        assert {"command", "versions", "lines"} <= json.loads(path.read_text()).keys()

@@ -10,7 +10,7 @@ import pytest
 from sordino.core import Privacy
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.privacy import participation
+from sordino.privacy import calibration, participation, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
@@ -71,10 +71,10 @@ def test_a_plan_pays_for_every_turn():
     privacy = Privacy(1.0)
     cyclic = Plan(build("dp-fedgd"), 12, (5,) * 6, privacy, Participation.parse("cyclic:3"))
     four = Plan(build("dp-fedgd"), 4, (5,) * 6, privacy)
-    assert [release.times for group in cyclic.groups() for release in group.releases] == [4]
-    np.testing.assert_allclose(cyclic.std(0, 0), four.std(0, 0), rtol=1e-12)
+    assert [release.times for group in spending.groups(cyclic) for release in group.releases] == [4]
+    np.testing.assert_allclose(calibration.client_std(cyclic, 0, 0), calibration.client_std(four, 0, 0), rtol=1e-12)
     longer = Plan(build("dp-fedgd"), 13, (5,) * 6, privacy, Participation.parse("cyclic:3"))
-    assert {group.clients: group.releases[0].times for group in longer.groups()} == {(0, 3): 5, (1, 2, 4, 5): 4}
+    assert {group.clients: group.releases[0].times for group in spending.groups(longer)} == {(0, 3): 5, (1, 2, 4, 5): 4}
 
 
 @pytest.mark.parametrize(

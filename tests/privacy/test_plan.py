@@ -32,10 +32,12 @@ from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Plan, continues_stream
 from sordino.rules import ema, scale
 from sordino.rules.basic import stateless
 
@@ -56,7 +58,7 @@ def plan(
 
 
 def epsilon_of(found, client):
-    (group,) = (g for g in found.groups() if client in g.clients)
+    (group,) = (g for g in spending.groups(found) if client in g.clients)
     return gaussian.epsilon(group.mu, found.privacy.delta)
 
 
@@ -79,11 +81,11 @@ TABLE = {  # sigma_g for 20 clients, 70 rounds, delta = 1e-5
 def test_the_published_noise(trust, adjacency, epsilon):
     n, m, clip = 20, 2500, 10.0
     found = plan([m] * n, 70, epsilon, trust=trust, adjacency=adjacency, clip=clip)
-    sigma, own = found.summed_noise()
+    sigma, own = calibration.summed_noise(found)
     assert sigma == pytest.approx(TABLE[trust, adjacency][epsilon], abs=5.1e-4)
     assert own == pytest.approx(sigma / math.sqrt(n))
-    assert found.aggregate_std(0) == pytest.approx(clip * sigma / (n * m))
-    assert found.epsilon() == pytest.approx(epsilon, rel=1e-9)
+    assert calibration.aggregate_std(found, 0) == pytest.approx(clip * sigma / (n * m))
+    assert spending.epsilon(found) == pytest.approx(epsilon, rel=1e-9)
     for other in set(TABLE) - {(trust, adjacency)}:
         assert TABLE[other][epsilon] != pytest.approx(sigma, rel=0.05)
 
@@ -92,18 +94,18 @@ def test_the_closed_form():
     """sigma = {1, 2} sqrt(T) / mu, times sqrt(n) where every message is seen."""
     mu = gaussian.mu(1.0, 1e-5)
     for (trust, adjacency), rounds, n in itertools.product(TABLE, (1, 7, 70), (1, 4, 20)):
-        sigma, _ = plan([50] * n, rounds, trust=trust, adjacency=adjacency).summed_noise()
+        sigma, _ = calibration.summed_noise(plan([50] * n, rounds, trust=trust, adjacency=adjacency))
         want = (2 if adjacency is SWAP else 1) * math.sqrt(rounds * (n if trust is PC else 1)) / mu
         assert sigma == pytest.approx(want)
-    assert plan(trust=TRUSTED).summed_noise() == plan(trust=SA).summed_noise()
+    assert calibration.summed_noise(plan(trust=TRUSTED)) == calibration.summed_noise(plan(trust=SA))
 
 
 def test_the_wrong_view():
     """Noise calibrated for sums, seen client by client, is worth far less."""
     for epsilon, seen in {0.5: 2.61, 1: 5.41, 5: 33.2, 10: 77.4}.items():
         found = plan([2500] * 20, 70, epsilon, trust=SA, adjacency=ADD)
-        exposed = plan([2500] * 20, 70, epsilon, trust=PC, adjacency=ADD, noise=found.summed_noise()[0])
-        assert exposed.epsilon() == pytest.approx(seen, rel=5e-3)
+        exposed = plan([2500] * 20, 70, epsilon, trust=PC, adjacency=ADD, noise=calibration.summed_noise(found)[0])
+        assert spending.epsilon(exposed) == pytest.approx(seen, rel=5e-3)
 
 
 # ------------------------------------------------------------------------------------- the law (Lemmas 4.7 and 4.10)
@@ -130,12 +132,12 @@ def has_variance(sample, variance):
 def test_the_variance_of_a_mean_of_client_means(sizes):
     clip, n, m = 3.0, 4, np.array(sizes)
     found = plan(sizes, 1, trust=PC, divisor="client-mean", clip=clip)
-    sigma, _ = found.summed_noise()
+    sigma, _ = calibration.summed_noise(found)
     sample = noise_of(found)
     want = (clip * sigma) ** 2 / n**3 * (1 / m**2.0).sum()
     most = (clip * sigma) ** 2 / (n**2 * m.min() ** 2)
     assert has_variance(sample, want)
-    assert found.aggregate_std(0) == pytest.approx(math.sqrt(want))
+    assert calibration.aggregate_std(found, 0) == pytest.approx(math.sqrt(want))
     assert not has_variance(sample, want / n), "noise divided once more"
     assert not has_variance(sample, want / sigma), "sigma for its square"
     assert not has_variance(1.1 * sample, want)
@@ -158,8 +160,8 @@ def test_the_variance_is_what_the_plan_says(unit, trust, divisor, participation)
         sizes = (8,) * 4  # with unequal own noises only the mean over cohorts is aggregate_std
     found = plan(sizes, 1, unit=unit, trust=trust, divisor=divisor, participation=participation)
     sample = noise_of(found, seeds=30)
-    assert has_variance(sample, found.aggregate_std(0) ** 2)
-    assert not has_variance(sample, 2 * found.aggregate_std(0) ** 2)
+    assert has_variance(sample, calibration.aggregate_std(found, 0) ** 2)
+    assert not has_variance(sample, 2 * calibration.aggregate_std(found, 0) ** 2)
 
 
 # ------------------------------------------------------------------------------------------------------ Lemma 4.11
@@ -183,7 +185,7 @@ def moving_average(found, clip_factor=1.0, noise_factor=1.0, beta=0.5):
 def test_the_moving_average_is_bounded():
     clip, beta = 2.0, 0.5
     found = plan(rounds=12, epsilon=8.0, clip=clip)
-    bound = clip**2 + (1 - beta) * 6 * found.aggregate_std(0) ** 2
+    bound = clip**2 + (1 - beta) * 6 * calibration.aggregate_std(found, 0) ** 2
 
     def holds(squares):
         standard_error = squares.std(1) / math.sqrt(squares.shape[1])
@@ -195,7 +197,7 @@ def test_the_moving_average_is_bounded():
     assert holds(squares)
     assert not holds(moving_average(found, clip_factor=2, beta=beta)[1]), "doubled clip"
     loud = plan(rounds=12, epsilon=0.1, clip=clip)
-    bound = clip**2 + (1 - beta) * 6 * loud.aggregate_std(0) ** 2
+    bound = clip**2 + (1 - beta) * 6 * calibration.aggregate_std(loud, 0) ** 2
     assert holds(moving_average(loud, beta=beta)[1])
     assert not holds(moving_average(loud, noise_factor=2, beta=beta)[1]), "doubled noise"
 
@@ -205,7 +207,7 @@ def test_the_moving_average_is_bounded():
 
 def seen_in_the_sum(found, own):
     """Every client's epsilon where only the sum is seen, worked out from the noise each one draws: `own`."""
-    level = found.levels[0]
+    level = calibration.query_noises(found)[0]
     total = math.sqrt(((level.weight * own) ** 2).sum())
     mus = math.sqrt(found.rounds) * level.weight * level.sensitivity / total
     return np.array([gaussian.epsilon(mu, found.privacy.delta) for mu in mus])
@@ -222,7 +224,7 @@ def keeps(promised, found):
 def test_no_small_client_pays_for_the_others(trust, adjacency, divisor):
     for sizes, epsilon in itertools.product((UNEQUAL, TABLE_14, (1, 1000)), (0.5, 5.0)):
         found = plan(sizes, 70, epsilon, trust=trust, adjacency=adjacency, divisor=divisor)
-        own = found.std(0, 0) * found.share(found.clients)
+        own = calibration.client_std(found, 0, 0) * calibration.noise_share(found, found.clients)
         assert keeps(epsilon, epsilons(found))
         np.testing.assert_allclose(seen_in_the_sum(found, own), epsilons(found), rtol=1e-9)
         assert not keeps(epsilon, seen_in_the_sum(found, 1.1 * own))
@@ -238,7 +240,7 @@ def test_equal_noise_in_a_mean_of_client_means_would_not_do():
     for epsilon, got in {0.5: 1.20, 1: 2.43, 5: 13.2, 10: 28.3}.items():
         found = plan(TABLE_14, 70, epsilon, trust=SA, divisor="client-mean")
         equal = plan([2500] * 20, 70, epsilon, trust=SA)
-        naive = seen_in_the_sum(found, equal.std(0, 0) * equal.share(20))
+        naive = seen_in_the_sum(found, calibration.client_std(equal, 0, 0) * calibration.noise_share(equal, 20))
         assert naive.max() == pytest.approx(got, rel=5e-3)
         assert not keeps(epsilon, naive)
         assert keeps(epsilon, epsilons(found))
@@ -248,7 +250,7 @@ def test_equal_noise_in_a_mean_of_client_means_would_not_do():
 def test_where_messages_are_seen_all_pay_the_same(divisor):
     found = plan(TABLE_14, 70, trust=PC, divisor=divisor)
     np.testing.assert_allclose(epsilons(found), 1.0, rtol=1e-9)
-    assert len(set(found.std(0, 0))) == 1
+    assert len(set(calibration.client_std(found, 0, 0))) == 1
 
 
 def test_users_weigh_the_same_whatever_their_size():
@@ -296,11 +298,11 @@ def test_a_stranger_is_refused(client):
 def test_each_pays_for_the_rounds_it_took_part_in(trust, participation):
     found = plan((30,) * 5, 20, trust=trust, participation=participation)
     attended = np.bincount(np.concatenate(found.cohorts), minlength=5)
-    level = found.levels[0]
-    mus = np.array([next(g.mu for g in found.groups() if i in g.clients) for i in range(5)])
+    level = calibration.query_noises(found)[0]
+    mus = np.array([next(g.mu for g in spending.groups(found) if i in g.clients) for i in range(5)])
     ratio = level.sensitivity / level.std  # equal sizes: the same in the sum as alone
     np.testing.assert_allclose(mus**2, attended * ratio**2)
-    assert found.mu() == pytest.approx(gaussian.mu(1.0, 1e-5)), "who came most often has spent the budget"
+    assert spending.mu(found) == pytest.approx(gaussian.mu(1.0, 1e-5)), "who came most often has spent the budget"
     assert not np.allclose(mus**2, attended**2 * ratio**2)
 
 
@@ -308,7 +310,9 @@ def test_nothing_is_gained_by_secrecy():
     """Given as many rounds, a rarely drawn client pays as one that always comes: no amplification is claimed."""
     rare = plan((30,) * 50, 40, participation="fixed:2")
     most = np.bincount(np.concatenate(rare.cohorts)).max()
-    assert rare.std(0, 0)[0] == pytest.approx(plan((30,) * 50, int(most)).std(0, 0)[0])
+    assert calibration.client_std(rare, 0, 0)[0] == pytest.approx(
+        calibration.client_std(plan((30,) * 50, int(most)), 0, 0)[0]
+    )
 
 
 @pytest.mark.parametrize("participation", ["full", "fixed:3", "poisson:0.5"])
@@ -363,7 +367,7 @@ def test_participation_that_cannot_be(text, message):
 def test_a_schedule_nobody_came_to():
     found = plan(rounds=2, participation="poisson:0.0001")
     assert [len(cohort) for cohort in found.cohorts] == [0, 0]
-    assert found.epsilon() == 0
+    assert spending.epsilon(found) == 0
 
 
 # ------------------------------------------------------------------------------------------------ a fixed noise level
@@ -378,30 +382,32 @@ def test_noise_and_epsilon_say_the_same(trust, unit, adjacency, divisor, partici
     chosen = {"trust": trust, "unit": unit, "adjacency": adjacency, "divisor": divisor, "participation": participation}
     chosen["schedule_seed"] = 1  # in its schedules nobody comes more often than client 4, the smallest, who pays most
     asked = plan(sizes, 10, 2.0, clip=0.4, **chosen)
-    fixed = plan(sizes, 10, 99.0, clip=0.4, noise=asked.summed_noise()[0], **chosen)
+    fixed = plan(sizes, 10, 99.0, clip=0.4, noise=calibration.summed_noise(asked)[0], **chosen)
     np.testing.assert_allclose(epsilons(fixed), epsilons(asked), rtol=1e-9)
-    np.testing.assert_allclose(fixed.std(0, 0), asked.std(0, 0))
-    assert fixed.summed_noise() == pytest.approx(asked.summed_noise())
-    assert fixed.aggregate_std(0) == pytest.approx(asked.aggregate_std(0))
-    assert asked.epsilon() == pytest.approx(2.0, rel=5e-3 if asked.amplified else 1e-9)
+    np.testing.assert_allclose(calibration.client_std(fixed, 0, 0), calibration.client_std(asked, 0, 0))
+    assert calibration.summed_noise(fixed) == pytest.approx(calibration.summed_noise(asked))
+    assert calibration.aggregate_std(fixed, 0) == pytest.approx(calibration.aggregate_std(asked, 0))
+    assert spending.epsilon(asked) == pytest.approx(2.0, rel=5e-3 if asked.amplified else 1e-9)
     more = replace(fixed, noise=1.1 * fixed.noise)
-    assert more.epsilon() < 1.99
-    if asked.samples:
-        assert [asked.spent(t) for t in (0, 9)] == sorted(asked.spent(t) for t in (0, 9))
-        assert asked.spent(9) == asked.epsilon()
+    assert spending.epsilon(more) < 1.99
+    if spending.samples(asked):
+        assert [spending.epsilon_after(asked, t) for t in (0, 9)] == sorted(
+            spending.epsilon_after(asked, t) for t in (0, 9)
+        )
+        assert spending.epsilon_after(asked, 9) == spending.epsilon(asked)
         return
     for found in (asked, fixed):
-        spending = found.spending()
-        assert spending[-1] == pytest.approx(found.mu())
-        assert (np.diff(spending) >= 0).all()
-        np.testing.assert_allclose(spending[:4], [found.mu(done) for done in range(1, 5)])
+        path = spending.mu_after_each_round(found)
+        assert path[-1] == pytest.approx(spending.mu(found))
+        assert (np.diff(path) >= 0).all()
+        np.testing.assert_allclose(path[:4], [spending.mu(found, done) for done in range(1, 5)])
 
 
 def test_the_ledger_s_rows_add_up_to_the_plan():
     for trust, participation in itertools.product((PC, SA), ("full", "poisson:0.6")):
         found = plan(rounds=10, trust=trust, participation=participation)
         for i in range(5):
-            rows = [e for t in range(10) if i in found.cohorts[t] for e in found.entries(i, t, "run")]
+            rows = [e for t in range(10) if i in found.cohorts[t] for e in charges(found, i, t, "run")]
             total = gaussian.mu_of((e.sensitivity, e.std, e.times) for e in rows)
             assert gaussian.epsilon(total, 1e-5) == pytest.approx(epsilon_of(found, i))
 
@@ -409,10 +415,10 @@ def test_the_ledger_s_rows_add_up_to_the_plan():
 def test_no_noise():
     noiseless = plan(trust=SA, epsilon=math.inf)
     assert noiseless.privacy.epsilon == math.inf
-    assert noiseless.aggregate_std(0) == 0
-    assert noiseless.summed_noise() == (0, 0)
-    assert noiseless.epsilon() == math.inf
-    assert noiseless.spending()[0] == math.inf
+    assert calibration.aggregate_std(noiseless, 0) == 0
+    assert calibration.summed_noise(noiseless) == (0, 0)
+    assert spending.epsilon(noiseless) == math.inf
+    assert spending.mu_after_each_round(noiseless)[0] == math.inf
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -425,7 +431,7 @@ def test_no_noise():
 )
 def test_the_budget_is_met_and_never_exceeded(sizes, rounds, epsilon, trust, divisor):
     found = plan(sizes, rounds, epsilon, trust=trust, divisor=divisor)
-    assert epsilon * (1 - 1e-9) <= found.epsilon() <= epsilon
+    assert epsilon * (1 - 1e-9) <= spending.epsilon(found) <= epsilon
 
 
 # ----------------------------------------------------------------------------------------------------- other shapes
@@ -455,13 +461,13 @@ def gram(**fields):
 def test_shares_must_add_up(shares, total):
     found = plan(method=method(stage(gradient(share=shares[0]), gram(share=shares[1]))))
     with pytest.raises(SordinoError, match=f"share: the parts of the budget add up to {total}"):
-        found.levels  # noqa: B018
+        calibration.query_noises(found)
 
 
 @pytest.mark.parametrize(("shares", "parts"), [((0.25, 0.75), (0.25, 0.75)), ((0.2, None), (0.2, 0.8))])
 def test_shares_divide_mu_squared(shares, parts):
     found = plan(method=method(stage(gradient(share=shares[0]), gram(share=shares[1]))))
-    (group,) = found.groups()
+    (group,) = spending.groups(found)
     mu2 = gaussian.mu(1.0, 1e-5) ** 2
     for release, part in zip(group.releases, parts, strict=True):
         assert release.times * (release.sensitivity / release.std) ** 2 == pytest.approx(part * mu2)
@@ -471,7 +477,7 @@ def test_shares_divide_mu_squared(shares, parts):
 def test_a_lemma_sets_each_client_s_sensitivity():
     delta = Query(Kind.DELTA, bound=Lemma("1/m", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m))
     found = plan(method=method(stage(gradient(noise=None), delta)))
-    np.testing.assert_allclose(found.levels[0].sensitivity, 2 / np.array(UNEQUAL))
+    np.testing.assert_allclose(calibration.query_noises(found)[0].sensitivity, 2 / np.array(UNEQUAL))
     np.testing.assert_allclose(epsilons(found), 1.0, rtol=1e-9)
 
 
@@ -481,23 +487,23 @@ def test_a_stage_nobody_came_to():
     seed = next(s for s, found in enumerate(cohorts) if not len(found[0]) and len(np.concatenate(found)))
     found = plan(rounds=8, participation="poisson:0.15", method=two, schedule_seed=seed)
     assert not len(found.cohorts[0])
-    assert found.epsilon() == pytest.approx(1.0, rel=1e-9)
+    assert spending.epsilon(found) == pytest.approx(1.0, rel=1e-9)
 
 
 def test_noise_and_epsilon_say_the_same_of_a_lemma():
     delta = Query(Kind.DELTA, bound=Lemma("1/m", lambda m, adjacency: 1 * (1 + (adjacency == "replace-one")) / m))
     asked = plan(method=method(stage(gradient(noise=None), delta)))
-    assert asked.summed_noise()[0] > 0
-    assert replace(asked, noise=asked.summed_noise()[0]).epsilon() == pytest.approx(1.0)
+    assert calibration.summed_noise(asked)[0] > 0
+    assert spending.epsilon(replace(asked, noise=calibration.summed_noise(asked)[0])) == pytest.approx(1.0)
 
 
 def test_stages_take_their_rounds():
     found = plan(rounds=6, method=method(stage(gradient(), rounds=2), stage(gradient())))
     assert found.stage_rounds == (2, 4)
     assert [found.stage_of(t) for t in range(6)] == [0, 0, 1, 1, 1, 1]
-    assert found.taken(0).shape == (2, 5)
-    assert found.taken(1, done=3).sum() == 5
-    assert found.facts(1).rounds == 4
+    assert releases.participation_table(found, 0).shape == (2, 5)
+    assert releases.participation_table(found, 1, done=3).sum() == 5
+    assert calibration.stage_facts(found, 1).rounds == 4
 
 
 # ------------------------------------------------------------------------------------------------ correlated noise
@@ -521,11 +527,11 @@ def test_a_stream_is_factorised_for_the_rounds_of_its_stage(rounds):
     noise = found.stages[1].queries[0].noise
     assert isinstance(noise, Correlated)
     np.testing.assert_array_equal(noise.decoder, correlated.tree(rounds - 2).decoder)
-    assert found.epsilon() == pytest.approx(1.0, rel=1e-9)
+    assert spending.epsilon(found) == pytest.approx(1.0, rel=1e-9)
     assert asked == [rounds - 2], "once, and not for all rounds of the plan"
     assert isinstance(found.method.stages[1].queries[0].noise, Stream), "the method serves other plans too"
-    first, second = found.levels
-    (group,) = found.groups()
+    first, second = calibration.query_noises(found)
+    (group,) = spending.groups(found)
     assert [release.times for release in group.releases] == [2, 1]
     whole = second.sensitivity[0] * noise.sensitivity(np.arange(rounds - 2))
     assert group.releases[1].sensitivity == pytest.approx(whole)
@@ -535,14 +541,21 @@ def test_a_stream_is_factorised_for_the_rounds_of_its_stage(rounds):
 def test_a_stream_goes_on_after_its_first_round():
     """A run that is taken up there needs the draws that the stream began with."""
     found = plan(rounds=6, method=streams())
-    assert [found.goes_on(t) for t in range(6)] == [False, False, False, True, True, True]
-    assert not any(plan(rounds=6).goes_on(t) for t in range(6)), "fresh noise owes nothing to the past"
+    assert [continues_stream(found, t) for t in range(6)] == [False, False, False, True, True, True]
+    assert not any(continues_stream(plan(rounds=6), t) for t in range(6)), "fresh noise owes nothing to the past"
     noiseless = plan(rounds=6, method=streams(), epsilon=math.inf)
-    assert not any(noiseless.goes_on(t) for t in range(6)), "and no noise owes nothing at all"
+    assert not any(continues_stream(noiseless, t) for t in range(6)), "and no noise owes nothing at all"
     fixed = plan(rounds=6, method=streams(), epsilon=math.inf, noise=3.0)
-    assert fixed.goes_on(4)
+    assert continues_stream(fixed, 4)
     backwards = method(streams().stages[1], stage(gradient(), rounds=2))
-    assert [plan(rounds=6, method=backwards).goes_on(t) for t in range(6)] == [False, True, True, True, False, False]
+    assert [continues_stream(plan(rounds=6, method=backwards), t) for t in range(6)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_factors_for_fewer_rounds_are_refused():
@@ -551,24 +564,26 @@ def test_factors_for_fewer_rounds_are_refused():
         plan(rounds=6, method=short)
     whole, part = (plan(rounds=rounds, method=short) for rounds in (5, 4))
     for found in (whole, part):
-        assert found.epsilon() == pytest.approx(1.0, rel=1e-9)
-    assert part.std(0, 0)[0] < whole.std(0, 0)[0], "a part of the rounds costs less"
+        assert spending.epsilon(found) == pytest.approx(1.0, rel=1e-9)
+    assert calibration.client_std(part, 0, 0)[0] < calibration.client_std(whole, 0, 0)[0], (
+        "a part of the rounds costs less"
+    )
     with pytest.raises(SordinoError, match="a correlated query is called once a round"):
         plan(method=method(stage(gradient(noise=correlated.banded(6, 2), calls=2))))
 
 
 def test_who_comes_less_often_pays_less_of_a_stream():
     found = plan((30,) * 5, 12, method=method(stage(gradient(noise=correlated.tree(12)))), participation="fixed:3")
-    noise, taken = found.stages[0].queries[0].noise, found.taken(0)
-    level = found.levels[0]
-    for group in found.groups():
+    noise, taken = found.stages[0].queries[0].noise, releases.participation_table(found, 0)
+    level = calibration.query_noises(found)[0]
+    for group in spending.groups(found):
         for i in group.clients:
             mine = noise.sensitivity(np.flatnonzero(taken[:, i]))
             assert group.mu == pytest.approx(mine * level.sensitivity[i] / level.std[i])
-    assert len({group.mu for group in found.groups()}) > 1
-    assert found.mu() == pytest.approx(gaussian.mu(1.0, 1e-5))
+    assert len({group.mu for group in spending.groups(found)}) > 1
+    assert spending.mu(found) == pytest.approx(gaussian.mu(1.0, 1e-5))
     for done in (1, 5, 12):
-        assert found.mu(done) == pytest.approx(found.spending()[done - 1])
+        assert spending.mu(found, done) == pytest.approx(spending.mu_after_each_round(found)[done - 1])
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -600,7 +615,7 @@ def test_plans_that_cannot_be(fields, message):
 def test_an_unproved_plan_may_be_had_as_such():
     unproved = {"method": method(stage(gradient())), "trust": SA}
     assert not plan(**unproved, uncertified=True).proved
-    assert plan(**unproved, epsilon=math.inf).epsilon() == math.inf, "no promise, nothing to prove"
+    assert spending.epsilon(plan(**unproved, epsilon=math.inf)) == math.inf, "no promise, nothing to prove"
     with pytest.raises(SordinoError) as caught:
         plan(**unproved)
     assert "Its state is hidden." in str(caught.value)
@@ -622,15 +637,15 @@ def test_a_noised_query_needs_a_clip():
     unbounded = Method("toy", Unit.RECORD, (stage(Query(Kind.GRADIENT)),), frozenset({(Unit.RECORD, PC)}))
     for noise in ({}, {"noise": 3.0}, {"epsilon": math.inf, "noise": 3.0}):
         with pytest.raises(SordinoError, match="epsilon: toy bounds nothing"):
-            plan(method=unbounded, **noise).levels  # noqa: B018
+            calibration.query_noises(plan(method=unbounded, **noise))
 
 
 @pytest.mark.parametrize("engine", [reference, simulate])
 def test_without_noise_nothing_need_be_clipped(engine):
     unbounded = plan((4, 4), 2, math.inf, method=method(stage(Query(Kind.GRADIENT))))
-    assert unbounded.std(0, 0).tolist() == [0, 0]
-    assert unbounded.aggregate_std(0) == 0
-    assert unbounded.epsilon() == math.inf
+    assert calibration.client_std(unbounded, 0, 0).tolist() == [0, 0]
+    assert calibration.aggregate_std(unbounded, 0) == 0
+    assert spending.epsilon(unbounded) == math.inf
     model = Linear(2, 1, Loss.SQUARES, bias=False)
     x, y = torch.eye(2).double().repeat(4, 1), torch.full((8,), -1e6).double()
     first = next(engine.run(unbounded, model, Records(x, y, np.array([0, 4, 8])), Noiseless()))
@@ -641,4 +656,4 @@ def test_a_rule_may_keep_the_state_it_inherits():
     """Plans do not look at rules: two methods with the same queries have the same account."""
     idle = Rule(stateless, lambda g, state, theta, t: (torch.zeros_like(theta), state))
     lazy = method(stage(gradient())._replace(rule=idle))
-    assert plan(method=lazy).groups() == plan().groups()
+    assert spending.groups(plan(method=lazy)) == spending.groups(plan())

@@ -12,6 +12,7 @@ from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import adam, yogi
@@ -218,9 +219,12 @@ def test_the_method_is_its_rule():
         rng.normal(size=(40, 2)), rng.integers(0, 2, 40), np.repeat([0, 1], [10, 30]), dtype=torch.float64
     )
     plan = Plan(build("dp-adambc", lr=0.3, floor=1e-6, decay=0.1), 6, data.sizes, Privacy(4.0))
-    phi, m, v, theta = plan.aggregate_std(0) ** 2, 0.0, 0.0, torch.zeros(6, dtype=torch.float64)
+    phi, m, v, theta = calibration.aggregate_std(plan, 0) ** 2, 0.0, 0.0, torch.zeros(6, dtype=torch.float64)
     assert phi == pytest.approx(
-        sum((w * s / n) ** 2 for w, s, n in zip(plan.weights, plan.std(0, 0), plan.sizes, strict=True))
+        sum(
+            (w * s / n) ** 2
+            for w, s, n in zip(plan.weights, calibration.client_std(plan, 0, 0), plan.sizes, strict=True)
+        )
     )
     for t, this_round in enumerate(simulate.run(plan, Linear(2, 2), data, Seeded(1)), start=1):
         g = this_round.aggregate

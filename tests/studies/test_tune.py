@@ -8,6 +8,7 @@ import pytest
 from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
+from sordino.privacy import spending
 from sordino.privacy.accounting import gaussian
 from sordino.studies import grids, private_tuning
 from sordino.studies.tune import Case, tune, validated
@@ -120,8 +121,8 @@ def test_k_runs_share_one_budget(how, digits):
     whole = gaussian.mu(8.0, 1e-5)
     runs = found.account["runs"]
     assert runs == 4
-    assert math.sqrt(runs) * found.trained.plan.mu() <= whole * (1 + 1e-9)
-    assert math.sqrt(runs) * found.trained.plan.mu() == pytest.approx(whole, rel=1e-4)
+    assert math.sqrt(runs) * spending.mu(found.trained.plan) <= whole * (1 + 1e-9)
+    assert math.sqrt(runs) * spending.mu(found.trained.plan) == pytest.approx(whole, rel=1e-4)
     assert found.account["epsilon"] == 8.0
     assert found.options in [{"lr": lr} for lr in GRID["lr"]]
 
@@ -149,7 +150,7 @@ def test_random_stopping_tells_neither_how_many_nor_how_well(digits):
         private_tuning.search(BASE, GRID, validated(digits), "stopping")
     found = private_tuning.search({**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", mean=3.0)
     assert "runs" not in found.account
-    assert found.trained.plan.mu() < gaussian.mu(8.0, 1e-5)
+    assert spending.mu(found.trained.plan) < gaussian.mu(8.0, 1e-5)
     assert "trusted" in found.account["assumes"]
 
 

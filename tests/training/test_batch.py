@@ -10,6 +10,7 @@ from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
 from sordino.models import softmax_batched
+from sordino.privacy import spending
 from sordino.privacy.mechanisms import random
 from sordino.training.batch import _shape, run_many
 from sordino.training.spec import Spec
@@ -36,7 +37,7 @@ def alike(specs, dataset, **how):
         torch.testing.assert_close(batched.theta, alone.theta, rtol=1e-6, atol=1e-8)
         assert batched.scores == pytest.approx(alone.scores)
         assert batched.signal == pytest.approx(alone.signal, rel=1e-6, abs=1e-9)
-        assert batched.plan.epsilon() == pytest.approx(min(one.epsilon, alone.plan.epsilon()))
+        assert spending.epsilon(batched.plan) == pytest.approx(min(one.epsilon, spending.epsilon(alone.plan)))
     return many
 
 

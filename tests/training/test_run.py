@@ -57,7 +57,10 @@ def test_a_run_leaves_everything_behind(tmp_path):
 def test_seeded_noise_says_so_and_secret_noise_is_certified(tmp_path):
     _, seeded, _ = finished(tmp_path / "a", rounds=2)
     assert not seeded["certified"]
-    assert "seeded: not private" in (tmp_path / "a" / "public" / "statement.md").read_text().split("## Who")[0]
+    assert (
+        "seeded: not private"
+        in (tmp_path / "a" / "public" / "statement.md").read_text().split("## What is protected")[0]
+    )
     _, secret, _ = finished(tmp_path / "b", rounds=2, seed="none")
     finished(tmp_path / "c", rounds=2, seed="none")
     assert secret["certified"]
@@ -96,7 +99,7 @@ def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_
 
 IMPORTS = """
 from pathlib import Path
-from sordino.experiments import run
+from sordino.training import run
 from sordino.training.artifacts import Place
 from sordino.training.spec import Spec
 """

@@ -26,7 +26,7 @@ from sordino.checks.mutants import WRONG_TWINS, breaks
 from sordino.checks.search import REACH, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.core import Adjacency, Method
-from sordino.methods import REGISTRY, build, entry
+from sordino.methods import REGISTRY, entry
 from sordino.models.linear import Linear, Loss
 
 
@@ -57,7 +57,8 @@ def check(
     method: Method | None = None,
 ) -> list[Report]:
     """All contracts, and their wrong twins, for each unit of a registered method, or for the `method` given."""
-    subjects = [build(name, unit) for unit in entry(name).units] if method is None else [method]
+    # From the factory, not by `build`, which takes all claims from an external method that was not checked yet.
+    subjects = [entry(name).factory(unit=unit) for unit in entry(name).units] if method is None else [method]
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 

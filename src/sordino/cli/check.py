@@ -29,11 +29,12 @@ def act(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import track
 
+    from sordino import plugins
     from sordino.checks import check, check_sums
     from sordino.data.records import check_device
     from sordino.methods import REGISTRY, entry
 
-    names = list(REGISTRY) if arguments.all else arguments.method
+    names = [*REGISTRY, *plugins.found(plugins.METHODS)] if arguments.all else arguments.method
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
@@ -44,7 +45,11 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.all or arguments.sums:
         with shown.status("checking sums"):
             reports += check_sums(device=arguments.device)
-    reports += [r for name in track(names, "checking", console=shown, disable=not names) for r in check(name)]
+    for name in track(names, "checking", console=shown, disable=not names):
+        own = check(name)
+        reports += own
+        if name not in REGISTRY:
+            plugins.remember(plugins.found(plugins.METHODS)[name], ok=all(report.passed for report in own))
     if not emit(arguments, [report._asdict() for report in reports]):
         table(
             ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit
 from sordino.core import Trust
+from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:
@@ -15,11 +17,21 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
+    from sordino import plugins
     from sordino.methods import REGISTRY, build
+    from sordino.methods import entry as entry_of
 
     rows: list[dict[str, Any]] = []
-    for name, entry in REGISTRY.items():
-        built = {str(unit): build(name, unit) for unit in entry.units}
+    outside = {name: plugin for name, plugin in plugins.found(plugins.METHODS).items() if name not in REGISTRY}
+    for name in (*REGISTRY, *outside):
+        try:
+            entry = entry_of(name)
+            built = {str(unit): build(name, unit) for unit in entry.units}
+        except SordinoError as error:
+            if name in REGISTRY:
+                raise
+            print(f"sordino: {error}", file=sys.stderr)  # a broken package hides no other method
+            continue
         rows.append(
             {
                 "name": name,
@@ -33,12 +45,17 @@ def act(arguments: argparse.Namespace) -> int:
                     for unit, m in built.items()
                 },
                 "options": entry.options,
+                "package": outside[name].about if name in outside else None,  # None: this one
+                "checked": plugins.passed(outside[name]) if name in outside else True,
             }
         )
     if not emit(arguments, rows):
         every = {str(trust) for trust in Trust}
         for row in rows:
             console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    {row['family']}; {row['paper']}")
+            if row["package"]:
+                state = "passed `sordino check` here" if row["checked"] else f"run `sordino check {row['name']}` first"
+                console().print(f"    from {row['package']}; {state}")
             for unit, trusts in row["certified"].items():
                 certified = "every trust model" if set(trusts) == every else ", ".join(trusts) or "no trust model"
                 count = ", then ".join(map(str, row["releases_per_round"][unit]))

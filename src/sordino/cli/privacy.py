@@ -9,6 +9,7 @@ from typing import Any
 from sordino.cli.show import add_json, check_json, command, console, emit
 from sordino.core import Adjacency, Trust, Unit
 from sordino.errors import SordinoError
+from sordino.privacy import calibration, spending
 
 MOST_CLIENTS = 1_000_000
 SEEN = {
@@ -75,15 +76,15 @@ def act(arguments: argparse.Namespace) -> int:
     if sampling.kind != EVERYONE and arguments.records is None and sampling.amount >= 1:
         raise SordinoError("--records: a minibatch is a part of a client's records; say how many there are.")
     plan = Plan(method, arguments.rounds, sizes, privacy, noise=arguments.noise, sampling=sampling)
-    noise, own = plan.summed_noise()
+    noise, own = calibration.summed_noise(plan)
     counted = privacy.unit is Unit.USER or arguments.records is not None
     document = {
-        "mu": plan.mu(),
+        "mu": spending.mu(plan),
         "noise": noise,
         "client_noise": own,
-        "aggregate_std": plan.aggregate_std(0) if counted else None,
-        "epsilon": plan.epsilon(),
-        "guess": events.guess(plan.worst().releases, plan.privacy.adjacency),
+        "aggregate_std": calibration.aggregate_std(plan, 0) if counted else None,
+        "epsilon": spending.epsilon(plan),
+        "guess": events.guess(spending.worst(plan).releases, plan.privacy.adjacency),
         "batch": str(sampling),
         "delta": privacy.delta,
         "unit": str(privacy.unit),
@@ -97,7 +98,7 @@ def act(arguments: argparse.Namespace) -> int:
 
 def _tell(plan: Any, found: dict[str, Any]) -> None:
     page, privacy = console(), plan.privacy
-    shown = "" if plan.samples else f"   (μ = {found['mu']:.6g})"
+    shown = "" if spending.samples(plan) else f"   (μ = {found['mu']:.6g})"
     page.print(f"ε = {found['epsilon']:.6g} at δ = {privacy.delta:g}{shown}")
     page.print(f"noise          {found['noise']:.6g} × clip on the sum of {plan.clients} clients")
     page.print(f"client noise   {found['client_noise']:.6g} × clip on each client's own message")

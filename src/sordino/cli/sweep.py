@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         "--validation", type=float, default=0.1, metavar="PART", help="of the training records (default: 0.1)"
     )
     parser.add_argument(
-        "--charge-tuning", default="no", metavar="HOW", help=f"{', '.join(PAY)}: see docs/experiments.md"
+        "--charge-tuning", default="no", metavar="HOW", help=f"{', '.join(PAY)}: see docs/how-to/tune.md"
     )
     parser.add_argument("--public", metavar="FILE", help="records that anybody may see, to score by (with public)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")

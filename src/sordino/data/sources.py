@@ -19,6 +19,7 @@ import numpy as np
 from sordino.core import SAFETY
 from sordino.data import catalog
 from sordino.errors import SordinoError, nearest
+from sordino.lazy import optional
 
 BUILT_IN = ("digits", "synthetic")
 SUFFIXES = (".npz", ".csv", ".parquet")
@@ -262,9 +263,9 @@ def _table(path: Path, label: str | None, client: str | None) -> _Raw:
 
 
 def _open_table(path: Path) -> Any:
-    import pyarrow as pa  # here, not above: the library itself runs without it
+    pa = optional("pyarrow", "tables", f"data: '{path}'")  # here, not above: the library itself runs without it
     import pyarrow.csv
-    import pyarrow.parquet
+    import pyarrow.parquet  # noqa: F401
 
     try:
         if path.suffix.lower() == ".csv":

@@ -20,6 +20,7 @@ from torch import Tensor
 from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.random import Address, Draw, Source, draw, grid_of, settle
 from sordino.privacy.plan import Plan
@@ -279,20 +280,20 @@ def encode_integers(plan: Plan, round_plan: RoundPlan, i: int, message: Tree, so
     Raises:
         SordinoError: The message is not one vector of the plan's dimension.
     """
-    level = next(level for level in plan.levels if level.stage == plan.stage_of(round_plan.t))
+    level = next(level for level in calibration.query_noises(plan) if level.stage == plan.stage_of(round_plan.t))
     if not isinstance(message, Tensor) or plan.integers is None or tuple(message.shape) != (plan.integers.dimension,):
         raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
     shape, at = (message.numel(),), Address(i, round_plan.t, level.number)
     steps = 1 / (level.step * level.weight.max())
     dither = source.uniform(at._replace(query=ROUNDING), shape)
     integers = discrete_gaussian.encode(plan.weights[i] * message.double().numpy(), steps, dither)
-    integers += discrete_gaussian.draw(source, at, plan.variance(level), shape)
+    integers += discrete_gaussian.draw(source, at, calibration.integer_variance(plan, level), shape)
     return discrete_gaussian.modular(integers)
 
 
 def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tensor:
     """The aggregate, from the sum of integers modulo 2^32."""
-    level = next(level for level in plan.levels if level.stage == plan.stage_of(round_plan.t))
+    level = next(level for level in calibration.query_noises(plan) if level.stage == plan.stage_of(round_plan.t))
     return torch.from_numpy(discrete_gaussian.decode(total, 1 / (level.step * level.weight.max())))
 
 

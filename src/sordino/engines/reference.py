@@ -14,6 +14,7 @@ from sordino.data.records import Lazy, Records
 from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
 from sordino.privacy.plan import Plan
@@ -81,7 +82,7 @@ def run(
         unpaid: list[int] = []
         if ledger is not None and total is None:
             unpaid = [i for i in payers if not ledger.charged(run_id, f"client {i}", round_plan.t)]
-            ledger.afford([entry for i in unpaid for entry in plan.entries(i, round_plan.t, run_id)])
+            ledger.afford([entry for i in unpaid for entry in charges(plan, i, round_plan.t, run_id)])
         if total is None and resumed and len(messages) < len(cohort):
             check_stream(plan, round_plan.t, source)
 
@@ -110,14 +111,14 @@ def run(
                 aggregate = noised_sum(round_plan, [m for m, _ in computed], weights, computed[0][1], source, theta)
                 if ledger is not None:
                     for i in unpaid:
-                        ledger.charge(plan.entries(i, round_plan.t, run_id))
+                        ledger.charge(charges(plan, i, round_plan.t, run_id))
                     ledger.charge([Entry(SUM, round_plan.t, "sum", 0.0, 1.0, 1, run_id)], pack(aggregate))
         else:
             for i in cohort:
                 if i not in messages:
                     messages[i] = compute(i)[0]
                     if ledger is not None:
-                        ledger.charge(plan.entries(i, round_plan.t, run_id), pack(messages[i]))
+                        ledger.charge(charges(plan, i, round_plan.t, run_id), pack(messages[i]))
                 memory[i] = local.update_memory(messages[i], broadcast, memory[i])
             parts = [tree_map(lambda leaf, w=share[i]: w * leaf, messages[i]) for i in cohort]
             aggregate = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()

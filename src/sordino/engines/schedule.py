@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sordino.core import Checkpoint, Facts, Model, Stage, Tree, keep
 from sordino.errors import SordinoError
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Address, Source
 from sordino.privacy.participation import Sampling
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Plan, continues_stream
 
 # Query numbers above those of any method. They address draws that are not noise: which records enter a minibatch,
 # dropout, the dither of integer rounding, and which slot of the minibatch each drawn record takes.
@@ -54,13 +55,13 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
     t, sizes = 0, np.asarray(plan.sizes)
     for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
         first, facts = t, stage_facts(plan, model, s)
-        stds, step = [plan.std(s, k) for k in range(len(stage.queries))], 0
-        sum_stds = [np.asarray(plan.aggregate_std(s, k)) for k in range(len(stage.queries))]
+        stds, step = [calibration.client_std(plan, s, k) for k in range(len(stage.queries))], 0
+        sum_stds = [np.asarray(calibration.aggregate_std(plan, s, k)) for k in range(len(stage.queries))]
         on_sum = noise_is_added_to_sum(plan, stage)
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
-                client_stds = [std * plan.share(len(cohort)) for std in stds]
+                client_stds = [std * calibration.noise_share(plan, len(cohort)) for std in stds]
                 batches = plan.sampling, plan.rates, plan.slots
                 yield RoundPlan(t, first, step, stage, facts, cohort, sizes, client_stds, sum_stds, *batches, on_sum)
             step += bool(len(plan.cohorts[t])) or (on_sum and plan.amplified)
@@ -69,7 +70,7 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
 
 def stage_facts(plan: Plan, model: Model, s: int) -> Facts:
     """The public facts of stage s, with the model's shapes and blocks."""
-    return replace(plan.facts(s), shapes=model.shapes, blocks=parameter_blocks(model))
+    return replace(calibration.stage_facts(plan, s), shapes=model.shapes, blocks=parameter_blocks(model))
 
 
 def per_client(theta: Tensor, clients: int) -> Tensor:
@@ -115,11 +116,15 @@ def round_plans_of_runs(plans: Sequence[Plan], model: Model, start: int) -> Iter
     for round_plan in round_plans(plans[0], model, start):
         if round_plan.first not in stds:
             s, queries = plans[0].stage_of(round_plan.t), range(len(round_plan.stage.queries))
-            stds[round_plan.first] = [np.stack([p.std(s, k) for p in plans]) for k in queries]
-            sum_stds[round_plan.first] = [np.array([p.aggregate_std(s, k) for p in plans]) for k in queries]
-            aggregate_std = torch.tensor([[plan.aggregate_std(s)] for plan in plans], dtype=torch.float64)
+            stds[round_plan.first] = [np.stack([calibration.client_std(p, s, k) for p in plans]) for k in queries]
+            sum_stds[round_plan.first] = [
+                np.array([calibration.aggregate_std(p, s, k) for p in plans]) for k in queries
+            ]
+            aggregate_std = torch.tensor([[calibration.aggregate_std(plan, s)] for plan in plans], dtype=torch.float64)
             facts[round_plan.first] = replace(round_plan.facts, aggregate_std=aggregate_std)
-        client_stds = [plans[0].share(len(round_plan.cohort)) * std for std in stds[round_plan.first]]
+        client_stds = [
+            calibration.noise_share(plans[0], len(round_plan.cohort)) * std for std in stds[round_plan.first]
+        ]
         yield round_plan._replace(facts=facts[round_plan.first], stds=client_stds, sum_stds=sum_stds[round_plan.first])
 
 
@@ -184,7 +189,7 @@ def check_stream(plan: Plan, t: int, source: Source) -> None:
     Raises:
         SordinoError: Round t would need draws of a key that was not stored.
     """
-    if source.private and plan.goes_on(t):
+    if source.private and continues_stream(plan, t):
         raise SordinoError(
             f"resume: the correlated noise of {plan.method.name} started with a key that is not stored, so round {t} "
             "cannot continue it; start a new run."

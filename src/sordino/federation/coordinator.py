@@ -33,6 +33,7 @@ from sordino.federation.config import Federation
 from sordino.federation.messenger import Messenger, Transport, about, read
 from sordino.federation.secure_sum import Arrays, Sums, parts
 from sordino.federation.terms import Terms, federated, written
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Secure
@@ -107,7 +108,12 @@ class Coordinator:
             scores = evaluate(self.model, model, *self._test) if self._test else {}
             seconds = round(time.perf_counter() - began, 3)
             self.tell(
-                "round", t=round_plan.t, came=came, epsilon=self.plan.spent(round_plan.t), seconds=seconds, **scores
+                "round",
+                t=round_plan.t,
+                came=came,
+                epsilon=spending.epsilon_after(self.plan, round_plan.t),
+                seconds=seconds,
+                **scores,
             )
             if lost == LOST and round_plan.t + 1 < self.plan.rounds:
                 raise SordinoError(
@@ -211,7 +217,7 @@ class Coordinator:
         if roster:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
         terms = Terms.read(terms.json())
-        terms.plan.levels  # noqa: B018  what cannot be calibrated is refused before anybody is asked
+        calibration.query_noises(terms.plan)
         files.write(path, terms.json().encode())
         files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True

@@ -21,6 +21,8 @@ from sordino.federation.handler import HANDLER
 from sordino.federation.policy import agree
 from sordino.federation.site import Site
 from sordino.federation.terms import NAME, Terms, federated, written
+from sordino.privacy import calibration, spending
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
@@ -157,7 +159,7 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
         dropouts=config.dropouts,
         colluders=config.colluders,
     )
-    terms.plan.levels  # noqa: B018
+    calibration.query_noises(terms.plan)
     return terms
 
 
@@ -253,8 +255,11 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
     path = config.path(config.ledger)
     if not path.exists():
         yield True, "ledger.db: none yet; the first start of `join` makes it, with the limit of site.toml"
-        if terms is not None and terms.plan.epsilon() > config.epsilon:
-            yield False, f"budget: the run costs ε = {terms.plan.epsilon():.4g}, the limit is {config.epsilon:g}"
+        if terms is not None and spending.epsilon(terms.plan) > config.epsilon:
+            yield (
+                False,
+                f"budget: the run costs ε = {spending.epsilon(terms.plan):.4g}, the limit is {config.epsilon:g}",
+            )
         return
     with Ledger(path) as ledger:
         problems = ledger.audit()
@@ -273,9 +278,12 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[tuple[bool, str]]:
             return
         try:
             mine = terms.names.index(config.name)
-            entries = [e for t in range(terms.plan.rounds) for e in terms.plan.entries(mine, t, terms.run)]
+            entries = [e for t in range(terms.plan.rounds) for e in charges(terms.plan, mine, t, terms.run)]
             ledger.afford([entry._replace(who=site.dataset_id) for entry in entries])
-            yield True, f"budget: the run (ε = {terms.plan.epsilon():.4g}) can be afforded, if sites are like this one"
+            yield (
+                True,
+                f"budget: the run (ε = {spending.epsilon(terms.plan):.4g}) can be afforded, if sites are like this one",
+            )
         except OverspentError as error:
             yield False, f"budget: {error}"
 

@@ -6,10 +6,10 @@ from sordino import secagg
 from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
-
-CLIPS = ("clip", "covariance_clip", "curvature_clip", "limit", "radius")  # options that bound what a record may do
-RANGE = 1e-6, 1e6  # of these, and of class weights: far from the ends of floats, where bounds do not hold
-MOST_STEPS = 10_000
+from sordino.methods import entry
+from sordino.methods.bounds import CLASS_WEIGHT
+from sordino.privacy import spending
+from sordino.training.spec import Spec
 
 
 def agree(site: SiteData, terms: Terms) -> None:
@@ -22,20 +22,17 @@ def check_rules(site: SiteData, terms: Terms) -> None:
     """What site.toml says of the terms; without the data, and so before every round."""
     config = site.config
     if config.name not in terms.names:
-        raise Refused("policy", "this site is not among the named")
+        raise Refused("policy", "this site is not listed in the run's sites")
     try:
         spec = terms.parsed
     except SordinoError as error:
         raise Refused("policy", str(error)) from None
+    _check_options(spec)
     allowed, rounds = config.run_epsilon or config.epsilon, int(spec.rounds or 0)
-    sizes = [spec.options[key] for key in CLIPS if key in spec.options] + list(spec.class_weights or ())
-    steps = max(int(spec.options.get(key) or 0) for key in ("steps", "local_steps"))
     for fine, what in (
         (terms.classes == config.classes, "its classes are not those of site.toml"),
         (spec.model in config.models, f"model {spec.model} is not among those allowed"),
         (spec.adjacency == config.adjacency, f"adjacency {spec.adjacency}; this site's is {config.adjacency}"),
-        (all(RANGE[0] <= size <= RANGE[1] for size in sizes), f"clips and weights must lie in {RANGE}"),
-        (steps <= MOST_STEPS, f"{steps} local steps"),
         (not terms.secure or terms.colluders >= config.colluders, f"{terms.colluders} colluders are too few"),
         (terms.dropouts <= config.most_dropouts, f"{terms.dropouts} dropouts; most_dropouts is {config.most_dropouts}"),
         (not config.methods or spec.method in config.methods, f"method {spec.method} is not among those allowed"),
@@ -43,7 +40,7 @@ def check_rules(site: SiteData, terms: Terms) -> None:
         (rounds <= config.most_rounds, f"{rounds} rounds; most_rounds is {config.most_rounds}"),
         (spec.delta <= config.delta, f"delta {spec.delta:g} is larger than the limit's {config.delta:g}"),
         (min(spec.epsilon, allowed) == spec.epsilon or terms.requested_epsilons.get(config.name) == config.run_epsilon,
-         f"epsilon {spec.epsilon:g} where {allowed:g} is allowed, and the terms leave out the epsilon that this site requested"),
+         f"epsilon {spec.epsilon:g} is above {allowed:g}, and the terms leave out this site's requested epsilon"),
     ):  # fmt: skip
         if not fine:
             raise Refused("policy", what)
@@ -57,6 +54,23 @@ def check_rules(site: SiteData, terms: Terms) -> None:
             raise Refused("policy", str(error)) from None
 
 
+def _check_options(spec: Spec) -> None:
+    """Every option is declared by its method, and lies in the declared range."""
+    method = entry(spec.method)
+    for name, default in method.options.items():
+        value = spec.options.get(name, default)
+        if (bound := method.bounds.get(name)) is None:
+            reason = (
+                f"{spec.method} does not declare what its option {name} is, so no site can check {name} = {value!r}"
+            )
+            raise Refused("policy", f"{reason}; declare it in the method's registry entry")
+        if not bound.allows(value):
+            raise Refused("policy", f"{name} = {value!r}; {spec.method} declares {bound}")
+    for weight in spec.class_weights or ():
+        if not CLASS_WEIGHT.allows(weight):
+            raise Refused("policy", f"class_weights: {weight!r}; each must be {CLASS_WEIGHT}")
+
+
 def check_data(site: SiteData, terms: Terms) -> None:
     """The numbers claimed of the data, and what the plan costs them."""
     mine = terms.names.index(site.config.name)
@@ -64,10 +78,10 @@ def check_data(site: SiteData, terms: Terms) -> None:
         raise Refused("policy", f"records and numbers of each: {claimed} are claimed; here are {site.shape}")
     try:  # only now: a large plan takes long to make
         plan, allowed = terms.plan, site.config.run_epsilon or site.config.epsilon
-        own = next(group for group in plan.groups() if mine in group.clients)
+        own = next(group for group in spending.groups(plan) if mine in group.clients)
         if not plan.proved:
             raise SordinoError("the plan is not proved private")
-        if plan.epsilon_of(own) > allowed * (1 + 1e-9):
-            raise SordinoError(f"the plan would cost {plan.epsilon_of(own):g}, and {allowed:g} is allowed")
+        if spending.epsilon_of(plan, own) > allowed * (1 + 1e-9):
+            raise SordinoError(f"the plan would cost {spending.epsilon_of(plan, own):g}, and {allowed:g} is allowed")
     except SordinoError as error:
         raise Refused("policy", str(error)) from None

@@ -28,6 +28,7 @@ from sordino.federation.refusal import REASONS
 from sordino.federation.site_data import SiteData
 from sordino.federation.site_run import Run
 from sordino.federation.terms import RUN, Terms
+from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Entry, Ledger
 
 log = logging.getLogger("sordino.site")
@@ -134,7 +135,7 @@ class Site(SiteData):
                     [
                         e._replace(who=self.dataset_id)
                         for t in range(plan.rounds)
-                        for e in plan.entries(mine, t, terms.run)
+                        for e in charges(plan, mine, t, terms.run)
                     ]
                 )
             run = Run.make(self, terms)
@@ -162,7 +163,7 @@ class Site(SiteData):
                 raise Refused("storage", f"the ledger has forgotten round {run.next - 1}; put the newest back")
             if t < run.next:
                 raise Refused("order", f"round {t} of run {run.terms.run}; the next is {run.next}")
-            entries = [e._replace(who=self.dataset_id) for e in run.plan.entries(run.mine, t, run.terms.run)]
+            entries = [e._replace(who=self.dataset_id) for e in charges(run.plan, run.mine, t, run.terms.run)]
             if not entries:
                 entries = [Entry(self.dataset_id, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
             ledger.afford(entries)

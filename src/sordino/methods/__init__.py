@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from sordino import plugins
 from sordino.core import Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods.adadps import adadps
 from sordino.methods.adamw import fedadamw, localadamw
 from sordino.methods.adaptive import adambc, fedadam, fedyogi
 from sordino.methods.auto import auto
+from sordino.methods.bounds import Bound, declare
 from sordino.methods.covariance import dp_fednew_fc, fedfc
 from sordino.methods.fedavg import fedavg, fedavg_ls
 from sordino.methods.fedgd import fedgd
@@ -36,6 +39,7 @@ class Entry(NamedTuple):
     rounds: int = 70  # of a run that does not say
     batch: tuple[str, ...] = ("lr",)  # options in which runs trained side by side may differ
     normalize: str = "none"  # of records, in a run that does not say
+    bounds: Mapping[str, Bound] = MappingProxyType({})  # of every option: a site refuses one that is not declared
 
     @property
     def options(self) -> dict[str, Any]:
@@ -51,45 +55,219 @@ STEPS, MOMENTS, FISHER = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau"), ("
 LIMITS = "Statistical limits of DP federated M-estimation (arXiv 2605.18656)"
 
 REGISTRY: dict[str, Entry] = {
-    "auto": Entry(auto, "derived defaults", "this library; docs/methods.md", batch=(), normalize="record"),
-    "dp-fedgd": Entry(fedgd, "first order", "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)"),
-    "dp-fedsofim": Entry(sofim, "second order, server side", "DP-FedSOFIM (arXiv 2601.09166)", batch=FISHER),
-    "dp-fedadam": Entry(fedadam, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP", batch=MOMENTS),
-    "dp-fedyogi": Entry(fedyogi, "adaptive server", "Reddi et al. 2021 (arXiv 2003.00295), under DP", batch=MOMENTS),
-    "dp-adambc": Entry(adambc, "adaptive server", "Tang et al. 2024 (arXiv 2312.14334)", batch=MOMENTS[:3]),
-    "dp-fedavg": Entry(fedavg, "local steps", "McMahan et al. 2017 (arXiv 1602.05629), under DP", batch=STEPS),
-    "dp-fedavg-ls": Entry(fedavg_ls, "local steps, smoothing", "Liang et al. 2020 (arXiv 2005.00218)", batch=STEPS),
-    "dp-adafedprox": Entry(adafedprox, "local steps", "Li et al. 2020 (arXiv 1812.06127)", batch=(*STEPS, "mu")),
+    "auto": Entry(
+        auto,
+        "derived defaults",
+        "this library; docs/methods.md",
+        batch=(),
+        normalize="record",
+        bounds=declare(clips="clip radius", weights="prior doubt early_share covariance_share"),
+    ),
+    "dp-fedgd": Entry(
+        fedgd,
+        "first order",
+        "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)",
+        bounds=declare(clips="clip", step_sizes="lr", weights="tail quantile"),
+    ),
+    "dp-fedsofim": Entry(
+        sofim,
+        "second order, server side",
+        "DP-FedSOFIM (arXiv 2601.09166)",
+        batch=FISHER,
+        bounds=declare(
+            clips="clip",
+            counts="warm_start ema_rounds rank steps",
+            step_sizes="lr local_lr",
+            weights="rho beta tail",
+            choices="apply_to bias_correction ema_scale structure",
+        ),
+    ),
+    "dp-fedadam": Entry(
+        fedadam,
+        "adaptive server",
+        "Reddi et al. 2021 (arXiv 2003.00295), under DP",
+        batch=MOMENTS,
+        bounds=declare(
+            clips="clip", step_sizes="lr", weights="beta1 beta2 tau tail quantile", choices="bias_correction"
+        ),
+    ),
+    "dp-fedyogi": Entry(
+        fedyogi,
+        "adaptive server",
+        "Reddi et al. 2021 (arXiv 2003.00295), under DP",
+        batch=MOMENTS,
+        bounds=declare(clips="clip", step_sizes="lr", weights="beta1 beta2 tau tail", choices="bias_correction"),
+    ),
+    "dp-adambc": Entry(
+        adambc,
+        "adaptive server",
+        "Tang et al. 2024 (arXiv 2312.14334)",
+        batch=MOMENTS[:3],
+        bounds=declare(clips="clip", step_sizes="lr", weights="beta1 beta2 floor decay tail"),
+    ),
+    "dp-fedavg": Entry(
+        fedavg,
+        "local steps",
+        "McMahan et al. 2017 (arXiv 1602.05629), under DP",
+        batch=STEPS,
+        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="tail", choices="noise_at"),
+    ),
+    "dp-fedavg-ls": Entry(
+        fedavg_ls,
+        "local steps, smoothing",
+        "Liang et al. 2020 (arXiv 2005.00218)",
+        batch=STEPS,
+        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="strength", choices="noise_at"),
+    ),
+    "dp-adafedprox": Entry(
+        adafedprox,
+        "local steps",
+        "Li et al. 2020 (arXiv 1812.06127)",
+        batch=(*STEPS, "mu"),
+        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="mu", choices="noise_at"),
+    ),
     "dp-scaffold": Entry(
-        scaffold, "local steps, control variates", "Noble et al. 2022 (arXiv 2111.09278)", batch=STEPS
+        scaffold,
+        "local steps, control variates",
+        "Noble et al. 2022 (arXiv 2111.09278)",
+        batch=STEPS,
+        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", choices="warm_start"),
     ),
     "dp-localadamw": Entry(
-        localadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945), algorithm 2", (Unit.RECORD,), batch=()
+        localadamw,
+        "local AdamW",
+        "DP-FedAdamW (arXiv 2602.19945), algorithm 2",
+        (Unit.RECORD,),
+        batch=(),
+        bounds=declare(
+            clips="clip", counts="steps", step_sizes="lr", weights="beta1 beta2 tau decay", choices="schedule"
+        ),
     ),
-    "dp-fedadamw": Entry(fedadamw, "local AdamW", "DP-FedAdamW (arXiv 2602.19945)", (Unit.RECORD,), batch=()),
-    "dp-fedsam": Entry(fedsam, "local steps, sharpness-aware", "Shi et al. 2023 (arXiv 2303.11242)", batch=STEPS),
+    "dp-fedadamw": Entry(
+        fedadamw,
+        "local AdamW",
+        "DP-FedAdamW (arXiv 2602.19945)",
+        (Unit.RECORD,),
+        batch=(),
+        bounds=declare(
+            clips="clip",
+            counts="steps",
+            step_sizes="lr",
+            weights="beta1 beta2 tau decay v_floor gamma",
+            choices="schedule aggregate correct align",
+        ),
+    ),
+    "dp-fedsam": Entry(
+        fedsam,
+        "local steps, sharpness-aware",
+        "Shi et al. 2023 (arXiv 2303.11242)",
+        batch=STEPS,
+        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="rho decay", choices="noise_at"),
+    ),
     "dp-adadps": Entry(
-        adadps, "local steps, public side information", "Li et al. 2022 (arXiv 2202.05963)", batch=STEPS
+        adadps,
+        "local steps, public side information",
+        "Li et al. 2022 (arXiv 2202.05963)",
+        batch=STEPS,
+        bounds=declare(
+            clips="clip", counts="steps", step_sizes="lr local_lr", weights="beta eps", choices="noise_at public"
+        ),
     ),
-    "dp-ftrl": Entry(ftrl, "correlated noise", "Kairouz et al. 2021 (arXiv 2103.00039); banded: arXiv 2306.08153"),
-    "dp-fedfc": Entry(fedfc, "second order, server side", "DP-FedNew (PoPETs 2025), algorithms 5 and 6"),
-    "fednew": Entry(fednew, "second order, client side", "DP-FedNew (PoPETs 2025), section 3; without privacy"),
-    "dp-fednew": Entry(dp_fednew, "second order, client side", "DP-FedNew (PoPETs 2025), algorithms 1 and 2"),
-    "dp-fednew-fc": Entry(dp_fednew_fc, "second order, client side", "DP-FedNew (PoPETs 2025), section 5"),
-    "fedsgd": Entry(fedsgd, "M-estimation", LIMITS, (Unit.RECORD,)),
-    "fedavg-gdp": Entry(fedavg_gdp, "M-estimation", LIMITS, (Unit.RECORD,), 2, batch=("local_lr",)),
-    "fedhybrid": Entry(fedhybrid, "M-estimation", LIMITS, (Unit.RECORD,), 51, batch=STEPS),
-    "fednewton": Entry(fednewton, "M-estimation", LIMITS, (Unit.RECORD,), 2, batch=("local_lr",)),
+    "dp-ftrl": Entry(
+        ftrl,
+        "correlated noise",
+        "Kairouz et al. 2021 (arXiv 2103.00039); banded: arXiv 2306.08153",
+        bounds=declare(
+            clips="clip", counts="restart band", step_sizes="lr", weights="momentum tail", choices="mechanism honaker"
+        ),
+    ),
+    "dp-fedfc": Entry(
+        fedfc,
+        "second order, server side",
+        "DP-FedNew (PoPETs 2025), algorithms 5 and 6",
+        bounds=declare(clips="clip covariance_clip", step_sizes="lr", weights="gamma covariance_share"),
+    ),
+    "fednew": Entry(
+        fednew,
+        "second order, client side",
+        "DP-FedNew (PoPETs 2025), section 3; without privacy",
+        bounds=declare(step_sizes="lr", weights="alpha rho"),
+    ),
+    "dp-fednew": Entry(
+        dp_fednew,
+        "second order, client side",
+        "DP-FedNew (PoPETs 2025), algorithms 1 and 2",
+        bounds=declare(
+            clips="clip curvature_clip limit", step_sizes="lr", weights="alpha rho", choices="duals limit_by solver"
+        ),
+    ),
+    "dp-fednew-fc": Entry(
+        dp_fednew_fc,
+        "second order, client side",
+        "DP-FedNew (PoPETs 2025), section 5",
+        bounds=declare(clips="clip covariance_clip limit", step_sizes="lr", weights="alpha rho", choices="duals"),
+    ),
+    "fedsgd": Entry(
+        fedsgd, "M-estimation", LIMITS, (Unit.RECORD,), bounds=declare(clips="clip", step_sizes="lr", weights="tail")
+    ),
+    "fedavg-gdp": Entry(
+        fedavg_gdp,
+        "M-estimation",
+        LIMITS,
+        (Unit.RECORD,),
+        2,
+        batch=("local_lr",),
+        bounds=declare(clips="clip", counts="steps", step_sizes="local_lr"),
+    ),
+    "fedhybrid": Entry(
+        fedhybrid,
+        "M-estimation",
+        LIMITS,
+        (Unit.RECORD,),
+        51,
+        batch=STEPS,
+        bounds=declare(clips="clip", counts="local_steps", step_sizes="lr local_lr", weights="local_share"),
+    ),
+    "fednewton": Entry(
+        fednewton,
+        "M-estimation",
+        LIMITS,
+        (Unit.RECORD,),
+        2,
+        batch=("local_lr",),
+        bounds=declare(
+            clips="clip curvature_clip",
+            counts="local_steps",
+            step_sizes="local_lr",
+            weights="local_share curvature_share floor step_cap",
+        ),
+    ),
     "fednewton-head": Entry(
-        newton_head, "M-estimation", LIMITS + ", algorithm 5", (Unit.RECORD,), 2, batch=("local_lr",)
+        newton_head,
+        "M-estimation",
+        LIMITS + ", algorithm 5",
+        (Unit.RECORD,),
+        2,
+        batch=("local_lr",),
+        bounds=declare(
+            clips="clip",
+            counts="local_steps blocks",
+            step_sizes="local_lr",
+            weights="local_share curvature_share ridge damping",
+        ),
     ),
 }
 
 
 def entry(name: str) -> Entry:
-    if name not in REGISTRY:
-        raise SordinoError(f"method: '{name}' is unknown.{nearest(name, REGISTRY)}")
-    return REGISTRY[name]
+    """Of this package, or of another one by the entry point `sordino.methods` (`sordino.plugins`)."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    others = plugins.found(plugins.METHODS)
+    if name not in others:
+        raise SordinoError(f"method: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
+    loaded = others[name].load()
+    return loaded if isinstance(loaded, Entry) else Entry(loaded, "external", others[name].about, (Unit.RECORD,))
 
 
 def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
@@ -100,7 +278,8 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
     for key in options:
         if key not in found.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, found.options)}")
-    return found.factory(unit=Unit(unit), **options)
+    made = found.factory(unit=Unit(unit), **options)
+    return made if name in REGISTRY else plugins.judged(made, plugins.found(plugins.METHODS)[name])
 
 
 __all__ = ["REGISTRY", "Entry", "build", "entry"]

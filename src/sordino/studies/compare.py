@@ -23,6 +23,7 @@ from sordino.data.partition import describe, split
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.studies import private_tuning
@@ -289,9 +290,9 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         tested=len(dataset.y_test) if plan.privacy.unit is Unit.RECORD else None,
     )
     own = np.zeros(plan.clients)
-    for group in plan.groups():
-        own[list(group.clients)] = plan.epsilon_of(group)
-    noise = plan.aggregate_std(0) * math.sqrt(model.size)
+    for group in spending.groups(plan):
+        own[list(group.clients)] = spending.epsilon_of(plan, group)
+    noise = calibration.aggregate_std(plan, 0) * math.sqrt(model.size)
     filed = {
         "label": entrant.label,
         "method": spec.method,

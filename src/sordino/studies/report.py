@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.privacy.evidence.certificate import finite
-from sordino.privacy.evidence.statement import WHO, WHOM
+from sordino.privacy.evidence.statement import ADVERSARY, PROTECTED
 from sordino.studies import figures
 from sordino.studies.estimation_report import markdown
 
@@ -419,8 +419,8 @@ def _promise(document: Document) -> str:
     budgets = ", ".join(named(e) for e in epsilons(runs) if e is not None)
     bare = " ε = ∞ is without noise and promises nothing." * (None in epsilons(runs))
     return (
-        f"The promise: ε = {budgets} at δ = {setting['delta']:g}, {unit} level, {adjacency}, {trust}. It speaks "
-        f"of {WHO[unit, adjacency]}, and holds against {WHOM[trust]}.{bare}"
+        f"The promise: ε = {budgets} at δ = {setting['delta']:g}, {unit} level, {adjacency}, {trust}. Protected: "
+        f"{PROTECTED[unit, adjacency]}. It holds against {ADVERSARY[trust]}.{bare}"
     )
 
 

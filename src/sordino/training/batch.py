@@ -26,6 +26,7 @@ from sordino.methods.fedgd import gradient
 from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS
 from sordino.models.torch_model import TorchModel
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Counted, Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.training.run import choose_model, read
@@ -147,7 +148,7 @@ def _train(specs: list[Spec], loader: _Loader, at: Sequence[int] | None, stop: i
     seconds = (time.perf_counter() - began) / len(specs)
     for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         own = this_round.model[i] if len(specs) > 1 else this_round.model
-        noise = model.size * plan.aggregate_std(0) ** 2
+        noise = model.size * calibration.aggregate_std(plan, 0) ** 2
         signal = np.sqrt((squares[i] - noise).clip(min=0)) if bare else np.zeros(0)
         by_round = {t: values[i] for t, values in scores.items()}
         yield Trained(spec, plan, model, own.cpu(), by_round, tuple(signal.tolist()), (sent, got), seconds)

@@ -44,6 +44,7 @@ from sordino.models.linear import Linear, Loss
 from sordino.models.nets import NETS
 from sordino.models.torch_model import TorchModel
 from sordino.models.transformers import TRANSFORMERS
+from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
 from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.evidence.signing import Signer, sha256, signed
@@ -262,7 +263,7 @@ def reopen(out: Path) -> Spec:
 
 def pay(job: Job, ledger: Ledger, who: str) -> None:
     """Charge the whole plan, once, before its first round: a row for each query and group of equal clients."""
-    for group in job.plan.groups():
+    for group in spending.groups(job.plan):
         clients = f"clients {ranges(group.clients)}"
         if group.releases and not ledger.charged(who, clients, 0):
             ledger.charge([Entry.of(r, clients, 0, who, job.plan.privacy.adjacency) for r in group.releases])
@@ -290,7 +291,7 @@ def rounds(job: Job, out: Path | None = None) -> Iterator[dict[str, Any]]:
             line: dict[str, Any] = {
                 "round": this_round.t + 1,
                 **(evaluate(job.model, this_round.model, x, y.to(x.device)) if looked else {}),
-                "epsilon": finite(job.plan.spent(this_round.t)),
+                "epsilon": finite(spending.epsilon_after(job.plan, this_round.t)),
             }
             if out:
                 _store(place, who, (this_round.checkpoint, this_round.model), line)

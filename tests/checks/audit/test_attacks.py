@@ -16,6 +16,7 @@ from sordino.cli import main
 from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.methods import build
+from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.rules import chain, scale
 from tests.support import tiers
@@ -150,7 +151,7 @@ def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacen
 
     assert np.abs(excess(1.0)).max() < 4
     assert np.abs(excess(0.5)).max() > 4, "half the noise would pass: the test cannot fail"
-    assert watched(attack, 0, Seeded(1), 2).information().max() <= plan.mu() ** 2 * (1 + 1e-9)
+    assert watched(attack, 0, Seeded(1), 2).information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("batch", "adjacency"), tiers(BATCHES[:2], 1))
@@ -272,7 +273,7 @@ def test_the_score_is_the_log_likelihood_ratio(shape, trust, runs):
         for adjacency, world in itertools.product(Adjacency, (0, 1)):
             plan = plan_for("toy", Privacy(4.0, 1e-5, toy.unit, adjacency, trust), method=toy)
             watch = watched(next(attacks(plan, MODEL)), world, Seeded(8 * world + 3), runs, noise_factor)
-            assert watch.information().max() <= plan.mu() ** 2 * (1 + 1e-9)
+            assert watch.information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
             rest.append(watch.score() - (world - 0.5) * watch.information())
             variance.append(watch.information())
         m, v = torch.cat(rest), torch.cat(variance)

@@ -16,7 +16,7 @@ from scipy.integrate import quad
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
-TABLE = Path(__file__).parents[3] / "shared/spec/tables/calibration_sigma_n20_T70.csv"
+TABLE = Path(__file__).parents[4] / "shared/spec/tables/calibration_sigma_n20_T70.csv"
 DELTA = 1e-5
 MU = {0.5: 0.142211, 1: 0.268051, 2: 0.501552, 5: 1.121242, 10: 2.000446}
 CLIENTS, ROUNDS = 20, 70

@@ -140,6 +140,6 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
 
 
 def test_the_page_for_people_is_made_from_the_list():
-    page = (Path(__file__).parents[2] / "docs" / "files.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "files.md").read_text(encoding="utf-8")
     assert page == public.page(), "run: python -m sordino.privacy.evidence.public > docs/files.md"
     assert all(reason for listed in public.FILES.values() for reason in listed.values())

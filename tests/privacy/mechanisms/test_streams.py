@@ -14,6 +14,7 @@ from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
@@ -21,7 +22,7 @@ from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import NOT_SIGNED, verify
 from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.participation import Participation
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Plan, continues_stream
 
 MODEL = Linear(2, 1, Loss.SQUARES, bias=False)
 
@@ -83,9 +84,9 @@ def test_the_certificate_tells_the_noise_that_clients_add(records):
     plan = plan_for(records)
     cert = certificate(plan, Secure(), version="0")
     (round_plan, *_) = round_plans(plan, MODEL)
-    level, rate = plan.levels[0], plan.participation.rate(plan.clients)
+    level, rate = calibration.query_noises(plan)[0], plan.participation.rate(plan.clients)
     # Every client's part, of those in the cohort and those outside it, adds up to the noise of the sum.
-    parts = plan.own_std(level) * plan.weights / np.asarray(plan.sizes) / rate
+    parts = calibration.own_std(plan, level) * plan.weights / np.asarray(plan.sizes) / rate
     assert math.sqrt((parts**2).sum()) == pytest.approx(float(round_plan.sum_stds[0]))
     verdict = verify(cert)
     assert not verdict.problems
@@ -96,7 +97,7 @@ def test_the_certificate_tells_the_noise_that_clients_add(records):
 def test_a_statement_tells_the_bound_of_its_adjacency(records):
     for adjacency in ("add-remove", "replace-one"):
         plan = Plan(build("dp-fednew"), 3, records.sizes, Privacy(2.0, adjacency=adjacency))
-        moved = plan.levels[0].sensitivity.max()
+        moved = calibration.query_noises(plan)[0].sensitivity.max()
         assert f"at most {moved:.4g} when" in statement(certificate(plan, Secure(), version="0"))
 
 
@@ -123,8 +124,8 @@ def test_noise_that_is_not_carried_on_is_paid_round_by_round(participation, trus
         Participation.parse(participation),
     )
     assert not plan.random_participation
-    assert not any(plan.goes_on(t) for t in range(rounds))
-    (level,) = plan.levels
+    assert not any(continues_stream(plan, t) for t in range(rounds))
+    (level,) = calibration.query_noises(plan)
     stream = plan.stages[0].queries[0].noise
     for i in range(len(sizes)):
         mu2 = 0.0
@@ -135,9 +136,9 @@ def test_noise_that_is_not_carried_on_is_paid_round_by_round(participation, trus
             if trust is Trust.UNTRUSTED_SERVER:
                 mu2 += (level.sensitivity[i] / std[i]) ** 2
             else:  # the participants' shares, as they arrive in the sum
-                arriving = (weight * std)[cohort] * plan.share(len(cohort))
+                arriving = (weight * std)[cohort] * calibration.noise_share(plan, len(cohort))
                 mu2 += (level.sensitivity[i] * weight[i]) ** 2 / (arriving**2).sum()
-        (group,) = [g for g in plan.groups() if i in g.clients]
+        (group,) = [g for g in spending.groups(plan) if i in g.clients]
         assert group.mu**2 == pytest.approx(mu2, rel=1e-9)
-    assert plan.mu() <= gaussian.mu(3.0, 1e-5) * (1 + 1e-9)
+    assert spending.mu(plan) <= gaussian.mu(3.0, 1e-5) * (1 + 1e-9)
     assert not any("outside a round's cohort" in line for line in certificate(plan, Secure(), version="0")["assumes"])

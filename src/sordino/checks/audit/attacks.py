@@ -48,6 +48,7 @@ from sordino.engines.oracle import MATRICES
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
@@ -152,7 +153,7 @@ def audit(
     """
     plan = plan_for(name, privacy, rounds=rounds, method=method, batch=batch)
     check_arguments("runs", runs, noise_factor, seed)
-    sources, certified, delta = _sources(seed, plan), plan.epsilon(), plan.privacy.delta
+    sources, certified, delta = _sources(seed, plan), spending.epsilon(plan), plan.privacy.delta
     attack, information, least = _best(plan, MODEL, sources, dtype)
     drawn, threshold = _samples(plan), None  # of a mixture, a part of the scores chooses the threshold
     if not drawn:
@@ -169,11 +170,11 @@ def audit(
         lower_thresholds=min(bounds[0] for bounds in found),
         lower_gaussian=None if drawn else model_based,
         lower_account=model_based if drawn else None,
-        mu_certified=plan.mu(),
+        mu_certified=spending.mu(plan),
         mu_lower=None if drawn else sharp.mu or 0.0,
         false_positive_rate=sharp.false_positive_rate,
         false_negative_rate=sharp.false_negative_rate,
-        reach=math.sqrt(information) / plan.mu(),
+        reach=math.sqrt(information) / spending.mu(plan),
         least_claim=least,
         canary=attack.name,
         runs=runs,
@@ -209,8 +210,8 @@ def one_run(
     check_arguments("canaries", canaries, noise_factor, seed)
     plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *SIZES[1:]))
     attack, sources = _crowded(plan, canaries, dtype), _sources(seed, plan)
-    certified, delta = plan.epsilon(), privacy.delta
-    guesses = statistics.best_guesses(canaries, plan.mu(), delta=delta, confidence=confidence)
+    certified, delta = spending.epsilon(plan), privacy.delta
+    guesses = statistics.best_guesses(canaries, spending.mu(plan), delta=delta, confidence=confidence)
     found: list[tuple[float, int]] = []
     while len(found) < TRIES and (not found or found[-1][0] > certified):
         uniforms = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
@@ -335,7 +336,7 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
 
 def _names(name: str, plan: Plan) -> tuple[str, str, str, str, float, float]:
     privacy = plan.privacy
-    return name, str(privacy.unit), str(privacy.adjacency), str(privacy.trust), plan.epsilon(), privacy.delta
+    return name, str(privacy.unit), str(privacy.adjacency), str(privacy.trust), spending.epsilon(plan), privacy.delta
 
 
 def _called(dtype: torch.dtype) -> str:
@@ -383,7 +384,7 @@ def _best(plan: Plan, model: core.Model, sources: Iterator[Source], dtype: torch
         information = sum(told.values())
         if best is None or information > best[1]:
             best = attack, information
-        if best[1] > 0.999 * plan.mu() ** 2 and min(reached.values()) > ENOUGH:
+        if best[1] > 0.999 * spending.mu(plan) ** 2 and min(reached.values()) > ENOUGH:
             break
     if best is None:
         raise SordinoError(f"method: {plan.method.name} releases nothing finite of any canary; it cannot be audited.")
@@ -412,7 +413,7 @@ def _by_account(plan: Plan, seen: statistics.Bound) -> float:
 
 
 def _of_victim(plan: Plan) -> tuple[Release, ...]:
-    (mine,) = [group for group in plan.groups() if VICTIM in group.clients]
+    (mine,) = [group for group in spending.groups(plan) if VICTIM in group.clients]
     return mine.releases
 
 
@@ -420,7 +421,7 @@ def _claimed(plan: Plan) -> dict[tuple[int, int], float]:
     """The square of mu that the certificate counts for the victim, of each noised query: (stage, number) -> mu^2."""
     releases = {release.query: release for release in _of_victim(plan)}
     found = {}
-    for level in plan.levels:
+    for level in calibration.query_noises(plan):
         if (release := releases.get(level.name)) is not None:
             found[level.stage, level.number] = release.times * (release.sensitivity / release.std) ** 2
     return found

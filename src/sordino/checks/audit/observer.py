@@ -27,6 +27,7 @@ from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.engines.oracle import Oracle
 from sordino.errors import SordinoError
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Address, Draw, Source, is_exact
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
@@ -170,7 +171,7 @@ class Watch:
         """The sum of a round, where that is what the adversary sees: noised once."""
         for number, leaf in zip(self._heard, leaves(aggregate), strict=False):
             zero, one = self._sums[number]
-            variance = self.plan.aggregate_std(s, number) ** 2
+            variance = calibration.aggregate_std(self.plan, s, number) ** 2
             self.streams.setdefault((s, number), []).append(Seen(leaf.double(), zero, one, variance))
         self._sums, self._heard = {}, []
 
@@ -307,7 +308,9 @@ class Watch:
     ) -> None:
         """What the adversary sees of one release: the victim's, or the weighted sum of all."""
         weight = self.weights[clients]
-        std = (self.plan.std(s, number) * self.plan.share(self.plan.clients))[clients] / divisor
+        std = (calibration.client_std(self.plan, s, number) * calibration.noise_share(self.plan, self.plan.clients))[
+            clients
+        ] / divisor
         shaped = torch.from_numpy(weight).to(said.device).view(-1, *[1] * (said.dim() - 2))
         came, zero, one = ((shaped * part.double().expand_as(said)).sum(1) for part in (said, *either))
         if self.plan.only_sums_visible:

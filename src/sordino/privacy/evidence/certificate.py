@@ -14,12 +14,14 @@ import numpy as np
 
 from sordino.core import SAFETY, Adjacency, Correlated, Divisor, Trust, Unit, carries
 from sordino.errors import SordinoError
+from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence.signing import code_sha256
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import EVERYONE
-from sordino.privacy.plan import Group, Plan
+from sordino.privacy.plan import Plan, continues_stream, unbounded_sampling
+from sordino.privacy.spending import Group
 
 FORMAT = 2
 MOST_CLIENTS = 10_000_000
@@ -69,10 +71,11 @@ def certificate(
     `tested`: how many records the model was tested on. `names`: of the clients, where they have any. `doubts`: why it
     is not certified, beside what the plan and the source tell. `signing.signed` adds a signature.
     """
-    groups = plan.groups(done)
-    own = [plan.epsilon_of(group) for group in groups]
+    groups = spending.groups(plan, done)
+    own = [spending.epsilon_of(plan, group) for group in groups]
     worst = groups[int(np.argmax(own))]
-    noise, client_noise = plan.summed_noise()
+    noises = calibration.query_noises(plan)
+    noise, client_noise = calibration.summed_noise(plan)
     delta = plan.privacy.delta
     reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
     sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
@@ -86,7 +89,7 @@ def certificate(
         "mu": finite(worst.mu),
         "guess": max(events.guess(group.releases, plan.privacy.adjacency) for group in groups),
         "epsilon_asked": finite(plan.privacy.epsilon) if plan.noise is None else None,
-        "epsilon_at": {f"{d:g}": finite(max(plan.epsilon_of(g, d) for g in groups)) for d in DELTAS},
+        "epsilon_at": {f"{d:g}": finite(max(spending.epsilon_of(plan, g, d) for g in groups)) for d in DELTAS},
         "unit": str(plan.privacy.unit),
         "adjacency": str(plan.privacy.adjacency),
         "trust": str(plan.privacy.trust),
@@ -100,7 +103,7 @@ def certificate(
         "test_records": tested,
         "sampler": _sampler(plan),
         "divisor": str(plan.divisor if sizes_public else Divisor.CLIENT_MEAN),
-        "clip": plan.levels[0].scale,
+        "clip": noises[0].scale,
         "noise": noise,
         "client_noise": client_noise,
         "noise_source": "seeded" if isinstance(source, Seeded) else type(source).__name__.lower(),
@@ -116,7 +119,7 @@ def certificate(
                 "step": level.step,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
-            for level in plan.levels
+            for level in noises
         ],
         "worst_client": worst.clients[0],
         "groups": [
@@ -127,9 +130,9 @@ def certificate(
                 "sizes": _sizes(plan, group) if sizes_public else None,
                 "mu": finite(group.mu),
                 "epsilon": finite(epsilon),
-                "own_std": {level.name: _common(plan.own_std(level), group.clients) for level in plan.levels},
+                "own_std": {level.name: _common(calibration.own_std(plan, level), group.clients) for level in noises},
                 "influence": {
-                    level.name: _common(level.weight / level.weight.max(), group.clients) for level in plan.levels
+                    level.name: _common(level.weight / level.weight.max(), group.clients) for level in noises
                 },
                 "releases": [release._asdict() for release in group.releases],
             }
@@ -137,7 +140,7 @@ def certificate(
         ],
         "secure": _secure(plan, groups),
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
-        "numerics": [*(INTEGERS if plan.integers else NUMERICS), *[SAMPLES] * plan.samples],
+        "numerics": [*(INTEGERS if plan.integers else NUMERICS), *[SAMPLES] * spending.samples(plan)],
         "spec_sha256": spec_sha256,
         "model_sha256": model_sha256,
         "metrics_sha256": metrics_sha256,
@@ -203,7 +206,7 @@ def _sampler(plan: Plan) -> dict[str, str]:
     }
     kind = plan.participation.kind if plan.amplified else plan.sampling.kind
     by = "clients" if plan.amplified else "records"
-    claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if plan.samples else "none claimed"
+    claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if spending.samples(plan) else "none claimed"
     secret = "secret" if plan.schedule_seed >= SECRET_SEED else "guessable"
     return {
         "clients": str(plan.participation),
@@ -267,7 +270,7 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
     if plan.noiseless:
         return ["not private: no noise was added"]
     reasons = []
-    if not math.isfinite(plan.mu()):
+    if not math.isfinite(spending.mu(plan)):
         reasons.append("not private: the noise is too small for any bound")
     if not source.private:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
@@ -277,8 +280,8 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append(
             f"not proved: correlated noise under {plan.participation}, where any client may come every round"
         )
-    elif plan.unbounded:
-        reasons.append(f"not proved: {plan.unbounded}")
+    elif unbounded_sampling(plan):
+        reasons.append(f"not proved: {unbounded_sampling(plan)}")
     elif not plan.proved:
         where = f"{plan.privacy.unit} level under {plan.privacy.trust}"
         reasons.append(f"not proved: {plan.method.name} at {where}. {plan.method.caveat}".strip())
@@ -301,7 +304,7 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
             "Cohorts are drawn anew every round from a secret seed, which the server keeps to itself "
             "(private/secret.toml), as it does who took part; no participant tells that it came."
         )
-    elif plan.samples:
+    elif spending.samples(plan):
         facts.append(
             "Minibatches are drawn anew for every answer by the noise's own secret source, and no client tells what "
             "they hold."
@@ -317,7 +320,7 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
     if (
         plan.only_sums_visible
         and plan.participation.kind != EVERYONE
-        and any(plan.goes_on(t) for t in range(plan.rounds))
+        and any(continues_stream(plan, t) for t in range(plan.rounds))
     ):
         facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
     if plan.privacy.trust is Trust.TRUSTED_SERVER:

@@ -14,30 +14,50 @@ from sordino.privacy.evidence.signing import fingerprint
 
 MOST_GROUPS = 20
 
-WHO = {
-    (Unit.RECORD, Adjacency.ADD_REMOVE): "any single record: whether it was among a client's data at all",
-    (Unit.RECORD, Adjacency.REPLACE_ONE): "any single record: what it said, whatever other record stood in its place",
-    (Unit.USER, Adjacency.ADD_REMOVE): "any whole client: whether its data were used at all",
-    (Unit.USER, Adjacency.REPLACE_ONE): "any whole client: what its data were, whatever other data it held",
+PROTECTED = {
+    (Unit.RECORD, Adjacency.ADD_REMOVE): "any single record (one row of a table, one image, one text): nobody can tell "
+    "with confidence whether it was among the training data",
+    (Unit.RECORD, Adjacency.REPLACE_ONE): "the content of any single record (one row of a table, one image, one text): "
+    "nobody can tell with confidence what it contained, even if they know all other records",
+    (Unit.USER, Adjacency.ADD_REMOVE): "any whole client, with all its records: nobody can tell with confidence "
+    "whether its data were used at all",
+    (Unit.USER, Adjacency.REPLACE_ONE): "all data of any one client: nobody can tell with confidence what they were, "
+    "even if they know the data of all other clients",
 }
-WHOM = {
-    Trust.UNTRUSTED_SERVER: "anyone who reads every message that every client sent, the server included",
-    Trust.SECURE_AGGREGATION: "anyone who sees who took part, the sums of their messages and all models, "
-    "but no client's message by itself",
-    Trust.TRUSTED_SERVER: "anyone who sees the models that were sent out; not against the server, which is trusted",
+ADVERSARY = {
+    Trust.UNTRUSTED_SERVER: "anyone, including the server, even if they read every message that every client sent",
+    Trust.SECURE_AGGREGATION: "anyone, including the server, who sees who took part, the sums of their messages and "
+    "all models, but not the message of a single client",
+    Trust.TRUSTED_SERVER: "anyone who sees the models that the server sent out. The server itself is trusted: this "
+    "statement does not protect against it",
 }
 SOURCE = {
     "secure": "cryptographic (ChaCha20), with a fresh key from the operating system",
     "seeded": "seeded: not private",
     "silent": "none",
 }
+RELEASED = {"gram": "table of products of its features"}
 
-
-WHAT = {"gram": "table of products of its features"}
+# Published anchors: how others judge or set epsilon.
+TIERS = (
+    (1.0, "at most 1: a strong formal guarantee"),
+    (10.0, "above 1 and at most 10: a reasonable guarantee, the usual goal for machine learning"),
+    (math.inf, "above 10: a weak formal guarantee, which needs evidence from attacks beside it"),
+)
+ANCHORS = """Ponomareva et al. ("How to DP-fy ML", Journal of Artificial Intelligence Research 77, 2023) \
+group ε in three tiers: at most 1, a strong formal guarantee; at most 10, a reasonable one; above 10, a weak one. The \
+United States published its 2020 Census redistricting data with a total ε of 19.61 (Census Bureau, June 2021)."""
 
 
 def statement(cert: Mapping[str, Any]) -> str:
-    """Who is protected, against whom, how well, and what is not protected."""
+    """Return the statement of a certificate: a Markdown page for readers who do not know differential privacy.
+
+    It says what is protected, against whom, how strongly, what is not protected, what the model may be used for, and on
+    which assumptions that rests. The first line of its body says whether the run is certified.
+
+    Args:
+      cert: a certificate, as `certificate` returns it or as certificate.json holds it.
+    """
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     verdict = (
         f"**Certified: ε = {cert['epsilon']:.4g} at δ = {cert['delta']:g}.**"
@@ -48,44 +68,55 @@ def statement(cert: Mapping[str, Any]) -> str:
 
 {verdict}
 
-A model was trained with {cert["method"]} over {cert["clients"]} clients\
-{f" and {cert['records']:,} records" if cert["records"] is not None else ""} in {cert["rounds"]} rounds. \
-{_execution(cert, trust)}
+A model was trained with the method {cert["method"]} on the data of {cert["clients"]} clients\
+{f" ({cert['records']:,} records)" if cert["records"] is not None else ""} in {cert["rounds"]} rounds. A client is a \
+party that holds data, such as a hospital. {_execution(cert, trust)}
 
-## Who is protected, and against whom
+## What is protected, and against whom
 
-The guarantee speaks of {WHO[unit, adjacency]}. It holds against \
-{WHOM[trust]}{_coalition(cert)}, whatever else they know, unless they can break the cipher that the noise comes from.
+Protected: {PROTECTED[unit, adjacency]}.
 
-## How well
+Against: {ADVERSARY[trust]}{_coalition(cert)}. It does not matter what else they know, or how much \
+computing power they have, as long as they cannot break the cipher that the random noise comes from.
 
-{_how_well(cert, unit)}
+## How strong the protection is
 
-## How it was done
-
-{_bullets(_steps(cert))}
+{_strength(cert, unit)}
 
 ## What is not protected
 
 {_bullets(_not_protected(cert, unit))}
 
+## What the model may be used for
+
+{_use(cert)}
+
+## How it was done
+
+{_bullets(_steps(cert))}
+
 ## Assumptions
+
+The guarantee holds if all of these are true:
 
 {_bullets([*cert["assumes"], *cert["numerics"]])}
 
-Spec sha256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
-({cert["ledger"]["rows"]} in all); sordino {cert["sordino"]}. {_signed(cert)} \
-Re-check: `sordino verify certificate.json`.
+## How to check this statement
+
+`sordino verify certificate.json` computes ε again with a second, independent program. {_signed(cert)}
+
+Spec SHA-256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
+({cert["ledger"]["rows"]} rows); sordino {cert["sordino"]}.
 """
 
 
 def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
     if not cert["execution"].startswith("simul"):
-        return f"It ran {cert['execution']}."
+        return f"The run was {cert['execution']}."
     assumed = " Secure aggregation was assumed, not carried out." if trust is Trust.SECURE_AGGREGATION else ""
     return (
-        f"This was a {_kind(cert['execution'])}: all data lay on one machine, and the guarantee is for what a "
-        f"deployment with the same settings would let others see.{assumed}"
+        f"This was a {_kind(cert['execution'])}: all data were on one machine. The guarantee describes what others "
+        f"would see of a real deployment with the same settings.{assumed}"
     )
 
 
@@ -96,8 +127,8 @@ def _kind(execution: str) -> str:
 def _signed(cert: Mapping[str, Any]) -> str:
     about = cert.get("signature")
     if about is None:
-        return "Not signed."
-    return f"Signed by {about['signer']} `{fingerprint(about['key'])}`."
+        return "The certificate is not signed, so anybody could have written it."
+    return f"The certificate is signed by {about['signer']} `{fingerprint(about['key'])}`."
 
 
 def _coalition(cert: Mapping[str, Any]) -> str:
@@ -105,43 +136,67 @@ def _coalition(cert: Mapping[str, Any]) -> str:
     if not secure or not secure["colluders"]:
         return ""
     who = "one site" if secure["colluders"] == 1 else f"{secure['colluders']} sites"
-    return f", even together with {who} (against the server alone ε is {secure['epsilon_server']:.4g})"
+    return f", even if {who} cooperate with them (against the server alone, ε is {secure['epsilon_server']:.4g})"
 
 
 def _bullets(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _how_well(cert: Mapping[str, Any], unit: Unit) -> str:
+def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
     epsilon = cert["epsilon"]
     if epsilon is None:
-        return "There is no bound: nothing about the data is hidden."
-    factor = _factor(epsilon)
+        return "There is no bound: the model may reveal anything about the data."
     right = 100 * float(cert["guess"])
+    subject = "record" if unit is Unit.RECORD else "client"
     groups, names = cert["groups"], cert["client_names"]
     rows = [f"| {_short(g['clients'])} | {_span(g['records'])} | {g['epsilon']:.4g} |" for g in groups[:MOST_GROUPS]]
     if len(groups) > MOST_GROUPS:
         rows.append(f"| {len(groups) - MOST_GROUPS} more groups: see certificate.json | | |")
     table = "\n".join(rows)
-    strength = "strong" if right <= 60 else "moderate" if right <= 75 else "weak"
-    return f"""Had that {"record" if unit is Unit.RECORD else "client"} been different, no outcome would have been \
-more than e^ε = {factor} times as likely as it was, but for a slack of δ = {cert["delta"]:g}. Put as a bet: someone \
-who must guess between two possibilities that seemed equally likely is right with probability at most {right:.3g} % \
-instead of 50 %. We call that {strength} (up to 60 %: strong; up to 75 %: moderate; above: weak).
+    whose = (
+        "All clients have the same ε"
+        if len(groups) == 1
+        else f"The figures above are those of the client with the largest ε, {_name(cert['worst_client'], names)}. "
+        "Every client's own"
+    )
+    return f"""**As a bet.** Someone must guess which of two possibilities about a {subject} is true. Before they \
+see the model, both are equally likely: they are right in 50 of 100 cases. After they have seen everything that this \
+statement covers, they are right in at most {_cases(right)} of 100 cases, whatever method they use.
+
+**As a number.** ε (epsilon) limits how much one {subject} can change the outcome: no outcome is more than \
+e^ε = {_factor(epsilon)} times as likely with one possibility as with the other. δ (delta) = {cert["delta"]:g} is, \
+roughly, the probability that the limit does not hold. Smaller is better for both. The same run has an ε for every δ:
 
 | at δ | {" | ".join(cert["epsilon_at"])} |
 |---|{"---|" * len(cert["epsilon_at"])}
 | ε | {" | ".join(f"{value:.4g}" for value in cert["epsilon_at"].values())} |
 
-{
-        "All clients have the same account"
-        if len(groups) == 1
-        else "The figures are those of the client worst off, " + _name(cert["worst_client"], names) + ". All clients"
-    }:
+**Compared with others.** {ANCHORS} This run is in the tier "{_tier(epsilon)}".
+
+{whose}:
 
 | clients | records of each | ε |
 |---|---|---|
 {table}{_legend(names)}"""
+
+
+def _tier(epsilon: float) -> str:
+    return next(words for limit, words in TIERS if epsilon <= limit)
+
+
+def _cases(percent: float) -> str:
+    return f"{percent:.3g}" if percent < 99.95 else "nearly 100"
+
+
+def _use(cert: Mapping[str, Any]) -> str:
+    if not cert["certified"]:
+        return "Keep the model as confidential as the training data: nothing is certified about it."
+    return (
+        "The model, and everything computed from the model alone, such as its predictions, may be published. That "
+        "does not weaken the protection, however often the model is used. This statement is about "
+        "privacy only. It does not say that the model is accurate, fair or fit for decisions about people."
+    )
 
 
 def _steps(cert: Mapping[str, Any]) -> list[str]:
@@ -150,30 +205,33 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
     return [
         *bounds,
         _noise(cert),
-        f"Participants: {sampler['clients']}; records of each: {sampler['records']}; privacy amplification by "
-        f"sampling: {sampler['amplification']}.",
-        f"Noise source: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
+        f"Clients in each round: {sampler['clients']}. Records of each client in a round: {sampler['records']}. "
+        f"Privacy amplification by sampling: {sampler['amplification']}.",
+        f"Source of the noise: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
     ]
 
 
 def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     tested = "The" if cert["test_records"] is None else f"The {cert['test_records']:,}"
     lines = [
-        "What is true of the population: a model may reveal that a trait goes with an outcome, for people in the data "
-        "and people outside it alike.",
-        f"{tested} records that the model was tested on: they lie outside the guarantee.",
-        "The same data in other runs: every run adds to the total.",
+        "General facts. The model may show, for example, that smoking raises the risk of a disease. That concerns "
+        "smokers, whether or not their data were used.",
+        f"{tested} records that the model was tested on. The guarantee does not cover them, nor the test results.",
+        "Other uses of the same data. If the data are used in further runs, the limits add up (`sordino ledger`).",
     ]
     sampled = any(release["rate"] < 1 for group in cert["groups"] for release in group["releases"])
     if unit is Unit.RECORD and sampled:
-        lines.append("A person with several records at one client: the guarantee is for one of them.")
+        lines.append("A person with several records: the guarantee is for one record, not for all records of a person.")
     elif unit is Unit.RECORD and cert["mu"] is not None:
         # Discrete noise has no exact bet: what concentrated DP proves of it, with k times the sensitivity.
         several = {
             k: tv_of(k * cert["mu"]) if cert.get("secure") else float(ndtr(k * cert["mu"] / 2)) for k in (2, 5, 10)
         }
-        bets = ", ".join(f"{_percent(part)} with {k}" for k, part in several.items())
-        lines.append(f"A person with several records at one client: the bet is then won with probability up to {bets}.")
+        bets = ", ".join(f"{_percent(part)} with {k} records" for k, part in several.items())
+        lines.append(
+            "A person with several records: the guarantee is for one record. About a person with several records at "
+            f"one client, the bet above is won with probability up to {bets}."
+        )
     return lines
 
 
@@ -185,12 +243,12 @@ def _noise(cert: Mapping[str, Any]) -> str:
     own = [r["std"] / clips[r["query"]] for group in cert["groups"] for r in group["releases"] if clips[r["query"]]]
     if cert["trust"] == Trust.UNTRUSTED_SERVER and len(clips) > 1 and max(own) > 1.001 * min(own):
         return (
-            f"{kind} noise was added to each of them: for one client its standard deviation is at least {min(own):.4g} "
-            f"and at most {max(own):.4g} times that length, by what is sent and in which round (certificate.json)."
+            f"{kind} noise was added to each of them. For one client its standard deviation is at least {min(own):.4g} "
+            f"and at most {max(own):.4g} times that length; it differs by message and round (see certificate.json)."
         )
     return (
-        f"{kind} noise was added to it: its standard deviation is {cert['client_noise']:.4g} times that length for "
-        f"one client (at most), {cert['noise']:.4g} times for the sum over a round's participants{_counted_on(cert)}."
+        f"{kind} noise was added to it. Its standard deviation is at most {cert['client_noise']:.4g} times that length "
+        f"for one client, and {cert['noise']:.4g} times for the sum over a round's participants{_counted_on(cert)}."
     )
 
 
@@ -199,8 +257,8 @@ def _counted_on(cert: Mapping[str, Any]) -> str:
     if not secure:
         return ""
     return (
-        f", counting the noise of {secure['honest']} sites alone: {secure['dropouts']} may fail in any round, and "
-        f"{secure['colluders']} may tell the server their own"
+        f". Only the noise of {secure['honest']} sites is counted, because {secure['dropouts']} may fail in any round "
+        f"and {secure['colluders']} may reveal their own noise to the server"
     )
 
 
@@ -208,17 +266,17 @@ def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
     kind = query["query"].split()[-1]
     if kind == "count":
         return (
-            "The clip followed a quantile of the gradients' lengths, from counts of those below it, to which every "
-            f"record added {query['clip']:g} or took it away; the counts were noised too."
+            "The clip was adapted to a quantile of the gradients' lengths, which was estimated from noised counts. "
+            f"Each record changes a count by {query['clip']:g} at most."
         )
-    whose = "Each client's message" if kind == "delta" else f"Each record's {WHAT.get(kind, kind)}"
+    whose = "Each client's message" if kind == "delta" else f"Each record's {RELEASED.get(kind, kind)}"
     if query["bound"] == "by clip":
         return f"{whose} was shortened to length at most {query['clip']:g} (the clip)."
     moved = max(r["sensitivity"] for g in cert["groups"] for r in g["releases"] if r["query"] == query["query"])
     change = "joins or leaves" if cert["adjacency"] == Adjacency.ADD_REMOVE else "is replaced"
     return (
-        f"{whose} moves what is seen by at most {moved:.4g} when one {cert['unit']} {change}, {query['bound']}; the "
-        f"noise below is told in lengths of {query['clip']:.4g}."
+        f"{whose} changes what is seen by at most {moved:.4g} when one {cert['unit']} {change} ({query['bound']}). The "
+        f"noise below is given in multiples of {query['clip']:.4g}."
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
+from sordino.lazy import optional
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence import signing
@@ -143,7 +144,7 @@ def _interval(steps: Sequence[Step], guess: float) -> float:
 
 def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Any:
     """Privacy loss distributions, composed."""
-    import dp_accounting as dp
+    dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.pld import PLDAccountant
 
     sampled = any(step.rate < 1 for step in steps)
@@ -164,7 +165,7 @@ def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> 
 def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
     """Samples of fixed size under replace-one; the accountant reads a multiplier as std over the whole change, 2 clip.
     The plain account of the same releases holds too."""
-    import dp_accounting as dp
+    dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
@@ -180,7 +181,7 @@ def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ..
 
 def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
     """Discrete noise: zero-concentrated DP, and 2^-64 a release for what rounding and sampling may miss."""
-    import dp_accounting as dp
+    dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.rdp import RdpAccountant
 
     if any(step.rate < 1 for step in steps):

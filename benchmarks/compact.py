@@ -1,0 +1,102 @@
+"""Shrink documents in results/ to what pages show: provenance, command and aggregates stay.
+
+    python benchmarks/compact.py results/table3/untrusted-server.json results/paper/*.json
+
+A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
+keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to. Estimation keeps
+the sum of a prediction; subsampling leaves out what was tried. Other documents only lose white space and digits. What
+is dropped is made again by the command in the document.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROUNDS = (10, 70)
+RUN = ("label", "method", "epsilon", "seed")
+CELL = ("ours", "std", "published", "published_std", "digits", "mark", "published_mark")
+
+
+def comparison(document: dict[str, Any]) -> dict[str, Any]:
+    runs = [
+        {**{key: run[key] for key in RUN}, "accuracy": {str(t): run["accuracy"][t - 1] for t in ROUNDS}}
+        for run in document["runs"]
+        if run["group"] == "comparison"
+    ]
+    return {**{key: document[key] for key in ("sordino", "command", "host", "setting", "data")}, "runs": runs}
+
+
+def table(document: dict[str, Any]) -> dict[str, Any]:
+    lines = [
+        {
+            "labels": line["labels"],
+            "rounds": {
+                t: {key: cell[key] for key in CELL if cell.get(key) is not None} for t, cell in line["rounds"].items()
+            },
+        }
+        for line in document["lines"]
+    ]
+    return {**document, "lines": lines}
+
+
+def estimation(document: dict[str, Any]) -> dict[str, Any]:
+    points = [
+        {key: value for key, value in point.items() if key not in ("device", "torch")} for point in document["points"]
+    ]
+    points = [
+        {**point, "predicted": {name: {"total": parts["total"]} for name, parts in point["predicted"].items()}}
+        if "predicted" in point
+        else point
+        for point in points
+    ]
+    return {**document, "points": points}
+
+
+def subsampled(document: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {key: value for key, value in row.items() if key not in ("options", "validation")} for row in document["rows"]
+    ]
+    return {**document, "rows": rows}
+
+
+def shrunk(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    if path.stem in ("estimation", "subsampled"):
+        return {"estimation": estimation, "subsampled": subsampled}[path.stem](document)
+    if "lines" in document:
+        return table(document)
+    return comparison(document) if "pairs" in document else document
+
+
+def rounded(value: Any) -> Any:
+    """Floats to six significant digits; pages show four at most."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def text(document: dict[str, Any]) -> str:
+    """One line for each entry of a list or table: readable in a difference, short on disk."""
+
+    def short(value: Any) -> str:
+        return json.dumps(rounded(value), ensure_ascii=False, separators=(",", ":"))
+
+    parts = []
+    for key, value in document.items():
+        if isinstance(value, list) and value:
+            parts.append(f"{short(key)}:[\n" + ",\n".join(map(short, value)) + "\n]")
+        elif isinstance(value, dict) and value and key != "provenance":
+            parts.append(f"{short(key)}:{{\n" + ",\n".join(f"{short(k)}:{short(v)}" for k, v in value.items()) + "\n}")
+        else:
+            parts.append(f"{short(key)}:{short(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(text(shrunk(path, document)), encoding="utf-8")

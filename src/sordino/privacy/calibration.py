@@ -1,0 +1,223 @@
+"""How much noise each query gets, as functions over a `Plan`.
+
+One rule covers every trust model. A round adds up w_i / b_i times client i's clipped sum (w_i: public weight, b_i:
+public divisor of its answers), so a record of client i moves the observed quantity by (w_i / b_i) * sensitivity.
+
+- `untrusted-server`: every message is seen, so each client's own noise must cover its own sensitivity.
+- `secure-aggregation`, `trusted-server`: only the weighted sum is seen. Its noise must cover the client that moves it
+  most, and each participant contributes an equal part of that noise *as it arrives in the sum*. Hence no small client
+  spends more than was promised, whatever the weights. Correlated noise is one stream over all rounds, so every client
+  sends its part of it in every round, also when it is not in the cohort.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit, carries
+from sordino.errors import SordinoError
+from sordino.privacy.accounting import events, gaussian, subsampled
+from sordino.privacy.mechanisms import discrete_gaussian, quantization
+from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.plan import Plan, memoised, noised_queries
+from sordino.privacy.releases import QueryNoise, account_columns, release_counts, releases
+
+
+@memoised
+def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
+    """The noise of every noised query: calibrated to epsilon, or fixed by `plan.noise`.
+
+    Raises:
+      SordinoError: a clip is infinite, the shares do not add up, or integers are too coarse.
+    """
+    queries = list(noised_queries(plan))
+    counts = np.array([release_counts(plan, s, q)[0].max() for s, _, q in queries], dtype=float)
+    shares = _shares([q.share for *_, q in queries], counts)
+    epsilons = np.full(plan.clients, plan.privacy.epsilon)
+    for client, epsilon in plan.privacy.client_epsilon.items():
+        epsilons[client] = epsilon
+    distinct, which = np.unique(epsilons, return_inverse=True)
+    mu = np.array([_allowed_mu(plan, e, int(counts.sum())) for e in distinct])[which]
+    noises = []
+    for (s, k, query), share, count in zip(queries, shares, counts, strict=True):
+        # The schedule may leave a stage empty: nobody uses its noise, and it takes no budget.
+        noise, needed = _query_noise(plan, s, k, query, mu, count / share if count else 1.0)
+        noises.append(noise if plan.integers is None else _in_steps(plan, noise, plan.integers, needed))
+    if plan.integers is None and plan.noise is None and not plan.noiseless:
+        factor = _subsampling_factor(plan, noises, epsilons)
+        noises = [noise._replace(std=noise.std * factor) for noise in noises]
+    return tuple(noises)
+
+
+def client_std(plan: Plan, stage: int, number: int) -> np.ndarray:
+    """Each client's own noise on one query, before `noise_share`; zeros for a query without noise."""
+    for noise in query_noises(plan):
+        if (noise.stage, noise.number) == (stage, number):
+            return noise.std
+    return np.zeros(plan.clients)
+
+
+def noise_share(plan: Plan, cohort: int) -> float:
+    """The factor on a participant's std: its part of the summed noise, where only sums are visible."""
+    return 1 / math.sqrt(max(cohort, 1)) if plan.only_sums_visible else 1.0
+
+
+def own_std(plan: Plan, noise: QueryNoise) -> np.ndarray:
+    """What each client itself adds in a cohort of the expected size; for a stream, to one number of it."""
+    return np.asarray(noise.std / (math.sqrt(noise_senders(plan, noise.query)) if plan.only_sums_visible else 1.0))
+
+
+def noise_senders(plan: Plan, query: Query) -> float:
+    """The expected number of clients whose noise a round adds up.
+
+    This is the cohort, or all clients where they share one noise stream; under secure aggregation, the clients whose
+    noise is certain to arrive and unknown to the coalition.
+    """
+    if plan.integers is not None:
+        return plan.integers.honest(plan.clients)
+    common = plan.only_sums_visible and carries(query.noise)
+    return plan.clients * (1.0 if common else plan.participation.rate(plan.clients))
+
+
+def aggregate_std(plan: Plan, stage: int, number: int | None = None) -> float:
+    """Expected noise per coordinate on the aggregate.
+
+    Args:
+      number: of the query within the stage (default: the stage's first noised query).
+    """
+    noises = (noise for noise in query_noises(plan) if noise.stage == stage and number in (None, noise.number))
+    noise = next(noises, None)
+    if noise is None:
+        return 0.0
+    rate = plan.participation.rate(plan.clients)
+    variances = (noise.weight * noise.std) ** 2
+    total = variances.max() if plan.only_sums_visible else variances.sum() * rate
+    if plan.integers is not None:  # all of the noise, also that of dropouts and colluders
+        total *= plan.clients / plan.integers.honest(plan.clients)
+    return float(math.sqrt(total)) / rate
+
+
+def summed_noise(plan: Plan) -> tuple[float, float]:
+    """(std of a cohort's summed noise, largest std of one client), over the clip of the first noised query."""
+    noise = query_noises(plan)[0]
+    own = own_std(plan, noise) / noise.scale
+    return float(math.sqrt(noise_senders(plan, noise.query) * (own**2).mean())), float(own.max())
+
+
+def integer_variance(plan: Plan, noise: QueryNoise) -> float:
+    """The variance of the discrete noise that each client adds, in integer steps."""
+    assert plan.integers is not None
+    total = float((noise.weight * noise.std).max() / noise.weight.max() / noise.step)
+    return total**2 / plan.integers.honest(plan.clients)
+
+
+def stage_facts(plan: Plan, stage: int) -> Facts:
+    """The public numbers that the stage's rules may read."""
+    rate = plan.participation.rate(plan.clients)
+    return Facts(
+        clients=plan.clients,
+        sizes=np.asarray(plan.sizes if plan.privacy.unit is Unit.RECORD else ()),
+        rounds=plan.stage_rounds[stage],
+        cohort=rate * plan.clients,
+        aggregate_std=aggregate_std(plan, stage),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- internals
+
+
+def _allowed_mu(plan: Plan, epsilon: float, count: int) -> float:
+    """mu of all releases together; for discrete noise what concentrated DP proves, rho = mu^2 / 2."""
+    if plan.integers is None:
+        return gaussian.mu(epsilon, plan.privacy.delta)
+    return math.sqrt(2 * discrete_gaussian.rho_of(epsilon, plan.privacy.delta, count)) * (1 - 1e-11)
+
+
+def _query_noise(
+    plan: Plan, stage: int, number: int, query: Query, mu: np.ndarray, parts: float
+) -> tuple[QueryNoise, np.ndarray]:
+    """One query's noise before subsampling, and the std that each client's own promise needs.
+
+    Args:
+      mu: of all releases together, per client.
+      parts: into which mu squared is divided; one release of this query spends one of them.
+    """
+    unit, adjacency = plan.privacy.unit, plan.privacy.adjacency
+    sizes, position = np.unique(plan.sizes, return_inverse=True)
+    sensitivity = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position]
+    if not np.isfinite(sensitivity).all() and not plan.noiseless:
+        raise SordinoError(f"clip: {plan.method.name}'s {query.kind} needs a finite clip; set clip.")
+    lemma = query.bound
+    scale = query.clip if lemma is None else max(lemma.bound(int(m), Adjacency.ADD_REMOVE) for m in sizes)
+    divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(plan.sizes, dtype=float)
+    divisor = divisor * plan.rates if query.kind in SAMPLED else divisor
+    weight = plan.weights / divisor
+    factor = release_counts(plan, stage, query)[1].max()
+    needed = np.zeros(plan.clients) if plan.noiseless else sensitivity * factor * np.sqrt(parts) / mu
+    std = (weight * needed).max() / weight if plan.only_sums_visible else needed
+    if plan.noise is not None:  # the caller fixes the noise of a cohort's sum; its shape over clients stays
+        shape = (weight * sensitivity).max() / weight if plan.only_sums_visible else sensitivity
+        parties = 1.0 if plan.only_sums_visible else plan.participation.rate(plan.clients) * plan.clients
+        std = shape * plan.noise * scale / math.sqrt(parties * (shape**2).mean())
+    return QueryNoise(stage, number, query, scale, sensitivity, std, weight), needed
+
+
+def _in_steps(plan: Plan, noise: QueryNoise, integers: Integers, needed: np.ndarray) -> QueryNoise:
+    """The same noise for integers: the finest steps that fit, with noise that also covers rounding.
+
+    Args:
+      needed: the std that each client's own promise needs without rounding; rounding lengthens a small sensitivity
+        by a larger factor than a large one.
+    """
+    records = 1.0 if noise.query.kind is Kind.DELTA else np.asarray(plan.sizes, dtype=float)
+    largest = float((noise.weight * records * noise.query.clip).sum())
+    total = float((noise.weight * noise.std).max())
+    steps = integers.steps(largest, total, plan.clients)
+    sensitivity = steps * noise.weight * noise.sensitivity
+    factor = integers.lengthened(sensitivity, noise.weight * needed) if plan.noise is None else 1.0
+    noise = noise._replace(std=noise.std * factor, step=1 / (steps * noise.weight.max()))
+    variance = integer_variance(plan, noise)
+    if variance < quantization.LEAST:
+        raise SordinoError(
+            f"noise: its variance is {variance:.3g} in integer steps; {quantization.LEAST:g} are needed."
+        )
+    wraps = discrete_gaussian.wraps(largest * steps + plan.clients, variance, plan.clients, integers.dimension)
+    if wraps > quantization.WRAPS:
+        raise SordinoError("noise: the sums leave the range of integers too often; use untrusted-server.")
+    return noise
+
+
+def _subsampling_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray) -> np.ndarray:
+    """Per client, the part of the noise that remains necessary because releases are about random samples."""
+    columns = [column for noise in noises for column in account_columns(plan, noise)]
+    accounts, which = np.unique(np.stack([*columns, epsilons], 1), axis=0, return_inverse=True)
+    factors = np.ones(len(accounts))
+    parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
+    if any(sampled for sampled, _ in parts):
+        for n, (sampled, rest) in enumerate(parts):
+            factors[n] = subsampled.scale(sampled, accounts[n, -1], plan.privacy.delta, plan.privacy.adjacency, rest)
+    per_client = np.minimum(factors, 1.0)[which.reshape(-1)]
+    return np.full(plan.clients, per_client.max()) if plan.only_sums_visible else per_client
+
+
+def _shares(declared: list[float | None], counts: np.ndarray) -> np.ndarray:
+    """Parts of mu squared; queries that declare none divide the rest in proportion to their releases.
+
+    The method's declaration is checked whatever the schedule drew. A query without releases (the schedule drew nobody
+    for its stage) spends nothing: its part goes to the others, so that the parts spent add up to one.
+    """
+    total = sum(share for share in declared if share is not None)
+    left_open = any(share is None for share in declared)
+    if total > 1 + 1e-9 or (left_open and total >= 1) or (declared and not left_open and abs(total - 1) > 1e-9):
+        raise SordinoError(f"share: the parts of the budget add up to {total:g}; they must add up to 1.")
+    if not counts.any():
+        return np.ones(len(declared))
+    free = np.array([count if share is None else 0.0 for share, count in zip(declared, counts, strict=True)])
+    rest = (1 - total) * free / max(free.sum(), 1)
+    shares = np.array([share if share is not None else rest[i] for i, share in enumerate(declared)])
+    spent = counts > 0
+    if shares[spent].sum() < 1 - 1e-9:
+        shares = np.where(spent, shares / shares[spent].sum(), 0.0)
+    return shares

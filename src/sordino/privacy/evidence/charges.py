@@ -1,0 +1,37 @@
+"""What a plan's rounds cost, as rows of a ledger."""
+
+from __future__ import annotations
+
+import math
+
+from sordino.privacy.accounting.events import Release
+from sordino.privacy.calibration import query_noises
+from sordino.privacy.evidence.ledger import DISCRETE, Entry
+from sordino.privacy.plan import Plan
+from sordino.privacy.releases import mu_squared_of_round, sampled_factor, sampler_of, sampling_rates, visible
+
+
+def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Entry]:
+    """What the client pays for round t, one row per query.
+
+    Args:
+      run_id: names the run in the ledger.
+    """
+    rows = []
+    for noise in query_noises(plan):
+        if noise.stage != plan.stage_of(t):
+            continue
+        sensitivity, std = (float(value[client]) for value in visible(plan, noise))
+        query, who = noise.query, f"client {client}"
+        rate = float(sampling_rates(plan, query)[client])
+        if rate < 1:
+            sampler = sampler_of(plan)
+            factor = sampled_factor(plan, query, sampler)
+            release = Release(noise.name, sensitivity * factor, std, query.calls // query.joint, rate, sampler)
+            rows.append(Entry.of(release, who, t, run_id, plan.privacy.adjacency))
+            continue
+        if std:
+            sensitivity = std * math.sqrt(mu_squared_of_round(plan, noise, t)[client] / query.calls)
+        law = DISCRETE if plan.integers is not None else ""
+        rows.append(Entry(who, t, noise.name, sensitivity, std, query.calls, run_id, sampler=law))
+    return rows

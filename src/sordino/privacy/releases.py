@@ -1,0 +1,147 @@
+"""What the adversary sees of each client: how often, how far one unit moves it, and how much noise is on it.
+
+Units are those of a client's clipped sum. Where every message is visible, these are the client's own sensitivity and
+noise. Where only sums are visible, they are those of the sum, relative to the client with the largest weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sordino.core import SAMPLED, Adjacency, Correlated, Query, Unit
+from sordino.privacy.accounting import events
+from sordino.privacy.accounting.events import Release
+from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.participation import EVERYONE
+from sordino.privacy.plan import Plan, unbounded_sampling
+
+
+class QueryNoise(NamedTuple):
+    """The noise of one query of one stage, per client."""
+
+    stage: int
+    number: int  # of the query within its stage
+    query: Query
+    scale: float  # the clip, or a lemma's largest bound: noise multipliers are multiples of it
+    sensitivity: np.ndarray  # of one release of client i, in the units of its clipped sum
+    std: np.ndarray  # of client i's own noise; where only sums are visible, of a cohort of one
+    weight: np.ndarray  # w_i / b_i: how far a unit of client i's sum moves the aggregate
+    step: float = 0.0  # of integers, in units of the heaviest client's sum; 0 where real numbers are sent
+
+    @property
+    def name(self) -> str:
+        return f"{self.stage}.{self.number} {self.query.kind}"
+
+
+class AccountColumns(NamedTuple):
+    """The numbers that one query contributes to each client's account, one entry per client."""
+
+    sensitivity: np.ndarray
+    std: np.ndarray
+    times: np.ndarray
+    rate: np.ndarray
+
+
+def participation_table(plan: Plan, stage: int, done: int | None = None) -> np.ndarray:
+    """Who took part in which of the stage's rounds: a boolean array, rounds x clients.
+
+    Args:
+      done: only the first `done` rounds of the plan have taken place (default: all).
+    """
+    start = sum(plan.stage_rounds[:stage])
+    table = np.zeros((plan.stage_rounds[stage], plan.clients), dtype=bool)
+    stop = plan.rounds if done is None else done
+    for row, t in enumerate(range(start, min(start + len(table), stop))):
+        table[row, plan.cohorts[t]] = True
+    return table
+
+
+def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Per client: the number of releases, and the factor by which correlated noise multiplies their sensitivity."""
+    if (plan.participation.kind == EVERYONE or plan.amplified) and not isinstance(query.noise, Correlated):
+        before = sum(plan.stage_rounds[:stage])
+        rounds = min(max((plan.rounds if done is None else done) - before, 0), plan.stage_rounds[stage])
+        return np.full(plan.clients, rounds * query.calls), np.ones(plan.clients)
+    table = participation_table(plan, stage, done)
+    if not isinstance(query.noise, Correlated):
+        return table.sum(0) * query.calls, np.ones(plan.clients)
+    patterns, which = np.unique(table, axis=1, return_inverse=True)
+    factors = np.array([query.noise.sensitivity(np.flatnonzero(column)) for column in patterns.T])
+    return table.any(0).astype(int), factors[which.reshape(-1)]
+
+
+def visible(plan: Plan, noise: QueryNoise) -> tuple[np.ndarray, np.ndarray]:
+    """(sensitivity, std) of what the adversary sees of each client, in units of a clipped sum."""
+    if not plan.only_sums_visible:
+        return noise.sensitivity, noise.std
+    heaviest = noise.weight.max()
+    std = (noise.weight * noise.std).max() / heaviest
+    sensitivity = noise.sensitivity * noise.weight / heaviest
+    if plan.integers is not None:
+        sensitivity = noise.step * plan.integers.rounded(sensitivity / noise.step)
+    return sensitivity, np.full(plan.clients, std)
+
+
+def sampling_rates(plan: Plan, query: Query) -> np.ndarray:
+    """The rate at which a unit takes part in one release of the query, per client; 1 where sampling hides nothing."""
+    if unbounded_sampling(plan):
+        return np.ones(plan.clients)
+    if query.kind in SAMPLED and plan.privacy.unit is Unit.RECORD:
+        return events.coarse(plan.rates)
+    return np.full(plan.clients, plan.participation.rate(plan.clients) if plan.amplified else 1.0)
+
+
+def account_columns(plan: Plan, noise: QueryNoise, done: int | None = None) -> AccountColumns:
+    """What one query contributes to each client's account, after `done` rounds (default: all)."""
+    times, factor = release_counts(plan, noise.stage, noise.query, done)
+    sensitivity, std = visible(plan, noise)
+    return AccountColumns(sensitivity * factor, std, times, sampling_rates(plan, noise.query))
+
+
+def sampler_of(plan: Plan) -> Sampler:
+    """The sampler whose randomness hides who or what took part."""
+    return Sampler(plan.participation.kind if plan.amplified else plan.sampling.kind)
+
+
+def sampled_factor(plan: Plan, query: Query, sampler: Sampler) -> float:
+    """The factor on a sampled release's sensitivity.
+
+    Answers about one minibatch (`joint`) are one release of all of them. Under Poisson sampling a replaced term is
+    also compared with no term at all, so that two terms of length C count whether they are semi-definite or not.
+    """
+    apart = query.psd and sampler is Sampler.POISSON and plan.privacy.adjacency is Adjacency.REPLACE_ONE
+    return math.sqrt(query.joint * (2 if apart else 1))
+
+
+def releases(plan: Plan, noises: Sequence[QueryNoise], account: np.ndarray) -> tuple[Release, ...]:
+    """The releases of one client. `account`: its entries of `account_columns`, query after query."""
+    sampler = sampler_of(plan)
+    result = []
+    for noise, (sensitivity, std, count, rate) in zip(noises, account.reshape(-1, 4), strict=True):
+        if not count:
+            continue
+        release = Release(noise.name, float(sensitivity), float(std), int(count), integers=plan.integers is not None)
+        if rate < 1:
+            release = release._replace(
+                sensitivity=float(sensitivity) * sampled_factor(plan, noise.query, sampler),
+                times=int(count) // noise.query.joint,
+                rate=float(rate),
+                sampler=sampler,
+            )
+        result.append(release)
+    return tuple(result)
+
+
+def mu_squared_of_round(plan: Plan, noise: QueryNoise, t: int) -> np.ndarray:
+    """What round t adds to a participant's mu squared; correlated noise pays for what the round adds to the stream."""
+    sensitivity, std = visible(plan, noise)
+    with np.errstate(divide="ignore"):
+        ratio = (sensitivity / std) ** 2
+    if not isinstance(noise.query.noise, Correlated):
+        return np.asarray(ratio * noise.query.calls)
+    before, after = (release_counts(plan, noise.stage, noise.query, done)[1] for done in (t, t + 1))
+    return np.asarray(ratio * np.maximum(after**2 - before**2, 0))
