@@ -27,8 +27,8 @@ from rich.progress import track
 
 import sordino as so
 from provenance import provenance
-from sordino.data import sources
-from sordino.data.sources import RADIUS, Dataset
+from sordino.data.preprocess import RADIUS, by_record, of_roots, whiten
+from sordino.data.sources import Dataset
 from sordino.methods.auto import auto
 from sordino.rules import kalman
 
@@ -120,7 +120,7 @@ def jobs() -> list[tuple[str, str, float, str, int]]:
 
 def main(folder: str) -> None:
     origin = provenance("python benchmarks/auto.py DATA_DIR")  # of the code that is loaded now
-    parts = [auto, kalman, sources.by_record, sources.of_roots, sources.whiten]
+    parts = [auto, kalman, by_record, of_roots, whiten]
     code = hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()
     old = json.loads(OUT.read_text()) if OUT.exists() else {}
     runs: dict[str, dict[str, float]] = old.get("runs", {}) if old.get("code") == code else {}

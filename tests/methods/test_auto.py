@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sordino.core import Facts, Privacy, Trust, Unit
+from sordino.data.preprocess import FEATURES_THRESHOLD, RADIUS, by_record, of_roots, preprocess
 from sordino.data.records import Records
-from sordino.data.sources import FEW, RADIUS, by_record, of_roots, preprocess
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
@@ -239,13 +239,13 @@ def test_records_say_all_that_is_known_of_them():
 
 def test_few_features_keep_their_scale():
     x = np.array([[0.5, -0.5], [30.0, 40.0]], np.float32)
-    assert x.shape[1] < FEW
+    assert x.shape[1] < FEATURES_THRESHOLD
     assert np.allclose(by_record(x), [[0.5 * RADIUS / math.sqrt(2), -0.5 * RADIUS / math.sqrt(2)], [6, 8]])
 
 
 def test_public_statistics_of_roots_are_those_of_a_log_normal():
     rng = np.random.default_rng(0)
-    z = rng.normal(size=(200_000, FEW)) @ (np.eye(FEW) + 0.1) * 0.3
+    z = rng.normal(size=(200_000, FEATURES_THRESHOLD)) @ (np.eye(FEATURES_THRESHOLD) + 0.1) * 0.3
     x = np.exp(z).astype(np.float32)
     mean, cov = of_roots(x.mean(0), np.cov(x.T))
     assert np.allclose(mean, np.sqrt(x).mean(0), rtol=0.01)

@@ -17,7 +17,8 @@ import torch
 
 from sordino.core import Privacy, Unit
 from sordino.data import catalog
-from sordino.data.sources import BUILT_IN, SUFFIXES
+from sordino.data.readers import reader_of
+from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, build, entry
 from sordino.models.linear import Loss
@@ -110,7 +111,7 @@ class Spec:
     def benchmark(self) -> bool:
         """The data are a built-in or published set, which everybody may see."""
         word = re.split(r"[(:]", self.data, maxsplit=1)[0].strip()
-        return (word in BUILT_IN or self.data in catalog.NAMES) and Path(self.data).suffix.lower() not in SUFFIXES
+        return (word in BUILT_IN or self.data in catalog.NAMES) and reader_of(Path(self.data)) is None
 
     @property
     def open_data(self) -> bool:
