@@ -90,7 +90,7 @@ def one(job: tuple[str, str, float, str, int]) -> dict[str, float]:
     name, variant, epsilon, trust, seed = job
     options = dict(VARIANTS[variant])
     dataset, divisor = read(name, options.pop("records", "record")), options.pop("divisor", "pooled")
-    kalman.REACH = options.pop("reach", SCAN["reach"])
+    kalman.SATURATING_LOGIT = options.pop("reach", SCAN["reach"])
     clients = FILES[name][2]
     which = so.split(dataset, "dirichlet:0.5" if clients else "by-site", clients=clients, seed=seed)
     records = so.Records.of(dataset.x_train, dataset.y_train, which)

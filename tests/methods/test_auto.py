@@ -18,6 +18,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import estimate_covariance, kalman
+from sordino.rules.kalman import KalmanState, spectrum
 
 MODEL = Linear(3, 4)
 SIZES = (40, 60, 100)
@@ -63,14 +64,14 @@ def noised(A, std, seed):
 
 def test_without_noise_the_spectrum_is_the_matrix():
     A = moments(federation())
-    value, V = kalman.spectrum(A, torch.tensor(0.0), 100.0)
+    value, V = spectrum(A, torch.tensor(0.0), 100.0)
     assert torch.allclose(V * value @ V.T, A)
 
 
 def test_noise_is_told_from_what_stands_above_it_and_the_rest_shares_the_trace():
     rows, std, v = 60, 0.002, 0.3
     A = torch.diag(torch.cat([torch.full((rows - 1,), (1 - v) / (rows - 1)), torch.tensor([v])])).double()
-    found = [kalman.spectrum(noised(A, 8 * std, seed), torch.tensor(8 * std), 1.0)[0] for seed in range(200)]
+    found = [spectrum(noised(A, 8 * std, seed), torch.tensor(8 * std), 1.0)[0] for seed in range(200)]
     top = torch.stack([value.max() for value in found])
     error = float(top.std()) / math.sqrt(len(top))
     raw = torch.stack([torch.linalg.eigvalsh(noised(A, 8 * std, seed)).max() for seed in range(200)])
@@ -85,9 +86,9 @@ def test_noise_is_told_from_what_stands_above_it_and_the_rest_shares_the_trace()
 def test_under_pure_noise_all_directions_are_alike():
     rows = 40
     A = torch.eye(rows).double() / rows
-    value, _ = kalman.spectrum(noised(A, 0.05, 1), torch.tensor(0.05), 1.0)
+    value, _ = spectrum(noised(A, 0.05, 1), torch.tensor(0.05), 1.0)
     assert value.max() < 12 * value.min()  # the largest noise may just pass the edge
-    value, _ = kalman.spectrum(noised(A, 50.0, 3), torch.tensor(50.0), 1.0)
+    value, _ = spectrum(noised(A, 50.0, 3), torch.tensor(50.0), 1.0)
     assert value.sum() <= 1 + 1e-12
     assert value.min() > 0
 
@@ -192,7 +193,9 @@ def test_models_of_several_parameters_are_refused():
     rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0)
     with pytest.raises(SordinoError, match="linear"):
         rule.init(
-            torch.zeros(5), Facts(3, np.array(SIZES), 5, 3.0, 0.1, ((2, 2), (1,))), (torch.eye(2), torch.ones(()))
+            torch.zeros(5),
+            Facts(3, np.array(SIZES), 5, 3.0, 0.1, ((2, 2), (1,))),
+            KalmanState(torch.eye(2), torch.ones(2), torch.ones(2), torch.ones(())),
         )
 
 

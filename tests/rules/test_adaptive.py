@@ -16,6 +16,7 @@ from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import adam, yogi
+from sordino.rules.adaptive import Moments
 from sordino.tree import leaves
 
 FACTS = Facts(3, np.array([4, 5, 6]), 12, 3.0, 0.1)
@@ -77,8 +78,8 @@ def test_yogi_s_second_moment_moves_by_at_most_the_square():
     """However large v is; Adam's falls in proportion to v instead."""
     g, large = torch.full((3,), 0.1, dtype=torch.float64), torch.full((3,), 100.0, dtype=torch.float64)
     zero = torch.zeros(3, dtype=torch.float64)
-    _, (_, slow) = yogi(beta2=0.9).update(g, (zero, large), zero, 0)
-    _, (_, fast) = adam(beta2=0.9).update(g, (zero, large), zero, 0)
+    _, (_, slow, _) = yogi(beta2=0.9).update(g, Moments(zero, large, ()), zero, 0)
+    _, (_, fast, _) = adam(beta2=0.9).update(g, Moments(zero, large, ()), zero, 0)
     torch.testing.assert_close(slow, large - 0.1 * g**2)
     torch.testing.assert_close(fast, 0.9 * large + 0.1 * g**2)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.checks.fixtures import SIZES, Space, Through, bits, same, short_plan
+from sordino.checks.fixtures import CLIENT_SIZES, Space, Through, bits, same, short_plan
 from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.engines import reference
@@ -21,11 +21,11 @@ from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
-REACH = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
+REQUIRED_SHARE = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
 SLACK = 1e-9
 TRIALS, STEPS = 40, 10  # of the search for one query: restarts, and hill climbing after each
-LEMMA = 6  # times as many steps: a lemma's worst case is more than one long record
-ODD = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
+LEMMA_STEPS_FACTOR = 6  # times as many steps: a lemma's worst case is more than one long record
+EXTREME_VALUES = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
 
 Call = tuple[int, int]  # (number of the query, which of its calls)
 
@@ -52,10 +52,10 @@ class Found(NamedTuple):
             return [f"sensitivity: {self.query} is not finite, or the message tells more than it, with {self.where}"]
         if self.beyond:
             return [f"sensitivity: {self.query} claims {self.claimed:.6g}, moved by {self.worst:.6g} with {self.where}"]
-        if self.worst < REACH * self.claimed:
+        if self.worst < REQUIRED_SHARE * self.claimed:
             return [
                 f"sensitivity: the search moved {self.query} by {self.worst:.6g} of {self.claimed:.6g} only, and must "
-                f"reach {REACH:.0%} of it; tighten the bound, or improve the search"
+                f"reach {REQUIRED_SHARE:.0%} of it; tighten the bound, or improve the search"
             ]
         return []
 
@@ -79,11 +79,13 @@ def sensitivity(
         for number, query in enumerate(stage.queries):
             if query.noise is None:
                 continue
-            patience = steps if query.bound is None else LEMMA * steps
-            worst = Found(f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, SIZES[0]), 0.0, "")
+            patience = steps if query.bound is None else LEMMA_STEPS_FACTOR * steps
+            worst = Found(
+                f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, CLIENT_SIZES[0]), 0.0, ""
+            )
             for trial in range(trials):
-                client = trial % len(SIZES)
-                claimed = query.sensitivity(adjacency, method.unit, SIZES[client])
+                client = trial % len(CLIENT_SIZES)
+                claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
                 scene = pasts[search.rng.integers(len(pasts))]
                 size = (0.0, 0.1, 100.0, None)[trial % 4]  # of theta, wherever noise may have led it; None: as it came
                 if size is not None:
@@ -150,13 +152,13 @@ class Search(NamedTuple):
 
     def climb(self, scene: Scene, client: int, number: int, steps: int, lemma: bool = False) -> tuple[float, str]:
         """How far a release moves, from random neighbours uphill; and a word on where."""
-        rows = SIZES[client]
+        rows = CLIENT_SIZES[client]
         row = int(self.rng.integers(rows))
         pair = [*self.space.draw(self.rng, rows), *self.space.draw(self.rng, rows)]
         if lemma and self.rng.random() < 0.5:
             pair[0][torch.arange(rows) != row] = 0
         if self.rng.random() < 0.2:
-            pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(ODD)
+            pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(EXTREME_VALUES)
         past: dict[Call, Tensor] = {}
         first = self.worlds(pair, row)[0]  # puts its noised answers on record
         _release(self.model, scene, client, past, first, Seeded(int(self.rng.integers(2**32))))

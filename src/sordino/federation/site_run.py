@@ -157,7 +157,7 @@ class Run:
         if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
             raise Refused("malformed", "a word is not finite")
         try:
-            word = rebuild(word, template)
+            word = rebuild(word, template) if parts else template
         except SordinoError:
             raise Refused("malformed", "the word is not nested as the method's is") from None
         known = {"theta", *(f"word{k}" for k in range(len(parts)))}

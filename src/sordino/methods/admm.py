@@ -21,7 +21,7 @@ from sordino.rules.limits import LIMITS
 
 CAVEAT = "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false does without."
 UNSOUND = "Rescaling by xi moves with the data without bound near |g| = limit; limit_by = projection is sound."
-ROUNDING = 1e-6  # of the longest message: what float32 may add to a difference
+FLOAT32_SLACK = 1e-6  # of the longest message: what float32 may add to a difference
 
 
 def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error: float = 0.0) -> Lemma:
@@ -35,7 +35,7 @@ def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error:
 
     def bound(m: int, adjacency: Adjacency) -> float:
         h, times = curvature_clip / m, 1 if adjacency is Adjacency.ADD_REMOVE else 2
-        slack = 2 * error + ROUNDING * limit / gamma
+        slack = 2 * error + FLOAT32_SLACK * limit / gamma
         return times * clip / (gamma * m) + limit * h / (gamma * (gamma + h)) + slack
 
     return Lemma("one record moves a damped Newton direction", bound)

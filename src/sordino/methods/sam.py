@@ -16,7 +16,7 @@ from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import CAVEAT, local_steps
 from sordino.rules import scale
 
-SMALLEST = 1e-12  # norm that the ascent is divided by
+MIN_NORM = 1e-12  # norm that the ascent is divided by
 
 
 def fedsam(
@@ -76,7 +76,7 @@ def fedsam(
             worst, batch = y, ask.sample()
             if rho:
                 g = ask.gradient(y, on=batch)
-                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(SMALLEST)
+                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(MIN_NORM)
             y = y - local_lr * (ask.gradient(worst, on=batch) + decay * y)
         return y - broadcast.theta
 

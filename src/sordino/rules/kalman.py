@@ -20,7 +20,7 @@ from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero where features are constant
-REACH = 2.0  # a logit at which softmax begins to saturate
+SATURATING_LOGIT = 2.0  # a logit at which softmax begins to saturate
 MIN_VARIANCE = 1e-20  # of P, which falls without end where there is no noise
 
 
@@ -81,8 +81,8 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         clip: Clip of a record's gradient.
         most: Bound on |u|^2.
         prior: Standard deviation of a logit before training; every eigenvector contributes equally. It is raised until
-            the noise of all steps would move a logit by REACH: the predicted class does not depend on the scale of the
-            logits, so a smaller model gains nothing.
+            the noise of all steps would move a logit by SATURATING_LOGIT: the predicted class does not depend on the
+            scale of the logits, so a smaller model gains nothing.
         doubt: Doubt about the curvature; 0 averages all rounds equally.
         part: This stage's part of the budget of all gradients; None for a stage that continues another.
 
@@ -107,7 +107,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         h = value / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
         mean_noise = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
         moved = mean_noise * length / h.mean(-1, keepdim=True)  # how far that noise moves a logit
-        return KalmanState(V, h, (REACH * moved).clamp_min(prior**2) / (rows * value), nu.square())
+        return KalmanState(V, h, (SATURATING_LOGIT * moved).clamp_min(prior**2) / (rows * value), nu.square())
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         V, h, P, variance = state

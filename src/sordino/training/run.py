@@ -203,7 +203,7 @@ def network(spec: Spec, features: int, classes: int) -> TorchModel:
     reads_text = spec.model in TRANSFORMERS and TRANSFORMERS[spec.model].text
     if reads_text and spec.data not in glue.TASKS and not spec.data.endswith(".npz"):
         raise SordinoError(f"model: {spec.model} reads text ({', '.join(glue.TASKS)}), not '{spec.data}'; use mlp.")
-    if spec.model in ("cnn", "resnet18-gn") and features not in nets.IMAGES:
+    if spec.model in ("cnn", "resnet18-gn") and features not in nets.IMAGE_SHAPES:
         raise SordinoError(
             f"model: {spec.model} reads images of 8 x 8, 28 x 28 or 32 x 32 x 3 numbers; these rows have {features}. "
             "Use mlp, or a linear model."
