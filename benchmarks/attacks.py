@@ -48,13 +48,15 @@ from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label
 from sordino.privacy.evidence.signing import signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.privacy.mechanisms import random
-from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded, Source, grid_of
+from sordino.privacy.mechanisms.gaussian import grid_of
+from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded, Source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training import run as runs
-from sordino.training.artifacts import Place
-from sordino.training.outcome import predict, verify_run
+from sordino.training.artifacts import RunFolder
+from sordino.training.predict import predict
 from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
 
 ROOT = Path(__file__).resolve().parents[1]
 END = float(norm.isf(2.0**-64))  # the furthest draw of a sampler that inverts 64 bits: 9.08
@@ -546,7 +548,7 @@ def head(quick: bool) -> Iterator[Finding]:
         assert status == 0, told
         spec = Spec.read(out / "public" / "spec.toml")
         jobs = [runs.prepare(spec, runs.read(replace(spec, data=str(world)))) for world in worlds]
-        place = Place.find(out)
+        place = RunFolder.find(out)
         cert = json.loads((place.public / "certificate.json").read_text())
         with Ledger(place.private / "ledger.db") as ledger:
             rows = list(ledger.rows())
@@ -723,7 +725,7 @@ def forgeries(quick: bool) -> Iterator[Finding]:
             table["predict with a swapped model"] = "refused"
         alone = [(f"{change.__name__} ({base})", base, change) for base, change in forgers.CONSISTENT]
         for name, base, change in [*alone, ("no spec, no ledger (seeded)", "seeded", bare)]:
-            key = Place.find(honest[base]).keys().sign.public
+            key = RunFolder.find(honest[base]).keys().sign.public
             kept = verify_run(forge(base, change, "kept")).problems
             stripped = verify_run(forge(base, change, "stripped"))
             by_key = command("verify", forge(base, change, "stripped"), "--key", key)[0]

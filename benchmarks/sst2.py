@@ -109,14 +109,12 @@ def judge(run: Any, folder: str, rows: int | None, device: str) -> float:
     """Accuracy on development sentences, or validation records, in full length: no parameter depends on it."""
     import torch
 
-    from sordino.training.run import choose_model
-
-    part = "tuning" if run.spec.seed == TUNER else "final"
+    part = "tuning" if run.resolved.seed == TUNER else "final"
     if part not in _whole:
         _whole[part] = load(part, folder, rows, short=False)
     data = _whole[part]
     theta, x = run.theta.to(device), torch.from_numpy(data.x_test).to(device)
-    found = choose_model(run.spec, data).predict(theta, x).cpu().numpy()
+    found = run.resolved.build_model(data.x_train.shape[1], len(data.classes)).predict(theta, x).cpu().numpy()
     return float((found == data.y_test).mean())
 
 
@@ -216,6 +214,7 @@ def part_jobs(chosen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def accounts(folder: str) -> dict[str, dict[str, float]]:
     """Epsilon of every sigma under both adjacencies, for the client worst off."""
     from sordino.data.partition import split
+    from sordino.training.resolved import resolve
     from sordino.training.spec import Spec
 
     data = load("final", folder)
@@ -226,7 +225,9 @@ def accounts(folder: str) -> dict[str, dict[str, float]]:
         for sigma in SIGMAS:
             for adjacency in ("add-remove", "replace-one"):
                 values = base(folder, sigma, ROUNDS) | METHODS[label] | {"adjacency": adjacency}
-                found.setdefault(f"{label} {sigma:g}", {})[adjacency] = spending.epsilon(Spec.of(values).plan(sizes))
+                found.setdefault(f"{label} {sigma:g}", {})[adjacency] = spending.epsilon(
+                    resolve(Spec.of(values)).plan(sizes)
+                )
     return found
 
 

@@ -25,7 +25,7 @@ from sordino.data.sources import Dataset
 from sordino.privacy import calibration, spending
 from sordino.studies.tune import validated
 from sordino.training.batch import Trained, run_many
-from sordino.training.run import read
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def tested(
     ]
     trained, rows = run_many(specs, data, at=()), []
     for epsilon in EPSILONS:
-        mine = [each for each in trained if each.spec.epsilon == epsilon]
+        mine = [each for each in trained if each.resolved.privacy.epsilon == epsilon]
         scores, plan, (options, tried) = [last(each) for each in mine], mine[0].plan, chosen[epsilon]
         part = float(plan.rates.max())
         row = {"trust": trust, "method": label, "batch": batch, "rounds": rounds, "epsilon": epsilon, "step": how}
@@ -144,7 +144,7 @@ def tested(
 
 def compute(task: tuple[str, str, str]) -> list[dict[str, Any]]:
     folder, trust, label = task
-    data = read(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD}).resolved())
+    data = resolve(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD})).read_data()
     held, rows = validated(data), []
     for batch, rounds in SHAPES[label]:
         begun = time.process_time()

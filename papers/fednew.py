@@ -21,7 +21,7 @@ from sordino.studies.grids import Grid, product
 from sordino.studies.private_tuning import UNPAID
 from sordino.studies.tune import validated
 from sordino.training.batch import MOST, run_many
-from sordino.training.run import read
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 SEEDS, ROUNDS = 2, 70
@@ -206,7 +206,7 @@ def _data(request: TableRequest, source: str, partition: str, clients: int) -> D
     """At hand, or made for so many clients."""
     if partition != "by-site":
         return request.dataset
-    return read(Spec.of({"data": source.format(clients=clients), "partition": partition}))
+    return resolve(Spec.of({"data": source.format(clients=clients), "partition": partition})).read_data()
 
 
 def _base(dataset: Dataset, partition: str, clients: int) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_a_module_that_does_not_give_one_tensor(wrap):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["audit", "dp-fedgd", "--set", "lr=x"], "lr: 'x' should be a number"),
+        (["audit", "dp-fedgd", "--set", "lr=x"], "lr: 'x' must be a number"),
         (["estimate", "--sizes", "x"], "--sizes: 'x' is unknown. Known: equal, lognormal, uniform"),
         (
             ["privacy", "--epsilon", "1", "--clients", "100000000000"],
@@ -200,7 +200,7 @@ def test_a_module_that_does_not_give_one_tensor(wrap):
         (["papers", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
         (["papers", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' should be whole numbers"),
         (["papers", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
-        (["federate", "up", "--set", "lr=x"], "lr: 'x' should be a number"),
+        (["federate", "up", "--set", "lr=x"], "lr: 'x' must be a number"),
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
         (["federate", "up", "--dropouts", "5"], "dropouts: 5 of 3 sites"),
         (["federate", "up", "--label", "x"], "label: 'digits' has no columns to name"),

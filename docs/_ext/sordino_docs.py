@@ -30,7 +30,11 @@ HEAD = re.compile(rf"^({'|'.join(HEADS)}):\s*(.*)$")
 ITEM = re.compile(r"^(\*{0,2}[\w, .*]+?)(?: \(([^)]*)\))?:\s+(.*)$")
 MORE = {  # public names outside `sordino` itself, by the reader that they are for
     "Networks": ("sordino.models.torch_model:TorchModel", "sordino.models.torch_model:group_norm"),
-    "Sampling": ("sordino.privacy.participation:Sampling",),
+    "Sampling and spending": (
+        "sordino.privacy.participation:Sampling",
+        "sordino.privacy.spending:epsilon",
+        "sordino.privacy.spending:epsilon_after",
+    ),
     "Checks": ("sordino.checks:check",),
     "scikit-learn": ("sordino.estimators:FederatedClassifier", "sordino.estimators:UnpaidSearchWarning"),
 }

@@ -1,6 +1,27 @@
 """Differentially private federated learning, exactly accounted.
 
-    from sordino import Privacy, Plan, Records, Linear, build, simulate, source
+A run in Python, from data to a certificate:
+
+    >>> import sordino as so
+    >>> data = so.load("digits")                                                       # or a .csv, .parquet, .npz file
+    >>> records = so.Records.of(data.x_train, data.y_train, so.split(data, "iid", clients=4))
+    >>> model = so.Linear(features=64, outputs=10)                                     # or TorchModel(your_module)
+    >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=records.sizes, privacy=so.Privacy(epsilon=4.0))
+    >>> source = so.source(seed=None)                                                  # cryptographic noise
+    >>> for result in so.simulate.run(plan, model, records, source):
+    ...     predicted = model.predict(result.model, data.x_test)
+    >>> so.certificate(plan, source, version=so.__version__)["certified"]
+    True
+
+- promise: `Privacy`, `Unit`, `Adjacency`, `Trust`
+- data: `load`, `split`, `Records`
+- methods: `build`, or your own from `Query`, `Local`, `Rule`, `Stage` and `Method`
+- noise and account: `Plan`, `Participation`, `source`, `gaussian`
+- engines: `simulate` (fast), `reference` (plain)
+- evidence: `certificate`, `statement`, `verify`
+- scikit-learn: `FederatedClassifier`
+
+On the command line: `sordino --help`. Tutorials and the whole reference: `make docs`.
 
 Every name is imported when it is first used: `import sordino` itself imports neither torch nor numpy. The names in
 `__all__` need torch, numpy and scipy alone; `FederatedClassifier` and `UnpaidSearchWarning` also need scikit-learn.

@@ -42,21 +42,36 @@ MOST_EPSILON, MOST_DELTA = 1e4, 1e-2  # beyond these a number is a slip, not a p
 
 
 class Unit(StrEnum):
-    """Whose presence is hidden: one record of a client, or a whole client."""
+    """Whose presence is hidden: one record of a client, or a whole client.
+
+    Example:
+        >>> [unit.value for unit in Unit]
+        ['record', 'user']
+    """
 
     RECORD = "record"
     USER = "user"
 
 
 class Adjacency(StrEnum):
-    """Neighbouring data: one unit joins or leaves, or one is swapped for another. Sizes stay public either way."""
+    """Neighbouring data: one unit joins or leaves, or one is swapped for another. Sizes stay public either way.
+
+    Example:
+        >>> [adjacency.value for adjacency in Adjacency]
+        ['add-remove', 'replace-one']
+    """
 
     ADD_REMOVE = "add-remove"
     REPLACE_ONE = "replace-one"
 
 
 class Trust(StrEnum):
-    """What the adversary sees: every message, the sums of messages, or the broadcast models alone."""
+    """What the adversary sees: every message, the sums of messages, or the broadcast models alone.
+
+    Example:
+        >>> [trust.value for trust in Trust]
+        ['untrusted-server', 'secure-aggregation', 'trusted-server']
+    """
 
     UNTRUSTED_SERVER = "untrusted-server"
     SECURE_AGGREGATION = "secure-aggregation"
@@ -64,7 +79,12 @@ class Trust(StrEnum):
 
 
 class Divisor(StrEnum):
-    """How clients of unequal size are averaged: every record weighs the same, or every client does."""
+    """How clients of unequal size are averaged: every record weighs the same, or every client does.
+
+    Example:
+        >>> [divisor.value for divisor in Divisor]
+        ['pooled', 'client-mean']
+    """
 
     POOLED = "pooled"
     CLIENT_MEAN = "client-mean"
@@ -74,7 +94,20 @@ class Divisor(StrEnum):
 class Privacy:
     """The promise: (epsilon, delta) for one unit, under an adjacency, against an adversary.
 
-    `client_epsilon` holds stricter wishes of single clients, by client index.
+    Args:
+        epsilon: Bound on the change of any probability, as a factor e^epsilon; inf means no noise.
+        delta: Probability with which the bound may fail.
+        unit: Who is protected: `record` or `user`.
+        adjacency: Which data sets are neighbours: `replace-one` or `add-remove`.
+        trust: What the adversary sees: `untrusted-server`, `secure-aggregation` or `trusted-server`.
+        client_epsilon: Stricter values that single clients request, by client index.
+
+    Raises:
+        SordinoError: A value is unknown or out of its range.
+
+    Example:
+        >>> Privacy(epsilon=2.0, trust="secure-aggregation").trust
+        <Trust.SECURE_AGGREGATION: 'secure-aggregation'>
     """
 
     epsilon: float = 1.0
@@ -159,7 +192,12 @@ class Model(Protocol):
 
 
 class Kind(StrEnum):
-    """What an answer is made of. DELTA is the finished message itself."""
+    """What an answer is made of. DELTA is the finished message itself.
+
+    Example:
+        >>> Kind("gradient") is Kind.GRADIENT
+        True
+    """
 
     GRADIENT = "gradient"
     CURVATURE = "curvature"
@@ -172,13 +210,17 @@ class Kind(StrEnum):
 SAMPLED = (Kind.GRADIENT, Kind.COUNT)  # what is asked of minibatches, where a plan draws any; else of all records
 
 
+class Noise:
+    """A noise law, as a method declares it; `privacy.mechanisms.laws` has the mechanism that implements it."""
+
+
 @dataclass(frozen=True)
-class Independent:
+class Independent(Noise):
     """Fresh Gaussian noise for every release."""
 
 
 @dataclass(frozen=True)
-class Correlated:
+class Correlated(Noise):
     """Release t carries `decoder[t] @ z` for standard normals z, and is paid for as one release of `encoder @ x`.
 
     The released stream x + decoder @ z is a function of `encoder @ x + z` (decoder = encoder's inverse, or any
@@ -199,13 +241,8 @@ class Correlated:
         return float(np.sqrt((np.abs(self.encoder)[:, rounds].sum(1) ** 2).sum()))
 
 
-def carries(noise: object) -> bool:
-    """Does it carry noise from one round to the next?"""
-    return isinstance(noise, Correlated) and not noise.separate
-
-
 @dataclass(frozen=True)
-class Stream:
+class Stream(Noise):
     """Correlated noise whose factors follow from the number of rounds."""
 
     name: str
@@ -228,10 +265,23 @@ SAFETY = 2.0**-14  # clips are enforced this much below their nominal value, whi
 class Query:
     """One kind of answer a method may ask of a client's data, or the message it sends.
 
-    `noise=None` marks an answer that is used inside the client only: it is clipped (`clip=inf`: not even that) and
-    counted, and the message built from it must carry a noised DELTA query. `share` is this query's part of mu
-    squared; queries without one divide what is left in proportion to their number of releases. `joint` answers are
-    about the same minibatch, and are then one release of all of them.
+    Args:
+        kind: What the answer is made of.
+        clip: Largest norm of one term; `inf` (with `noise=None` only) leaves terms as they are.
+        calls: How often it is asked per round.
+        share: This query's part of mu squared. Queries without one divide what is left in proportion to their number of
+            releases.
+        psd: The terms are positive semi-definite, which lowers the sensitivity under `replace-one` from 2C to sqrt(2)
+            C.
+        bound: A proof that replaces the clip as the bound on the message.
+        noise: The noise law. None marks an answer that is used inside the client only: it is clipped and counted, and
+            the message built from it must carry a noised DELTA query.
+        joint: Number of answers about the same minibatch, which are then one release.
+
+    Example:
+        >>> query = Query(Kind.GRADIENT, clip=1.0)
+        >>> query.sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
 
     kind: Kind
@@ -240,7 +290,7 @@ class Query:
     share: float | None = None
     psd: bool = False
     bound: Lemma | None = None
-    noise: Independent | Correlated | Stream | None = Independent()
+    noise: Noise | None = Independent()
     joint: int = 1
 
     def __post_init__(self) -> None:
@@ -372,7 +422,19 @@ class Rule(NamedTuple, Generic[MessageT, StateT]):
 
 
 class Stage(NamedTuple):
-    """Rounds of one kind. A warm start or a covariance release is a stage of one round."""
+    """Rounds of one kind. A warm start or a covariance release is a stage of one round.
+
+    Attributes:
+        local: The clients' rule.
+        rule: The server's rule.
+        queries: Everything that the clients' rule may ask.
+        rounds: Number of rounds; None: all that the other stages leave.
+
+    Example:
+        >>> from sordino.methods import build
+        >>> build("dp-fedfc").stages[0].rounds
+        1
+    """
 
     local: Local
     rule: Rule
@@ -381,7 +443,22 @@ class Stage(NamedTuple):
 
 
 class Method(NamedTuple):
-    """Stages, and the (unit, trust) pairs for which the noise is proved to be enough."""
+    """Stages, and the (unit, trust) pairs for which the noise is proved to be enough.
+
+    Attributes:
+        name: As `sordino methods` lists it.
+        unit: The unit that it was built for.
+        stages: Its rounds, in their order.
+        proves: The pairs that are certified.
+        caveat: Why the other pairs are not proved.
+        assumes: What the promise rests on beside the noise; the certificate states it.
+
+    Example:
+        >>> from sordino.methods import build
+        >>> method = build("dp-scaffold", steps=5)
+        >>> sorted(trust.value for _, trust in method.proves)
+        ['untrusted-server']
+    """
 
     name: str
     unit: Unit
@@ -414,7 +491,23 @@ class Checkpoint(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a run yields after each round."""
+    """What an engine yields after each round.
+
+    Attributes:
+        t: Number of the round, from 0.
+        model: The model to evaluate and to hand out.
+        cohort: The clients that took part.
+        aggregate: The noised aggregate that the server saw; () if nobody took part.
+        checkpoint: What `run` needs to resume after this round.
+
+    Example:
+        >>> import sordino as so
+        >>> data = so.load("digits")
+        >>> records = so.Records.of(data.x_train, data.y_train, so.split(data, "iid", 4))
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=2, sizes=records.sizes, privacy=so.Privacy(epsilon=8.0))
+        >>> [round.t for round in so.simulate.run(plan, so.Linear(64, 10), records, so.source(None))]
+        [0, 1]
+    """
 
     t: int
     model: Tensor  # to evaluate and to hand out

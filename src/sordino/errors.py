@@ -17,7 +17,15 @@ from collections.abc import Iterable
 
 
 class SordinoError(ValueError):
-    """A mistake that the user can correct. The message states the field, the value, the bound and the remedy."""
+    """A mistake that the user can correct. The message states the field, the value, the bound and the remedy.
+
+    Example:
+        >>> import sordino as so
+        >>> so.Privacy(epsilon=-1.0)
+        Traceback (most recent call last):
+        ...
+        sordino.errors.SordinoError: epsilon: -1.0 must lie in ...
+    """
 
 
 class WireError(SordinoError):
@@ -37,7 +45,12 @@ class WrongShareError(SordinoError):
 
 
 class OverspentError(RuntimeError):
-    """A local rule asked more of the data than its queries declare, or a budget cannot pay for a round."""
+    """A local rule asked more of the data than its queries declare, or a budget cannot pay for a round.
+
+    Example:
+        >>> issubclass(OverspentError, RuntimeError)
+        True
+    """
 
 
 class Refused(Exception):  # noqa: N818

@@ -29,8 +29,9 @@ from sordino.errors import SordinoError
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.evidence.statement import statement
-from sordino.training.run import Job, prepare
-from sordino.training.spec import Spec
+from sordino.training.resolved import resolve
+from sordino.training.run import PreparedRun, prepare_resolved
+from sordino.training.spec import RUN_KEYS, Spec
 
 OWN = ("method", "epsilon", "delta", "rounds", "clients", "unit", "adjacency", "trust", "divisor", "normalize")
 OTHERS = ("class_weights", "client_epsilon", "dtype", "participation", "uncertified")  # keys of a run for `options`
@@ -43,7 +44,12 @@ _WARNED: set[str] = set()  # families
 
 
 class UnpaidSearchWarning(UserWarning):
-    """Several copies of one estimator are fitted, and no certificate covers them together."""
+    """Several copies of one estimator are fitted, and no certificate covers them together.
+
+    Example:
+        >>> issubclass(UnpaidSearchWarning, UserWarning)
+        True
+    """
 
 
 class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn is not typed
@@ -80,6 +86,13 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
       normalize_: how records are scaled before they are used.
       certificate_: all numbers of the promise, for `sordino.verify`. statement_: the same in words, as Markdown.
       history_: of each round, its number and the epsilon spent up to it.
+
+    Example:
+      >>> import sordino as so
+      >>> data = so.load("digits")
+      >>> model = FederatedClassifier(epsilon=4.0, rounds=5).fit(data.x_train, data.y_train)
+      >>> model.certificate_["certified"], round(model.certificate_["epsilon"], 2)
+      (True, 4.0)
     """
 
     def __init__(
@@ -115,23 +128,25 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> FederatedClassifier:
         """Train. groups: whose each record is."""
-        spec = self._spec(groups is not None).resolved()
+        resolved = resolve(self._spec(groups is not None))
+        if resolved.privacy.unit is Unit.USER and groups is None:
+            raise SordinoError("groups: at user level, fit needs the user of every record; pass groups.")
         with np.errstate(over="ignore"):  # what overflows is reported as infinite
-            X, y = validate_data(self, X, y, dtype=spec.dtype)
+            X, y = validate_data(self, X, y, dtype=resolved.spec.dtype)
         site = None if groups is None else _sites(groups, len(X))
         classes, index = self._labels(y)
-        if spec.clients is not None:
-            spec = dataclasses.replace(spec, clients=min(spec.clients, len(X)))
-        scaling = spec.normalize or "none"
+        if resolved.clients is not None:
+            resolved = dataclasses.replace(resolved, clients=min(resolved.clients, len(X)))
+        scaling = resolved.source.normalize
         X = preprocess(X, None, scaling)
         data = Dataset("given", X, index, X[:0], index[:0], site, tuple(map(str, classes)))
-        job = prepare(spec, data)
+        run = prepare_resolved(resolved, data)
         searched = self._warn_of_a_search()
 
         history = []
-        for this_round in simulate.run(job.plan, job.model, job.records, job.source):
+        for this_round in simulate.run(run.plan, run.model, run.records, run.source):
             history.append(
-                {"round": this_round.t + 1, "epsilon": finite(spending.epsilon_after(job.plan, this_round.t))}
+                {"round": this_round.t + 1, "epsilon": finite(spending.epsilon_after(run.plan, this_round.t))}
             )
         theta = this_round.model.double().numpy()
 
@@ -139,7 +154,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         weight, bias = theta[: -len(classes)].reshape(X.shape[1], -1).T, theta[-len(classes) :]
         self.coef_, self.intercept_ = (np.diff(part, axis=0) if len(classes) == 2 else part for part in (weight, bias))
         self.history_ = history
-        self.certificate_ = _certificate(job, searched)
+        self.certificate_ = _certificate(run, searched)
         self.statement_ = statement(self.certificate_)
         return self
 
@@ -172,7 +187,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.clients is None:
             raise SordinoError("clients: None; give the number of clients to simulate, which groups overrule.")
         options = {str(key): _plain(value) for key, value in (self.options or {}).items()}
-        keys = {field.name for field in dataclasses.fields(Spec)} - set(OTHERS)
+        keys = set(RUN_KEYS) - set(OTHERS)
         if misplaced := sorted(keys & options.keys()):
             where = "it is a parameter of the estimator" if misplaced[0] in OWN else "it has no meaning here"
             raise SordinoError(f"options: '{misplaced[0]}' does not belong there; {where}.")
@@ -187,8 +202,6 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "split_seed": seed or 0,
             }
         )
-        if spec.privacy().unit is Unit.USER and not grouped:
-            raise SordinoError("groups: at user level, fit needs to be told whose each record is; pass groups.")
         return spec
 
     def _labels(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -227,11 +240,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return number > 1
 
 
-def _certificate(job: Job, searched: bool) -> dict[str, Any]:
+def _certificate(run: PreparedRun, searched: bool) -> dict[str, Any]:
     # At user level the names say who took part, and that is to be hidden.
-    names = job.names if job.plan.privacy.unit is Unit.RECORD else []
+    names = run.names if run.plan.privacy.unit is Unit.RECORD else []
     tuning: dict[str, Any] = {"tuning": SEARCHED} if searched else {}
-    return certificate(job.plan, job.source, version=sordino.__version__, names=names, assumes=[PREPARED], **tuning)
+    return certificate(run.plan, run.source, version=sordino.__version__, names=names, assumes=[PREPARED], **tuning)
 
 
 def _sites(groups: Any, records: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from sordino.data import readers
 from sordino.data.readers import Raw, Reader, register
 from sordino.data.sources import load, read_features
 from sordino.errors import SordinoError
-from sordino.training.spec import Spec
+from sordino.training import resolved
 
 
 def rows(path):
@@ -56,7 +56,7 @@ def test_a_toy_format_is_loaded_split_and_predicted_from(toy, file):
     assert data.x_train.shape == (30, 3)
     assert set(data.site) == {"w0", "w1", "w2", "w3"}
     assert read_features(str(file), (), 3).shape == (40, 3)
-    assert not Spec(data=str(file)).benchmark
+    assert not resolved._benchmark(str(file))
     with pytest.raises(SordinoError, match="has 3 features, the model was trained on 4"):
         read_features(str(file), (), 4)
 

@@ -43,7 +43,7 @@ from sordino.federation.flower.processes import (
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence.charges import charges
-from sordino.training.outcome import load_model
+from sordino.training.artifacts import load_model
 
 VICTIM = "alpha"  # one of its records is singled out
 QUICK = (

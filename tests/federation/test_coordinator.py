@@ -14,7 +14,7 @@ from sordino.federation import site_run as module
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg.messages import write_reveal
-from sordino.training.outcome import load_model
+from sordino.training.artifacts import load_model
 
 FOUR, SIX = tuple("abcd"), tuple("abcdef")
 PLAIN = {"method": "dp-scaffold"}  # its sites remember

@@ -10,7 +10,8 @@ from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Seeded
-from sordino.training.outcome import load_model, verify_run
+from sordino.training.artifacts import load_model
+from sordino.training.verify_run import verify_run
 
 
 def simulated(world, coordinator):

@@ -18,7 +18,8 @@ import sordino
 from sordino.federation.flower.processes import Federation
 from sordino.federation.handler import HANDLER
 from sordino.federation.terms import Terms
-from sordino.training.outcome import load_model, verify_run
+from sordino.training.artifacts import load_model
+from sordino.training.verify_run import verify_run
 
 CASES = {
     "dp-fedsofim": {},

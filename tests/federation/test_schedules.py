@@ -14,7 +14,7 @@ from sordino.federation import messenger
 from sordino.federation.coordinator import Coordinator
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.training.outcome import load_model
+from sordino.training.artifacts import load_model
 
 TOTAL = Counter()
 

@@ -14,7 +14,9 @@ from papers.__main__ import main
 from papers.adamw import command, epsilon, preset, rows
 from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
-from sordino.training.spec import Spec, parse_setting
+from sordino.settings import parse_setting
+from sordino.training.resolved import resolve
+from sordino.training.spec import Spec
 from tests.support import tiers
 
 METHODS = ("dp-fedavg", "dp-scaffold", "dp-fedavg-ls", "dp-fedsam", "dp-localadamw", "dp-fedadamw")
@@ -54,7 +56,7 @@ def test_all_rows_are_there():
 def test_a_preset_is_a_plan_and_sigma_is_each_clients_own_noise(table, row, model, method):
     for sigma in (None, 1.7):
         spec = Spec.of(preset(table, row.data, method, model=model, sigma=sigma))
-        plan = spec.plan(row.sizes)
+        plan = resolve(spec).plan(row.sizes)
         assert plan.proved
         summed, own = calibration.summed_noise(plan)
         assert own == pytest.approx(sigma or 1.0, abs=1e-9)
@@ -177,14 +179,13 @@ def test_epsilon_is_what_the_plan_of_the_preset_says(adjacency):
     for method in ("dp-fedadamw", "dp-fedsam"):
         gradients = 1 + (method == "dp-fedsam")
         row = row_of("adamw-19", "sst2", "roberta-base-lora")
-        plan = Spec.of(preset("adamw-19", "sst2", method, adjacency=adjacency)).plan(row.sizes)
+        plan = resolve(Spec.of(preset("adamw-19", "sst2", method, adjacency=adjacency))).plan(row.sizes)
         said = epsilon(row, row.rounds * row.steps, adjacency, gradients=gradients)
         assert spending.epsilon(plan) == pytest.approx(said, rel=1e-6)
         # Cohorts: a schedule brings somebody more often than its share, and nobody to every round.
         row = row_of("adamw-18", "cifar10", "vit-base-lora")
-        plan = Spec.of(preset("adamw-18", "cifar10", method, model="vit-base-lora", adjacency=adjacency)).plan(
-            row.sizes
-        )
+        spec = Spec.of(preset("adamw-18", "cifar10", method, model="vit-base-lora", adjacency=adjacency))
+        plan = resolve(spec).plan(row.sizes)
         share, every = (epsilon(row, n, adjacency, gradients=gradients) for n in row.releases.values())
         assert share <= spending.epsilon(plan) < every
 

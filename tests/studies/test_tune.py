@@ -12,6 +12,7 @@ from sordino.privacy import spending
 from sordino.privacy.accounting import gaussian
 from sordino.studies import grids, private_tuning
 from sordino.studies.tune import Case, tune, validated
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 
@@ -101,7 +102,7 @@ def test_every_preset_names_options_that_the_method_has(name, method):
     assert bool(grid) == (method not in grids.UNTUNED)
     base = {"method": method, "epsilon": math.inf}
     for setting in [next(grids.product(grid)), *list(grids.product(grid))[-1:]]:
-        Spec.of({**base, **setting}).plan((5, 5))
+        resolve(Spec.of({**base, **setting})).plan((5, 5))
 
 
 def test_the_fine_grids_are_as_large_as_the_paper_s():

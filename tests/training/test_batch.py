@@ -13,6 +13,7 @@ from sordino.models import softmax_batched
 from sordino.privacy import spending
 from sordino.privacy.mechanisms import random
 from sordino.training.batch import _shape, run_many
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 NOT_PRIVATE = [name for name in REGISTRY if name == "fednew"]
@@ -52,7 +53,7 @@ def test_runs_side_by_side_are_the_runs_one_by_one(name, digits):
     for k, option in enumerate(known.batch):
         values = [known.options[option] * (factor - 0.01 * k) for factor in (0.9, 0.95)]
         specs += [spec(**base, seed=5, epsilon=budgets[0], **{option: value}) for value in values]
-    assert len({_shape(each.resolved()) for each in specs}) == 1
+    assert len({_shape(resolve(each)) for each in specs}) == 1
     many = alike(specs, digits)
     moved = {tuple(np.round(trained.theta.tolist(), 12)) for trained in many}
     assert len(moved) == len(specs)  # a batch that ignored what differs would repeat itself
@@ -61,13 +62,13 @@ def test_runs_side_by_side_are_the_runs_one_by_one(name, digits):
 def test_what_does_not_fit_splits_the_batch(digits):
     specs = [spec(method="dp-fedgd", seed=1, clip=c, epsilon=e) for c, e in itertools.product((0.5, 1.0), (2.0, 4.0))]
     specs += [spec(method="dp-fedgd", seed=1, epsilon=float("inf")), spec(method="dp-fedavg", seed=2, steps=2)]
-    assert len({_shape(each.resolved()) for each in specs}) == 4
+    assert len({_shape(resolve(each)) for each in specs}) == 4
     alike(specs, digits)
 
 
 def test_partial_participation_is_the_same_in_a_batch(digits):
     alike([spec(seed=s, schedule_seed=7, participation="fixed:2", method="dp-fedgd") for s in (1, 2)], digits)
-    drawn = [spec(seed=s, participation="fixed:2", method="dp-fedgd").resolved() for s in (1, 2)]
+    drawn = [resolve(spec(seed=s, participation="fixed:2", method="dp-fedgd")) for s in (1, 2)]
     assert _shape(drawn[0]) != _shape(drawn[1])  # other cohorts, other batch
 
 

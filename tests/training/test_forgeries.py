@@ -18,9 +18,10 @@ from sordino.privacy.evidence.ledger import Entry, Ledger
 from sordino.privacy.evidence.signing import RunKey, signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.training import run
-from sordino.training.artifacts import Place
-from sordino.training.outcome import predict, verify_run
+from sordino.training.artifacts import RunFolder
+from sordino.training.predict import predict
 from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
 
 RUNS = {
     "plain": {"method": "dp-fedgd"},
@@ -193,7 +194,7 @@ CONSISTENT = [("plain", more_noise), ("seeded", seedless_spec)]
 
 @pytest.mark.parametrize(("base", "change"), CONSISTENT)
 def test_a_forgery_of_all_files_together_is_seen_by_the_signature_alone(forge, honest, base, change, capsys):
-    key = Place.find(honest(base)).keys().sign.public
+    key = RunFolder.find(honest(base)).keys().sign.public
     assert verify_run(forge(base, change, "kept")).problems == [
         "the signature does not fit the certificate: it was changed after it was signed"
     ]
@@ -211,7 +212,7 @@ def test_a_forgery_of_all_files_together_is_seen_by_the_signature_alone(forge, h
 
 
 def test_the_rightful_key_is_known(honest, capsys):
-    key = Place.find(honest("plain")).keys().sign.public
+    key = RunFolder.find(honest("plain")).keys().sign.public
     assert main(["verify", str(honest("plain")), "--key", key]) == 0
     assert "the key that --key names" in capsys.readouterr().out
 
@@ -271,7 +272,7 @@ def test_a_model_that_was_swapped_or_damaged_is_refused(forge, honest, tmp_path)
 
 
 def test_the_secret_schedule_is_in_no_public_file(honest, tmp_path):
-    place = Place.find(honest("amplified"))
+    place = RunFolder.find(honest("amplified"))
     secret = (place.private / "secret.toml").read_text().split(" = ")[1].strip()
     assert int(secret) >= 2**96
     for path in place.public.iterdir():

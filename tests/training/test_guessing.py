@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from sordino.models.linear import Linear, Loss
-from sordino.training.run import beats_guessing, evaluate
+from sordino.training.evaluate import beats_constant_guess, evaluate
 
 
-def job(y, classes):
-    return SimpleNamespace(dataset=SimpleNamespace(y_test=y, classes=classes))
+def data(y, classes):
+    return SimpleNamespace(y_test=y, classes=classes)
 
 
 def scored(hits, y):
@@ -31,7 +31,7 @@ def test_as_many_hits_as_the_commonest_class_are_no_better_and_one_more_is(n):
         for hits, better in ((most - 1, False), (most, False), (most + 1, True)):
             found = scored(hits, y)
             assert found["accuracy"] == hits / n, "a share in float64"
-            assert beats_guessing(job(y, ("a", "b", "c")), found) is better, (n, most, hits)
+            assert beats_constant_guess(data(y, ("a", "b", "c")), found) is better, (n, most, hits)
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.1, 1000.0])
@@ -42,6 +42,6 @@ def test_the_mean_itself_is_no_better_than_the_mean(offset):
         y = (offset + rng.standard_normal(n)).astype(np.float32)
         x = torch.ones(n, 1)
         constant = torch.tensor([float(y.astype(np.float64).mean())], dtype=torch.float64)
-        assert not beats_guessing(job(y, ()), evaluate(model, constant, x.double(), torch.from_numpy(y)))
+        assert not beats_constant_guess(data(y, ()), evaluate(model, constant, x.double(), torch.from_numpy(y)))
         exact = evaluate(model, torch.tensor([1.0]), torch.from_numpy(y)[:, None], torch.from_numpy(y))
-        assert beats_guessing(job(y, ()), exact)
+        assert beats_constant_guess(data(y, ()), exact)

@@ -13,10 +13,13 @@ import torch
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.training import run
-from sordino.training.artifacts import Place
-from sordino.training.outcome import load_model, predict, verify_run
+from sordino.training import artifacts, run
+from sordino.training.artifacts import RunFolder, load_model
+from sordino.training.evaluate import beats_constant_guess, evaluate
+from sordino.training.predict import predict
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
 
 
 def finished(out, **values):
@@ -27,7 +30,7 @@ def finished(out, **values):
 
 
 def where(job, out):
-    place = Place.find(out)
+    place = RunFolder.find(out)
     return place, job.identity(place.keys().identity)
 
 
@@ -57,10 +60,8 @@ def test_a_run_leaves_everything_behind(tmp_path):
 def test_seeded_noise_says_so_and_secret_noise_is_certified(tmp_path):
     _, seeded, _ = finished(tmp_path / "a", rounds=2)
     assert not seeded["certified"]
-    assert (
-        "seeded: not private"
-        in (tmp_path / "a" / "public" / "statement.md").read_text().split("## What is protected")[0]
-    )
+    told = (tmp_path / "a" / "public" / "statement.md").read_text().split("## What is protected")[0]
+    assert "seeded: not private" in told
     _, secret, _ = finished(tmp_path / "b", rounds=2, seed="none")
     finished(tmp_path / "c", rounds=2, seed="none")
     assert secret["certified"]
@@ -99,16 +100,16 @@ def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_
 
 IMPORTS = """
 from pathlib import Path
-from sordino.training import run
-from sordino.training.artifacts import Place
+from sordino.training import artifacts, run
+from sordino.training.artifacts import RunFolder
 from sordino.training.spec import Spec
 """
 RESUME = """
 out = Path(sys.argv[1])
 job = run.prepare(Spec.read(out / "public" / "spec.toml"))
-place = Place.find(out)
+place = RunFolder.find(out)
 try:
-    before, *_ = run._restore(place, job.identity(place.keys().identity))
+    before, *_ = artifacts.restore(place, job.identity(place.keys().identity))
 except Exception:  # no checkpoint yet
     before = 0
 for line in run.rounds(job, out):
@@ -134,7 +135,7 @@ def test_kill_nine_at_random_moments_and_resume(tmp_path, lives):
         if ended:
             break
         kills += 1
-        done, _, stored = run._restore(*where(job, out))
+        done, _, _, stored = artifacts.restore(*where(job, out))
         assert len(stored) == done
         assert all(int(t) <= done for t in shown if t != "end"), "nothing is shown before it is stored"
         if done == 60:
@@ -176,11 +177,11 @@ def test_a_run_killed_before_it_paid_pays_when_it_resumes(tmp_path):
 def test_rounds_done_are_never_done_again(tmp_path):
     job, _, _ = finished(tmp_path / "run", rounds=3)
     (tmp_path / "run" / "private" / "checkpoint.npz").unlink()
-    with pytest.raises(SordinoError, match=r"is gone, and the run was paid for already.*Start a new run"):
+    with pytest.raises(SordinoError, match=r"is missing, and the run was paid for already.*Start a new run"):
         list(run.rounds(job, tmp_path / "run"))
     (tmp_path / "run" / "public" / "metrics.jsonl").unlink()
     (tmp_path / "run" / "public" / "model.safetensors").unlink()
-    with pytest.raises(SordinoError, match="is gone, and the run was paid for already"):
+    with pytest.raises(SordinoError, match="is missing, and the run was paid for already"):
         list(run.rounds(job, tmp_path / "run"))
 
 
@@ -233,7 +234,7 @@ def test_what_the_chain_is_made_of_cannot_be_guessed_from_data(tmp_path):
     heads = set()
     for name in ("a", "b"):
         job, cert, _ = finished(tmp_path / name, rounds=2, schedule_seed=7)
-        place = Place.find(tmp_path / name)
+        place = RunFolder.find(tmp_path / name)
         with Ledger(place.private / "ledger.db") as ledger:
             plans = {row.plan for row in ledger.rows()}
         assert plans == {job.identity(place.keys().identity)}
@@ -252,7 +253,7 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
     run.start(job, tmp_path / "run")
     first = run.rounds(job, tmp_path / "run")
     next(first)
-    with pytest.raises(SordinoError, match="another process is at work"):
+    with pytest.raises(SordinoError, match="another process is training"):
         next(run.rounds(job, tmp_path / "run"))
     assert len(list(first)) == 2
 
@@ -275,7 +276,7 @@ def test_private_figures_of_real_clients_are_not_told(tmp_path):
     assert "seconds" not in told
     assert told["client_names"] == ["a", "b", "c"]
     assert "0: a; 1: b; 2: c." in (tmp_path / "run" / "public" / "statement.md").read_text()
-    with pytest.raises(SordinoError, match="the data hold 3 clients, not 7"):
+    with pytest.raises(SordinoError, match="clients: 7, but the data hold 3 clients"):
         run.prepare(Spec.of({"data": str(tmp_path / "d.npz"), "partition": "by-site", "clients": 7}))
 
 
@@ -422,8 +423,8 @@ def test_auc_is_the_share_of_ordered_pairs():
 
     model = Linear(1, 1, Loss.LOGISTIC, bias=False)
     x, y = torch.tensor([[0.1], [0.4], [0.35], [0.8]]), torch.tensor([0, 0, 1, 1])
-    assert run.evaluate(model, torch.ones(1), x, y)["auc"] == pytest.approx(0.75)
-    assert run.evaluate(model, -torch.ones(1), x, y)["auc"] == pytest.approx(0.25)
+    assert evaluate(model, torch.ones(1), x, y)["auc"] == pytest.approx(0.75)
+    assert evaluate(model, -torch.ones(1), x, y)["auc"] == pytest.approx(0.25)
 
 
 # ------------------------------------------------------------------------------------------------ private and open data
@@ -442,7 +443,7 @@ def patients(tmp_path):
 @pytest.mark.parametrize("partition", ["dirichlet", "dirichlet:0.1", "classes:1", "counts:counts.csv"])
 def test_a_partition_by_labels_is_not_certified_on_private_data(tmp_path, patients, partition, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    y = run.read(Spec.of({"data": patients})).y_train
+    y = resolve(Spec.of({"data": patients})).read_data().y_train
     (tmp_path / "counts.csv").write_text(f"client,class_0,class_1\n0,{(y == 0).sum()},0\n1,0,{(y == 1).sum()}\n")
     values = {"data": patients, "partition": partition, "method": "dp-fedgd", "rounds": 2}
     values |= {} if partition.startswith("counts") else {"clients": 2}
@@ -468,9 +469,9 @@ def test_benchmark_data_are_a_simulation_and_files_are_not(tmp_path, patients):
     assert (cert["certified"], cert["execution"]) == (True, "simulated on one machine")
     np.savez(tmp_path / "digits.npz", x=np.zeros((2, 2)), y=[0, 1])
     for name, benchmark in (("digits", True), ("synthetic(1,1)", True), ("a9a", True), ("mnist", True), ("sst2", True)):
-        assert Spec.of({"data": name}).benchmark is benchmark
+        assert resolve(Spec.of({"data": name})).source.benchmark is benchmark
     for name in (str(tmp_path / "digits.npz"), "digits.csv", "given", "patients"):
-        assert not Spec.of({"data": name}).benchmark
+        assert not resolve(Spec.of({"data": name})).source.benchmark
 
 
 def test_whole_clients_are_held_out_at_user_level(tmp_path, patients):
@@ -480,7 +481,9 @@ def test_whole_clients_are_held_out_at_user_level(tmp_path, patients):
     trained, tested = (set(part[:, 0].astype(int) // 10) for part in (job.dataset.x_train, job.dataset.x_test))
     assert not trained & tested
     assert (len(trained), len(tested), job.plan.clients) == (7, 2, 7)
-    others = [run.read(Spec.of({**values, "unit": "user", "split_seed": seed})).x_test[:, 0] for seed in range(6)]
+    others = [
+        resolve(Spec.of({**values, "unit": "user", "split_seed": seed})).read_data().x_test[:, 0] for seed in range(6)
+    ]
     assert len({tuple(sorted(other)) for other in others}) >= 4, "by split_seed"
     mixed = run.prepare(Spec.of(values))
     assert {int(row) // 10 for row in mixed.dataset.x_test[:, 0]} <= set(range(9))
@@ -502,10 +505,10 @@ def test_a_constant_guess_is_no_better_than_a_constant_guess(tmp_path):
     y = np.array([0] * 9 + [1])
     job = replace(job, dataset=job.dataset._replace(x_test=np.zeros((10, 2), np.float32), y_test=y))
     model = Linear(2, 2, "softmax")
-    scores = run.evaluate(model, torch.zeros(model.size), torch.zeros(10, 2), torch.from_numpy(y))
+    scores = evaluate(model, torch.zeros(model.size), torch.zeros(10, 2), torch.from_numpy(y))
     assert scores["accuracy"] == 0.9
-    assert not run.beats_guessing(job, scores)
-    assert run.beats_guessing(job, {"accuracy": 1.0})
+    assert not beats_constant_guess(job.dataset, scores)
+    assert beats_constant_guess(job.dataset, {"accuracy": 1.0})
 
 
 def test_how_long_a_run_took_is_private(tmp_path):
@@ -513,4 +516,4 @@ def test_how_long_a_run_took_is_private(tmp_path):
     assert not any("seconds" in line for line in history)
     timings = [json.loads(line) for line in (tmp_path / "run" / "private" / "timings.jsonl").read_text().splitlines()]
     assert [line["round"] for line in timings] == [1, 2, 3]
-    assert run.timing(Place.find(tmp_path / "run")) == timings[-1]["seconds"] > 0
+    assert artifacts.total_seconds(RunFolder.find(tmp_path / "run")) == timings[-1]["seconds"] > 0

@@ -125,7 +125,7 @@ def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method:
 def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy, Method]]:
     """Units and adjacencies, against the strongest adversary that is proved against. --all leaves out the unproved."""
     from sordino.methods import build, entry
-    from sordino.training.spec import parse_setting
+    from sordino.settings import parse_setting
 
     chosen = {key: getattr(arguments, key) for key in ("unit", "adjacency", "trust") if getattr(arguments, key)}
     asked = Privacy(arguments.epsilon, arguments.delta, **chosen)

@@ -61,7 +61,7 @@ def _up(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.federation import folder
     from sordino.federation.flower import require
-    from sordino.training.spec import parse_setting
+    from sordino.settings import parse_setting
 
     require()
     if arguments.resume:
@@ -141,7 +141,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
     import json
 
     import sordino.federation.terms  # noqa: F401  # how a federation's certificate is rebuilt
-    from sordino.training.outcome import verify_run
+    from sordino.training.verify_run import verify_run
 
     sites = []
     for place in sorted((out / "sites").iterdir()):

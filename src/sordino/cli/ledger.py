@@ -44,10 +44,10 @@ def _open(arguments: argparse.Namespace) -> Any:
 
 def _path(arguments: argparse.Namespace) -> Path:
     """The ledger that is named, or that of the run whose directory, or public file, is."""
-    from sordino.training.artifacts import Place
+    from sordino.training.artifacts import RunFolder
 
     given = Path(arguments.file)
-    place = Place.find(given)
+    place = RunFolder.find(given)
     return place.private / "ledger.db" if given.is_dir() or given.parent == place.public != place.private else given
 
 
@@ -55,9 +55,9 @@ def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The head and length that the run's certificate names, where it lies beside the ledger."""
     import json
 
-    from sordino.training.artifacts import Place
+    from sordino.training.artifacts import RunFolder
 
-    path = Place.find(_path(arguments)).public / "certificate.json"
+    path = RunFolder.find(_path(arguments)).public / "certificate.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["ledger"]
         return {"head": str(found["head"]), "rows": int(found["rows"])}

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.training.outcome import predict
+    from sordino.training.predict import predict
 
     found = predict(arguments.model, arguments.file)
     document = {"predictions": found.labels}

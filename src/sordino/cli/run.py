@@ -68,14 +68,15 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.secagg.keys import read_signer
+    from sordino.settings import parse_setting, read_toml
     from sordino.training import run
-    from sordino.training.artifacts import Place
-    from sordino.training.spec import Spec, parse_setting, read_values
+    from sordino.training.artifacts import RunFolder
+    from sordino.training.spec import Spec
 
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
     values: dict[str, Any] = {}
     if arguments.spec:
-        values |= read_values(arguments.spec)
+        values |= read_toml(arguments.spec)
     for _, key, _ in RUN_FLAGS:
         if (given := getattr(arguments, f"key_{key}")) is not None:
             values |= dict([parse_setting(f"{key}={given}")])
@@ -85,11 +86,11 @@ def act(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"--resume: the run keeps its own spec; leave out {', '.join(sorted(values))}.")
         if arguments.out:
             raise SordinoError("--out: a resumed run stays in its directory; leave --out away.")
-        out = Place.find(Path(arguments.resume)).root
+        out = RunFolder.find(Path(arguments.resume)).root
         job = run.prepare(run.reopen(Path(arguments.resume)), device=arguments.device)
     else:
         job = run.prepare(Spec.of(values), device=arguments.device)
-        out = Path(arguments.out or f"runs/{job.spec.method}-{time.strftime('%Y%m%d-%H%M%S')}")
+        out = Path(arguments.out or f"runs/{job.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run.start(job, out)
     try:
         history = _train(job, out)
@@ -114,10 +115,10 @@ def _train(job: Any, out: Path) -> list[dict[str, Any]]:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[shown]}"),
-        *([TimeElapsedColumn()] if job.spec.open_data else []),  # time tells of private records
+        *([TimeElapsedColumn()] if job.resolved.source.open else []),  # time tells of private records
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(job.spec.method, total=job.plan.rounds, shown="")
+        task = progress.add_task(job.resolved.method_name, total=job.plan.rounds, shown="")
         for line in run.rounds(job, out):
             history.append(line)
             spent = "no noise" if line["epsilon"] is None else f"ε {line['epsilon']:.3g}"
@@ -134,38 +135,38 @@ def _tell(job: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Pa
     """What `privacy.public` lists under console, and nothing else."""
     from sordino.privacy.evidence.certificate import ranges
     from sordino.privacy.evidence.signing import fingerprint
-    from sordino.training import run
-    from sordino.training.artifacts import Place
+    from sordino.training.artifacts import RunFolder, total_seconds
+    from sordino.training.evaluate import beats_constant_guess
 
-    page = console()
+    page, settings = console(), job.resolved.spec
     sizes = sorted(job.plan.sizes)
     shown = f", {sum(sizes):,} records ({sizes[0]:,} to {sizes[-1]:,} each)" if cert["records"] is not None else ""
-    took = f", {run.timing(Place.find(out)):.1f} s" if job.spec.open_data else ""
+    took = f", {total_seconds(RunFolder.find(out)):.1f} s" if job.resolved.source.open else ""
     page.print(
-        f"{job.spec.method} on {job.dataset.name}: {job.plan.clients} clients{shown}, {job.plan.rounds} rounds{took}",
+        f"{settings.method} on {job.dataset.name}: {job.plan.clients} clients{shown}, {job.plan.rounds} rounds{took}",
         markup=False,
     )
-    if unlike := run.heterogeneity(job):
+    if unlike := job.heterogeneity:
         page.print(
-            f"partition {job.spec.partition}: a client's labels have KL {unlike['kl_from_uniform']:.2f} from uniform "
+            f"partition {settings.partition}: a client's labels have KL {unlike['kl_from_uniform']:.2f} from uniform "
             f"and lack {unlike['absent_classes']:.1f} classes, on average",
             markup=False,
         )
     tested = "" if cert["test_records"] is None else f" on {cert['test_records']:,} test records"
     page.print(f"final {_score(history[-1])}{tested}")
-    if not run.beats_guessing(job, history[-1]):
+    if not beats_constant_guess(job.dataset, history[-1]):
         page.print(
             "[bold yellow]warning[/]: that is no better than a constant guess. "
             + (
                 "Try more rounds, another lr or another clip (docs/deep.md)"
-                if job.spec.deep
+                if job.resolved.model.entry.network
                 else "More noise than signal, or features of unlike scales: --public-stats, or --set normalize=l2"
             )
         )
     whole = [i for i, rate in enumerate(job.plan.rates) if rate == 1]
-    if job.spec.batch != "full" and whole and cert["records"] is not None:
+    if settings.batch != "full" and whole and cert["records"] is not None:
         page.print(
-            f"note: batch {job.spec.batch} is all that clients {ranges(whole)} hold; sampling hides nothing of theirs",
+            f"note: batch {settings.batch} is all that clients {ranges(whole)} hold; sampling hides nothing of theirs",
             markup=False,
         )
     if 0 < len(cert["client_names"]) <= 20:

@@ -54,9 +54,9 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    from sordino.training.spec import parse_setting, read_values
+    from sordino.settings import parse_setting, read_toml
 
-    values: dict[str, Any] = read_values(arguments.spec) if arguments.spec else {}
+    values: dict[str, Any] = read_toml(arguments.spec) if arguments.spec else {}
     for _, key, _ in RUN_FLAGS:
         if (given := getattr(arguments, f"key_{key}")) is not None:
             values |= dict([parse_setting(f"{key}={given}")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,50 +20,114 @@ TRIES = 1000  # redraws of a Dirichlet partition that leaves a client empty,
 DRAWS = 2_000_000  # and the proportions drawn in all of them: with very many clients no redraw would succeed
 
 
-def split(dataset: Dataset, partition: str, clients: int | None, *, sizes: str = "equal", seed: int = 0) -> np.ndarray:
-    """The client index (0..clients-1) of each training record; -1: left out, which only `counts:FILE` may ask for.
+_ARGUMENT = {"dirichlet": "a number above 0", "classes": "a number", "by-column": "a column", "counts": "a CSV file"}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How training records are divided into clients; `parse` reads the texts that `split` documents."""
+
+    law: str
+    argument: float | int | str | None = None  # concentration, classes per client, column or CSV file
+    sizes: str = "equal"  # law of the sizes of iid clients
+    spread: float = 0.5  # standard deviation of the logarithm of lognormal sizes
+
+    @staticmethod
+    def parse(text: str, sizes: str = "equal") -> Partition:
+        law, colon, argument = text.partition(":")
+        if law not in PARTITIONS:
+            raise SordinoError(f"partition: '{text}' is unknown.{nearest(law, PARTITIONS)}")
+        if colon and law not in _ARGUMENT:
+            raise SordinoError(f"partition: '{law}' takes no argument; write '{law}' alone.")
+        if law in _ARGUMENT and not argument and (colon or law != "dirichlet"):
+            wanted = _ARGUMENT[law]
+            raise SordinoError(f"partition: '{text}' lacks {wanted}; write '{law}:' and then {wanted}.")
+        if sizes != "equal" and law != "iid":
+            raise SordinoError(f"sizes: '{sizes}' needs partition iid; '{law}' determines the sizes itself.")
+        size_law, spread = _parse_sizes(sizes)
+        if law == "dirichlet":
+            concentration = parse_number(argument or "0.5", "partition", f"'{text}' is malformed; write dirichlet:0.5")
+            if concentration <= 0:
+                raise SordinoError(f"partition: '{text}' needs a concentration above 0; write dirichlet:0.5.")
+            return Partition(law, concentration)
+        if law == "classes":
+            held = parse_number(argument, "partition", f"'{text}' is malformed; write classes:2", whole=True)
+            return Partition(law, int(held))
+        return Partition(law, argument or None, size_law, spread)
+
+    @property
+    def brings_clients(self) -> bool:
+        """The data or a file determine the number of clients."""
+        return self.law in ("by-column", "by-site", "counts")
+
+    @property
+    def by_site(self) -> bool:
+        """Clients are the sites that the data came with."""
+        return self.law in ("by-column", "by-site")
+
+    @property
+    def reads_labels(self) -> bool:
+        """Labels decide who holds a record, so the sizes of clients depend on the records."""
+        return self.law in ("dirichlet", "classes", "counts")
+
+    @property
+    def column(self) -> str | None:
+        """The column that names each record's site."""
+        return str(self.argument) if self.law == "by-column" else None
+
+
+def split(
+    dataset: Dataset, partition: str | Partition, clients: int | None, *, sizes: str = "equal", seed: int = 0
+) -> np.ndarray:
+    """Deal the training records out to clients.
 
     Args:
-      partition: `iid`; `dirichlet:A` (each class divided by proportions ~ Dir(A); 0.5 by default); `classes:K` (each
-        client holds K classes); `by-site` or `by-column:NAME` (the sites the data came with, in sorted order, whatever
-        `clients` says); `counts:FILE` (a CSV of `client, class_0, class_1, ..`: how many records of each class).
-      sizes: of iid clients: `equal`, `uniform` (0.5 to 1.5 of the mean) or `lognormal:S` (log-sd S, 0.5 by default).
-    """
-    word, given, detail = partition.partition(":")
-    if word not in PARTITIONS:
-        raise SordinoError(f"partition: '{partition}' is unknown.{nearest(word, PARTITIONS)}")
-    takes = {"dirichlet": "a number above 0", "classes": "a number", "by-column": "a column", "counts": "a CSV file"}
-    if given and word not in takes:
-        raise SordinoError(f"partition: '{word}' takes nothing after it; write '{word}' alone.")
-    if word in takes and not detail and (given or word != "dirichlet"):
-        raise SordinoError(f"partition: '{partition}' lacks {takes[word]}; write '{word}:' and then {takes[word]}.")
-    if sizes != "equal" and word != "iid":
-        raise SordinoError(f"sizes: '{sizes}' goes with partition iid only; '{word}' settles the sizes itself.")
-    if word in ("dirichlet", "classes", "counts") and not dataset.classes:
-        raise SordinoError(f"partition: '{word}' needs classes, but this is a regression; use iid or by-column:NAME.")
+        dataset: The data.
+        partition: `iid`; `dirichlet:A` (each class divided by proportions ~ Dir(A); 0.5 by default); `classes:K` (each
+            client holds K classes); `by-site` or `by-column:NAME` (the sites the data came with, in sorted order,
+            whatever `clients` says); `counts:FILE` (a CSV of `client, class_0, class_1, ..`: how many records of each
+            class); or a parsed `Partition`, which holds its sizes.
+        clients: Number of clients; None where the partition brings them.
+        sizes: Sizes of iid clients: `equal`, `uniform` (0.5 to 1.5 of the mean) or `lognormal:S` (log-sd S, 0.5 by
+            default).
+        seed: Of the partition.
 
-    if word in ("by-site", "by-column"):
-        return _by_site(dataset, partition)
-    if word == "counts":
-        counts = _read_counts(Path(detail).expanduser(), len(dataset.classes), clients)
+    Returns:
+        The client index (0..clients-1) of each training record; -1: left out, which only `counts:FILE` may ask for.
+
+    Raises:
+        SordinoError: The partition is unknown, or does not fit the data.
+
+    Example:
+        >>> import sordino as so
+        >>> client = split(so.load("digits"), "iid", 4)
+        >>> len(client), int(client.max())
+        (1438, 3)
+    """
+    how = partition if isinstance(partition, Partition) else Partition.parse(partition, sizes)
+    if how.reads_labels and not dataset.classes:
+        raise SordinoError(
+            f"partition: '{how.law}' needs classes, but this is a regression; use iid or by-column:NAME."
+        )
+    if how.by_site:
+        return _by_site(dataset, how.law)
+    if how.law == "counts":
+        counts = _read_counts(Path(str(how.argument)).expanduser(), len(dataset.classes), clients)
         return _deal(dataset.y_train, counts, generator(seed, "partition"))
 
     records = len(dataset.y_train)
     if clients is None or clients < 1:
-        raise SordinoError(f"clients: partition '{word}' needs a number of clients, at least 1; {clients} was given.")
+        raise SordinoError(f"clients: {clients} must be at least 1 with partition '{how.law}'; set clients.")
     if records < clients:
         raise SordinoError(f"clients: {clients} clients cannot share {records} records; use at most {records}.")
     rng = generator(seed, "partition")
-    if word == "iid":
-        return _deal(np.zeros(records, np.int64), apportion(_weights(sizes, clients, rng), records)[:, None], rng)
+    if how.law == "iid":
+        weights = _weights(how.sizes, how.spread, clients, rng)
+        return _deal(np.zeros(records, np.int64), apportion(weights, records)[:, None], rng)
     totals = np.bincount(dataset.y_train, minlength=len(dataset.classes))
-    if word == "dirichlet":
-        concentration = parse_number(detail or "0.5", "partition", f"'{partition}' is malformed; write dirichlet:0.5")
-        if concentration <= 0:
-            raise SordinoError(f"partition: '{partition}' needs a concentration above 0; write dirichlet:0.5.")
-        return _deal(dataset.y_train, _dirichlet(totals, clients, concentration, rng), rng)
-    held = int(parse_number(detail, "partition", f"'{partition}' is malformed; write classes:2", whole=True))
-    return _deal(dataset.y_train, _classes(totals, clients, held, rng), rng)
+    if how.law == "dirichlet":
+        return _deal(dataset.y_train, _dirichlet(totals, clients, float(how.argument or 0), rng), rng)
+    return _deal(dataset.y_train, _classes(totals, clients, int(how.argument or 0), rng), rng)
 
 
 def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -81,18 +146,23 @@ def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.nda
     return owner
 
 
-def _weights(sizes: str, clients: int, rng: np.random.Generator) -> np.ndarray:
-    law, given, spread = sizes.partition(":")
-    if law not in SIZES or (given and law != "lognormal"):
-        raise SordinoError(f"sizes: '{sizes}' is unknown.{nearest(sizes, SIZES)}")
+def _parse_sizes(text: str) -> tuple[str, float]:
+    """The law of client sizes, and the spread of lognormal ones."""
+    law, colon, spread = text.partition(":")
+    if law not in SIZES or (colon and law != "lognormal"):
+        raise SordinoError(f"sizes: '{text}' is unknown.{nearest(text, SIZES)}")
+    deviation = parse_number(spread if colon else "0.5", "sizes", f"'{text}' is malformed; write lognormal:0.5")
+    if not 0 <= deviation <= 10:
+        raise SordinoError(f"sizes: '{text}' needs a log-sd from 0 to 10; write lognormal:0.5.")
+    return law, deviation
+
+
+def _weights(law: str, spread: float, clients: int, rng: np.random.Generator) -> np.ndarray:
     if law == "equal":
         return np.ones(clients)
     if law == "uniform":
         return rng.uniform(0.5, 1.5, clients)
-    deviation = parse_number(spread if given else "0.5", "sizes", f"'{sizes}' is malformed; write lognormal:0.5")
-    if not 0 <= deviation <= 10:
-        raise SordinoError(f"sizes: '{sizes}' needs a log-sd from 0 to 10; write lognormal:0.5.")
-    return np.exp(deviation * rng.standard_normal(clients))
+    return np.exp(spread * rng.standard_normal(clients))
 
 
 def _dirichlet(totals: np.ndarray, clients: int, concentration: float, rng: np.random.Generator) -> np.ndarray:

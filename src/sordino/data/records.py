@@ -48,9 +48,21 @@ def _numbers(values: np.ndarray | Tensor, field: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Records:
-    """`x` and `y` sorted by client; client i holds rows `starts[i]` to `starts[i + 1]`.
+    """All clients' records as one matrix, sorted by client: client i holds rows `starts[i]` to `starts[i + 1]`.
 
-    A leading axis of both holds worlds: data sets of the same sizes, one for each of several runs.
+    `Records.of(x, y, client)` builds it. A leading axis of `x` and `y` holds worlds: data sets of the same sizes, one
+    for each of several runs.
+
+    Args:
+        x: Features, one row per record.
+        y: Labels: class indices, or numbers.
+        starts: First row of each client, and the number of rows.
+
+    Example:
+        >>> import numpy as np
+        >>> records = Records.of(np.eye(3, dtype="float32"), np.array([0, 1, 1]), np.array([0, 1, 0]))
+        >>> records.sizes
+        (2, 1)
     """
 
     x: Tensor

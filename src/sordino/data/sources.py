@@ -23,7 +23,25 @@ from sordino.errors import SordinoError, nearest
 
 
 class Dataset(NamedTuple):
-    """Records in memory. `y` holds class indices, or float32 where `classes` is empty (regression)."""
+    """Records in memory.
+
+    Attributes:
+        name: What the source is called.
+        x_train: Training records, float32, records by features.
+        y_train: Class indices, or float32 numbers where `classes` is empty (regression).
+        x_test: Test records. They lie outside the guarantee.
+        y_test: Their labels.
+        site: Whose each training record is, as the source says; None where it does not.
+        classes: The original labels, in the order of their indices.
+        features: Column names, where the source has them.
+        public: Mean and covariance that x was whitened by, where they were given.
+
+    Example:
+        >>> import sordino as so
+        >>> data = so.load("digits")
+        >>> data.x_train.shape, data.classes[:3]
+        ((1438, 64), ('0', '1', '2'))
+    """
 
     name: str
     x_train: np.ndarray  # float32, records by features
@@ -58,6 +76,7 @@ def load(
       label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
       client: the column (or .npz array) that says whose each record is.
       test_fraction: the part held out, client by client, where the source has no test part of its own.
+      seed: of the records held out.
       public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
         `normalize`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
@@ -66,6 +85,16 @@ def load(
       classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
         they are quantities.
       whole_clients: hold out all records of some clients, and none of the others.
+
+    Returns:
+      The records, with their labels as class indices.
+
+    Raises:
+      SordinoError: the source cannot be read, or an argument does not fit it.
+
+    Example:
+      >>> load("digits").x_test.shape
+      (359, 64)
     """
     scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:

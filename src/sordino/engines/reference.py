@@ -1,4 +1,15 @@
-"""The meaning of a round: a plain loop over clients. Every other engine must agree with this one."""
+"""The meaning of a round: a plain loop over clients. Every other engine must agree with this one.
+
+Example:
+    >>> import sordino as so
+    >>> data = so.load("digits")
+    >>> records = so.Records.of(data.x_train, data.y_train, so.split(data, "iid", 4))
+    >>> plan = so.Plan(so.build("dp-fedgd"), rounds=2, sizes=records.sizes, privacy=so.Privacy(epsilon=8.0))
+    >>> for result in so.reference.run(plan, so.Linear(64, 10), records, so.source(None)):
+    ...     pass
+    >>> result.t
+    1
+"""
 
 from __future__ import annotations
 
@@ -16,7 +27,8 @@ from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_st
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Entry, Ledger
-from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
+from sordino.privacy.mechanisms.gaussian import Draw
+from sordino.privacy.mechanisms.random import COHORT, Address, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import pack, tree_map, unpack
 
@@ -155,7 +167,7 @@ def noised_sum(
         noise = standard_noise(
             source,
             round_plan.stage.queries[k],
-            Address(EVERYONE, round_plan.t, k),
+            Address(COHORT, round_plan.t, k),
             round_plan.first,
             tuple(total.shape),
         )

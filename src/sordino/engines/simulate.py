@@ -10,6 +10,16 @@ Two paths, chosen once per stage by tracing the local rule:
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
 `shares=True` draws every client's own instead: slower, equal to the reference draw for draw.
+
+Example:
+    >>> import sordino as so
+    >>> data = so.load("digits")
+    >>> records = so.Records.of(data.x_train, data.y_train, so.split(data, "iid", 4))
+    >>> plan = so.Plan(so.build("dp-fedgd"), rounds=3, sizes=records.sizes, privacy=so.Privacy(epsilon=8.0))
+    >>> for result in so.simulate.run(plan, so.Linear(64, 10), records, so.source(None)):
+    ...     pass
+    >>> result.t, tuple(result.model.shape)
+    (2, (650,))
 """
 
 from __future__ import annotations
@@ -27,7 +37,6 @@ from sordino.core import (
     SAMPLED,
     Broadcast,
     Checkpoint,
-    Correlated,
     Kind,
     Model,
     Query,
@@ -36,7 +45,6 @@ from sordino.core import (
     Stage,
     Tree,
     Unit,
-    carries,
     keep,
     nothing,
 )
@@ -56,7 +64,9 @@ from sordino.engines.schedule import (
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
-from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
+from sordino.privacy.mechanisms.gaussian import Draw, stack
+from sordino.privacy.mechanisms.laws import carries, mechanism_of
+from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted
 from sordino.privacy.plan import Plan
 from sordino.tree import rebuild, tree_map
 
@@ -307,19 +317,19 @@ class BatchedClients:
         """Standard noise for a cohort's sum, runs (if any) x shape."""
         query = round_plan.stage.queries[number]
         if not self._at_once(query):
-            return self._draw(round_plan, number, 0, np.array([EVERYONE]), shape).summed(self.lead)
+            return self._draw(round_plan, number, 0, np.array([COHORT]), shape).summed(self.lead)
         block, here = (
             round_plan.t // NOISE_BLOCK,
             (round_plan.t // NOISE_BLOCK, number, *shape),
         )  # stages differ in shape
         if self._ahead[0] != here:
-            at = [Address(EVERYONE, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
+            at = [Address(COHORT, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
             self._ahead = here, self._counted(at, shape)
         noise = self._ahead[1][round_plan.t % NOISE_BLOCK]
         return Draw.plain(noise if self.lead else noise[0])
 
     def _at_once(self, query: Query) -> bool:
-        plain = not isinstance(query.noise, Correlated) and query.kind not in MATRICES
+        plain = mechanism_of(query.noise).is_plain and query.kind not in MATRICES
         return plain and all(isinstance(source, Counted) for source in self.sources)
 
     def _counted(self, at: list[Address], shape: tuple[int, ...]) -> Tensor:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sordino.core import Adjacency, Trust
 from sordino.errors import SordinoError, nearest
 from sordino.federation.terms import NAME
 from sordino.methods import REGISTRY
-from sordino.training.spec import MODELS
+from sordino.models import registry
+from sordino.settings import read_toml, typed
 
 T = TypeVar("T", bound="_File")
 
@@ -26,17 +26,12 @@ class _File:
     @classmethod
     def read(cls: type[T], path: str | Path) -> T:
         path = Path(path)
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise SordinoError(f"'{path}': there is no such file.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SordinoError(f"'{path}': it is not TOML ({error}).") from None
+        values = read_toml(path, path.name)
         known = {f.name: f for f in dataclasses.fields(cls) if f.name != "folder"}
         for key, value in values.items():
             if key not in known:
                 raise SordinoError(f"{key}: not a key of {path.name}.{nearest(key, known)}")
-            values[key] = _typed(key, value, str(known[key].type))
+            values[key] = typed(key, value, str(known[key].type))
         for f in known.values():
             missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if missing and f.name not in values:
@@ -45,18 +40,6 @@ class _File:
 
     def path(self, name: str) -> Path:
         return self.folder / Path(name).expanduser()
-
-
-def _typed(key: str, value: Any, kind: str) -> Any:
-    if kind.startswith("tuple"):
-        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
-            raise SordinoError(f"{key}: {value!r} must be a list of words.")
-        return tuple(value)
-    wanted = {"str": str, "int": int, "float": float}[kind.split(" ")[0]]
-    fine = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
-    if not fine or isinstance(value, bool):
-        raise SordinoError(f"{key}: {value!r} must be {'a text' if wanted is str else 'a number'}.")
-    return wanted(value)
 
 
 @dataclass(frozen=True)
@@ -92,7 +75,10 @@ class SiteConfig(_File):
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."
             )
-        for name, words, known in (("adjacency", (self.adjacency,), list(Adjacency)), ("models", self.models, MODELS)):
+        for name, words, known in (
+            ("adjacency", (self.adjacency,), list(Adjacency)),
+            ("models", self.models, list(registry.REGISTRY)),
+        ):
             for word in words:
                 if word not in known:
                     raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, known)}")

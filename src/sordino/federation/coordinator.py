@@ -32,14 +32,14 @@ from sordino.federation import messenger
 from sordino.federation.config import Federation
 from sordino.federation.messenger import Messenger, Transport, about, read
 from sordino.federation.secure_sum import Arrays, Sums, parts
-from sordino.federation.terms import Terms, federated, written
+from sordino.federation.terms import DRAWN, Terms, federated, written
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Secure
-from sordino.training.outcome import DRAWN
-from sordino.training.run import evaluate, save_model
-from sordino.training.spec import read_values
+from sordino.settings import read_toml
+from sordino.training.artifacts import save_model
+from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
@@ -189,7 +189,7 @@ class Coordinator:
         if path.exists():
             return Terms.read(path.read_text(encoding="utf-8"))
         config = self.config
-        spec = federated(read_values(config.path(config.spec)))
+        spec = federated(read_toml(config.path(config.spec)))
         text = written(spec)
         names = tuple(config.sites)
         roster = ""
@@ -344,7 +344,7 @@ class Coordinator:
         nobody = np.zeros((0, self.terms.features), np.float32)
         none = np.zeros(0, np.int64)
         data = Dataset("sites", nobody, none, nobody, none, None, self.terms.classes)
-        save_model(self.out / "model.safetensors", self.terms.parsed, data, self.model, model)
+        save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         files.write(self.out / "statement.md", statement(cert).encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))

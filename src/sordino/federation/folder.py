@@ -145,12 +145,12 @@ def init(
 
 def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = None) -> Terms:
     """The terms that a coordinator's folder would propose to sites of these sizes; the plan is calibrated."""
-    from sordino.training.spec import read_values
+    from sordino.settings import read_toml
 
     config = Federation.read(folder / "federation.toml")
     terms = Terms(
         run="0" * 32,
-        spec=written(federated(read_values(folder / config.spec))),
+        spec=written(federated(read_toml(folder / config.spec))),
         names=tuple(names or config.sites),
         sizes=tuple(sizes),
         requested_epsilons={},

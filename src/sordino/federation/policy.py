@@ -66,7 +66,7 @@ def _check_options(spec: Spec) -> None:
             raise Refused("policy", f"{reason}; declare it in the method's registry entry")
         if not bound.allows(value):
             raise Refused("policy", f"{name} = {value!r}; {spec.method} declares {bound}")
-    for weight in spec.class_weights or ():
+    for weight in spec.model_options.get("class_weights") or ():
         if not CLASS_WEIGHT.allows(weight):
             raise Refused("policy", f"class_weights: {weight!r}; each must be {CLASS_WEIGHT}")
 

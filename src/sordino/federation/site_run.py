@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sordino
 from sordino import files, secagg, wire
-from sordino.core import Broadcast, Tree, carries, nothing
+from sordino.core import Broadcast, Tree, nothing
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
@@ -28,8 +28,10 @@ from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import of_site, sha256, signed
 from sordino.privacy.evidence.statement import statement
+from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
-from sordino.training.run import evaluate, save_model
+from sordino.training.artifacts import save_model
+from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 
 ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
@@ -106,7 +108,7 @@ class Run:
     def dataset(self) -> Dataset:
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data were changed while the site was running")
-        found = self.site.load(str(self.terms.parsed.normalize))
+        found = self.site.load(self.terms.resolved.source.normalize)
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data were changed while they were read")
         return found
@@ -267,7 +269,7 @@ class Run:
         if (self.folder / "certificate.json").exists():
             (self.folder / "secret").unlink(missing_ok=True)  # a kill may have fallen between the two
             return
-        save_model(self.folder / "model.safetensors", self.terms.parsed, self.dataset, self.model, theta)
+        save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
         with self.site.ledger() as ledger:
             cert = certificate(
                 self.plan,

@@ -12,24 +12,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sordino.core import Broadcast, Kind, Trust, Unit
-from sordino.data.sources import Dataset
 from sordino.engines.schedule import round_plans
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
-from sordino.models.linear import Linear
-from sordino.models.torch_model import TorchModel
+from sordino.models import registry
+from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.plan import Plan
-from sordino.training.outcome import AGAINST_TERMS, DRAWN, differences
-from sordino.training.run import choose_model
+from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
+from sordino.training.verify_run import AGAINST_TERMS, differences
 
 FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -49,6 +47,7 @@ PRIVATE = (
     "public_data",
 )
 LOCAL = ("clients", "partition", "sizes", "client_epsilon", "evaluate_every")
+DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
 MOST_SITES, MOST_CLASSES = 10_000, 100_000
 
 
@@ -65,7 +64,7 @@ def written(spec: Spec) -> str:
     """The spec that is sent: everything decided, and nothing of a single party's."""
     import tomli_w
 
-    flat = spec.resolved().values()
+    flat = resolve(spec).spec.values()
     return tomli_w.dumps({k: v for k, v in flat.items() if k not in (*PRIVATE, *LOCAL)})
 
 
@@ -150,9 +149,10 @@ class Terms:
                 raise SordinoError(
                     f"{key}: '{getattr(spec, key)}' is unknown.{nearest(str(getattr(spec, key)), words)}"
                 )
+        defaults = {key: option.default for key, option in registry.entry(spec.model).options.items()}
         decided = {"rounds", "normalize", "schedule_seed", "epsilon", "delta", *entry(spec.method).options}
-        left = {key for key in decided - self.values.keys() if getattr(spec, key, spec.options.get(key)) is not None}
-        if left or None in (spec.rounds, spec.normalize, spec.schedule_seed):
+        decided |= {key for key, default in defaults.items() if default is not None}
+        if decided - self.values.keys() or None in (spec.rounds, spec.normalize, spec.schedule_seed):
             raise SordinoError("terms: the spec leaves something to decide.")
         if spec.options.get("public"):
             raise SordinoError("public: a federation's spec names no file.")
@@ -162,6 +162,10 @@ class Terms:
             raise SordinoError("trust: trusted-server has no place here; untrusted-server or secure-aggregation.")
         return spec
 
+    @cached_property
+    def resolved(self) -> ResolvedSpec:
+        return resolve(self.parsed)
+
     @property
     def secure(self) -> bool:
         return Trust(self.parsed.trust) is Trust.SECURE_AGGREGATION
@@ -169,21 +173,19 @@ class Terms:
     @property
     def number(self) -> torch.dtype:
         """Of models and sums; for integers they are exact to less than a step, which float32 is not."""
-        return torch.float64 if self.secure else self.parsed.number
+        return torch.float64 if self.secure else self.resolved.dtype
 
     @cached_property
-    def model(self) -> Linear | TorchModel:
-        nobody = np.zeros((0, self.features), np.float32)
-        none = np.zeros(0, np.int64)
-        return choose_model(self.parsed, Dataset("sites", nobody, none, nobody, none, None, self.classes))
+    def model(self) -> BuiltModel:
+        return self.resolved.build_model(self.features, len(self.classes))
 
     @cached_property
     def plan(self) -> Plan:
-        spec = self.parsed
-        stricter = {
-            str(i): float(self.requested_epsilons[n]) for i, n in enumerate(self.names) if n in self.requested_epsilons
+        requested = {
+            i: float(self.requested_epsilons[n]) for i, n in enumerate(self.names) if n in self.requested_epsilons
         }
-        plan = replace(spec, client_epsilon={i: e for i, e in stricter.items() if e < spec.epsilon}).plan(self.sizes)
+        epsilon = self.resolved.privacy.epsilon
+        plan = self.resolved.plan(self.sizes, {i: e for i, e in requested.items() if e < epsilon})
         if plan.noiseless:
             raise SordinoError("epsilon: a federation without noise is not offered.")
         if not self.secure:
@@ -193,7 +195,7 @@ class Terms:
         return plan
 
 
-def _check_messages(plan: Plan, model: Linear | TorchModel) -> None:
+def _check_messages(plan: Plan, model: BuiltModel) -> None:
     """Integers are noised in place of an answer, so that a message must be the answer itself, or clipped as a whole."""
     theta, state = model.init(), ()
     for s, stage in enumerate(plan.stages):

@@ -271,7 +271,23 @@ def entry(name: str) -> Entry:
 
 
 def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
-    """A method by its name, for a unit, with some of its options set."""
+    """Build a method by its name, for a unit, with some of its options set.
+
+    Args:
+        name: As `sordino methods` lists it.
+        unit: `record` or `user`.
+        options: The method's own options; the others keep their defaults.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: The name, the unit or an option is unknown.
+
+    Example:
+        >>> build("dp-fedadam", lr=0.1).name
+        'dp-fedadam'
+    """
     found = entry(name)
     if unit not in found.units:
         raise SordinoError(f"unit: {name} exists at {' and '.join(found.units)} level, not '{unit}'.")

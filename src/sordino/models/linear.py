@@ -52,11 +52,26 @@ SYMMETRIC_BLOCKS = 4  # column blocks of a symmetric product, of which only thos
 
 @dataclass(frozen=True)
 class Linear:
-    """`theta` is the weights (features x outputs), then, with a bias, one number per output.
+    """A linear model: softmax, logistic, least squares or Poisson regression.
 
-    `class_weights` multiply a record's loss, and so its gradient *before* the clip: the bound holds for any weights.
-    `radius` R weighs a record by min(1, R^2 / |u|^2), a function of x alone: the estimate stays consistent, which
-    clipping would bias (Mallows). `residual` bounds |r|, and `cap` the exponent of a Poisson rate: both bias a little.
+    The parameters `theta` are the weights (features x outputs), then, with a bias, one number per output.
+
+    Args:
+        features: Number of features.
+        outputs: Number of outputs: classes, or 1.
+        kind: The loss.
+        bias: Whether each output has a constant.
+        class_weights: They multiply a record's loss, and so its gradient *before* the clip: the bound holds for any
+            weights.
+        radius: R weighs a record by min(1, R^2 / |u|^2), a function of x alone: the estimate stays consistent, which
+            clipping would bias (Mallows).
+        residual: Bounds |r|; it biases a little.
+        cap: Bounds the exponent of a Poisson rate; it biases a little.
+
+    Example:
+        >>> model = Linear(features=64, outputs=10)
+        >>> model.size
+        650
     """
 
     features: int

@@ -121,7 +121,7 @@ def agrees(model: FlatModel) -> bool:
     with torch.no_grad():
         if not torch.allclose(torch.cat(alone), logits(x), 1e-4, 1e-6):
             raise SordinoError(
-                "module: its output for a row depends on the other rows, which no clip bounds; treat rows separately."
+                "module: its output for one row depends on the other rows, which no clip bounds; treat rows apart."
             )
     rows = []
     for z, label in zip(alone, y, strict=True):

@@ -18,10 +18,21 @@ EVERYONE = "full"
 @dataclass(frozen=True)
 class Participation:
     """Who takes part: everyone, a fixed number drawn anew each round, each client by a coin of its own, or fixed
-    cohorts in turn (`cyclic:4`: every client in every fourth round).
+    cohorts in turn.
 
-    The schedule is drawn before the run, without looking at any data, so each client's number of rounds is known and
-    is what it pays for. Nothing is gained from the adversary not knowing the schedule: no amplification is claimed.
+    The schedule is drawn before the run, without looking at any data, so each client's number of rounds is known and is
+    what it pays for. Nothing is gained from the adversary not knowing the schedule: no amplification is claimed.
+
+    Args:
+        kind: `full`, `fixed`, `poisson` or `cyclic`.
+        amount: Clients per round (`fixed`), the rate (`poisson`), or the number of cohorts (`cyclic`).
+
+    Raises:
+        SordinoError: The kind is unknown or the amount is out of its range.
+
+    Example:
+        >>> Participation.parse("cyclic:4")  # every client takes part in every fourth round
+        Participation(kind='cyclic', amount=4.0)
     """
 
     kind: str = EVERYONE

@@ -23,16 +23,18 @@ from sordino.data.partition import describe, split
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
+from sordino.models import registry
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.mechanisms.random import Seeded
+from sordino.settings import parse_setting
 from sordino.studies import private_tuning
 from sordino.studies.grids import UNTUNED, preset
 from sordino.studies.statistics import mcnemar, pack, unpack
 from sordino.studies.tune import Case, tune, validated
 from sordino.training.batch import Trained, run_many
-from sordino.training.run import read
-from sordino.training.spec import RUN_KEYS, Spec, parse_setting
+from sordino.training.resolved import DataSource, ResolvedSpec, resolve
+from sordino.training.spec import RUN_KEYS, Spec
 
 PAPER = (
     "dp-fedgd",
@@ -60,17 +62,18 @@ class Contestant(NamedTuple):
     def values(self, base: dict[str, Any], epsilon: float) -> dict[str, Any]:
         """Of a run; a common option such as the clip goes to methods that have it and do not derive their own."""
         own = () if self.method in UNTUNED else entry(self.method).options
-        common = {key: value for key, value in base.items() if key in RUN_KEYS or key in own}
+        common = {key: value for key, value in base.items() if key in FREE_KEYS or key in own}
         return {**common, **self.options, "method": self.method, "epsilon": epsilon}
 
 
 OPTION_KEYS = {key for known in REGISTRY.values() for key in known.options}
+FREE_KEYS = {*RUN_KEYS, *(key for known in registry.REGISTRY.values() for key in known.options)}  # of no method
 
 
 def contestants(words: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
     """`paper`, `all` (what is proved of these in this setting), or names, with options as in dp-fedsofim:rho=1."""
-    if unknown := [key for key in base if key not in RUN_KEYS and key not in OPTION_KEYS]:
-        raise SordinoError(f"{unknown[0]}: no method has it.{nearest(unknown[0], [*RUN_KEYS, *OPTION_KEYS])}")
+    if unknown := [key for key in base if key not in FREE_KEYS and key not in OPTION_KEYS]:
+        raise SordinoError(f"{unknown[0]}: no method has it.{nearest(unknown[0], [*FREE_KEYS, *OPTION_KEYS])}")
     found: list[Contestant] = []
     for word in words:
         if word == "paper":
@@ -79,7 +82,9 @@ def contestants(words: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
             found += [each for each in map(_contestant, REGISTRY) if _proved(each.values(base, 1.0))]
         else:
             found.append(_contestant(word))
-            Spec.of(found[-1].values(base, 1.0)).plan((10,) * int(base.get("clients", 10)))  # a mistake shows here
+            resolve(Spec.of(found[-1].values(base, 1.0))).plan(
+                (10,) * int(base.get("clients", 10))
+            )  # a mistake shows here
     return list({each.label: each for each in found}.values())
 
 
@@ -96,7 +101,7 @@ def _contestant(text: str) -> Contestant:
 
 def _proved(values: dict[str, Any]) -> bool:
     try:
-        Spec.of(values).plan((10, 10))
+        resolve(Spec.of(values)).plan((10, 10))
     except SordinoError:
         return False
     return True
@@ -127,7 +132,7 @@ def settle(
         for epsilon in epsilons:
             cases.append((each, epsilon, Case({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
     open_ = [case for case in cases if case[2].grid]
-    dataset = validated(read(Spec.of(open_[0][2].values)), validation) if open_ else None
+    dataset = validated(resolve(Spec.of(open_[0][2].values)).read_data(), validation) if open_ else None
     found = tune([case for *_, case in open_], dataset, how=how, **search) if dataset else []
     settings = [
         {
@@ -226,13 +231,13 @@ def document(
     """Train all, and tell everything that a report needs. pairs: labels for McNemar's test, first seed only."""
     specs = [Spec.of(entrant.values) for entrant in entrants]
     trained = run_many(specs, device=device, tick=tick)
-    data: dict[tuple[Any, ...], Dataset] = {}
+    data: dict[DataSource, Dataset] = {}
     runs, partition = [], dict[str, list[list[int]]]()
     for entrant, spec, each in zip(entrants, specs, trained, strict=True):
-        key = (spec.data, each.spec.normalize, spec.public_stats, spec.split_seed)
+        key = each.resolved.source
         if key not in data:
-            data = {key: read(spec)}
-        client = _owners(each.spec, data[key])
+            data = {key: each.resolved.read_data()}
+        client = _owners(each.resolved, data[key])
         runs.append(_filed(entrant, spec, each, data[key], client))
         if str(spec.seed) not in partition:
             held = describe(data[key].y_train, client, len(data[key].classes))
@@ -240,7 +245,7 @@ def document(
     rounds = max(len(run["accuracy"]) for run in runs)
     first = next(iter(data.values()))
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
-    promise = {key: value for key, value in trained[0].spec.values().items() if key in PROMISE}
+    promise = {key: value for key, value in trained[0].resolved.spec.values().items() if key in PROMISE}
     return {
         "sordino": sordino.__version__,
         "command": command,
@@ -261,7 +266,7 @@ def document(
         },
         "tuning": tuning,
         # Of simulated clients only: these figures are private.
-        "partition": None if trained[0].spec.partition.startswith("by-") else partition,
+        "partition": None if trained[0].resolved.partition.by_site else partition,
         "runs": runs,
         "pairs": _pairs(runs, pairs, len(first.y_test)),
         "varied": _varied(entrants),
@@ -271,8 +276,8 @@ def document(
 PROMISE = ("unit", "adjacency", "trust", "delta", "divisor", "partition", "participation", "rounds", "clients")
 
 
-def _owners(whole: Spec, dataset: Dataset) -> np.ndarray:
-    return split(dataset, whole.partition, whole.clients, sizes=whole.sizes, seed=whole.split_seed)
+def _owners(run: ResolvedSpec, dataset: Dataset) -> np.ndarray:
+    return split(dataset, run.partition, run.clients, seed=run.source.split_seed)
 
 
 def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, client: np.ndarray) -> dict[str, Any]:
@@ -286,7 +291,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         plan,
         Seeded(spec.seed or 0),
         version=sordino.__version__,
-        spec_sha256=trained.spec.sha256(),
+        spec_sha256=trained.resolved.spec.sha256(),
         tested=len(dataset.y_test) if plan.privacy.unit is Unit.RECORD else None,
     )
     own = np.zeros(plan.clients)
@@ -299,12 +304,12 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         "group": entrant.group,
         "epsilon": finite(spec.epsilon),
         "seed": spec.seed,
-        "options": {key: value for key, value in trained.spec.options.items() if key in spec.options},
+        "options": {key: value for key, value in trained.resolved.options.items() if key in spec.options},
         "accuracy": [round(trained.scores[t], 6) for t in sorted(trained.scores)],
         "signal": [float(f"{value:.4g}") for value in trained.signal] or None,
         "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
         "per_class": [round(float(value), 4) for value in by_class],
-        "per_client": None if spec.partition.startswith("by-") else _per_client(trained, dataset, client),
+        "per_client": None if trained.resolved.partition.by_site else _per_client(trained, dataset, client),
         "client_epsilon": [finite(float(f"{value:.6g}")) for value in own],
         "correct": pack(right),
         "seconds": round(trained.seconds, 4),

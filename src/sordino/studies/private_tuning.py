@@ -26,8 +26,10 @@ from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.privacy.accounting import gaussian, selection
 from sordino.privacy.mechanisms.random import Address, source
+from sordino.privacy.participation import Participation, Sampling
 from sordino.studies.grids import Grid, product
 from sordino.training.batch import Trained, run_many
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 HOW = ("public", "count", "stopping")
@@ -58,23 +60,23 @@ def search(
     """
     if how not in HOW:
         raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, HOW)}")
-    base = Spec.of(values)
-    privacy, settings = base.privacy(), list(product(grid))
+    base = resolve(Spec.of(values))
+    privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:
         raise SordinoError("epsilon: a search that pays needs a budget; give a finite epsilon.")
     if how != "public" and privacy.unit is Unit.USER:
         raise SordinoError(
             "unit: a user's records would train and validate both, and pay twice; score by public data instead."
         )
-    if unknown := [key for key in grid if key not in entry(base.method).options]:
+    if unknown := [key for key in grid if key not in entry(base.method_name).options]:
         raise SordinoError(
             f"--grid: {unknown[0]} changes the run, not the method; a search that pays tries options only."
         )
-    if base.batch != "full":
+    if base.sampling != Sampling():
         raise SordinoError("batch: what k sampled runs cost together is not calibrated here; leave batch at full.")
-    if privacy.unit is Unit.USER and privacy.trust is Trust.TRUSTED_SERVER and base.participation != "full":
+    if privacy.unit is Unit.USER and privacy.trust is Trust.TRUSTED_SERVER and base.participation != Participation():
         raise SordinoError("participation: what k runs on secret cohorts cost together is not calibrated; use full.")
-    if base.client_epsilon:
+    if privacy.client_epsilon:
         raise SordinoError("client_epsilon: a search that pays knows one budget for all; leave it out.")
     if how == "stopping":
         settings, account, mu = _random(settings, privacy, mean, base.seed)
@@ -84,7 +86,8 @@ def search(
     # A run's own (epsilon, delta) at the same delta has exactly this mu.
     own = gaussian.epsilon(mu, privacy.delta)
     specs = [
-        Spec.of({**values, **options, "epsilon": own, "seed": _seed(base, i)}) for i, options in enumerate(settings)
+        Spec.of({**values, **options, "epsilon": own, "seed": _seed(base.seed, i)})
+        for i, options in enumerate(settings)
     ]
     noiseless = how == "stopping"  # how many runs there were is a secret
     trained = run_many(specs, dataset, device=device, at=(), tick=(lambda runs: None) if noiseless else tick)
@@ -109,9 +112,9 @@ def search(
     return Chosen(trained[best], settings[best], {**promise, **account})
 
 
-def _seed(base: Spec, number: int) -> int | None:
-    """Of one run: noise used twice would cancel in the difference of two runs."""
-    return None if base.seed is None else base.seed + 1000 * number
+def _seed(first: int | None, number: int) -> int | None:
+    """The seed of one run; two runs with the same noise would cancel it in their difference."""
+    return None if first is None else first + 1000 * number
 
 
 def _sentence(how: str, runs: int) -> str:

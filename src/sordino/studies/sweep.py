@@ -15,13 +15,15 @@ from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate, finite, of_runs
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import source
+from sordino.settings import parse_setting
 from sordino.studies import private_tuning
 from sordino.studies.compare import as_command
 from sordino.studies.grids import Grid, preset, product
 from sordino.studies.tune import Case, tune, validated
+from sordino.training.artifacts import save_model
 from sordino.training.batch import run_many
-from sordino.training.run import read, save_model
-from sordino.training.spec import Spec, parse_setting
+from sordino.training.resolved import resolve
+from sordino.training.spec import Spec
 
 SHOWN = 20
 Tick = Callable[[int], None]
@@ -71,7 +73,7 @@ def sweep(
         raise SordinoError(f"--seeds: {seeds} must be at least 1.")
     first = int(values.get("seed", 1))
     base = {**values, "seed": first, "split_seed": values.get("split_seed", 0)}
-    dataset = validated(read(Spec.of({**base, **next(product(grid))})), validation)
+    dataset = validated(resolve(Spec.of({**base, **next(product(grid))})).read_data(), validation)
     if how != "grid":
         if seeds > 1:
             raise SordinoError("--seeds: halving and optuna look at one seed; use --search grid, or leave it out.")
@@ -120,14 +122,17 @@ def paid(
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
     """A search within the one budget; with `out`, the chosen run's model, certificate and statement are kept there."""
-    base = Spec.of({**values, **next(product(grid))})
-    base.certifiable()
-    dataset = read(base)
+    base = resolve(Spec.of({**values, **next(product(grid))}))
+    base.check_certifiable()
+    dataset = base.read_data()
     if public is not None:
-        if Path(public).resolve() == Path(base.data).resolve():
+        if Path(public).resolve() == Path(base.source.name).resolve():
             raise SordinoError(f"--public: '{public}' is the private data; scores need records that anybody may see.")
         other = load(
-            public, label=base.label, public_stats=base.public_stats, normalize=base.resolved().normalize or "none"
+            public,
+            label=base.source.label,
+            public_stats=base.source.public_stats,
+            normalize=base.source.normalize,
         )
         if other.classes != dataset.classes or other.x_train.shape[1] != dataset.x_train.shape[1]:
             raise SordinoError(f"--public: '{public}' has other features or classes than the data; use the same ones.")
@@ -139,7 +144,7 @@ def paid(
         chosen.trained.plan,
         source(base.seed),
         version=sordino.__version__,
-        spec_sha256=chosen.trained.spec.sha256(),
+        spec_sha256=chosen.trained.resolved.spec.sha256(),
         tuning=chosen.account["sentence"],
         assumes=[chosen.account["assumes"]] if "assumes" in chosen.account else [],
     )
@@ -156,8 +161,10 @@ def paid(
     if out:
         (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
         (out / "statement.md").write_text(statement(cert), encoding="utf-8")
-        (out / "chosen.toml").write_text(chosen.trained.spec.toml(), encoding="utf-8")
-        save_model(out / "model.safetensors", chosen.trained.spec, dataset, chosen.trained.model, chosen.trained.theta)
+        (out / "chosen.toml").write_text(chosen.trained.resolved.spec.toml(), encoding="utf-8")
+        save_model(
+            out / "model.safetensors", chosen.trained.resolved, dataset, chosen.trained.model, chosen.trained.theta
+        )
     return {
         "sordino": sordino.__version__,
         "search": how,

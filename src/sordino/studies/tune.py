@@ -17,6 +17,7 @@ from sordino.data.splits import generator, hold_out
 from sordino.errors import SordinoError, nearest
 from sordino.studies.grids import Grid, product, size
 from sordino.training.batch import run_many
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 HOW = ("grid", "halving", "optuna")
@@ -98,7 +99,7 @@ def _scores(specs: Sequence[Spec], dataset: Dataset, device: str, stop: int | No
 
 def _rungs(cases: Sequence[dict[str, Any]]) -> Iterator[int | None]:
     """Rounds to train the survivors for; the noise is that of a whole run throughout."""
-    rounds = {Spec.of(values).resolved().rounds or 0 for values in cases}
+    rounds = {resolve(Spec.of(values)).rounds for values in cases}
     if len(rounds) > 1:
         raise SordinoError("search: halving needs all methods to have equally many rounds; set rounds.")
     (whole,) = rounds

@@ -1,16 +1,36 @@
-"""A run's directory: `public/` may be published, `private/` may not."""
+"""The files of a run: its folders and keys, checkpoints, timings and models.
+
+`public/` may be published, `private/` may not. A checkpoint is replaced in one step, so that a kill leaves the old one
+or the new one, and it is on disk before anything about its round is shown.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sordino import files
+from sordino.core import Tree
+from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
+from sordino.models import registry
+from sordino.models.pretrained import TRANSFORMERS
+from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.signing import RunKey
+from sordino.training.resolved import ResolvedSpec
+from sordino.tree import pack, unpack
+
+TIMINGS = "timings.jsonl"
 
 README = """public/   may be published. Its files are computed from the noised releases, from public settings, and from
           test records, which lie outside the guarantee: model, certificate, statement, metrics, curve, spec.
@@ -21,41 +41,41 @@ private/  must not be published, and only its owner can read it. It holds the ke
 """
 
 
-class Keys(NamedTuple):
-    """Of one run. `identity` keys every hash of the data; `sign` signs the certificate."""
+class RunKeys(NamedTuple):
+    """The secret keys of one run. `identity` keys every hash of the data; `sign` signs the certificate."""
 
     identity: bytes
     sign: RunKey
 
 
-class Place(NamedTuple):
-    """Where a run's files are. A folder without public/ and private/, such as a site's, holds all of them itself."""
+class RunFolder(NamedTuple):
+    """Where the files of a run are. A folder without public/ and private/, such as a site's, holds them all."""
 
     root: Path
     public: Path
     private: Path
 
     @staticmethod
-    def of(root: Path) -> Place:
-        return Place(root, root / "public", root / "private")
+    def of(root: Path) -> RunFolder:
+        return RunFolder(root, root / "public", root / "private")
 
     @staticmethod
-    def find(path: Path) -> Place:
+    def find(path: Path) -> RunFolder:
         """The run that a path belongs to: its directory, public/ or private/ in it, or a file of either."""
         folder = path if path.is_dir() else path.parent
         if (folder / "public").is_dir():
-            return Place.of(folder)
+            return RunFolder.of(folder)
         if folder.absolute().name in ("public", "private"):
-            return Place.of(folder.absolute().parent if folder.parent == folder else folder.parent)
-        return Place(folder, folder, folder)
+            return RunFolder.of(folder.absolute().parent if folder.parent == folder else folder.parent)
+        return RunFolder(folder, folder, folder)
 
     def named(self, path: Path, name: str) -> Path:
-        """The public file `name` of the run that `path` stands for: a directory, or another file of the run."""
+        """The public file `name` of the run that `path` is: a directory, or another file of the run."""
         other = path.is_file() and path.suffix != Path(name).suffix and (self.public / name).is_file()
         return self.public / name if path.is_dir() or other else path
 
     def make(self, spec: str, secret: str) -> None:
-        """A new run's directory: README.txt, the spec, what is secret in it, and fresh keys."""
+        """Create the directory: README.txt, the spec, its secret part, and fresh keys."""
         self.public.mkdir(parents=True)
         self.private.mkdir(mode=0o700)
         os.chmod(self.private, 0o700)
@@ -65,24 +85,167 @@ class Place(NamedTuple):
             f'identity = "{secrets.token_hex(32)}"  # keys every hash of the data\n'
             f'sign = "{secrets.token_hex(32)}"  # signs the certificate\n'
         )
-        self.keep("run.key", text)
+        self.write_private("run.key", text)
         if secret:
-            self.keep("secret.toml", secret)
+            self.write_private("secret.toml", secret)
         (self.public / "spec.toml").write_text(spec, encoding="utf-8")
 
-    def keep(self, name: str, text: str) -> None:
-        """A new private file."""
+    def write_private(self, name: str, text: str) -> None:
+        """Write a new private file."""
         files.create(self.private / name, text.encode())
 
-    def keys(self) -> Keys:
+    def keys(self) -> RunKeys:
+        """The keys of the run, from private/run.key."""
         path = self.private / "run.key"
         try:
-            found = dict(
-                re.findall(r'^(identity|sign) = "([0-9a-f]{64})"', path.read_text(encoding="utf-8"), re.MULTILINE)
-            )
-            return Keys(bytes.fromhex(found["identity"]), RunKey(bytes.fromhex(found["sign"])))
+            text = path.read_text(encoding="utf-8")
+            keys = dict(re.findall(r'^(identity|sign) = "([0-9a-f]{64})"', text, re.MULTILINE))
+            return RunKeys(bytes.fromhex(keys["identity"]), RunKey(bytes.fromhex(keys["sign"])))
         except (OSError, UnicodeDecodeError, KeyError):
             raise SordinoError(
-                f"resume: '{path}' is gone or damaged, and without it nobody can tell whether the data are those that "
-                "the run began with; start a new run."
+                f"resume: '{path}' is missing or damaged, and without it nobody can tell whether the data are those "
+                "that the run began with; start a new run."
             ) from None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out, because two would release a round twice. The lock ends with its process."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(files.lock(self.private / "lock", wait=False))
+            except BlockingIOError:
+                raise SordinoError(
+                    f"resume: another process is training in '{self.root}'; wait for it or stop it."
+                ) from None
+            yield
+
+    def level_times(self) -> None:
+        """Give all public files the time at which the run began, because other times tell how long it took, and the
+        same mode."""
+        first = (self.public / "spec.toml").stat()
+        for path in (*self.public.rglob("*"), self.public):
+            if path.is_file():
+                os.chmod(path, first.st_mode & 0o777)
+            os.utime(path, (first.st_mtime, first.st_mtime))
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Progress(NamedTuple):
+    """How far a run is: rounds done, the engine's checkpoint, the model handed out, and the metrics of each round."""
+
+    done: int
+    checkpoint: Tree
+    theta: Tensor | None
+    history: list[dict[str, Any]]
+
+
+def store(folder: RunFolder, identity: str, tree: Tree, metrics: dict[str, Any] | None) -> None:
+    """Replace the checkpoint in one step. tree: (the engine's checkpoint, theta), or () before the first round."""
+    # Durable: a power cut must not bring an older round back.
+    with files.replacing(folder.private / "checkpoint.npz") as temporary, open(temporary, "wb") as file:
+        np.savez(file, identity=identity, line=json.dumps(metrics), tree=np.frombuffer(pack(tree), np.uint8))
+
+
+def restore(folder: RunFolder, identity: str) -> Progress:
+    """How far the run is. Another spec or other data than those of the rounds done are refused, because the certificate
+    would describe noise that was not added."""
+    path, metrics = folder.private / "checkpoint.npz", folder.public / "metrics.jsonl"
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            known, last = str(archive["identity"]), json.loads(str(archive["line"]))
+            tree = unpack(archive["tree"].tobytes())
+        done = int(last["round"]) if last else 0
+        # A kill may fall between the checkpoint and its line, or inside the line: the checkpoint holds the last line.
+        lines = metrics.read_text().splitlines()[: done - 1] if done and metrics.exists() else []
+        history = [*map(json.loads, lines), last] if last else []
+    except Exception as error:  # a damaged archive fails in many ways
+        raise SordinoError(f"resume: '{path}' cannot be read ({error}); start a new run.") from None
+    if known != identity:
+        raise SordinoError(
+            f"resume: spec.toml or the data changed since round {done} of '{folder.root}'; start a new run."
+        )
+    if len(history) != done:
+        raise SordinoError(f"resume: '{metrics}' lacks some of the {done} rounds done; start a new run.")
+    model = tree[1] if done else None
+    return Progress(done, tree[0], model, history) if isinstance(model, Tensor) else Progress(0, tree, None, history)
+
+
+def add_timing(folder: RunFolder, done: int, seconds: float) -> None:
+    """Note how long the rounds took: privately, because that depends on the records."""
+    files.append(folder.private / TIMINGS, json.dumps({"round": done, "seconds": round(seconds, 6)}) + "\n")
+
+
+def total_seconds(folder: RunFolder) -> float:
+    """Seconds of all rounds so far."""
+    path, seconds = folder.private / TIMINGS, 0.0
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # a kill may have cut a line
+            seconds = float(json.loads(line)["seconds"])
+    return seconds
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+class SavedModel(NamedTuple):
+    """A model.safetensors: the model, its parameters, what its file says of it, and public mean and covariance."""
+
+    model: BuiltModel
+    theta: Tensor
+    about: dict[str, Any]
+    public: tuple[np.ndarray, np.ndarray] | None
+
+
+def save_model(path: Path, resolved: ResolvedSpec, dataset: Dataset, model: BuiltModel, theta: Tensor) -> None:
+    """Write theta, and what `load_model` needs to build the model and to prepare features as training did."""
+    from safetensors.torch import save_file
+
+    tensors = {"theta": theta.contiguous().cpu()}
+    if dataset.public is not None:
+        mean, cov = dataset.public
+        tensors |= {"public_mean": torch.from_numpy(mean), "public_cov": torch.from_numpy(cov)}
+    choice = resolved.model
+    about = {
+        "kind": str(getattr(model, "kind", choice.name)),
+        "spec": dataclasses.replace(resolved.spec, seed=None, schedule_seed=None).toml(),  # not who took part
+        "features": model.features,
+        "outputs": model.outputs,
+        "columns": dataset.features,
+        "classes": dataset.classes,
+        "normalize": resolved.source.normalize,
+        "method": resolved.method_name,
+        "model": {
+            "seed": choice.seed,
+            "bfloat16": choice.bfloat16,
+            "options": json.dumps(dict(choice.options)),
+        },
+    }
+    save_file(tensors, path, metadata={"sordino": json.dumps(about)})
+    if choice.name in TRANSFORMERS:  # adapters as other programs read them
+        from sordino.models import lora
+
+        lora.save_peft(path.with_name("adapter"), model, theta)
+
+
+def load_model(path: Path) -> SavedModel:
+    """Read a model.safetensors that `save_model` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise SordinoError(f"model: there is no file '{path}'; give the model.safetensors of a run.")
+    try:
+        with safe_open(path, framework="pt") as archive:
+            about = json.loads((archive.metadata() or {})["sordino"])
+            tensors = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
+        choice = about["model"]
+        options = json.loads(choice["options"])
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
+    autocast = torch.bfloat16 if choice["bfloat16"] else None
+    model = registry.build(
+        about["kind"], about["features"], len(about["classes"]), seed=choice["seed"], autocast=autocast, **options
+    )
+    public = (tensors["public_mean"].numpy(), tensors["public_cov"].numpy()) if "public_mean" in tensors else None
+    return SavedModel(model, tensors["theta"], about, public)

@@ -9,6 +9,12 @@ Gaussian mechanism,
 the second being Balle and Wang (2018), Theorem 8. It is exact: no bound is lost, and none is to be had below it.
 
 Every inverse is rounded towards more noise, so that what is calibrated here is never found overspent here.
+
+Example:
+    >>> from sordino import gaussian
+    >>> mu = gaussian.mu(epsilon=1.0, delta=1e-5)
+    >>> round(mu, 3), round(gaussian.epsilon(mu, 1e-5), 3)
+    (0.268, 1.0)
 """
 
 from __future__ import annotations

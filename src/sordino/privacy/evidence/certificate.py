@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SAFETY, Adjacency, Correlated, Divisor, Trust, Unit, carries
+from sordino.core import SAFETY, Adjacency, Divisor, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence.signing import code_sha256
+from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import EVERYONE
-from sordino.privacy.plan import Plan, continues_stream, unbounded_sampling
+from sordino.privacy.plan import Plan, continues_stream, plan_mechanism, unbounded_sampling
 from sordino.privacy.spending import Group
 
 FORMAT = 2
@@ -66,10 +67,30 @@ def certificate(
     assumes: Sequence[str] = (),
     tuning: str = "if settings were tried out on these data first, that is not paid for here",
 ) -> dict[str, Any]:
-    """Everything a reader needs to recompute the promise, after `done` rounds (default: all).
+    """Everything a reader needs to recompute the promise, after `done` rounds. `signing.signed` adds a signature.
 
-    `tested`: how many records the model was tested on. `names`: of the clients, where they have any. `doubts`: why it
-    is not certified, beside what the plan and the source tell. `signing.signed` adds a signature.
+    Args:
+        plan: What was released.
+        source: Where the noise came from; a seeded source is never certified.
+        version: The version of the package.
+        done: Rounds that took place; None: all.
+        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256: Ties to the files of the run.
+        doubts: Why it is not certified, beside what the plan and the source tell.
+        tested: How many records the model was tested on.
+        names: The clients' names, where they have any.
+        execution: How the run took place, in words.
+        assumes: Further assumptions of the guarantee.
+        tuning: What is known of settings that were tried out before.
+
+    Returns:
+        The certificate, ready for JSON.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=(100,) * 4, privacy=so.Privacy(epsilon=2.0))
+        >>> cert = certificate(plan, so.source(None), version=so.__version__)
+        >>> cert["certified"], round(cert["epsilon"], 3)
+        (True, 2.0)
     """
     groups = spending.groups(plan, done)
     own = [spending.epsilon_of(plan, group) for group in groups]
@@ -114,8 +135,9 @@ def certificate(
                 "calls": level.query.calls,
                 "joint": level.query.joint,
                 "semidefinite": level.query.psd,
-                "stream": isinstance(level.query.noise, Correlated),
-                "carried": carries(level.query.noise),
+                "mechanism": plan_mechanism(plan, level.query).name,
+                "stream": mechanism_of(level.query.noise).spans_rounds,
+                "carried": mechanism_of(level.query.noise).carried,
                 "step": level.step,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
@@ -176,7 +198,17 @@ def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
 
 
 def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
-    return [events.Release(**{**release, "sampler": Sampler(release["sampler"])}) for release in releases]
+    """The releases as a certificate lists them.
+
+    Raises:
+      SordinoError: it names a mechanism of which no account is known, or was written before mechanisms had names.
+    """
+    if any(release.get("integers") for release in releases):
+        raise SordinoError("certificate: releases of integers name their mechanism; write it anew.")
+    fields = ({key: release[key] for key in events.Release._fields if key in release} for release in releases)
+    listed = [events.Release(**{**each, "sampler": Sampler(each["sampler"])}) for each in fields]
+    events.mu(listed)
+    return listed
 
 
 def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:

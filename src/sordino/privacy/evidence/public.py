@@ -63,6 +63,7 @@ CERTIFICATE: Mapping[str, str] = {
     "queries[].calls": PLAN,
     "queries[].joint": PLAN,
     "queries[].semidefinite": PLAN,
+    "queries[].mechanism": PLAN,
     "queries[].stream": PLAN,
     "queries[].carried": PLAN,
     "queries[].step": PLAN,
@@ -82,7 +83,7 @@ CERTIFICATE: Mapping[str, str] = {
     "groups[].releases[].times": PLAN,
     "groups[].releases[].rate": PLAN,
     "groups[].releases[].sampler": PLAN,
-    "groups[].releases[].integers": PLAN,
+    "groups[].releases[].mechanism": PLAN,
     "secure": "Null where sums are not of integers.",
     "assumes": WORDS,
     "numerics": WORDS,
@@ -109,17 +110,17 @@ SPEC: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("clients", "partition", "sizes", "split_seed", "participation", "batch", "divisor", "model", "length"),
-            *("class_weights", "lora_rank", "lora_alpha", "lora_dropout", "method", "rounds", "dtype", "normalize"),
+            *("method", "rounds", "dtype", "normalize"),
             *("evaluate_every", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
             *("test_fraction", "public_data"),
         ),
         SETTING,
     ),
-    **dict.fromkeys(("data", "data_dir", "label", "public_stats", "weights"), NAMES),
+    **dict.fromkeys(("data", "data_dir", "label", "public_stats"), NAMES),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
-    "(option)": "An option of the method: a setting, chosen without looking at the data.",
+    "(option)": "An option of the method or of the model: a setting, or the name of a public file.",
 }
 MODEL: Mapping[str, str] = {
     "theta": RELEASED,
@@ -133,6 +134,9 @@ MODEL: Mapping[str, str] = {
     "sordino.classes": NAMES,
     "sordino.normalize": SETTING,
     "sordino.method": SETTING,
+    "sordino.model.seed": "Of the first parameters: a setting.",
+    "sordino.model.bfloat16": SETTING,
+    "sordino.model.options": SETTING,
 }
 FILES: Mapping[str, Mapping[str, str]] = {
     "certificate.json": CERTIFICATE,

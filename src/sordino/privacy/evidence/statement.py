@@ -9,7 +9,7 @@ from typing import Any
 from scipy.special import ndtr
 
 from sordino.core import Adjacency, Trust, Unit
-from sordino.privacy.accounting.events import tv_of
+from sordino.privacy.accounting.events import concentrated_guess
 from sordino.privacy.evidence.signing import fingerprint
 
 MOST_GROUPS = 20
@@ -50,13 +50,20 @@ United States published its 2020 Census redistricting data with a total ε of 19
 
 
 def statement(cert: Mapping[str, Any]) -> str:
-    """Return the statement of a certificate: a Markdown page for readers who do not know differential privacy.
-
-    It says what is protected, against whom, how strongly, what is not protected, what the model may be used for, and on
-    which assumptions that rests. The first line of its body says whether the run is certified.
+    """A certificate in words, for people who decide: who is protected, against whom, how well, and what is not
+    protected.
 
     Args:
-      cert: a certificate, as `certificate` returns it or as certificate.json holds it.
+        cert: What `certificate` returned, or the contents of certificate.json.
+
+    Returns:
+        One page of Markdown.
+
+    Example:
+        >>> import sordino as so
+        >>> plan = so.Plan(so.build("dp-fedgd"), rounds=5, sizes=(100,) * 4, privacy=so.Privacy(epsilon=2.0))
+        >>> print(statement(so.certificate(plan, so.source(None), version=so.__version__)).splitlines()[0])
+        # Privacy statement
     """
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     verdict = (
@@ -225,7 +232,8 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     elif unit is Unit.RECORD and cert["mu"] is not None:
         # Discrete noise has no exact bet: what concentrated DP proves of it, with k times the sensitivity.
         several = {
-            k: tv_of(k * cert["mu"]) if cert.get("secure") else float(ndtr(k * cert["mu"] / 2)) for k in (2, 5, 10)
+            k: concentrated_guess(k * cert["mu"]) if cert.get("secure") else float(ndtr(k * cert["mu"] / 2))
+            for k in (2, 5, 10)
         }
         bets = ", ".join(f"{_percent(part)} with {k} records" for k, part in several.items())
         lines.append(

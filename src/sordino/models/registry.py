@@ -1,0 +1,197 @@
+"""Models by name: how to build each one, and which options it accepts.
+
+A model is registered by a factory `factory(features, classes, *, …)`. Its keyword parameters are the options that a run
+may set, except `seed` (of the first parameters) and `autocast` (the type of the forward and backward passes), which the
+run decides. Factories raise `SordinoError` where features or classes do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import torch
+from sordino.models.pretrained import TRANSFORMERS
+from sordino.settings import Declared, declared, typed
+
+if TYPE_CHECKING:  # factories import what they build: names and options are known without torch
+    from sordino.models.linear import Linear
+    from sordino.models.torch_model import TorchModel
+
+BuiltModel: TypeAlias = "Linear | TorchModel"
+FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One registered model."""
+
+    factory: Callable[..., BuiltModel]
+    summary: str
+    reads: str = "numbers"  # what a row holds: numbers, an image, or the token ids of a text
+    network: bool = True  # a network rather than a linear model
+    shared_batch: bool = False  # whether several runs may train side by side
+
+    @cached_property
+    def options(self) -> dict[str, Declared]:
+        """The options that a run may set, with type and default."""
+        return declared(self.factory, skip=FIXED)
+
+    @cached_property
+    def accepts(self) -> frozenset[str]:
+        """Every parameter of the factory, `seed` and `autocast` included."""
+        return frozenset(declared(self.factory))
+
+
+REGISTRY: dict[str, ModelEntry] = {}
+
+
+def register(name: str, entry: ModelEntry) -> None:
+    """Add a model under a new name."""
+    if name in REGISTRY:
+        raise SordinoError(f"model: '{name}' is registered already; choose another name.")
+    REGISTRY[name] = entry
+
+
+def entry(name: str) -> ModelEntry:
+    """The registered model `name`."""
+    if name not in REGISTRY:
+        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, REGISTRY)}")
+    return REGISTRY[name]
+
+
+def build(
+    name: str, features: int, classes: int, *, seed: int = 0, autocast: torch.dtype | None = None, **options: Any
+) -> BuiltModel:
+    """A model by its name.
+
+    Args:
+      name: a key of `REGISTRY`; `auto` is softmax regression for classes and least squares for quantities.
+      features: numbers per record.
+      classes: number of classes; 0 where labels are quantities.
+      seed: fixes the first parameters of a network.
+      autocast: the type of a transformer's forward and backward passes.
+      options: those of the model, as `entry(name).options` lists them.
+
+    Returns:
+      The model, whose `size` is the length of its parameter vector.
+
+    Raises:
+      SordinoError: an unknown name or option, or features and classes that do not fit.
+
+    >>> build("softmax", 64, 10).size
+    650
+    """
+    known = entry(name)
+    for key, value in options.items():
+        if key not in known.options:
+            raise SordinoError(f"{key}: model {name} has no such option.{nearest(key, known.options)}")
+        options[key] = typed(key, value, known.options[key].annotation)
+    if autocast is not None and "autocast" not in known.accepts:
+        raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{name}'; use float32.")
+    decided = {"seed": seed, "autocast": autocast}
+    return known.factory(features, classes, **options, **{k: v for k, v in decided.items() if k in known.accepts})
+
+
+# ------------------------------------------------------------------------------------------------------ linear models
+
+
+def _linear(loss: str | None, features: int, classes: int, *, class_weights: tuple[float, ...] | None = None) -> Linear:
+    from sordino.models.linear import Linear, Loss
+
+    kind = Loss(loss) if loss else Loss.SOFTMAX if classes else Loss.SQUARES
+    if (kind is Loss.SQUARES) != (not classes):
+        raise SordinoError(f"model: {kind} does not fit labels that are {'classes' if classes else 'quantities'}.")
+    if kind is Loss.LOGISTIC and classes != 2:
+        raise SordinoError(f"model: logistic is for two classes, the data have {classes}; use softmax.")
+    weights = None
+    if class_weights is not None:
+        if len(class_weights) != classes:
+            raise SordinoError(
+                f"class_weights: {len(class_weights)} weights for {classes} classes; give one weight per class."
+            )
+        weights = torch.tensor(class_weights)
+    return Linear(features, classes if kind is Loss.SOFTMAX else 1, kind, class_weights=weights)
+
+
+def _add_linear(name: str, loss: str | None, summary: str) -> None:
+    register(name, ModelEntry(partial(_linear, loss), summary, network=False, shared_batch=True))
+
+
+_add_linear("auto", None, "softmax regression for classes, least squares for quantities")
+_add_linear("softmax", "softmax", "softmax regression")
+_add_linear("logistic", "logistic", "logistic regression for two classes")
+_add_linear("squares", "squares", "least squares, for labels that are quantities")
+
+
+# ----------------------------------------------------------------------------------------------------------- networks
+
+
+def _net(name: str, features: int, classes: int, *, seed: int = 0) -> TorchModel:
+    from sordino.models import nets
+
+    _needs_classes(name, classes)
+    if name != "mlp" and features not in nets.IMAGE_SHAPES:
+        raise SordinoError(
+            f"model: {name} reads images of 8 x 8, 28 x 28 or 32 x 32 x 3 numbers; these rows have {features}. "
+            "Use mlp, or a linear model."
+        )
+    return nets.build(name, features, classes, seed=seed)
+
+
+register("mlp", ModelEntry(partial(_net, "mlp"), "one hidden layer of 64 units"))
+register("cnn", ModelEntry(partial(_net, "cnn"), "two convolutions and two linear layers", "image"))
+register("resnet18-gn", ModelEntry(partial(_net, "resnet18-gn"), "ResNet-18 with group norm", "image"))
+
+
+# ------------------------------------------------------------------------------------------------------- transformers
+
+
+def _transformer(
+    name: str,
+    features: int,
+    classes: int,
+    *,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    weights: str | None = None,
+    lora_rank: int = 16,
+    lora_alpha: float = 32.0,
+    lora_dropout: float = 0.1,
+) -> TorchModel:
+    from sordino.models import transformers
+
+    _needs_classes(name, classes)
+    model = transformers.build(
+        name,
+        classes=classes,
+        weights=weights,
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        length=features,
+        seed=seed,
+        autocast=autocast,
+    )
+    model.seen(torch.zeros(1, features))  # raises where rows have another width
+    return model
+
+
+for _name, _kind in TRANSFORMERS.items():
+    register(
+        _name,
+        ModelEntry(
+            partial(_transformer, _name),
+            f"{_kind.model} with low-rank adapters",
+            "text" if _kind.text else "image",
+            shared_batch=True,
+        ),
+    )
+
+
+def _needs_classes(name: str, classes: int) -> None:
+    if not classes:
+        raise SordinoError(f"model: {name} predicts classes, and these labels are quantities; use squares or auto.")

@@ -1,0 +1,114 @@
+"""Settings as people write them: TOML files, `key=value` on the command line, and values checked by declared type."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sordino.errors import SordinoError
+
+_WORDS = {"str": "a text", "int": "a whole number", "bool": "true or false", "float": "a number"}
+
+
+class Declared(NamedTuple):
+    """One setting that a function takes: the annotation of its parameter, and its default."""
+
+    annotation: str
+    default: Any
+
+
+def declared(function: Callable[..., Any], skip: tuple[str, ...] = ()) -> dict[str, Declared]:
+    """The keyword parameters of a function as settings. Its module must postpone annotations.
+
+    >>> def build(features: int, *, width: int = 64): ...
+    >>> declared(build, skip=("features",))["width"].default
+    64
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        p.name: Declared(
+            p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation), p.default
+        )
+        for p in parameters
+        if p.name not in skip and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+
+
+def read_toml(path: str | Path, what: str = "spec") -> dict[str, Any]:
+    """The keys of a TOML file. Errors begin with `what`, the setting that named the file."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        raise SordinoError(f"{what}: there is no file '{path}'; check the path.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SordinoError(f"{what}: '{path}' is not TOML ({error}).") from None
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`key=value`. The value is read as TOML, or else as a plain text.
+
+    >>> parse_setting("lr=0.5")
+    ('lr', 0.5)
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise SordinoError(f"--set: '{text}' must have the form key=value, for example --set lr=0.5.")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def typed(key: str, value: Any, annotation: str, *, infinite: bool = False) -> Any:
+    """A setting as its declared type.
+
+    Args:
+      key: the setting, for errors.
+      value: as TOML or the command line gives it.
+      annotation: `str`, `int`, `float`, `bool`, `tuple[float, ...]`, `tuple[str, ...]` or `dict[…]`, with or without
+        `| None`. Where None is allowed, the text `none` means None.
+      infinite: whether an infinite number is allowed.
+
+    Raises:
+      SordinoError: the value does not have the type.
+
+    >>> typed("rounds", 70, "int | None")
+    70
+    """
+    wanted = annotation.replace(" | None", "")
+    if wanted != annotation and (value is None or value == "none"):
+        return None
+    if wanted == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if wanted == "bool" and isinstance(value, bool):
+        return value
+    if wanted == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if wanted == "float":
+        return _number(key, value, infinite)
+    if wanted.startswith("tuple[str") and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    if wanted.startswith("tuple[float") and isinstance(value, list | tuple):
+        return tuple(_number(key, part, infinite) for part in value)
+    if wanted.startswith("dict") and isinstance(value, dict):
+        return {str(k): v for k, v in value.items()}
+    lists = "a list of texts" if "str" in wanted else "a list of numbers"
+    kind = _WORDS.get(wanted, lists if wanted.startswith("tuple") else "a table")
+    raise SordinoError(f"{key}: {value!r} must be {kind}.")
+
+
+def _number(key: str, value: Any, infinite: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise SordinoError(f"{key}: {value!r} must be a number.")
+    try:
+        number = float(value)
+    except ValueError:
+        raise SordinoError(f"{key}: '{value}' must be a number.") from None
+    if math.isnan(number) or (math.isinf(number) and not infinite):
+        raise SordinoError(f"{key}: {number} must be a finite number.")
+    return number

@@ -1,0 +1,329 @@
+"""A spec resolved once: every setting decided, checked and typed. Nothing after this reads a `Spec` again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sordino.core import Divisor, Method, Privacy, Unit
+from sordino.data import catalog, glue, text
+from sordino.data.partition import Partition
+from sordino.data.readers import reader_of
+from sordino.data.sources import Dataset, load
+from sordino.data.synthetic import BUILT_IN
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import torch
+from sordino.methods import build, entry
+from sordino.models import registry
+from sordino.models.registry import BuiltModel
+from sordino.privacy.evidence.certificate import SECRET_SEED
+from sordino.privacy.participation import Participation, Sampling
+from sordino.privacy.plan import Plan
+from sordino.training.spec import Spec
+
+
+class DataSource(NamedTuple):
+    """Which records a run reads, and how they are prepared."""
+
+    name: str  # a data set's name, or a file's whole path
+    folder: str | None  # where published data sets are looked for first
+    label: str | None
+    test_fraction: float
+    split_seed: int
+    public_stats: str | None
+    normalize: str
+    length: int  # tokens per text
+    tokenizer: str
+    client_column: str | None
+    whole_clients: bool  # hold out whole clients for testing
+    benchmark: bool  # a built-in or published data set, which everybody may see
+    declared_public: bool  # by `public_data`
+
+    @property
+    def open(self) -> bool:
+        """Nothing about the records needs hiding."""
+        return self.benchmark or self.declared_public
+
+
+class ModelChoice(NamedTuple):
+    """What `registry.build` needs beside features and classes."""
+
+    name: str
+    options: Mapping[str, Any]
+    seed: int  # of the first parameters; public
+    bfloat16: bool  # in the forward and backward passes of a transformer
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.bfloat16 else None
+
+    @property
+    def entry(self) -> registry.ModelEntry:
+        return registry.entry(self.name)
+
+    def build(self, features: int, classes: int) -> BuiltModel:
+        """The model for records of this shape."""
+        return registry.build(
+            self.name, features, classes, seed=self.seed, autocast=self.autocast, **dict(self.options)
+        )
+
+
+@dataclass(frozen=True)
+class ResolvedSpec:
+    """What one run does. `spec` holds the same settings in writing, complete, for spec.toml and hashes."""
+
+    spec: Spec
+    source: DataSource
+    partition: Partition
+    clients: int | None
+    model: ModelChoice
+    method_name: str
+    options: Mapping[str, Any]  # of the method
+    rounds: int
+    privacy: Privacy
+    participation: Participation
+    sampling: Sampling
+    divisor: Divisor
+    noise: float | None
+    uncertified: bool
+    seed: int | None
+    schedule_seed: int
+    evaluate_every: int
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of records, sums and noise."""
+        return torch.float64 if self.spec.dtype == "float64" else torch.float32
+
+    @cached_property
+    def method(self) -> Method:
+        """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
+        return build(self.method_name, self.privacy.unit, **self.options)
+
+    @property
+    def noiseless(self) -> bool:
+        return self.privacy.epsilon == math.inf and self.noise is None
+
+    def plan(self, sizes: tuple[int, ...], client_epsilon: Mapping[int, float] | None = None) -> Plan:
+        """The plan for clients of these sizes. client_epsilon: requested by single clients, in place of the spec's."""
+        privacy = self.privacy
+        if client_epsilon is not None:
+            privacy = dataclasses.replace(privacy, client_epsilon=dict(client_epsilon))
+        return Plan(
+            self.method,
+            self.rounds,
+            sizes,
+            privacy,
+            self.participation,
+            self.divisor,
+            self.schedule_seed,
+            self.noise,
+            self.uncertified,
+            self.sampling,
+        )
+
+    def build_model(self, features: int, classes: int) -> BuiltModel:
+        """The model for records of this shape, checked against the method.
+
+        Args:
+          features: numbers per record.
+          classes: number of classes; 0 where labels are quantities.
+        """
+        if not classes and not self.model.entry.network and entry(self.method_name).normalize != "none":
+            raise SordinoError(
+                f"method: {self.method_name} derives its steps for classes, and these labels are quantities; use "
+                "another method, such as dp-fedgd."
+            )
+        reads_text = self.model.entry.reads == "text"
+        if reads_text and self.source.name not in glue.TASKS and not self.source.name.endswith(".npz"):
+            raise SordinoError(
+                f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
+            )
+        from sordino.engines.oracle import MATRICES
+
+        model = self.model.build(features, classes)
+        kinds = {query.kind for stage in self.method.stages for query in stage.queries} & set(MATRICES)
+        if lacking := [str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum")]:
+            raise SordinoError(
+                f"method: {self.method_name} asks for a {lacking[0]} matrix, which {self.model.name} cannot compute; "
+                "use a linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
+            )
+        return model
+
+    def read_data(self) -> Dataset:
+        """The records that the run names; sentences become token ids."""
+        source = self.source
+        if source.name in glue.TASKS:
+            if self.model.entry.reads != "text":
+                raise SordinoError(f"model: '{source.name}' is text; use a model that reads text, such as minilm-lora.")
+            return text.load(source.name, length=source.length, tokenizer=source.tokenizer, data_dir=source.folder)
+        return load(
+            source.name,
+            label=source.label,
+            client=source.client_column,
+            test_fraction=source.test_fraction,
+            seed=source.split_seed,
+            public_stats=source.public_stats,
+            normalize=source.normalize,
+            data_dir=source.folder,
+            whole_clients=source.whole_clients,
+        )
+
+    # --------------------------------------------------------------------------------------- for certificate and files
+
+    @property
+    def execution(self) -> str:
+        """Where the clients were; the statement begins with it."""
+        if self.source.benchmark:
+            return "simulation on benchmark data"
+        return "simulation on data declared public" if self.source.declared_public else "simulated on one machine"
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the certificate assumes beside what the plan assumes."""
+        facts = []
+        if self.source.public_stats:
+            facts.append("The statistics that features were centred and whitened by are public.")
+        if self.source.open and self.partition.reads_labels:
+            facts.append(
+                "Clients are simulated: their partition reads the labels of records that everybody may see, and their "
+                "sizes follow from it. The guarantee is for clients whose sizes are public and fixed."
+            )
+        if self.source.whole_clients:
+            facts.append(
+                "Test records are those of clients held out as a whole, or of a test part that the file brings, which "
+                "is taken to hold no record of a protected client."
+            )
+        return facts
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why nothing can be certified of this partition of these data; empty where something can."""
+        if self.source.open or not self.partition.reads_labels:
+            return []
+        return [
+            f"partition {self.partition.law} reads the labels of '{self.source.name}', so that the clients' sizes "
+            "depend on its records, where the guarantee takes them as public and fixed"
+        ]
+
+    def check_certifiable(self) -> None:
+        """Refuse a run that asks for a certificate where nothing can be certified."""
+        if self.doubts and not (self.uncertified or self.noiseless or self.seed is not None):
+            raise SordinoError(
+                f"partition: {self.doubts[0]}. Use partition = iid or by-column:NAME; or set public_data = true, if "
+                "everybody may see these records; or uncertified = true."
+            )
+
+    def published(self, plan: Plan) -> tuple[str, str]:
+        """(content of spec.toml, content of private/secret.toml).
+
+        Where who takes part is secret, the seed of the schedule must be unguessable, and it stays private.
+        """
+        if not plan.amplified or plan.schedule_seed < SECRET_SEED:
+            return self.spec.toml(), ""
+        public = dataclasses.replace(self.spec, schedule_seed=None)
+        return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
+
+
+def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
+    """Decide what the spec leaves open, and check and type everything else.
+
+    Raises:
+      SordinoError: names the key whose value does not fit.
+
+    >>> resolve(Spec.of({"method": "dp-fedgd"})).rounds
+    70
+    """
+    known, benchmark = entry(spec.method), _benchmark(spec.data)
+    is_open = benchmark or bool(spec.public_data)
+    law, colon, argument = (spec.partition or ("dirichlet" if is_open else "iid")).partition(":")
+    partition_text = law + colon + (_whole_path(argument) if law == "counts" else argument)
+    partition = Partition.parse(partition_text, spec.sizes)
+    seed = spec.seed if spec.seed is not None else secrets.randbits(126)
+    model_options = {key: option.default for key, option in registry.entry(spec.model).options.items()}
+    model_options |= spec.model_options
+    weights = model_options.get("weights")
+    if weights:
+        model_options["weights"] = str(Path(weights).resolve())
+    written = dataclasses.replace(
+        spec,
+        data=_whole_path(spec.data),
+        public_stats=spec.public_stats and _whole_path(spec.public_stats),
+        partition=partition_text,
+        clients=10 if spec.clients is None and not partition.brings_clients else spec.clients,
+        rounds=known.rounds if spec.rounds is None else spec.rounds,
+        normalize=known.normalize if spec.normalize is None else spec.normalize,
+        schedule_seed=spec.schedule_seed if spec.schedule_seed is not None else seed,
+        options={
+            key: _whole_path(value) if key == "public" and value else value
+            for key, value in {**known.options, **spec.options}.items()
+        },
+        model_options=model_options,
+    )
+    privacy = Privacy(spec.epsilon, spec.delta, spec.unit, spec.adjacency, spec.trust, _client_epsilon(spec))  # type: ignore[arg-type]
+    if spec.divisor not in list(Divisor):
+        raise SordinoError(f"divisor: '{spec.divisor}' is unknown.{nearest(spec.divisor, Divisor)}")
+    source = DataSource(
+        name=written.data,
+        folder=spec.data_dir,
+        label=spec.label,
+        test_fraction=spec.test_fraction,
+        split_seed=spec.split_seed,
+        public_stats=written.public_stats,
+        normalize=written.normalize or "none",
+        length=spec.length,
+        tokenizer=weights if weights and Path(weights).is_dir() else "minilm",
+        client_column=partition.column,
+        # At user level a test on some of a protected client's records would be a release that nobody pays for.
+        whole_clients=privacy.unit is Unit.USER and partition.by_site and not is_open,
+        benchmark=benchmark,
+        declared_public=bool(spec.public_data),
+    )
+    return ResolvedSpec(
+        spec=written,
+        source=source,
+        partition=partition,
+        clients=written.clients,
+        model=ModelChoice(spec.model, model_options, spec.split_seed, spec.dtype == "bfloat16"),
+        method_name=spec.method,
+        options=written.options,
+        rounds=written.rounds or 0,
+        privacy=privacy,
+        participation=Participation.parse(spec.participation),
+        sampling=Sampling.parse(spec.batch),
+        divisor=Divisor(spec.divisor),
+        noise=spec.noise,
+        uncertified=spec.uncertified,
+        seed=spec.seed,
+        schedule_seed=written.schedule_seed or 0,
+        evaluate_every=spec.evaluate_every,
+        device=device,
+    )
+
+
+def _benchmark(data: str) -> bool:
+    """Whether the data are a built-in or published set."""
+    name = re.split(r"[(:]", data, maxsplit=1)[0].strip()
+    return (name in BUILT_IN or data in catalog.NAMES) and reader_of(Path(data)) is None
+
+
+def _whole_path(name: str) -> str:
+    """A file's whole path, so that a run resumes from any directory; other sources as they are."""
+    return str(Path(name).resolve()) if Path(name).is_file() else name
+
+
+def _client_epsilon(spec: Spec) -> dict[int, float]:
+    try:
+        return {int(client): float(epsilon) for client, epsilon in spec.client_epsilon.items()}
+    except (TypeError, ValueError):
+        raise SordinoError(
+            "client_epsilon: must map client numbers to epsilons, for example client_epsilon = { 3 = 0.5 }."
+        ) from None

@@ -1,0 +1,183 @@
+"""A certificate checked by itself and against the files beside it: spec, ledger, model and metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sordino.errors import SordinoError
+from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbers_of, sizes_of
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.signing import code_sha256, sha256
+from sordino.privacy.evidence.verify import FOLLOWS, Verdict, verify
+from sordino.privacy.mechanisms.random import Noiseless, source
+from sordino.settings import read_toml
+from sordino.training.artifacts import RunFolder
+from sordino.training.resolved import ResolvedSpec, resolve
+from sordino.training.spec import Spec
+
+SIZE_PLACEHOLDER = 1_000_000  # records per client at user level, where no number in a certificate depends on them
+# How a federation's certificate is compared with its terms. `federation.terms`, which imports this module, sets it.
+AGAINST_TERMS: list[Callable[[dict[str, Any], Path], Iterator[str]]] = []
+
+
+def verify_run(path: Path, key: str | None = None) -> Verdict:
+    """Check a certificate, and compare it with the files beside it: the plan rebuilt from the spec, the ledger, the
+    model and the metrics.
+
+    Args:
+      path: the directory of a run, its public/, or a certificate.json.
+      key: the public key that must have signed it (`signing.known_keys`).
+    """
+    folder = RunFolder.find(path)
+    path = folder.named(path, "certificate.json")
+    cert = read_certificate(path)
+    verdict = verify(cert, key)
+    spec, ledger, against = folder.public / "spec.toml", folder.private / "ledger.db", _against_ledger
+    if "site" in cert and len(path.absolute().parents) > 2:  # a site's own: runs/RUN/certificate.json
+        ledger, against = path.absolute().parents[2] / "ledger.db", partial(_against_site, path.absolute().parent.name)
+    try:
+        for beside, compare in ((spec, partial(_against_spec, folder, verdict.gaps)), (ledger, against)):
+            if beside.is_file():
+                verdict.problems.extend(compare(cert, beside))
+            else:
+                verdict.gaps.append(f"{beside.name}, which is not beside it")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, SordinoError):
+            raise
+        raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
+    for field, name in (("model_sha256", "model.safetensors"), ("metrics_sha256", "metrics.jsonl")):
+        if not cert[field]:
+            verdict.gaps.append(f"{name}, whose hash the certificate does not hold")
+        elif not (folder.public / name).is_file():
+            verdict.gaps.append(f"{name}, which is not beside it")
+        elif sha256(folder.public / name) != cert[field]:
+            verdict.problems.append(f"{name} is not the one that the certificate names")
+    return verdict
+
+
+def read_certificate(path: Path) -> dict[str, Any]:
+    """The content of a certificate.json."""
+    try:
+        cert = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise SordinoError(f"certificate: there is no file '{path}'; check the path.") from None
+    except (ValueError, RecursionError) as error:
+        raise SordinoError(f"certificate: '{path}' is not JSON ({error}).") from None
+    if not isinstance(cert, dict):
+        raise SordinoError(f"certificate: '{path}' does not hold a certificate.")
+    return cert
+
+
+def _against_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any], path: Path) -> Iterator[str]:
+    """Compare with the certificate that a plan made from this spec has, number by number."""
+    if sha256(path) != cert["spec_sha256"]:
+        yield "spec.toml is not the one that the certificate names"
+    terms = path.with_name("terms.json")
+    if "data" not in read_toml(path):  # a federation's: every site has its own data
+        if not terms.is_file():
+            gaps.append("the plan of the federation, whose terms.json is not beside it")
+            return
+        if not AGAINST_TERMS:
+            gaps.append("the plan of the federation: import sordino.federation.terms to rebuild it")
+            return
+        yield from AGAINST_TERMS[0](cert, terms)
+        gaps[:] = [gap for gap in gaps if not gap.startswith(FOLLOWS)]
+        return
+    try:
+        resolved = _read_spec(folder, gaps, cert, path)
+        sizes = sizes_of(cert) or (SIZE_PLACEHOLDER,) * int(cert["clients"])
+        rebuilt = certificate(
+            resolved.plan(sizes),
+            Noiseless() if resolved.noiseless else source(resolved.seed),
+            version=cert["sordino"],
+            execution=resolved.execution,
+            assumes=resolved.assumptions,
+            doubts=resolved.doubts,
+        )
+    except SordinoError as error:
+        yield f"no plan follows from spec.toml ({error})"
+        return
+    yield from differences(cert, rebuilt)
+    gaps[:] = [gap for gap in gaps if not gap.startswith(FOLLOWS)]
+    if cert["code_sha256"] != code_sha256():
+        gaps.append(
+            f"the code: sordino {cert['sordino']} with other sources wrote the certificate, and this installation "
+            "rebuilt its numbers"
+        )
+
+
+def _read_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any], path: Path) -> ResolvedSpec:
+    """The run's spec, with its secret part where that is at hand."""
+    secret = folder.private / "secret.toml"
+    spec = Spec.of(read_toml(path) | (read_toml(secret) if secret.is_file() else {}))
+    hidden = cert["sampler"]["schedule"] == "secret" and not secret.is_file()
+    if hidden:
+        gaps.append("the seed of the schedule, which is secret: that it cannot be guessed")
+    if spec.schedule_seed is None:
+        spec = dataclasses.replace(spec, schedule_seed=SECRET_SEED if hidden else 0)
+    return resolve(spec)
+
+
+# Fields that other files determine, or that the reader knows: compared elsewhere, or not at all.
+NOT_REBUILT = ("sordino", "code_sha256", "spec_sha256", "model_sha256", "metrics_sha256", "ledger", "signature", "site")
+DATA_FACTS = ("client_names", "test_records")  # facts about the data
+
+
+def differences(cert: Mapping[str, Any], rebuilt: Mapping[str, Any]) -> Iterator[str]:
+    """Where the certificate differs from the one that its plan has: numbers by more than 1e-6 of themselves."""
+    for key in sorted({*cert, *rebuilt} - {*NOT_REBUILT, *DATA_FACTS}):
+        yield from _differ(key, cert.get(key, "nothing"), json.loads(json.dumps(rebuilt.get(key, "nothing"))))
+
+
+def _differ(where: str, claimed: Any, rebuilt: Any) -> Iterator[str]:
+    if isinstance(claimed, dict) and isinstance(rebuilt, dict) and claimed.keys() == rebuilt.keys():
+        for key in claimed:
+            yield from _differ(f"{where}.{key}", claimed[key], rebuilt[key])
+    elif isinstance(claimed, list) and isinstance(rebuilt, list) and len(claimed) == len(rebuilt):
+        for k, (a, b) in enumerate(zip(claimed, rebuilt, strict=True)):
+            yield from _differ(f"{where}[{k}]", a, b)
+    elif isinstance(claimed, int | float) and isinstance(rebuilt, int | float) and type(claimed) is not bool:
+        if not math.isclose(claimed, rebuilt, rel_tol=1e-6, abs_tol=1e-300):
+            yield f"{where}: the certificate says {claimed:.8g}, the plan of spec.toml gives {rebuilt:.8g}"
+    elif claimed != rebuilt:
+        yield f"{where}: the certificate says {_shown(claimed)}, the plan of spec.toml gives {_shown(rebuilt)}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 160 else text[:157] + "…"
+
+
+def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
+    """Compare with a site's ledger, which has one row per round: the releases of its group, and no others."""
+    with Ledger(path) as book:
+        yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
+        rows = [row for row in book.rows() if row.plan == run]
+    mine = next(g for g in cert["groups"] if cert["site"]["client"] in numbers_of(g["clients"], int(cert["clients"])))
+    for release in mine["releases"]:
+        charged = [row for row in rows if row.query == release["query"]]
+        if sum(row.times for row in charged) > release["times"]:
+            yield f"the ledger holds more releases of {release['query']} than the certificate"
+        if any(
+            abs(row.sensitivity / row.std / (release["sensitivity"] / release["std"]) - 1) > 1e-6 for row in charged
+        ):
+            yield f"the ledger holds other noise for {release['query']} than the certificate"
+    if {row.query for row in rows} - {release["query"] for release in mine["releases"]} - {"nothing"}:
+        yield "the ledger holds releases that the certificate does not name"
+
+
+def _against_ledger(cert: dict[str, Any], path: Path) -> Iterator[str]:
+    with Ledger(path) as book:
+        yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
+        paid = {(row.who, row.query): (row.sensitivity, row.std, row.times, row.rate) for row in book.rows()}
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            claimed = (release["sensitivity"], release["std"], release["times"], release["rate"])
+            if paid.get((f"clients {group['clients']}", release["query"])) != claimed:
+                yield f"the ledger does not hold what clients {group['clients']} released, according to the certificate"
