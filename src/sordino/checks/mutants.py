@@ -54,7 +54,7 @@ def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
     return _every(method, greedy), model
 
 
-def has_moods(method: Method, model: Any) -> tuple[Method, Any]:
+def adds_hidden_randomness(method: Method, model: Any) -> tuple[Method, Any]:
     """The server draws random numbers that are not in its state."""
     hidden = torch.Generator().manual_seed(0)
 
@@ -75,7 +75,7 @@ class TwoMemories(NamedTuple):
     unsaid: Tree
 
 
-def remembers_the_unsaid(method: Method, model: Any) -> tuple[Method, Any]:
+def stores_unnoised_message(method: Method, model: Any) -> tuple[Method, Any]:
     """Clients keep the message as it was before the engine noised it, in a corner of their own."""
 
     def change(stage: Stage) -> Stage:
@@ -110,12 +110,12 @@ def mixes_clients(method: Method, model: Any) -> tuple[Method, Any]:
     return _every(method, change), model
 
 
-def looks_around(method: Method, model: Any) -> tuple[Method, Any]:
+def scales_by_batch_maximum(method: Method, model: Any) -> tuple[Method, Any]:
     """The model scales by the largest entry it is handed, and the fast engine hands it several clients' at once."""
     return method, careless(model, lambda sums, shard, clip: sums(shard, clip) / shard.x.abs().max())
 
 
-def keeps_in_step(method: Method, model: Any) -> tuple[Method, Any]:
+def clips_all_shorter_if_one_is_long(method: Method, model: Any) -> tuple[Method, Any]:
     """One record far away, and all are cut a little shorter."""
 
     def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
@@ -139,17 +139,17 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 WRONG_TWINS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
     "sensitivity": (half_claimed, some_unclipped, mean_clipped),
-    "apart": (keeps_in_step,),
+    "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
-    "replay": (has_moods, remembers_the_unsaid),
-    "engines": (mixes_clients, looks_around, counts_axes),
+    "replay": (adds_hidden_randomness, stores_unnoised_message),
+    "engines": (mixes_clients, scales_by_batch_maximum, counts_axes),
 }
 
 
 def breaks(twin: Callable[..., Any], method: Method) -> bool:
     """A careless model harms no method whose finished messages are clipped; and users are served one by one, so that
     nothing can be mixed."""
-    if twin in (mixes_clients, looks_around):
+    if twin in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.USER
     if twin not in WRONG_TWINS["sensitivity"]:
         return True

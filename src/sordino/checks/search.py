@@ -128,7 +128,7 @@ def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Itera
 
 
 @dataclass(frozen=True)
-class World(Records):
+class ClientRecords(Records):
     """The data of the one client that is looked at. A record may be absent; the public size stays."""
 
     absent: int | None = None
@@ -165,7 +165,7 @@ class Search(NamedTuple):
 
         seen: dict[Any, tuple[dict[Call, Tensor], Tree]] = {}
 
-        def release(world: World, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
+        def release(world: ClientRecords, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
             """Made once: many a nudge leaves one world, or both, as they were."""
             key = world.absent, bits((world.x, world.y, scene.memory[client]))
             if key not in seen:
@@ -211,18 +211,18 @@ class Search(NamedTuple):
         mine = tree_map(lean, scene.memory[client])
         return scene._replace(memory=(*scene.memory[:client], mine, *scene.memory[client + 1 :]))
 
-    def worlds(self, pair: list[Tensor], row: int) -> tuple[World, World | None]:
+    def worlds(self, pair: list[Tensor], row: int) -> tuple[ClientRecords, ClientRecords | None]:
         x, y, other_x, other_y = pair
         ends = np.array([0, len(y)])
-        here = World(x, y, ends)
+        here = ClientRecords(x, y, ends)
         if self.unit is Unit.USER:
-            return here, None if self.adjacency is Adjacency.ADD_REMOVE else World(other_x, other_y, ends)
+            return here, None if self.adjacency is Adjacency.ADD_REMOVE else ClientRecords(other_x, other_y, ends)
         x, y = x.clone(), y.clone()
         if self.adjacency is Adjacency.ADD_REMOVE:
             x[row], y[row] = 0, 0  # as padding is: nothing of the record may be left, not even behind the mask
-            return here, World(x, y, ends, absent=row)
+            return here, ClientRecords(x, y, ends, absent=row)
         x[row], y[row] = other_x[row], other_y[row]
-        return here, World(x, y, ends)
+        return here, ClientRecords(x, y, ends)
 
     def nudged(self, pair: list[Tensor], row: int) -> list[Tensor]:
         """A record longer or shorter, turned, relabelled, mirrored in the other world (perhaps as a shorter one with a
@@ -251,7 +251,7 @@ class Search(NamedTuple):
 
 
 def _release(
-    model: core.Model, scene: Scene, i: int, past: dict[Call, Tensor], world: World, noise: Seeded | None = None
+    model: core.Model, scene: Scene, i: int, past: dict[Call, Tensor], world: ClientRecords, noise: Seeded | None = None
 ) -> tuple[dict[Call, Tensor], Tree]:
     """What client i would release, before its noise, and its message. Answers that are noised, it hears as they are on
     record; those that are not yet on it are put there (with `noise`, as they would be heard)."""

@@ -4,8 +4,8 @@ Two paths, chosen once per stage by tracing the local rule:
 
 - *fused*: every client sends its noised gradient at the broadcast theta and nothing else. Then the cohort is one
   matrix and a round is two matrix products, whatever the number of clients.
-- *batched*: anything else. Clients of like size are padded into a batch and the local rule runs once for all. At user
-  level clients are served one by one: what one holds must not decide the shapes in which others are computed.
+- *batched*: anything else. Clients of similar size are padded into a batch and the local rule runs once for all. At
+  user level clients are computed one by one, because the size of one must not decide the shapes used for others.
 
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
@@ -248,7 +248,7 @@ class BatchedClients:
         return self._whole if len(round_plan.cohort) == self.plan.clients else self._held(round_plan.cohort)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
-        """All at once, or at user level one by one: there a client's size is its own affair."""
+        """All clients in one batch; at user level one by one, because a client's size is private there."""
         return list(clients.reshape(-1, 1)) if self.plan.privacy.unit is Unit.USER else [clients]
 
     def _held(self, clients: np.ndarray) -> list[tuple[np.ndarray, Any]]:
@@ -303,7 +303,7 @@ class BatchedClients:
         return noised(total, noise, width, secret=self.secret).to(self.records.x)
 
     def _laid(self, numbers: np.ndarray) -> Tensor:
-        """On the device, once: to ask for the same again does not stop its queue."""
+        """The numbers on the device, copied once: a repeated copy would stall the device's queue."""
         key = numbers.tobytes()
         if key not in self._known:
             self._known[key] = torch.from_numpy(np.ascontiguousarray(numbers)).to(self.records.x.device)
@@ -318,13 +318,11 @@ class BatchedClients:
         query = round_plan.stage.queries[number]
         if not self._at_once(query):
             return self._draw(round_plan, number, 0, np.array([COHORT]), shape).summed(self.lead)
-        block, here = (
-            round_plan.t // NOISE_BLOCK,
-            (round_plan.t // NOISE_BLOCK, number, *shape),
-        )  # stages differ in shape
-        if self._ahead[0] != here:
+        block = round_plan.t // NOISE_BLOCK
+        key = (block, number, *shape)  # stages differ in shape
+        if self._ahead[0] != key:
             at = [Address(COHORT, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
-            self._ahead = here, self._counted(at, shape)
+            self._ahead = key, self._counted(at, shape)
         noise = self._ahead[1][round_plan.t % NOISE_BLOCK]
         return Draw.plain(noise if self.lead else noise[0])
 

@@ -32,8 +32,8 @@ class Public:
     def statistics(of: str | Path | Mapping[str, Any]) -> Public:
         """`second_moment`, or `mean` and `std` or `cov`, of public features: an .npz, or arrays by name."""
         try:
-            found = dict(np.load(of, allow_pickle=False) if isinstance(of, str | Path) else of)
-            part = {name: torch.as_tensor(array).double() for name, array in found.items()}
+            arrays = dict(np.load(of, allow_pickle=False) if isinstance(of, str | Path) else of)
+            part = {name: torch.as_tensor(array).double() for name, array in arrays.items()}
             if "second_moment" not in part:
                 variance = part["std"].square() if "std" in part else part["cov"].diag()
                 part["second_moment"] = part["mean"].square() + variance
@@ -41,7 +41,7 @@ class Public:
             needs = "give an .npz or a dict of arrays second_moment, or mean and std or cov, that anybody may see"
             raise SordinoError(f"public: no statistics ({type(error).__name__}: {error}); {needs}.") from None
         if (moments := part["second_moment"]).dim() != 1 or not (torch.isfinite(moments) & (moments >= 0)).all():
-            raise SordinoError("public: second moments must be a vector of finite numbers, 0 or more, one a feature.")
+            raise SordinoError("public: second moments must be a vector of finite numbers, 0 or more, one per feature.")
         return Public(moments)
 
     @staticmethod
@@ -118,7 +118,7 @@ def adadps(
     """
     check_decay("beta", beta)
     if not 1e-12 <= eps < math.inf:
-        raise SordinoError(f"eps: {eps} must lie in [1e-12, inf): it bounds 1 / A where public data are silent.")
+        raise SordinoError(f"eps: {eps} must lie in [1e-12, inf): it bounds 1 / A where the public gradient is zero.")
     if not isinstance(public, str | Public):
         raise SordinoError(
             f"public: {type(public).__name__} is not declared public; see Public.statistics, Public.records."

@@ -1,8 +1,8 @@
-"""DP-FedAdamW, and DP-LocalAdamW, which it mends: AdamW inside each client, every gradient of it noised.
+"""DP-FedAdamW and its simpler form DP-LocalAdamW: AdamW steps at each client, every gradient noised.
 
-Moments are made of noised gradients alone, so that sending them costs nothing. Clients of unlike sizes have unlike
-noise: its part of v is carried as b by v's own recursion, and is Phi (its weight divided out) where all are alike. What
-is sent of v and b are changes, so that a round to which few came changes them little.
+Moments are computed from noised gradients, so sending them costs nothing. Clients of different sizes add different
+noise: the noise's part of v is tracked as b, by the same recursion as v. Clients send the changes of v and b, so a
+round with few participants changes them little.
 """
 
 from __future__ import annotations

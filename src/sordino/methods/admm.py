@@ -1,11 +1,11 @@
-"""One pass of ADMM a round on the Newton system: what FedNew and its private forms share (DP-FedNew, PoPETs 2025).
+"""One ADMM pass per round on the Newton system, which FedNew and its private forms share (DP-FedNew, PoPETs 2025).
 
     v_i = g_i - lambda_i + rho y,   y_i = (H_i + (alpha + rho) I)^-1 v_i,   y = mean y_i,   theta <- theta - lr y
     lambda_i <- lambda_i + rho (y_i - y), with y_i as it was sent
 
 User level: y_i is clipped and noised. Record level: `shift` bounds how far one record moves y_i. The duals are hidden
 client state, so sums of messages depend on more than what was seen: proved against an untrusted server only, and under
-every trust model without duals. A client that was away updates its dual by the y it hears when it is back.
+every trust model without duals. A client that was absent updates its dual by the y it receives when it returns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sordino.lazy import Tensor, torch
 from sordino.rules.basic import zeros
 from sordino.rules.limits import LIMITS
 
-CAVEAT = "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false does without."
+CAVEAT = "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false avoids them."
 UNSOUND = "Rescaling by xi moves with the data without bound near |g| = limit; limit_by = projection is sound."
 FLOAT32_SLACK = 1e-6  # of the longest message: what float32 may add to a difference
 

@@ -17,7 +17,7 @@ from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 
 NOISE = ("per-step", "final")
-CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; counting them on sums promises too much."
+CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; what sums of messages hide is not proved."
 
 
 def local_steps(

@@ -1,6 +1,6 @@
 """Federated M-estimation under Gaussian DP: FedSGD, FedAvg, FedHybrid and FedNewton (arXiv 2605.18656).
 
-All releases are noised per client. FedSGD's is one linear query a round, so that sums hide as much as they do in
+All releases are noised per client. FedSGD releases one linear query per round, so sums hide as much as they do in
 DP-FedGD; local steps and the inverse of a client's own Hessian are not linear: proved against an untrusted server only.
 Hessians are positive semi-definite, so replacing a record moves their sum by sqrt(2) of the clip; their noise is
 symmetric, and eigenvalues that it pushed too low are raised to a floor, which is post-processing.

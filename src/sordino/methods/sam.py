@@ -1,7 +1,7 @@
 """DP-FedSAM: local steps along the gradient at the worst point nearby (sharpness-aware minimisation).
 
 Record level: both gradients of a step are about the same minibatch, both are noised and both are paid for, 2 K releases
-a round: the noise grows by the root of two. Without ascent (rho = 0) the first is not asked for. User level, the
+per round: the noise grows by the root of two. Without ascent (rho = 0) the first is not asked for. User level, the
 published form: local steps without noise, then the update is clipped as one vector (each of L tensors on its own would
 let a user reach clip sqrt(L)) and released once, so that there the second gradient is free.
 """

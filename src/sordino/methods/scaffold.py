@@ -1,8 +1,8 @@
 """DP-SCAFFOLD: local steps corrected by control variates, which live at the clients.
 
-Everything a client sends and remembers is a function of zeta = theta - y, which is made of noised gradients (record
+Everything a client sends and stores is a function of zeta = theta - y, which is made of noised gradients (record
 level) or noised itself (user level). The control variates are not released, so sums of messages depend on more than
-what was seen: proved against an untrusted server only. A warm start (one noised gradient a client) is a stage of one
+what was seen: proved against an untrusted server only. A warm start (one noised gradient per client) is a stage of one
 round and is paid for.
 """
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.audit import lower_bounds as statistics
-from sordino.checks.audit.observer import VICTIM, Attack, World, watched
+from sordino.checks.audit.observer import VICTIM, Attack, AttackedRecords, watched
 from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, Unit
 from sordino.engines.oracle import MATRICES
 from sordino.errors import SordinoError
@@ -430,7 +430,7 @@ def _claimed(plan: Plan) -> dict[tuple[int, int], float]:
 
 def _world(
     plan: Plan, first: tuple[Tensor, float], others: tuple[Tensor, float], alike: bool, dtype: torch.dtype
-) -> World:
+) -> AttackedRecords:
     """The victim holds `first` and copies of `others`; the other clients hold copies too where clients are `alike`,
     else small records of their own."""
     rows = [first, *[others] * (plan.sizes[VICTIM] - 1)]
@@ -440,14 +440,14 @@ def _world(
         rest, labels = others[0].expand_as(rest), torch.full_like(labels, others[1])
     x = torch.cat([torch.stack([x for x, _ in rows]), rest])
     y = torch.cat([x.new_tensor([y for _, y in rows]), labels])
-    return World(x.to(dtype), y.to(dtype), np.cumsum([0, *plan.sizes]))
+    return AttackedRecords(x.to(dtype), y.to(dtype), np.cumsum([0, *plan.sizes]))
 
 
-def _without_first(world: World) -> World:
+def _without_first(world: AttackedRecords) -> AttackedRecords:
     """The victim's first record is absent, and nothing of it is left behind the mask."""
     x, y, present = world.x.clone(), world.y.clone(), torch.ones(world.sizes[VICTIM], dtype=torch.float64)
     x[0], y[0], present[0] = 0, 0, 0
-    return World(x, y, world.starts, present)
+    return AttackedRecords(x, y, world.starts, present)
 
 
 def _crowded(plan: Plan, canaries: int, dtype: torch.dtype) -> Attack:
@@ -456,20 +456,20 @@ def _crowded(plan: Plan, canaries: int, dtype: torch.dtype) -> Attack:
     x[:canaries] = LONG_CANARY * torch.eye(canaries, dtype=dtype)
     y = torch.zeros(len(x), dtype=dtype)
     y[:canaries] = CANARY_LABEL
-    here = World(x, y, np.cumsum([0, *plan.sizes]))
+    here = AttackedRecords(x, y, np.cumsum([0, *plan.sizes]))
     there = _in_states(here, plan, torch.zeros(canaries, dtype=torch.bool))
     return Attack("crowd", plan, Linear(canaries, 1, Loss.SQUARES, bias=False), (there, here))
 
 
-def _in_states(here: World, plan: Plan, uniforms: Tensor) -> World:
+def _in_states(here: AttackedRecords, plan: Plan, uniforms: Tensor) -> AttackedRecords:
     """Canaries whose coin is 0 leave, or are mirrored."""
     x, y, count = here.x.clone(), here.y.clone(), len(uniforms)
     if plan.privacy.adjacency is Adjacency.REPLACE_ONE:
         y[:count] *= 2.0 * uniforms - 1
-        return World(x, y, here.starts)
+        return AttackedRecords(x, y, here.starts)
     x[:count] *= uniforms.unsqueeze(-1)
     y[:count] *= uniforms
-    return World(x, y, here.starts, uniforms.double())
+    return AttackedRecords(x, y, here.starts, uniforms.double())
 
 
 def _told(attack: Attack, uniforms: Tensor, source: Source, noise_factor: float) -> Tensor:

@@ -37,7 +37,7 @@ VICTIM = 0  # the client in whose data the worlds differ
 
 
 @dataclass(frozen=True)
-class World(Records):
+class AttackedRecords(Records):
     """A federation in which some of the victim's records may be absent; the sizes stay as declared."""
 
     present: Tensor | None = None  # 1 or 0 for each of the victim's records
@@ -65,7 +65,7 @@ class Attack(NamedTuple):
     name: str
     plan: Plan
     model: core.Model
-    worlds: tuple[World, World]
+    worlds: tuple[AttackedRecords, AttackedRecords]
     leaves: bool = False  # in world 0 the whole victim is gone: it sends noise alone
 
 
@@ -101,7 +101,7 @@ def watched(
     runs: int,
     noise_factor: float = 1.0,
     *,
-    records: World | None = None,
+    records: AttackedRecords | None = None,
 ) -> Watch:
     """Play `runs` runs of one world under observation, or of `records` that lie between the two."""
     watch, common = Watch(attack, world), Common(source.fresh(), runs, noise_factor)
