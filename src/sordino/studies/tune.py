@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.data.sources import Dataset, generator, hold_out
+from sordino.data.sources import Dataset
+from sordino.data.splits import generator, hold_out
 from sordino.errors import SordinoError, nearest
 from sordino.studies.grids import Grid, product, size
 from sordino.training.batch import run_many
