@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.cli.show import add_json, bar, check_json, command, console, emit
 from sordino.errors import SordinoError
 
 
@@ -101,21 +101,16 @@ def _shown(lines: Any, out: Path) -> Any:
             print(_sentence(line, rounds), file=sys.stderr, flush=True)
             yield line
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting link and sites", total=None, shown="")
+    with bar("starting link and sites") as progress:
         for line in lines:
             if line["what"] == "waiting":
-                progress.update(task, description=f"waiting for {', '.join(line['sites'])}")
+                progress.update(description=f"waiting for {', '.join(line['sites'])}")
             elif line["what"] == "begun":
-                progress.update(task, description=line["method"], total=line["rounds"], completed=line["start"])
+                progress.update(description=line["method"], total=line["rounds"], completed=line["start"])
             elif line["what"] == "round":
-                progress.update(task, completed=line["t"] + 1, shown=_score(line))
+                progress.update(completed=line["t"] + 1, shown=_score(line))
             elif line["what"] in ("refused", "abandoned", "missing"):
-                progress.console.print(f"{line['what']}: {line}", markup=False)
+                progress.print(_sentence(line, None))
             yield line
 
 
