@@ -48,7 +48,8 @@ from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label
 from sordino.privacy.evidence.signing import signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.privacy.mechanisms import random
-from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded, Source, grid_of
+from sordino.privacy.mechanisms.gaussian import grid_of
+from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded, Source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training import run as runs

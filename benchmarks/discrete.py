@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from provenance import provenance
-from sordino.privacy.accounting import gaussian
+from sordino.privacy.accounting import concentrated, gaussian
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
 
@@ -45,14 +45,14 @@ def speed(source: Source, variance: float) -> dict[str, Any]:
 def price(epsilon: float, delta: float) -> dict[str, Any]:
     """Of the same promise: epsilon found for a Gaussian that just keeps it, and the noise that it takes."""
     mu = gaussian.mu(epsilon, delta)
-    rho = discrete_gaussian.rho_of(epsilon, delta)
+    rho = concentrated.rho_of(epsilon, delta)
     return {
         "epsilon": epsilon,
         "delta": delta,
-        "epsilon_over_closed_form": discrete_gaussian.epsilon(mu**2 / 2, delta) / epsilon,
+        "epsilon_over_closed_form": concentrated.epsilon(mu**2 / 2, delta) / epsilon,
         "std_over_closed_form": mu / math.sqrt(2 * rho),
-        "epsilon_seconds": seconds(lambda: discrete_gaussian.epsilon(rho, delta, 10)),
-        "rho_seconds": seconds(lambda: discrete_gaussian.rho_of(epsilon, delta, 10)),
+        "epsilon_seconds": seconds(lambda: concentrated.epsilon(rho, delta, 10)),
+        "rho_seconds": seconds(lambda: concentrated.rho_of(epsilon, delta, 10)),
     }
 
 

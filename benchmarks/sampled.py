@@ -24,7 +24,7 @@ from dp_accounting import pld
 from provenance import provenance
 from sordino.core import Adjacency
 from sordino.privacy.accounting import subsampled
-from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 EPSILON, DELTA = 1.0, 1e-5
 RATES, TIMES = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0), (1, 100, 10_000, 100_000)
@@ -69,7 +69,7 @@ def timings() -> list[dict[str, Any]]:
 
         cold, found = seconds(ask)
         cached = statistics.median(seconds(ask)[0] for _ in range(5))
-        releases = [Sampled(rate, 1 / found, times, sampler)]
+        releases = [SampledGaussian(rate, 1 / found, times, sampler)]
         subsampled._epsilon.cache_clear()
         once, spent = seconds(lambda r=releases, a=adjacency: subsampled.epsilon(r, DELTA, a))
         row = {"rate": rate, "times": times, "adjacency": str(adjacency), "sampler": str(sampler)}
@@ -84,7 +84,7 @@ def peers() -> list[dict[str, Any]]:
     rows = []
     for (rate, mu, times, interval), adjacency in itertools.product(PEERS, Adjacency):
         own_s, own = seconds(
-            lambda r=rate, m=mu, t=times, a=adjacency: subsampled.epsilon([Sampled(r, m, t)], DELTA, a)
+            lambda r=rate, m=mu, t=times, a=adjacency: subsampled.epsilon([SampledGaussian(r, m, t)], DELTA, a)
         )
         their_s, theirs = seconds(
             lambda r=rate, m=mu, t=times, a=adjacency, i=interval: (
@@ -123,7 +123,9 @@ def whole_path() -> dict[str, Any]:
     rows = {}
     for adjacency in Adjacency:
         took, found = seconds(
-            lambda a=adjacency: subsampled.path([Sampled(0.016, 1.0, 1)], rounds[:, None], DELTA, a, 0.0 * rounds)
+            lambda a=adjacency: subsampled.path(
+                [SampledGaussian(0.016, 1.0, 1)], rounds[:, None], DELTA, a, 0.0 * rounds
+            )
         )
         rows[str(adjacency)] = {"rounds": len(rounds), "seconds": took, "last": float(found[-1])}
         print(f"path of {len(rounds)} rounds, {adjacency}: {took:.2f} s")

@@ -85,7 +85,7 @@ def one(case: str, clients: int) -> dict[str, Any]:
     cold = timed(lambda: calibration.query_noises(plan))
     again = made()
     cached = timed(lambda: (again.cohorts, calibration.query_noises(again)))
-    table, groups = timed(lambda: releases.participation_table(plan, 0)), timed(plan.groups)
+    table, groups = timed(lambda: releases.participation_table(plan, 0)), timed(lambda: spending.groups(plan))
     memory["plan"] = resident()
     seconds, begun = [], time.process_time()
     for _ in simulate.run(plan, model, records, Seeded(1)):

@@ -17,9 +17,10 @@ from sordino.core import Adjacency
 from sordino.data import catalog, fetch, glue
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
-from sordino.models.transformers import TRANSFORMERS, package_folder
+from sordino.models.pretrained import TRANSFORMERS
+from sordino.models.transformers import package_folder
 from sordino.privacy.accounting import subsampled
-from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 CLIP, GAMMA = 0.1, 0.5
 UNPRINTED = {"tau": 1e-8, "rho": 0.05, "strength": 1.0}  # AdamW's own; one of those tried; ours
@@ -207,7 +208,8 @@ def epsilon(
 ) -> float:
     """Of the client with fewest records. gradients: noised answers about one minibatch."""
     mu = math.sqrt(gradients) / (row.sigma if sigma is None else sigma)
-    return subsampled.epsilon([Sampled(row.rate, mu, releases, Sampler(sampler))], row.delta, Adjacency(adjacency))
+    sampled = SampledGaussian(row.rate, mu, releases, Sampler(sampler))
+    return subsampled.epsilon([sampled], row.delta, Adjacency(adjacency))
 
 
 ACCOUNTS = {  # by the words for them

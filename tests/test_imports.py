@@ -78,3 +78,73 @@ print(sordino.certificate(plan, sordino.source(1), version=sordino.__version__)[
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(2.0)
+
+
+# ------------------------------------------------------------------------------------------------- what stays light
+
+
+def imports(code: str, *words: str, env: dict[str, str] | None = None) -> set[str]:
+    """The top-level packages that a fresh interpreter has imported after `code`, whose output is thrown away."""
+    ending = "print('\\n'.join(sorted(n for n in sys.modules if '.' not in n)), file=sys.stderr)"
+    code = f"import contextlib, io, sys\nwith contextlib.redirect_stdout(io.StringIO()):\n    {code}\n{ending}"
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+MAIN = "from sordino.cli import main; status = main(sys.argv[1:]); assert status == 0, status"
+
+
+def test_importing_the_library_imports_nothing_heavy():
+    assert not imports("import sordino; dir(sordino)") & {"torch", "numpy", "scipy", "rich"}
+
+
+def test_a_public_name_is_imported_when_it_is_used():
+    assert "torch" not in imports("import sordino; sordino.Plan, sordino.build, sordino.gaussian")
+    assert "torch" in imports("import sordino; sordino.Linear")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a finished run: what verify and ledger read."""
+    out = tmp_path_factory.mktemp("light") / "run"
+    assert "torch" in imports(MAIN, "run", "--method", "dp-fedgd", "--set", "rounds=2", "--out", str(out))
+    return out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["methods"],
+        ["methods", "--json"],
+        ["privacy", "--epsilon", "1", "--rounds", "70", "--clients", "20"],
+        ["privacy", "--noise", "1", "--rounds", "200", "--records", "1000", "--batch", "16"],
+        ["verify", "RUN"],
+        ["ledger", "show", "RUN"],
+        ["ledger", "export", "RUN"],
+    ],
+    ids=" ".join,
+)
+def test_light_commands_do_without_torch(words, finished):
+    assert not imports(MAIN, *(word.replace("RUN", str(finished)) for word in words)) & {"torch", "sklearn", "pyarrow"}
+
+
+def test_help_does_without_torch_and_scipy():
+    code = "from sordino.cli import main\n    with contextlib.suppress(SystemExit): main(['--help'])"
+    assert not imports(code) & {"torch", "scipy", "rich"}
+
+
+def test_type_checkers_and_the_interpreter_find_the_same_names():
+    import sordino
+
+    tree = ast.parse((SRC / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    declared = {alias.name: node.module for node in guarded.body for alias in node.names}
+    assert declared == sordino._MODULE
+    assert set(sordino.__all__) == set(declared) - set(sordino._SKLEARN)
+    for name in sordino.__all__:
+        assert getattr(sordino, name) is not None
+    assert set(sordino.__all__) <= set(dir(sordino))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = sordino.nothing

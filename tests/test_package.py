@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LEFT_OUT = (".git", ".venv", "build", "runs", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis", "_build")
 
+MADE = ("docs/_build", "docs/_generated", "docs/reference", "docs/results/paper")  # by `make docs`
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
@@ -50,8 +52,8 @@ def test_the_wheel_holds_the_package_alone(built):
 def test_the_sdist_holds_tests_papers_and_pages(built):
     _, _, members = built
     for folder in ("tests", "papers", "benchmarks", "docs"):
-        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "_build" not in path.parts]
-        wanted = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+        files = [path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()]
+        wanted = {name for name in files if "__pycache__" not in name and not name.startswith(MADE)}
         assert wanted
         assert wanted <= members
     pages = {"CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "README.md"}

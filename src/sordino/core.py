@@ -194,13 +194,17 @@ class Kind(StrEnum):
 SAMPLED = (Kind.GRADIENT, Kind.COUNT)  # what is asked of minibatches, where a plan draws any; else of all records
 
 
+class Noise:
+    """A noise law, as a method declares it; `privacy.mechanisms.laws` has the mechanism that implements it."""
+
+
 @dataclass(frozen=True)
-class Independent:
+class Independent(Noise):
     """Fresh Gaussian noise for every release."""
 
 
 @dataclass(frozen=True)
-class Correlated:
+class Correlated(Noise):
     """Release t carries `decoder[t] @ z` for standard normals z, and is paid for as one release of `encoder @ x`.
 
     The released stream x + decoder @ z is a function of `encoder @ x + z` (decoder = encoder's inverse, or any
@@ -221,13 +225,8 @@ class Correlated:
         return float(np.sqrt((np.abs(self.encoder)[:, rounds].sum(1) ** 2).sum()))
 
 
-def carries(noise: object) -> bool:
-    """Does it carry noise from one round to the next?"""
-    return isinstance(noise, Correlated) and not noise.separate
-
-
 @dataclass(frozen=True)
-class Stream:
+class Stream(Noise):
     """Correlated noise whose factors follow from the number of rounds."""
 
     name: str
@@ -275,7 +274,7 @@ class Query:
     share: float | None = None
     psd: bool = False
     bound: Lemma | None = None
-    noise: Independent | Correlated | Stream | None = Independent()
+    noise: Noise | None = Independent()
     joint: int = 1
 
     def __post_init__(self) -> None:

@@ -15,7 +15,8 @@ from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration
-from sordino.privacy.mechanisms.random import GRID_BITS, Draw, Secure, Seeded
+from sordino.privacy.mechanisms.gaussian import GRID_BITS, Draw
+from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
 

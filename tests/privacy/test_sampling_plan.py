@@ -19,7 +19,7 @@ from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events, gaussian, subsampled
-from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 from sordino.privacy.evidence.certificate import certificate, listed
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Entry, Ledger
@@ -94,7 +94,7 @@ def own_account(found, i, *, slower=1.0):
             else:
                 whole += query.calls * (moved * query.sensitivity(promise.adjacency, promise.unit) / noise) ** 2
     law = Sampler(kind if hidden else found.sampling.kind)
-    parts = [Sampled(rate, mu, times, law) for (rate, mu), times in drawn.items()]
+    parts = [SampledGaussian(rate, mu, times, law) for (rate, mu), times in drawn.items()]
     return subsampled.epsilon(parts, promise.delta, promise.adjacency, math.sqrt(whole))
 
 
@@ -151,7 +151,7 @@ def test_a_semidefinite_message_has_terms_of_length_c():
     """A user's covariance against none at all, which is semidefinite too: the pair that the account must cover."""
     found = plan("dp-fedfc", who="poisson:0.05", epsilon=8.0, rounds=2, options={"covariance_share": 0.9}, **USER)
     first = spending.groups(found)[0].releases[0]
-    alone = subsampled.epsilon([Sampled(0.05, 1.0 / first.std, 1)], 1e-5, Adjacency.ADD_REMOVE)
+    alone = subsampled.epsilon([SampledGaussian(0.05, 1.0 / first.std, 1)], 1e-5, Adjacency.ADD_REMOVE)
     assert alone <= spending.epsilon(found) * (1 + 1e-3)
 
 
@@ -300,7 +300,9 @@ def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):
     assert together > max(alone)
     # One sampler's account with all others as if nothing had been sampled: here add-remove of the first.
     others = math.sqrt(sum(k.times * (k.sensitivity / k.std) ** 2 for k in kinds[1:]))
-    assert together <= subsampled.epsilon([Sampled(0.1, 1.0, 4)], 1e-5, Adjacency.ADD_REMOVE, others) * (1 + 1e-9)
+    assert together <= subsampled.epsilon([SampledGaussian(0.1, 1.0, 4)], 1e-5, Adjacency.ADD_REMOVE, others) * (
+        1 + 1e-9
+    )
     assert together < gaussian.epsilon(math.hypot(others, 2.0), 1e-5)
     with pytest.raises(SordinoError, match="sampler"):
         cost("crossed", entry(0.1, "fixed add-remove"))

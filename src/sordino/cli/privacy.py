@@ -9,7 +9,6 @@ from typing import Any
 from sordino.cli.show import add_json, check_json, command, console, emit, facts
 from sordino.core import Adjacency, Trust, Unit
 from sordino.errors import SordinoError
-from sordino.privacy import calibration, spending
 
 MOST_CLIENTS = 1_000_000
 SEEN = {
@@ -54,6 +53,7 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.core import Privacy
     from sordino.methods import build
+    from sordino.privacy import calibration, spending
     from sordino.privacy.accounting import events
     from sordino.privacy.participation import EVERYONE, Sampling
     from sordino.privacy.plan import Plan
@@ -97,6 +97,8 @@ def act(arguments: argparse.Namespace) -> int:
 
 
 def _tell(plan: Any, account: dict[str, Any]) -> None:
+    from sordino.privacy import spending
+
     privacy, epsilon = plan.privacy, account["epsilon"]
     mu = "" if spending.samples(plan) else f" (μ = {account['mu']:.4g})"
     rows = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from rich.console import Console
 
-    import sordino.federation.terms  # noqa: F401  # how a federation's certificate is rebuilt
-    from sordino.training.verify_run import verify_run
+    from sordino.training.verify_run import AGAINST_TERMS, verify_run
+
+    AGAINST_TERMS[:] = [_against_terms]
 
     with Console(stderr=True).status("recomputing the account"):  # seconds, where much was sampled
         verdict = verify_run(Path(arguments.certificate), arguments.key)
@@ -61,6 +63,13 @@ def act(arguments: argparse.Namespace) -> int:
         else:
             page.print(f"[bold green]holds[/]: {_whose(verdict)}")
     return 0 if not verdict.problems else 1
+
+
+def _against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
+    """How a federation's certificate is rebuilt: it needs torch, which other certificates do not."""
+    from sordino.federation.terms import against_terms
+
+    return against_terms(cert, path)
 
 
 def _whose(verdict: Any) -> str:

@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
+from sordino.core import SAFETY, SAMPLED, Batch, Facts, Kind, Query, Shard, Stage, Tree
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration
-from sordino.privacy.mechanisms import discrete_gaussian
-from sordino.privacy.mechanisms.random import Address, Draw, Source, draw, grid_of, settle
-from sordino.privacy.plan import Plan
+from sordino.privacy.mechanisms.gaussian import Draw, grid_of, settle
+from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, mechanism_of
+from sordino.privacy.mechanisms.random import Address, Source
+from sordino.privacy.plan import Plan, plan_mechanism
+from sordino.privacy.releases import QueryNoise
 from sordino.tree import leaves
 
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
@@ -45,11 +47,7 @@ def standard_noise(source: Source, query: Query, at: Address, first: int, shape:
     Returns:
         The draw.
     """
-    parts = [(1.0, at)]
-    if isinstance(query.noise, Correlated):
-        row = query.noise.decoder[at.round - first]
-        parts = [(row[j], at._replace(round=first, index=int(j))) for j in np.flatnonzero(row)]
-    z = draw(source, parts, shape)
+    z = mechanism_of(query.noise).standard_noise(source, at, first, shape)
     # Symmetric answers get symmetric noise: variance 1 on the diagonal and 1/2 off it is white in the Frobenius norm.
     return z.symmetric() if query.kind in MATRICES else z
 
@@ -280,21 +278,29 @@ def encode_integers(plan: Plan, round_plan: RoundPlan, i: int, message: Tree, so
     Raises:
         SordinoError: The message is not one vector of the plan's dimension.
     """
-    level = next(level for level in calibration.query_noises(plan) if level.stage == plan.stage_of(round_plan.t))
-    if not isinstance(message, Tensor) or plan.integers is None or tuple(message.shape) != (plan.integers.dimension,):
+    noise, mechanism = _integer_noise(plan, round_plan)
+    if not isinstance(message, Tensor) or tuple(message.shape) != (mechanism.integers.dimension,):
         raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
-    shape, at = (message.numel(),), Address(i, round_plan.t, level.number)
-    steps = 1 / (level.step * level.weight.max())
-    dither = source.uniform(at._replace(query=ROUNDING), shape)
-    integers = discrete_gaussian.encode(plan.weights[i] * message.double().numpy(), steps, dither)
-    integers += discrete_gaussian.draw(source, at, calibration.integer_variance(plan, level), shape)
-    return discrete_gaussian.modular(integers)
+    at = Address(i, round_plan.t, noise.number)
+    values, variance = plan.weights[i] * message.double().numpy(), calibration.integer_variance(plan, noise)
+    steps = 1 / (noise.step * noise.weight.max())
+    return mechanism.encode(values, steps, variance, source, at, at._replace(query=ROUNDING))
 
 
 def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tensor:
     """The aggregate, from the sum of integers modulo 2^32."""
-    level = next(level for level in calibration.query_noises(plan) if level.stage == plan.stage_of(round_plan.t))
-    return torch.from_numpy(discrete_gaussian.decode(total, 1 / (level.step * level.weight.max())))
+    noise, mechanism = _integer_noise(plan, round_plan)
+    return torch.from_numpy(mechanism.decode(total, 1 / (noise.step * noise.weight.max())))
+
+
+def _integer_noise(plan: Plan, round_plan: RoundPlan) -> tuple[QueryNoise, DiscreteGaussianNoise]:
+    """The noise of the stage's only noised query, and its mechanism."""
+    noises = calibration.query_noises(plan)
+    noise = next(noise for noise in noises if noise.stage == plan.stage_of(round_plan.t))
+    mechanism = plan_mechanism(plan, noise.query)
+    if not isinstance(mechanism, DiscreteGaussianNoise):
+        raise SordinoError("integers: the plan has none; set Plan.integers.")
+    return noise, mechanism
 
 
 def along(value: Tensor, axes: int) -> Tensor:

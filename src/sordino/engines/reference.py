@@ -27,7 +27,8 @@ from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_st
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Entry, Ledger
-from sordino.privacy.mechanisms.random import EVERYONE, Address, Draw, Source
+from sordino.privacy.mechanisms.gaussian import Draw
+from sordino.privacy.mechanisms.random import COHORT, Address, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import pack, tree_map, unpack
 
@@ -164,7 +165,7 @@ def noised_sum(
         noise = standard_noise(
             source,
             round_plan.stage.queries[k],
-            Address(EVERYONE, round_plan.t, k),
+            Address(COHORT, round_plan.t, k),
             round_plan.first,
             tuple(total.shape),
         )

@@ -36,7 +36,6 @@ from torch import Tensor
 from sordino.core import (
     SAMPLED,
     Broadcast,
-    Correlated,
     Kind,
     Model,
     Query,
@@ -45,7 +44,6 @@ from sordino.core import (
     Stage,
     Tree,
     Unit,
-    carries,
     keep,
     nothing,
 )
@@ -63,7 +61,9 @@ from sordino.engines.schedule import (
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
-from sordino.privacy.mechanisms.random import EVERYONE, Address, Counted, Draw, Source, counted, stack
+from sordino.privacy.mechanisms.gaussian import Draw, stack
+from sordino.privacy.mechanisms.laws import carries, mechanism_of
+from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted
 from sordino.privacy.plan import Plan
 from sordino.tree import tree_map
 
@@ -309,19 +309,19 @@ class BatchedClients:
         """Standard noise for a cohort's sum, runs (if any) x shape."""
         query = round_plan.stage.queries[number]
         if not self._at_once(query):
-            return self._draw(round_plan, number, 0, np.array([EVERYONE]), shape).summed(self.lead)
+            return self._draw(round_plan, number, 0, np.array([COHORT]), shape).summed(self.lead)
         block, here = (
             round_plan.t // NOISE_BLOCK,
             (round_plan.t // NOISE_BLOCK, number, *shape),
         )  # stages differ in shape
         if self._ahead[0] != here:
-            at = [Address(EVERYONE, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
+            at = [Address(COHORT, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
             self._ahead = here, self._counted(at, shape)
         noise = self._ahead[1][round_plan.t % NOISE_BLOCK]
         return Draw.plain(noise if self.lead else noise[0])
 
     def _at_once(self, query: Query) -> bool:
-        plain = not isinstance(query.noise, Correlated) and query.kind not in MATRICES
+        plain = mechanism_of(query.noise).is_plain and query.kind not in MATRICES
         return plain and all(isinstance(source, Counted) for source in self.sources)
 
     def _counted(self, at: list[Address], shape: tuple[int, ...]) -> Tensor:

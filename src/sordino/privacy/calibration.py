@@ -16,12 +16,13 @@ import math
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit, carries
+from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit
 from sordino.errors import SordinoError
-from sordino.privacy.accounting import events, gaussian, subsampled
+from sordino.privacy.accounting import events, subsampled
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
+from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.quantization import Integers
-from sordino.privacy.plan import Plan, memoised, noised_queries
+from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism
 from sordino.privacy.releases import QueryNoise, account_columns, release_counts, releases
 
 
@@ -39,7 +40,9 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
     for client, epsilon in plan.privacy.client_epsilon.items():
         epsilons[client] = epsilon
     distinct, which = np.unique(epsilons, return_inverse=True)
-    mu = np.array([_allowed_mu(plan, e, int(counts.sum())) for e in distinct])[which]
+    kinds = [plan_mechanism(plan, q).event for *_, q in queries]
+    may_fail = int(sum(count for kind, count in zip(kinds, counts, strict=True) if kind.may_fail))
+    mu = np.array([events.allowed_mu(kinds, e, plan.privacy.delta, may_fail) for e in distinct])[which]
     noises = []
     for (s, k, query), share, count in zip(queries, shares, counts, strict=True):
         # The schedule may leave a stage empty: nobody uses its noise, and it takes no budget.
@@ -128,13 +131,6 @@ def stage_facts(plan: Plan, stage: int) -> Facts:
 # --------------------------------------------------------------------------------------------------------- internals
 
 
-def _allowed_mu(plan: Plan, epsilon: float, count: int) -> float:
-    """mu of all releases together; for discrete noise what concentrated DP proves, rho = mu^2 / 2."""
-    if plan.integers is None:
-        return gaussian.mu(epsilon, plan.privacy.delta)
-    return math.sqrt(2 * discrete_gaussian.rho_of(epsilon, plan.privacy.delta, count)) * (1 - 1e-11)
-
-
 def _query_noise(
     plan: Plan, stage: int, number: int, query: Query, mu: np.ndarray, parts: float
 ) -> tuple[QueryNoise, np.ndarray]:
@@ -155,7 +151,8 @@ def _query_noise(
     divisor = divisor * plan.rates if query.kind in SAMPLED else divisor
     weight = plan.weights / divisor
     factor = release_counts(plan, stage, query)[1].max()
-    needed = np.zeros(plan.clients) if plan.noiseless else sensitivity * factor * np.sqrt(parts) / mu
+    mechanism = plan_mechanism(plan, query)
+    needed = np.zeros(plan.clients) if plan.noiseless else mechanism.std(sensitivity * factor * np.sqrt(parts), mu)
     std = (weight * needed).max() / weight if plan.only_sums_visible else needed
     if plan.noise is not None:  # the caller fixes the noise of a cohort's sum; its shape over clients stays
         shape = (weight * sensitivity).max() / weight if plan.only_sums_visible else sensitivity

@@ -21,22 +21,21 @@ import numpy as np
 from sordino.core import (
     SAMPLED,
     Adjacency,
-    Correlated,
     Divisor,
     Kind,
     Method,
     Privacy,
     Query,
     Stage,
-    Stream,
     Trust,
     Unit,
-    carries,
     nothing,
 )
 from sordino.errors import SordinoError, nearest
 from sordino.privacy.accounting import slots
 from sordino.privacy.mechanisms import quantization
+from sordino.privacy.mechanisms.laws import carries, mechanism_of
+from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.participation import EVERYONE, Participation, Sampling
 
@@ -126,7 +125,7 @@ class Plan:
         """
         if self.privacy.unit is not Unit.USER or self.privacy.trust is not Trust.TRUSTED_SERVER:
             return False
-        if any(isinstance(query.noise, Correlated) for stage in self.stages for query in stage.queries):
+        if any(mechanism_of(query.noise).spans_rounds for _, _, query in noised_queries(self)):
             return False
         fixed = self.participation.kind == "fixed" and self.privacy.adjacency is Adjacency.REPLACE_ONE
         return (fixed or self.participation.kind == "poisson") and self.participation.rate(self.clients) < 1
@@ -200,6 +199,12 @@ def noised_queries(plan: Plan) -> Iterator[tuple[int, int, Query]]:
                 yield s, k, query
 
 
+def plan_mechanism(plan: Plan, query: Query) -> Mechanism:
+    """The mechanism that noises the query's answers in this plan."""
+    mechanism = mechanism_of(query.noise)
+    return mechanism if plan.integers is None else mechanism.with_integers(plan.integers)
+
+
 def continues_stream(plan: Plan, t: int) -> bool:
     """Whether round t adds to a noise stream that an earlier round began, and needs the draws of that round."""
     stage = plan.stage_of(t)
@@ -213,7 +218,7 @@ def unbounded_sampling(plan: Plan) -> str:
     # At user level sizes are private, and must not decide what is refused.
     if plan.sampling.kind == EVERYONE or (plan.privacy.unit is Unit.RECORD and not (plan.rates < 1).any()):
         return ""
-    if any(q.bound is not None or isinstance(q.noise, Correlated | Stream) for q in queries):
+    if any(q.bound is not None or _spans_rounds(q) for q in queries):
         return f"{plan.method.name}'s bound or noise speaks of all of a client's records; leave batch at full."
     noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
     if noised and plan.sampling.kind == "fixed" and plan.privacy.adjacency is Adjacency.ADD_REMOVE:
@@ -286,6 +291,8 @@ def _check_proved(plan: Plan) -> None:
 def _check_integers(plan: Plan, integers: Integers) -> None:
     integers.honest(plan.clients)
     quantization.check(plan.method)
+    for _, _, query in noised_queries(plan):
+        plan_mechanism(plan, query)
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: integers are added up under secure-aggregation, not {plan.privacy.trust}.")
     if plan.participation.kind != EVERYONE:
@@ -309,7 +316,7 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
         raise SordinoError(f"{name}: a user moves an answer once a record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
-    streams = [q for q in stage.queries if isinstance(q.noise, Correlated | Stream)]
+    streams = [q for q in stage.queries if _spans_rounds(q)]
     if any(q.joint < 1 or q.calls % q.joint for q in stage.queries):
         raise SordinoError(f"{name}: a query's calls must be a multiple of those that share a minibatch (joint).")
     if any(q.calls != 1 for q in streams) or (streams and stage.local.prepare is not nothing):
@@ -317,20 +324,9 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
 
 
 def _over(stage: Stage, rounds: int) -> Stage:
-    queries = tuple(replace(q, noise=q.noise.over(rounds)) if isinstance(q.noise, Stream) else q for q in stage.queries)
-    for query in queries:
-        if isinstance(query.noise, Correlated):
-            _check_factors(query.noise, rounds)
-    return stage._replace(queries=queries)
+    queries = (q if q.noise is None else replace(q, noise=mechanism_of(q.noise).over(rounds)) for q in stage.queries)
+    return stage._replace(queries=tuple(queries))
 
 
-def _check_factors(noise: Correlated, rounds: int) -> None:
-    """The stream is a function of `encoder @ x + z`, and each release of what is known by then: else it is not paid."""
-    if min(noise.encoder.shape[1], len(noise.decoder)) < rounds:
-        raise SordinoError(f"rounds: the noise was factorised for {len(noise.decoder)} rounds, not {rounds}.")
-    encoder, decoder = noise.encoder[:, :rounds], noise.decoder[:rounds]
-    if not np.allclose(decoder @ encoder, np.eye(rounds), atol=1e-8):
-        raise SordinoError("noise: decoder @ encoder must be the identity, or the stream costs more than is counted.")
-    uses, holds = ((np.abs(factor) > 1e-9).astype(float) for factor in (decoder, encoder))
-    if np.triu(uses @ holds, 1).any():
-        raise SordinoError("noise: a release uses noise of rounds that come after it; make the factors causal.")
+def _spans_rounds(query: Query) -> bool:
+    return query.noise is not None and mechanism_of(query.noise).spans_rounds

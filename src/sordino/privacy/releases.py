@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Correlated, Query, Unit
+from sordino.core import SAMPLED, Adjacency, Query, Unit
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.participation import EVERYONE
-from sordino.privacy.plan import Plan, unbounded_sampling
+from sordino.privacy.plan import Plan, plan_mechanism, unbounded_sampling
 
 
 class QueryNoise(NamedTuple):
@@ -62,15 +63,16 @@ def participation_table(plan: Plan, stage: int, done: int | None = None) -> np.n
 
 def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Per client: the number of releases, and the factor by which correlated noise multiplies their sensitivity."""
-    if (plan.participation.kind == EVERYONE or plan.amplified) and not isinstance(query.noise, Correlated):
+    mechanism = mechanism_of(query.noise)
+    if (plan.participation.kind == EVERYONE or plan.amplified) and not mechanism.spans_rounds:
         before = sum(plan.stage_rounds[:stage])
         rounds = min(max((plan.rounds if done is None else done) - before, 0), plan.stage_rounds[stage])
         return np.full(plan.clients, rounds * query.calls), np.ones(plan.clients)
     table = participation_table(plan, stage, done)
-    if not isinstance(query.noise, Correlated):
+    if not mechanism.spans_rounds:
         return table.sum(0) * query.calls, np.ones(plan.clients)
     patterns, which = np.unique(table, axis=1, return_inverse=True)
-    factors = np.array([query.noise.sensitivity(np.flatnonzero(column)) for column in patterns.T])
+    factors = np.array([mechanism.sensitivity_factor(np.flatnonzero(column)) for column in patterns.T])
     return table.any(0).astype(int), factors[which.reshape(-1)]
 
 
@@ -81,8 +83,7 @@ def visible(plan: Plan, noise: QueryNoise) -> tuple[np.ndarray, np.ndarray]:
     heaviest = noise.weight.max()
     std = (noise.weight * noise.std).max() / heaviest
     sensitivity = noise.sensitivity * noise.weight / heaviest
-    if plan.integers is not None:
-        sensitivity = noise.step * plan.integers.rounded(sensitivity / noise.step)
+    sensitivity = plan_mechanism(plan, noise.query).visible_sensitivity(sensitivity, noise.step)
     return sensitivity, np.full(plan.clients, std)
 
 
@@ -124,7 +125,8 @@ def releases(plan: Plan, noises: Sequence[QueryNoise], account: np.ndarray) -> t
     for noise, (sensitivity, std, count, rate) in zip(noises, account.reshape(-1, 4), strict=True):
         if not count:
             continue
-        release = Release(noise.name, float(sensitivity), float(std), int(count), integers=plan.integers is not None)
+        event = plan_mechanism(plan, noise.query).event
+        release = Release(noise.name, float(sensitivity), float(std), int(count), mechanism=event.name)
         if rate < 1:
             release = release._replace(
                 sensitivity=float(sensitivity) * sampled_factor(plan, noise.query, sampler),
@@ -141,7 +143,7 @@ def mu_squared_of_round(plan: Plan, noise: QueryNoise, t: int) -> np.ndarray:
     sensitivity, std = visible(plan, noise)
     with np.errstate(divide="ignore"):
         ratio = (sensitivity / std) ** 2
-    if not isinstance(noise.query.noise, Correlated):
+    if not mechanism_of(noise.query.noise).spans_rounds:
         return np.asarray(ratio * noise.query.calls)
     before, after = (release_counts(plan, noise.stage, noise.query, done)[1] for done in (t, t + 1))
     return np.asarray(ratio * np.maximum(after**2 - before**2, 0))

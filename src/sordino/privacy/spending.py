@@ -8,10 +8,9 @@ import numpy as np
 
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.events import Release
-from sordino.privacy.accounting.subsampled import Sampled
+from sordino.privacy.accounting.subsampled import SampledGaussian
 from sordino.privacy.calibration import query_noises
-from sordino.privacy.mechanisms import discrete_gaussian
-from sordino.privacy.plan import Plan, memoised
+from sordino.privacy.plan import Plan, memoised, plan_mechanism
 from sordino.privacy.releases import (
     account_columns,
     mu_squared_of_round,
@@ -69,9 +68,8 @@ def epsilon_after(plan: Plan, t: int) -> float:
     if samples(plan):
         return float(_epsilon_path(plan)[t])
     squares = _mu_squared_path(plan)
-    if plan.integers is not None:
-        return discrete_gaussian.epsilon(float(squares[t]) / 2, plan.privacy.delta, t + 1)
-    return gaussian.epsilon(float(squares[t]) ** 0.5, plan.privacy.delta)
+    kinds = [plan_mechanism(plan, noise.query).event for noise in query_noises(plan)]
+    return events.epsilon_of_mu_squared(kinds, float(squares[t]), plan.privacy.delta, t + 1)
 
 
 def mu_after_each_round(plan: Plan) -> np.ndarray:
@@ -105,7 +103,7 @@ def _epsilon_path(plan: Plan) -> np.ndarray:
 
 
 def _group_path(plan: Plan, group: Group) -> np.ndarray:
-    sampled, counts, squares = list[Sampled](), list[np.ndarray](), np.zeros(plan.rounds)
+    sampled, counts, squares = list[SampledGaussian](), list[np.ndarray](), np.zeros(plan.rounds)
     noises = {noise.name: noise for noise in query_noises(plan)}
     for release in group.releases:
         noise = noises[release.query]

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sordino import files
 from sordino.core import Tree
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
-from sordino.models import lora, registry
+from sordino.lazy import Tensor, torch
+from sordino.models import registry
+from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.registry import BuiltModel
-from sordino.models.transformers import TRANSFORMERS
 from sordino.privacy.evidence.signing import RunKey
 from sordino.training.resolved import ResolvedSpec
 from sordino.tree import pack, unpack
@@ -218,12 +217,14 @@ def save_model(path: Path, resolved: ResolvedSpec, dataset: Dataset, model: Buil
         "method": resolved.method_name,
         "model": {
             "seed": choice.seed,
-            "bfloat16": choice.autocast is torch.bfloat16,
+            "bfloat16": choice.bfloat16,
             "options": json.dumps(dict(choice.options)),
         },
     }
     save_file(tensors, path, metadata={"sordino": json.dumps(about)})
     if choice.name in TRANSFORMERS:  # adapters as other programs read them
+        from sordino.models import lora
+
         lora.save_peft(path.with_name("adapter"), model, theta)
 
 

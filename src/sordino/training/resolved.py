@@ -12,14 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
 from sordino.data.sources import BUILT_IN, SUFFIXES, Dataset, load
-from sordino.engines.oracle import MATRICES
 from sordino.errors import SordinoError, nearest
+from sordino.lazy import torch
 from sordino.methods import build, entry
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
@@ -58,7 +56,11 @@ class ModelChoice(NamedTuple):
     name: str
     options: Mapping[str, Any]
     seed: int  # of the first parameters; public
-    autocast: torch.dtype | None
+    bfloat16: bool  # in the forward and backward passes of a transformer
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.bfloat16 else None
 
     @property
     def entry(self) -> registry.ModelEntry:
@@ -92,8 +94,12 @@ class ResolvedSpec:
     seed: int | None
     schedule_seed: int
     evaluate_every: int
-    dtype: torch.dtype  # of records, sums and noise
     device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of records, sums and noise."""
+        return torch.float64 if self.spec.dtype == "float64" else torch.float32
 
     @cached_property
     def method(self) -> Method:
@@ -139,6 +145,8 @@ class ResolvedSpec:
             raise SordinoError(
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )
+        from sordino.engines.oracle import MATRICES
+
         model = self.model.build(features, classes)
         kinds = {query.kind for stage in self.method.stages for query in stage.queries} & set(MATRICES)
         if lacking := [str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum")]:
@@ -282,9 +290,7 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
         source=source,
         partition=partition,
         clients=written.clients,
-        model=ModelChoice(
-            spec.model, model_options, spec.split_seed, torch.bfloat16 if spec.dtype == "bfloat16" else None
-        ),
+        model=ModelChoice(spec.model, model_options, spec.split_seed, spec.dtype == "bfloat16"),
         method_name=spec.method,
         options=written.options,
         rounds=written.rounds or 0,
@@ -297,7 +303,6 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
         seed=spec.seed,
         schedule_seed=written.schedule_seed or 0,
         evaluate_every=spec.evaluate_every,
-        dtype=torch.float64 if spec.dtype == "float64" else torch.float32,
         device=device,
     )
 

@@ -12,7 +12,7 @@ from sordino.core import Adjacency
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.events import Release
-from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 ADD, REPLACE = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE
 POISSON, FIXED = Sampler.POISSON, Sampler.FIXED
@@ -27,7 +27,7 @@ def release(sensitivity, std=1.0, times=5, rate=0.1, sampler=POISSON):
 def test_sampled_releases_are_counted_in_terms_of_a_sum(adjacency, terms):
     """A clip of 1 is a sensitivity of 1 or 2, and the same mu of one term."""
     found = events.epsilon([release(terms * 1.0, 1.3)], DELTA, adjacency)
-    assert found == subsampled.epsilon([Sampled(0.1, 1 / 1.3, 5, POISSON)], DELTA, adjacency)
+    assert found == subsampled.epsilon([SampledGaussian(0.1, 1 / 1.3, 5, POISSON)], DELTA, adjacency)
     assert found != events.epsilon([release(3 - terms, 1.3)], DELTA, adjacency)
 
 
@@ -37,7 +37,7 @@ def test_what_is_not_sampled_is_exact_and_a_rate_of_one_is_not_sampled():
     assert events.guess([whole], ADD) == pytest.approx(norm.cdf(0.75))
     assert events.split([whole], ADD) == ([], 1.5)
     drawn, mu = events.split([whole, release(2.0)], REPLACE)
-    assert (drawn, mu) == ([Sampled(0.1, 1.0, 5, POISSON)], 1.5)
+    assert (drawn, mu) == ([SampledGaussian(0.1, 1.0, 5, POISSON)], 1.5)
 
 
 def test_both_kinds_compose():
@@ -46,7 +46,7 @@ def test_both_kinds_compose():
     alone = [events.epsilon([r], DELTA, ADD) for r in (whole, part)]
     both = events.epsilon([whole, part], DELTA, ADD)
     assert max(alone) < both < gaussian.epsilon(events.mu([whole, part]), DELTA)
-    assert both == subsampled.epsilon([Sampled(0.1, 1.25, 20)], DELTA, ADD, gaussian_mu=1.0)
+    assert both == subsampled.epsilon([SampledGaussian(0.1, 1.25, 20)], DELTA, ADD, gaussian_mu=1.0)
 
 
 @pytest.mark.parametrize("std", [0.0, 1e-9])

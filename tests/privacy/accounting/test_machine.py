@@ -13,7 +13,7 @@ import pytest
 import sordino
 from sordino.core import Adjacency
 from sordino.privacy.accounting import double_double, gaussian, subsampled
-from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 ADD, REPLACE = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE
 
@@ -143,17 +143,17 @@ def test_a_power_is_a_repeated_convolution():
 
 # Epsilons of x86-64 (NumPy 2). Under NumPy 1.24 and SciPy 1.10 on aarch64 none differed by more than 4e-9, relatively.
 FIGURES = [
-    (Sampled(0.016, 1.0, 2000), REPLACE, 1e-5, 7.220201567074502),
-    (Sampled(0.016, 1.0, 200), ADD, 1e-5, 1.4763796997953593),
-    (Sampled(0.3, 0.5, 50), ADD, 1e-6, 6.103599538137691),
-    (Sampled(1e-4, 0.5, 100_000), ADD, 1e-5, 0.048694323854887825),
-    (Sampled(0.9, 0.3, 100), REPLACE, 1e-9, 45.99219437597305),
-    (Sampled(0.016, 1.0, 200, Sampler.FIXED), REPLACE, 1e-5, 15.640764087756516),
-    (Sampled(1e-4, 1.0, 300), ADD, 1e-12, 0.07975557351241497),  # from here on by double-double arithmetic
-    (Sampled(1e-4, 1.0, 10_000), REPLACE, 1e-12, 0.14715194854530958),
-    (Sampled(1e-6, 1.0, 10_000), ADD, 1e-12, 0.0008112911888315414),
-    (Sampled(1e-9, 3.0, 300), REPLACE, 1e-12, 0.03554817887962141),
-    (Sampled(1e-9, 24.985795698968722, 3), REPLACE, 1e-8, 0.0),  # a record is hardly ever sampled
+    (SampledGaussian(0.016, 1.0, 2000), REPLACE, 1e-5, 7.220201567074502),
+    (SampledGaussian(0.016, 1.0, 200), ADD, 1e-5, 1.4763796997953593),
+    (SampledGaussian(0.3, 0.5, 50), ADD, 1e-6, 6.103599538137691),
+    (SampledGaussian(1e-4, 0.5, 100_000), ADD, 1e-5, 0.048694323854887825),
+    (SampledGaussian(0.9, 0.3, 100), REPLACE, 1e-9, 45.99219437597305),
+    (SampledGaussian(0.016, 1.0, 200, Sampler.FIXED), REPLACE, 1e-5, 15.640764087756516),
+    (SampledGaussian(1e-4, 1.0, 300), ADD, 1e-12, 0.07975557351241497),  # from here on by double-double arithmetic
+    (SampledGaussian(1e-4, 1.0, 10_000), REPLACE, 1e-12, 0.14715194854530958),
+    (SampledGaussian(1e-6, 1.0, 10_000), ADD, 1e-12, 0.0008112911888315414),
+    (SampledGaussian(1e-9, 3.0, 300), REPLACE, 1e-12, 0.03554817887962141),
+    (SampledGaussian(1e-9, 24.985795698968722, 3), REPLACE, 1e-8, 0.0),  # a record is hardly ever sampled
 ]
 NAMES = [f"{release.rate:g}-{release.mu:.3g}-{release.times}-{adjacency}" for release, adjacency, *_ in FIGURES]
 
@@ -195,7 +195,7 @@ def test_the_bits_of_a_transform():
 
 
 def test_precise_arithmetic_agrees_where_float64_is_enough():
-    parts = (Sampled(0.05, 0.8, 40),)
+    parts = (SampledGaussian(0.05, 0.8, 40),)
     plain, precise = (subsampled._curve(parts, 0.2, "replace", 1e-6, precise=precise) for precise in (False, True))
     assert subsampled._epsilon_at(precise, 1e-6) == pytest.approx(subsampled._epsilon_at(plain, 1e-6), rel=1e-5)
     assert precise.lost.max() < 1e-9 * plain.lost.max()
@@ -205,21 +205,21 @@ def test_precise_arithmetic_agrees_where_float64_is_enough():
 def test_a_chance_below_delta_costs_nothing(adjacency):
     for rate, times, mu in ((1e-9, 3, 24.9), (1e-7, 90, 10.0)):
         ever = -math.expm1(times * math.log1p(-rate))
-        releases = [Sampled(rate, mu, times)]
+        releases = [SampledGaussian(rate, mu, times)]
         assert subsampled.epsilon(releases, 1.001 * ever, adjacency) == 0
         assert subsampled.delta(releases, 0.0, adjacency) <= ever * (1 + 1e-5)
         # Beside a Gaussian release, what is left of delta is that one's.
         both = subsampled.epsilon(releases, 2 * ever, adjacency, 0.5)
         assert gaussian.epsilon(0.5, 2 * ever) * (1 - 1e-9) <= both <= gaussian.epsilon(0.5, ever) * (1 + 1e-5)
     # With a chance above delta, and hardly any noise, the record shows: nothing is given away.
-    assert subsampled.epsilon([Sampled(1e-9, 20.0, 30)], 1e-8, adjacency) > 10
+    assert subsampled.epsilon([SampledGaussian(1e-9, 20.0, 30)], 1e-8, adjacency) > 10
 
 
 @pytest.mark.parametrize("way", ["remove", "replace"])
 def test_one_rare_release_by_quadrature(way):
     """A delta of 1e-12, where float64 alone overstated epsilon."""
     q, mu, delta = 1e-4, 1.0, 1e-12
-    found = subsampled._refined((Sampled(q, mu, 1),), 0.0, way, delta)
+    found = subsampled._refined((SampledGaussian(q, mu, 1),), 0.0, way, delta)
     x = np.linspace(0, mu + 14, 400_001)
 
     def divergence(epsilon):

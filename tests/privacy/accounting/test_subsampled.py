@@ -12,7 +12,7 @@ from sordino.core import Adjacency
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian, subsampled
 from sordino.privacy.accounting.slots import OVERFLOW
-from sordino.privacy.accounting.subsampled import Sampled, Sampler
+from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 ADD, REPLACE = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE
 POISSON, FIXED = Sampler.POISSON, Sampler.FIXED
@@ -61,7 +61,7 @@ def hockey_stick(q, mu, epsilon, way):
 
 @pytest.mark.parametrize(("sampler", "adjacency", "times", "epsilon", "digit"), PINNED)
 def test_pinned(sampler, adjacency, times, epsilon, digit):
-    found = subsampled.epsilon([Sampled(0.016, 1.0, times, sampler)], 1e-5, adjacency)
+    found = subsampled.epsilon([SampledGaussian(0.016, 1.0, times, sampler)], 1e-5, adjacency)
     assert abs(found - epsilon) <= 1.1 * digit + 1e-3 * epsilon
 
 
@@ -69,13 +69,13 @@ def test_pinned(sampler, adjacency, times, epsilon, digit):
 def test_halved_sigma_is_not_the_pinned_figure(sampler, adjacency, times, epsilon, digit):
     """What reading std/(2 clip) for std/clip, or the other way round, would give."""
     for factor in (0.5, 2.0):
-        found = subsampled.epsilon([Sampled(0.016, factor, times, sampler)], 1e-5, adjacency)
+        found = subsampled.epsilon([SampledGaussian(0.016, factor, times, sampler)], 1e-5, adjacency)
         assert abs(found - epsilon) > 0.2 * epsilon
 
 
 def test_one_direction_is_not_enough():
     """Removing a record costs more than adding one: an accountant of the latter alone misses the pinned figure."""
-    parts = (Sampled(0.016, 1.0, 200),)
+    parts = (SampledGaussian(0.016, 1.0, 200),)
     remove, add = (subsampled._refined(parts, 0.0, way, 1e-5 * (1 - OVERFLOW)) for way in ("remove", "add"))
     assert add < 0.9 * remove
     assert subsampled.epsilon(parts, 1e-5, ADD) == remove
@@ -88,12 +88,14 @@ def test_conventions_at_rate_one(adjacency):
     twice = 1 + (adjacency is REPLACE)
     exact = gaussian.epsilon(twice * mu * math.sqrt(times), delta)
     for sampler in Sampler:
-        assert subsampled.epsilon([Sampled(1.0, mu, times, sampler)], delta, adjacency) == exact
-    assert subsampled.delta([Sampled(1.0, mu, times)], exact, adjacency) == pytest.approx(delta, rel=1e-9)
+        assert subsampled.epsilon([SampledGaussian(1.0, mu, times, sampler)], delta, adjacency) == exact
+    assert subsampled.delta([SampledGaussian(1.0, mu, times)], exact, adjacency) == pytest.approx(delta, rel=1e-9)
     # A rate next to 1 is accounted on the grid, and must come out next to the closed form.
-    near = subsampled.epsilon([Sampled(1 - 1e-9, mu, times)], delta, adjacency)
+    near = subsampled.epsilon([SampledGaussian(1 - 1e-9, mu, times)], delta, adjacency)
     assert near == pytest.approx(exact, rel=1e-3)
-    assert pessimistic([Sampled(1.0, mu, times, POISSON)], delta, adjacency, 1e-4) == pytest.approx(exact, rel=5e-3)
+    assert pessimistic([SampledGaussian(1.0, mu, times, POISSON)], delta, adjacency, 1e-4) == pytest.approx(
+        exact, rel=5e-3
+    )
     if adjacency is REPLACE:
         loose = rdp.RdpAccountant(neighboring_relation=RELATION[REPLACE])
         event = dp.SampledWithoutReplacementDpEvent(10, 10, dp.GaussianDpEvent(1 / (2 * mu)))
@@ -109,7 +111,7 @@ def test_one_release_by_quadrature(q, mu, way):
         truth = hockey_stick(q, mu, epsilon, way)
         if truth < 1e-14:
             continue
-        found = subsampled._delta_at(subsampled._curve((Sampled(q, mu, 1),), 0.0, way, truth, epsilon), epsilon)
+        found = subsampled._delta_at(subsampled._curve((SampledGaussian(q, mu, 1),), 0.0, way, truth, epsilon), epsilon)
         assert truth * (1 - 1e-8) <= found <= truth * 1.005
 
 
@@ -118,25 +120,27 @@ def test_delta_of_one_release_by_quadrature(adjacency):
     for q, mu, epsilon in ((0.1, 1.0, 1.0), (0.5, 2.0, 5.0), (0.02, 1.5, 3.0)):
         ways = ("replace",) if adjacency is REPLACE else ("remove", "add")
         truth = max(hockey_stick(q, mu, epsilon, way) for way in ways)
-        found = subsampled.delta([Sampled(q, mu, 1)], epsilon, adjacency)
+        found = subsampled.delta([SampledGaussian(q, mu, 1)], epsilon, adjacency)
         assert truth * (1 - 1e-8) <= found <= truth * 1.005
-        assert epsilon * (1 - 1e-9) <= subsampled.epsilon([Sampled(q, mu, 1)], truth, adjacency) <= epsilon * 1.005
+        assert (
+            epsilon * (1 - 1e-9) <= subsampled.epsilon([SampledGaussian(q, mu, 1)], truth, adjacency) <= epsilon * 1.005
+        )
 
 
 # The interval is what dp-accounting needs for its own error to be well below one percent. It is itself an upper bound
 # by the same construction, so the truth lies at most T interval² (theta + 1) / 8 below it: under a part in a thousand.
 CASES = [
-    ([Sampled(1e-4, 0.5, 100_000)], 0.0, 1e-5, 2e-6),
-    ([Sampled(1e-4, 1 / 0.65283, 100)], 0.0, 1e-9, 1e-4),  # rare large losses
-    ([Sampled(0.5, 1.0, 10)], 0.0, 1e-5, 5e-4),
-    ([Sampled(0.5, 0.1, 10)], 0.0, 1e-9, 5e-5),
-    ([Sampled(0.01, 0.5, 1000)], 0.0, 1e-6, 5e-5),
-    ([Sampled(0.2, 0.2, 500)], 0.0, 1e-5, 1e-4),
-    ([Sampled(1e-3, 0.8, 10_000)], 0.0, 1e-8, 3e-5),
-    ([Sampled(0.016, 1.0, 2000)], 0.0, 1e-5, 1e-4),
-    ([Sampled(0.02, 0.8, 300), Sampled(0.1, 0.3, 50)], 0.0, 1e-5, 1e-4),
-    ([Sampled(0.01, 0.7, 400)], 0.3, 1e-6, 1e-4),
-    ([Sampled(0.05, 0.4, 100), Sampled(0.3, 0.1, 20)], 1.0, 1e-7, 1e-4),
+    ([SampledGaussian(1e-4, 0.5, 100_000)], 0.0, 1e-5, 2e-6),
+    ([SampledGaussian(1e-4, 1 / 0.65283, 100)], 0.0, 1e-9, 1e-4),  # rare large losses
+    ([SampledGaussian(0.5, 1.0, 10)], 0.0, 1e-5, 5e-4),
+    ([SampledGaussian(0.5, 0.1, 10)], 0.0, 1e-9, 5e-5),
+    ([SampledGaussian(0.01, 0.5, 1000)], 0.0, 1e-6, 5e-5),
+    ([SampledGaussian(0.2, 0.2, 500)], 0.0, 1e-5, 1e-4),
+    ([SampledGaussian(1e-3, 0.8, 10_000)], 0.0, 1e-8, 3e-5),
+    ([SampledGaussian(0.016, 1.0, 2000)], 0.0, 1e-5, 1e-4),
+    ([SampledGaussian(0.02, 0.8, 300), SampledGaussian(0.1, 0.3, 50)], 0.0, 1e-5, 1e-4),
+    ([SampledGaussian(0.01, 0.7, 400)], 0.3, 1e-6, 1e-4),
+    ([SampledGaussian(0.05, 0.4, 100), SampledGaussian(0.3, 0.1, 20)], 1.0, 1e-7, 1e-4),
 ]
 
 
@@ -152,10 +156,10 @@ def test_against_dp_accounting(releases, mu, delta, interval, adjacency):
 @pytest.mark.parametrize(("q", "times", "epsilon", "adjacency"), [(0.01, 500, 1.0, ADD), (0.1, 50, 3.0, REPLACE)])
 def test_multiplier_against_dp_accounting(q, times, epsilon, adjacency):
     found = subsampled.multiplier(q, times, epsilon, 1e-5, adjacency, POISSON)
-    assert subsampled.epsilon([Sampled(q, 1 / found, times)], 1e-5, adjacency) <= epsilon
+    assert subsampled.epsilon([SampledGaussian(q, 1 / found, times)], 1e-5, adjacency) <= epsilon
     interval = 1e-4
-    assert pessimistic([Sampled(q, 1 / (found * 1.005), times)], 1e-5, adjacency, interval) <= epsilon
-    assert pessimistic([Sampled(q, 1 / (found * 0.99), times)], 1e-5, adjacency, interval) > epsilon
+    assert pessimistic([SampledGaussian(q, 1 / (found * 1.005), times)], 1e-5, adjacency, interval) <= epsilon
+    assert pessimistic([SampledGaussian(q, 1 / (found * 0.99), times)], 1e-5, adjacency, interval) > epsilon
 
 
 @pytest.mark.parametrize(
@@ -165,12 +169,12 @@ def test_multiplier_against_dp_accounting(q, times, epsilon, adjacency):
 @pytest.mark.parametrize("adjacency", [ADD, REPLACE])
 def test_multiplier_at_the_ends(q, times, epsilon, delta, adjacency):
     found = subsampled.multiplier(q, times, epsilon, delta, adjacency, POISSON)
-    assert subsampled.epsilon([Sampled(q, 1 / found, times)], delta, adjacency) <= epsilon
-    assert subsampled.epsilon([Sampled(q, 1.002 / found, times)], delta, adjacency) > epsilon
+    assert subsampled.epsilon([SampledGaussian(q, 1 / found, times)], delta, adjacency) <= epsilon
+    assert subsampled.epsilon([SampledGaussian(q, 1.002 / found, times)], delta, adjacency) > epsilon
 
 
 def test_scale_covers_the_gaussian_part():
-    releases, mu = [Sampled(0.05, 1.0, 100), Sampled(0.2, 0.3, 10)], 0.8
+    releases, mu = [SampledGaussian(0.05, 1.0, 100), SampledGaussian(0.2, 0.3, 10)], 0.8
     for adjacency in (ADD, REPLACE):
         s = subsampled.scale(releases, 1.0, 1e-5, adjacency, mu)
 
@@ -179,13 +183,13 @@ def test_scale_covers_the_gaussian_part():
 
         assert spent(s) <= 1.0 < spent(s / 1.002)
     assert subsampled.scale([], 1.0, 1e-5, ADD, mu) == mu / gaussian.mu(1.0, 1e-5)
-    assert subsampled.scale([Sampled(1.0, 0.5, 16)], 1.0, 1e-5, REPLACE) == 4.0 / gaussian.mu(1.0, 1e-5)
+    assert subsampled.scale([SampledGaussian(1.0, 0.5, 16)], 1.0, 1e-5, REPLACE) == 4.0 / gaussian.mu(1.0, 1e-5)
 
 
 @pytest.mark.parametrize(("sampler", "adjacency"), [(POISSON, ADD), (POISSON, REPLACE), (FIXED, REPLACE)])
 def test_monotone(sampler, adjacency):
     def spent(q=0.05, mu=0.5, times=50, delta=1e-6):
-        return subsampled.epsilon([Sampled(q, mu, times, sampler)], delta, adjacency)
+        return subsampled.epsilon([SampledGaussian(q, mu, times, sampler)], delta, adjacency)
 
     for name, values in {
         "q": (0.001, 0.01, 0.1, 0.5, 0.9, 1.0),
@@ -206,23 +210,23 @@ def test_fixed_against_dp_accounting(q, mu, times, delta):
     accountant = rdp.RdpAccountant(orders=[*range(2, 24), *range(24, 120, 8)], neighboring_relation=RELATION[REPLACE])
     event = dp.SampledWithoutReplacementDpEvent(1000, round(1000 * q), dp.GaussianDpEvent(1 / (2 * mu)))
     other = accountant.compose(dp.SelfComposedDpEvent(event, times)).get_epsilon(delta)
-    releases = [Sampled(q, mu, times, FIXED)]
+    releases = [SampledGaussian(q, mu, times, FIXED)]
     found = subsampled.epsilon(releases, delta, REPLACE)
     assert other * 0.995 <= found <= other * (1 + 1e-5)
     assert subsampled.delta(releases, found, REPLACE) <= delta * (1 + 1e-9)
     # A Gaussian beside it costs something, and less than its own epsilon.
     assert found < subsampled.epsilon(releases, delta, REPLACE, 0.3) < found + gaussian.epsilon(0.3, delta) * 1.5
     # Poisson figures for fixed-size samples would be too low.
-    assert subsampled.epsilon([Sampled(q, mu, times)], delta, REPLACE) < 0.9 * found
+    assert subsampled.epsilon([SampledGaussian(q, mu, times)], delta, REPLACE) < 0.9 * found
 
 
 def test_fixed_is_never_worse_than_no_sampling():
-    full = subsampled.epsilon([Sampled(1.0, 0.2, 10, FIXED)], 1e-5, REPLACE)
-    assert subsampled.epsilon([Sampled(0.99, 0.2, 10, FIXED)], 1e-5, REPLACE) <= full
+    full = subsampled.epsilon([SampledGaussian(1.0, 0.2, 10, FIXED)], 1e-5, REPLACE)
+    assert subsampled.epsilon([SampledGaussian(0.99, 0.2, 10, FIXED)], 1e-5, REPLACE) <= full
 
 
 def test_path():
-    release = Sampled(0.02, 0.8, 1)
+    release = SampledGaussian(0.02, 0.8, 1)
     rounds = np.arange(1, 121)
     mus = 0.01 * np.sqrt(rounds)
     found = subsampled.path([release], 2 * rounds[:, None], 1e-5, REPLACE, mus)
@@ -236,17 +240,24 @@ def test_path():
 
 def test_refusals():
     with pytest.raises(SordinoError, match="no bound is known to us"):
-        subsampled.epsilon([Sampled(0.1, 1.0, 10, FIXED)], 1e-5, ADD)
+        subsampled.epsilon([SampledGaussian(0.1, 1.0, 10, FIXED)], 1e-5, ADD)
     with pytest.raises(SordinoError, match="do not compose"):
-        subsampled.epsilon([Sampled(0.1, 1.0, 10, FIXED), Sampled(0.1, 1.0, 10, POISSON)], 1e-5, REPLACE)
+        subsampled.epsilon(
+            [SampledGaussian(0.1, 1.0, 10, FIXED), SampledGaussian(0.1, 1.0, 10, POISSON)], 1e-5, REPLACE
+        )
     with pytest.raises(SordinoError, match="rate"):
-        subsampled.epsilon([Sampled(0.5, 1.0, 10, Sampler.FULL)], 1e-5, ADD)
-    for bad in (Sampled(0.0, 1.0, 1), Sampled(1.5, 1.0, 1), Sampled(0.5, -1.0, 1), Sampled(math.nan, 1.0, 1)):
+        subsampled.epsilon([SampledGaussian(0.5, 1.0, 10, Sampler.FULL)], 1e-5, ADD)
+    for bad in (
+        SampledGaussian(0.0, 1.0, 1),
+        SampledGaussian(1.5, 1.0, 1),
+        SampledGaussian(0.5, -1.0, 1),
+        SampledGaussian(math.nan, 1.0, 1),
+    ):
         with pytest.raises(SordinoError):
             subsampled.epsilon([bad], 1e-5, ADD)
     assert subsampled.epsilon([], 1e-5, ADD) == 0.0
-    assert subsampled.epsilon([Sampled(0.5, math.inf, 1)], 1e-5, ADD) == math.inf
-    assert subsampled.scale([Sampled(0.5, 1.0, 1)], math.inf, 1e-5, ADD) == 0.0
+    assert subsampled.epsilon([SampledGaussian(0.5, math.inf, 1)], 1e-5, ADD) == math.inf
+    assert subsampled.scale([SampledGaussian(0.5, 1.0, 1)], math.inf, 1e-5, ADD) == 0.0
 
 
 # -------------------------------------------------------------------------------------------------------- the cache

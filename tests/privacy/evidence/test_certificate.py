@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit, carries
+from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import calibration, spending
@@ -18,6 +18,7 @@ from sordino.privacy.evidence.certificate import certificate, ranges, sizes_of
 from sordino.privacy.evidence.signing import RunKey, fingerprint, of_site, signed
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import NOT_SIGNED, verify
+from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan

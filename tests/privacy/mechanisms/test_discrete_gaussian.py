@@ -12,18 +12,15 @@ from scipy.special import ndtr
 from scipy.stats import binom, chi2, kstest
 
 from sordino.errors import SordinoError
-from sordino.privacy.accounting import gaussian
+from sordino.privacy.accounting import concentrated, gaussian
+from sordino.privacy.accounting.concentrated import FAILURE, epsilon, rho, rho_of
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.discrete_gaussian import (
-    FAILURE,
     MODULUS,
     decode,
     draw,
     encode,
-    epsilon,
     modular,
-    rho,
-    rho_of,
     rounded,
     wraps,
 )
@@ -157,8 +154,8 @@ def test_a_sum_is_a_discrete_gaussian_to_half_of_tau(variance, terms):
     q = density(variance * terms, 25 * terms)
     near = np.abs(np.arange(p.size) - p.size // 2) <= 4 * math.sqrt(terms * variance) + 2
     worst = np.abs(np.log(p[near] / q[near])).max()
-    assert worst <= discrete_gaussian._tau(variance, terms) / 2
-    assert worst > discrete_gaussian._tau(variance, terms) / 100 or variance == 1.0, "of the right order"
+    assert worst <= concentrated._tau(variance, terms) / 2
+    assert worst > concentrated._tau(variance, terms) / 100 or variance == 1.0, "of the right order"
 
 
 def test_the_constant_ten_covers_the_proof():
@@ -174,7 +171,7 @@ def test_rho_of_vectors_and_its_ends():
     assert rho(2.0, 0.5, 1, 50) == pytest.approx(4 / 0.5 / 2)
     assert rho(0.0, 1.0, 3, 50) == 0
     assert math.isinf(rho(math.inf, 1.0, 3, 50))
-    assert discrete_gaussian._tau(0.3, 5000) == pytest.approx(
+    assert concentrated._tau(0.3, 5000) == pytest.approx(
         10 * sum(math.exp(-2 * math.pi**2 * 0.3 * k / (k + 1)) for k in range(1, 5000)), rel=1e-3
     )
     for variance, terms in ((0.2499, 2), (math.nan, 2), (2.0**61, 2), (1.0, 0), (1.0, 1.5)):

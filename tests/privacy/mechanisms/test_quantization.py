@@ -19,12 +19,12 @@ from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, spending
+from sordino.privacy.accounting import concentrated
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import verify
-from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.plan import Plan
@@ -184,7 +184,7 @@ def test_a_ledger_counts_discrete_and_gaussian_releases_together(tmp_path):
     rho = sum((e.sensitivity / e.std) ** 2 / 2 for t in range(plan.rounds) for e in charges(plan, 3, t, ""))
     rho += sum((e.sensitivity / e.std) ** 2 / 2 for t in range(paid) for e in charges(plain, 3, t, ""))
     assert 0 < paid < plain.rounds
-    assert spent == pytest.approx(discrete_gaussian.epsilon(rho, 1e-5, plan.rounds), rel=1e-9)
+    assert spent == pytest.approx(concentrated.epsilon(rho, 1e-5, plan.rounds), rel=1e-9)
     assert spent <= 2.15
 
 
@@ -215,7 +215,7 @@ def drop_marks(c):
     c["secure"] = None
     for group in c["groups"]:
         for release in group["releases"]:
-            release["integers"] = False
+            release["mechanism"] = "gaussian"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def drop_marks(c):
         lambda c: c["secure"].update(colluders=0, honest=3),
         lambda c: c["secure"].update(dimension=1),
         lambda c: c.update(trust="trusted-server"),
-        lambda c: [r.update(integers=False) for g in c["groups"] for r in g["releases"]],
+        lambda c: [r.update(mechanism="gaussian") for g in c["groups"] for r in g["releases"]],
         lambda c: [q.update(step=q["step"] * 1e6) for q in c["queries"]],
         lambda c: [r.update(std=2 * r["std"]) for g in c["groups"] for r in g["releases"]],
     ],

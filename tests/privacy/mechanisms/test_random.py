@@ -14,21 +14,9 @@ from scipy.special import ndtr, ndtri, ndtri_exp
 from scipy.stats import binomtest, chisquare, kstest
 
 from sordino.errors import SordinoError
-from sordino.privacy.mechanisms import random
-from sordino.privacy.mechanisms.random import (
-    ERROR,
-    EVERYONE,
-    Address,
-    Draw,
-    Noiseless,
-    Secure,
-    Seeded,
-    draw,
-    grid_of,
-    settle,
-    source,
-    stack,
-)
+from sordino.privacy.mechanisms import gaussian, normal_quantile, random
+from sordino.privacy.mechanisms.gaussian import Draw, draw, grid_of, settle, stack
+from sordino.privacy.mechanisms.random import COHORT, ERROR, Address, Noiseless, Secure, Seeded, source
 
 KEY = bytes(range(32))
 HERE = Address(client=3, round=5, query=1)
@@ -159,10 +147,10 @@ def test_scipys_quantiles_are_a_thousand_times_more_accurate_than_assumed():
 def test_the_upper_tail_is_enclosed():
     with mpmath.workprec(2000):
         for bits in (80, 144, 400, 1000):
-            low, high = random._root_of_two_pi(bits)
+            low, high = normal_quantile._root_of_two_pi(bits)
             assert low <= mpmath.sqrt(2 * mpmath.pi) * 2**bits <= high <= low + 2 + 64 * bits
             for x in (0, 1, 2**bits // 1000, 2**bits - 1, 3 * 2**bits + 12345, 9 * 2**bits, 20 * 2**bits):
-                low, high = random._upper_tail(x, bits, bits)
+                low, high = normal_quantile._upper_tail(x, bits, bits)
                 q = mpmath.erfc(mpmath.mpf(x) / 2**bits / mpmath.sqrt(2)) / 2 * mpmath.mpf(2) ** bits
                 assert low <= q <= high <= low + 3
 
@@ -369,7 +357,7 @@ def test_a_release_is_the_rounded_ideal_sum(releases, name, monkeypatch):
     assert torch.equal(settle(value, bad, grid), expected)
     assert torch.equal(settle(value, sloppy(noised, grid, 40.0), grid), expected)
     if value.numel() > 1:
-        monkeypatch.setattr(random, "_round_exactly", lambda value, terms, grid: round((value + 0.3 * grid) / grid))
+        monkeypatch.setattr(gaussian, "_round_exactly", lambda value, terms, grid: round((value + 0.3 * grid) / grid))
         assert not torch.equal(settle(value, bad, grid), expected), "the exact sum was needed"
         assert not torch.equal(settle(value, replace(bad, terms=None), grid), expected)
 
@@ -391,10 +379,10 @@ def test_a_sum_next_to_the_middle_is_rounded_the_right_way(monkeypatch):
     for value in (middle - noised.z, middle - noised.z + 1e-16, middle - noised.z - 1e-16):
         expected = rounded(value, [ideal(KEY, HERE, i) for i in range(size)], grid)
         calls = []
-        exactly = random._round_exactly
-        monkeypatch.setattr(random, "_round_exactly", lambda *a, c=calls, e=exactly: c.append(a) or e(*a))
+        exactly = gaussian._round_exactly
+        monkeypatch.setattr(gaussian, "_round_exactly", lambda *a, c=calls, e=exactly: c.append(a) or e(*a))
         assert torch.equal(settle(value, noised, grid), expected)
-        monkeypatch.setattr(random, "_round_exactly", exactly)
+        monkeypatch.setattr(gaussian, "_round_exactly", exactly)
         assert len(calls) == size
         ups = int((expected > middle).sum())
         assert 5 < ups < size - 5, "both ways"
@@ -427,21 +415,21 @@ def test_intervals_are_narrowed_until_they_decide():
             return Fraction(-1, 10**words), Fraction(3, 10**words)
 
     slow = Slow()
-    terms = [random.Term(Fraction(-1), slow, HERE, 0)]
-    assert random._round_exactly(0.499755859375, terms, 1.0) == 0
+    terms = [gaussian.Term(Fraction(-1), slow, HERE, 0)]
+    assert gaussian._round_exactly(0.499755859375, terms, 1.0) == 0
     assert slow.asked == [1, 2, 3, 4]
     slow.asked.clear()
-    apart = [random.Term(Fraction(1), slow, HERE, 0), random.Term(Fraction(-1), slow, HERE, 1)]
-    assert random._round_exactly(0.499755859375, apart, 1.0) == 0
+    apart = [gaussian.Term(Fraction(1), slow, HERE, 0), gaussian.Term(Fraction(-1), slow, HERE, 1)]
+    assert gaussian._round_exactly(0.499755859375, apart, 1.0) == 0
     assert slow.asked == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5], "of opposite signs: both widths count"
-    both = [random.Term(Fraction(1), slow, HERE, 0), random.Term(Fraction(-1), slow, HERE, 0)]
-    assert random._round_exactly(2.5, both, 1.0) == 3, "terms that cancel leave nothing to wait for"
+    both = [gaussian.Term(Fraction(1), slow, HERE, 0), gaussian.Term(Fraction(-1), slow, HERE, 0)]
+    assert gaussian._round_exactly(2.5, both, 1.0) == 3, "terms that cancel leave nothing to wait for"
 
 
 def test_the_exact_sum_is_rarely_needed(monkeypatch):
     calls = []
-    exactly = random._round_exactly
-    monkeypatch.setattr(random, "_round_exactly", lambda *a: calls.append(a) or exactly(*a))
+    exactly = gaussian._round_exactly
+    monkeypatch.setattr(gaussian, "_round_exactly", lambda *a: calls.append(a) or exactly(*a))
     size = 2_000_000
     noised = draw(Secure(KEY), [(1.0, HERE)], (size,)).scaled(3.0)
     value = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -514,9 +502,7 @@ def test_a_release_is_the_same_on_a_device(releases, name):
 
 # ---------------------------------------------------------------------------------------------------------- addresses
 
-GRID = [
-    Address(*at) for at in itertools.product([0, 1, 2, 3, 255, 256, 65536, EVERYONE - 1, EVERYONE], *[range(7)] * 3)
-]
+GRID = [Address(*at) for at in itertools.product([0, 1, 2, 3, 255, 256, 65536, COHORT - 1, COHORT], *[range(7)] * 3)]
 GRID += [Address(0, r, 0) for r in (256, 65536, 2**32 - 1)] + [Address(0, 0, 256), Address(0, 0, 0, 256)]
 
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.observer import VICTIM, Attack, World, watched
-from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, Stream, Unit
+from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, Unit
 from sordino.engines.oracle import MATRICES
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
@@ -51,6 +51,7 @@ from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
+from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
 from sordino.privacy.mechanisms.random import source as noise_from
 from sordino.privacy.participation import EVERYONE, Sampling
@@ -266,7 +267,7 @@ def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
     if not any(query.kind is Kind.GRADIENT for query in noised):
         return "it noises no gradients, and nothing is claimed for minibatches; audit it with batch = full"
-    if any(query.bound is not None or isinstance(query.noise, Correlated | Stream) for query in noised):
+    if any(query.bound is not None or mechanism_of(query.noise).spans_rounds for query in noised):
         return "its bound or its noise is proved for all of a client's records; audit it with batch = full"
     if sampling.kind == "fixed" and adjacency is Adjacency.ADD_REMOVE:
         return "nothing is proved of minibatches of a fixed size under add-remove; use replace-one, or poisson"

@@ -28,7 +28,8 @@ from sordino.engines import simulate
 from sordino.engines.oracle import Oracle
 from sordino.errors import SordinoError
 from sordino.privacy import calibration
-from sordino.privacy.mechanisms.random import Address, Draw, Source, is_exact
+from sordino.privacy.mechanisms.gaussian import Draw
+from sordino.privacy.mechanisms.random import Address, Source, is_exact
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 

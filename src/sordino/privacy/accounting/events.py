@@ -1,25 +1,114 @@
-"""What a list of releases amounts to: the releases are facts, and each is read by the sampler it was drawn with."""
+"""Accounting events: what was released, as nested facts, and what they amount to.
+
+An event is a noise event (`Gaussian`, `DiscreteGaussian`, or a class added by `register_event`), sampling around one
+(`Sampled`), repetition (`Repeated`), or several events (`Composed`). A `Release` is the flat form of one of them, as
+certificates and ledgers store it. Every function here takes releases and events alike, and refuses what it does not
+know.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
 from sordino.core import Adjacency
-from sordino.privacy.accounting import gaussian, subsampled
-from sordino.privacy.accounting.subsampled import Sampled, Sampler
-from sordino.privacy.mechanisms import discrete_gaussian
-from sordino.privacy.mechanisms.discrete_gaussian import FAILURE
+from sordino.errors import SordinoError, nearest
+from sordino.privacy.accounting import concentrated, gaussian, subsampled
+from sordino.privacy.accounting.concentrated import FAILURE
+from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
+
+
+@dataclass(frozen=True)
+class NoiseEvent:
+    """One release of noised data. Subclasses say which bounds hold.
+
+    Attributes:
+      ratio: sensitivity over standard deviation.
+      name: as certificates and ledgers write it.
+      is_gaussian: the release is exactly `mu`-Gaussian DP. Only then may it be sampled.
+      may_fail: its bound fails with probability FAILURE at most.
+    """
+
+    ratio: float
+    name: ClassVar[str]
+    is_gaussian: ClassVar[bool] = False
+    may_fail: ClassVar[bool] = False
+
+    @property
+    def mu(self) -> float:
+        """The release is mu^2 / 2-concentrated DP."""
+        return self.ratio
+
+
+class Gaussian(NoiseEvent):
+    """Real-valued Gaussian noise."""
+
+    name = "gaussian"
+    is_gaussian = True
+
+
+class DiscreteGaussian(NoiseEvent):
+    """Discrete Gaussian noise on a sum of integers, accounted for as concentrated DP."""
+
+    name = "discrete-gaussian"
+    may_fail = True
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A noise event about a random part of the data."""
+
+    sampler: Sampler
+    rate: float
+    event: NoiseEvent
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """The same event several times, with fresh noise and fresh samples."""
+
+    times: int
+    event: Event
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Several events, each chosen from the outcomes of those before it."""
+
+    events: tuple[Event, ...]
+
+
+EVENTS: dict[str, type[NoiseEvent]] = {Gaussian.name: Gaussian, DiscreteGaussian.name: DiscreteGaussian}
+
+
+def register_event(kind: type[NoiseEvent]) -> type[NoiseEvent]:
+    """Make a noise event known to the accountant; usable as a decorator.
+
+    Raises:
+      SordinoError: another event has this name.
+    """
+    if EVENTS.setdefault(kind.name, kind) is not kind:
+        raise SordinoError(f"mechanism: an event named '{kind.name}' is registered already; choose another name.")
+    return kind
+
+
+def noise_event(name: str, sensitivity: float, std: float) -> NoiseEvent:
+    """The registered event of this name.
+
+    Raises:
+      SordinoError: the name is unknown, or a number is negative.
+    """
+    if name not in EVENTS:
+        raise SordinoError(f"mechanism: no account is known of '{name}'.{nearest(name, EVENTS)}")
+    return EVENTS[name](gaussian.mu_of([(sensitivity, std)]))
 
 
 class Release(NamedTuple):
-    """`times` equal Gaussian releases, as the adversary sees them, each about a part of the data drawn at `rate`.
-
-    `integers`: of sums of integers with discrete Gaussian noise.
-    """
+    """`times` equal releases, as the adversary sees them, each about a part of the data drawn at `rate`."""
 
     query: str
     sensitivity: float
@@ -27,58 +116,135 @@ class Release(NamedTuple):
     times: int
     rate: float = 1.0
     sampler: Sampler = Sampler.FULL
-    integers: bool = False
+    mechanism: str = Gaussian.name
+
+    @property
+    def event(self) -> Repeated:
+        noise = noise_event(self.mechanism, self.sensitivity, self.std)
+        return Repeated(self.times, Sampled(self.sampler, self.rate, noise) if self.rate < 1 else noise)
 
 
-def mu(releases: Iterable[Release]) -> float:
-    """Of the same releases about all of the data: exact where nothing was sampled, and else never too small, for a
-    mixture tells its parts no better apart than its worst part."""
-    return gaussian.mu_of((r.sensitivity, r.std, r.times) for r in releases)
+Event: TypeAlias = NoiseEvent | Sampled | Repeated | Composed
+Account: TypeAlias = Iterable[Release | Event]
 
 
-def epsilon(releases: Sequence[Release], delta: float, adjacency: Adjacency) -> float:
-    """The least that is proved. Discrete noise is accounted for as concentrated DP, and what stands beside it too."""
-    if whole_numbers := sum(r.times for r in releases if r.integers):
-        if any(r.rate < 1 for r in releases) or math.isinf(mu(releases)):
+class _Part(NamedTuple):
+    """One noise event of the nested ones, how often it happens, and its sampling, if any."""
+
+    times: int
+    noise: NoiseEvent
+    sampled: Sampled | None
+
+
+def _parts(account: Account, times: int = 1) -> Iterator[_Part]:
+    for fact in account:
+        event = fact.event if isinstance(fact, Release) else fact
+        if isinstance(event, Repeated):
+            yield from _parts([event.event], times * event.times)
+        elif isinstance(event, Composed):
+            yield from _parts(event.events, times)
+        elif isinstance(event, Sampled) and EVENTS.get(getattr(event.event, "name", "")) is type(event.event):
+            yield _Part(times, event.event, event)
+        elif isinstance(event, NoiseEvent) and EVENTS.get(event.name) is type(event):
+            yield _Part(times, event, None)
+        else:
+            raise SordinoError(f"mechanism: no account is known of {event!r}; register it with register_event.")
+
+
+def mu(account: Account) -> float:
+    """mu of the same releases about all of the data: exact where nothing was sampled, and otherwise an upper bound,
+    because a mixture is no easier to distinguish than its worst part."""
+    return gaussian.mu_of((part.noise.mu, 1.0, part.times) for part in _parts(account))
+
+
+def epsilon(account: Account, delta: float, adjacency: Adjacency) -> float:
+    """The least epsilon that is proved; infinite where nothing is.
+
+    Noise that is not Gaussian is accounted for as concentrated DP, together with everything beside it.
+
+    Raises:
+      SordinoError: an event is unknown, or a sampler has no account under this adjacency.
+    """
+    parts = [part for part in _parts(account) if part.times]
+    total = _mu(parts)
+    if not all(part.noise.is_gaussian for part in parts):
+        if any(part.sampled for part in parts) or math.isinf(total):
             return math.inf
-        return discrete_gaussian.epsilon(mu(releases) ** 2 / 2, delta, whole_numbers)
-    drawn, whole = split(releases, adjacency)
-    if not drawn or math.isinf(mu(releases)):
-        return gaussian.epsilon(mu(releases), delta)
-    return subsampled.epsilon(drawn, delta, adjacency, whole)
+        return concentrated.epsilon(total**2 / 2, delta, sum(part.times for part in parts if part.noise.may_fail))
+    sampled, rest = _split(parts, adjacency)
+    if not sampled or math.isinf(total):
+        return gaussian.epsilon(total, delta)
+    return subsampled.epsilon(sampled, delta, adjacency, rest)
 
 
-def guess(releases: Sequence[Release], adjacency: Adjacency) -> float:
-    """How often a guess between two equally likely cases is right, at most: (1 + delta at epsilon 0) / 2."""
-    if whole_numbers := sum(r.times for r in releases if r.integers):
-        return min(1.0, tv_of(mu(releases)) + whole_numbers * FAILURE / 2)
-    drawn, whole = split(releases, adjacency)
-    if not drawn or math.isinf(mu(releases)):
-        return (1 + gaussian.delta(mu(releases), 0.0)) / 2
-    return (1 + subsampled.delta(drawn, 0.0, adjacency, whole)) / 2
+def allowed_mu(kinds: Sequence[type[NoiseEvent]], epsilon: float, delta: float, releases: int) -> float:
+    """The largest mu of all releases together that keeps (epsilon, delta).
+
+    Args:
+      kinds: of the noise events.
+      releases: how many of them may fail.
+    """
+    if all(kind.is_gaussian for kind in kinds):
+        return gaussian.mu(epsilon, delta)
+    return math.sqrt(2 * concentrated.rho_of(epsilon, delta, releases)) * (1 - 1e-11)
 
 
-def tv_of(mu: float) -> float:
-    """The same of concentrated DP with rho = mu^2 / 2: total variation by Pinsker, and by Bretagnolle and Huber."""
+def epsilon_of_mu_squared(kinds: Sequence[type[NoiseEvent]], square: float, delta: float, releases: int) -> float:
+    """The least epsilon that is proved for unsampled releases of this mu squared in total.
+
+    Args:
+      kinds: of the noise events.
+      releases: how many of them may fail.
+    """
+    if all(kind.is_gaussian for kind in kinds):
+        return gaussian.epsilon(square**0.5, delta)
+    return concentrated.epsilon(square / 2, delta, releases)
+
+
+def guess(account: Account, adjacency: Adjacency) -> float:
+    """The largest probability of a right guess between two equally likely cases: (1 + delta at epsilon 0) / 2."""
+    parts = [part for part in _parts(account) if part.times]
+    total = _mu(parts)
+    if not all(part.noise.is_gaussian for part in parts):
+        failures = sum(part.times for part in parts if part.noise.may_fail)
+        return min(1.0, concentrated_guess(total) + failures * FAILURE / 2)
+    sampled, rest = _split(parts, adjacency)
+    if not sampled or math.isinf(total):
+        return (1 + gaussian.delta(total, 0.0)) / 2
+    return (1 + subsampled.delta(sampled, 0.0, adjacency, rest)) / 2
+
+
+def concentrated_guess(mu: float) -> float:
+    """The same for concentrated DP with rho = mu^2 / 2: total variation by Pinsker, and by Bretagnolle and Huber."""
     rho = mu**2 / 2
     return (1 + min(math.sqrt(rho / 2), math.sqrt(-math.expm1(-rho)))) / 2
 
 
-def split(releases: Iterable[Release], adjacency: Adjacency) -> tuple[list[Sampled], float]:
-    """Those that were sampled, in units of one term of a sum, and the mu of the others."""
-    parts = 1.0 if adjacency is Adjacency.ADD_REMOVE else 0.5  # replacing moves a sum by two terms
-    drawn, whole = [], []
-    for release in releases:
-        if release.rate < 1 and release.sensitivity and release.times:
-            ratio = parts * release.sensitivity / release.std if release.std else math.inf
-            drawn.append(Sampled(release.rate, ratio, release.times, release.sampler))
+def split(account: Account, adjacency: Adjacency) -> tuple[list[SampledGaussian], float]:
+    """The sampled releases, in units of one term of a sum, and the mu of the others."""
+    return _split(list(_parts(account)), adjacency)
+
+
+def _mu(parts: Iterable[_Part]) -> float:
+    return gaussian.mu_of((part.noise.mu, 1.0, part.times) for part in parts)
+
+
+def _split(parts: Iterable[_Part], adjacency: Adjacency) -> tuple[list[SampledGaussian], float]:
+    terms = 1.0 if adjacency is Adjacency.ADD_REMOVE else 0.5  # replacing moves a sum by two terms
+    sampled, rest = [], []
+    for part in parts:
+        if part.sampled and part.noise.mu and part.times:
+            if not part.noise.is_gaussian:
+                raise SordinoError(f"mechanism: no account is known of {part.noise.name} noise on a sample.")
+            ratio = terms * part.noise.mu
+            sampled.append(SampledGaussian(part.sampled.rate, ratio, part.times, part.sampled.sampler))
         else:
-            whole.append(release)
-    return drawn, mu(whole)
+            rest.append(part)
+    return sampled, _mu(rest)
 
 
 def coarse(rates: np.ndarray, most: int = 8) -> np.ndarray:
-    """Rates rounded up to a few values, so that many unlike clients need few accounts: a larger rate costs more."""
+    """Rates rounded up to a few values, so that many different clients need few accounts; larger rates cost more."""
     if len(np.unique(rates)) <= most:
         return rates
     edges = np.geomspace(rates.min(), rates.max(), most + 1)[1:]

@@ -66,7 +66,7 @@ class Sampler(StrEnum):
     FIXED = "fixed"
 
 
-class Sampled(NamedTuple):
+class SampledGaussian(NamedTuple):
     """`times` equal Gaussian releases, each on a fresh random part of the data.
 
     `mu` is the clip over the standard deviation whatever the adjacency: what one record more or less moves.
@@ -82,13 +82,13 @@ Array = np.ndarray
 Mixture = tuple[tuple[float, float], ...]  # (weight, mean) of unit Gaussians
 
 
-def epsilon(releases: Iterable[Sampled], delta: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
+def epsilon(releases: Iterable[SampledGaussian], delta: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
     """An epsilon for which all releases together, and a `gaussian_mu`-Gaussian-DP one, are (epsilon, delta)-DP."""
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     return _epsilon(parts, delta, adjacency, mu)
 
 
-def delta(releases: Iterable[Sampled], epsilon: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
+def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
     """A delta for which all releases together, and a `gaussian_mu`-Gaussian-DP one, are (epsilon, delta)-DP."""
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     plain = gaussian.delta(_unsampled(parts, adjacency, mu), epsilon)
@@ -115,7 +115,7 @@ def delta(releases: Iterable[Sampled], epsilon: float, adjacency: Adjacency, gau
 
 
 def scale(
-    releases: Iterable[Sampled],
+    releases: Iterable[SampledGaussian],
     epsilon: float,
     delta: float,
     adjacency: Adjacency,
@@ -145,10 +145,12 @@ def multiplier(
     rate: float, times: int, epsilon: float, delta: float, adjacency: Adjacency, sampler: Sampler = Sampler.POISSON
 ) -> float:
     """Standard deviation over clip for `times` equal releases; not below 1 / MOST_MU, where a grid ends."""
-    return scale([Sampled(rate, 1.0, times, sampler)], epsilon, delta, adjacency)
+    return scale([SampledGaussian(rate, 1.0, times, sampler)], epsilon, delta, adjacency)
 
 
-def path(releases: Sequence[Sampled], counts: Array, delta: float, adjacency: Adjacency, gaussian_mus: Array) -> Array:
+def path(
+    releases: Sequence[SampledGaussian], counts: Array, delta: float, adjacency: Adjacency, gaussian_mus: Array
+) -> Array:
     """Epsilon at each point of a run: releases[k] was made counts[i, k] times until point i, beside a
     gaussian_mus[i]-Gaussian-DP release (`times` is not read).
 
@@ -175,7 +177,9 @@ def path(releases: Sequence[Sampled], counts: Array, delta: float, adjacency: Ad
 # --------------------------------------------------------------------------------------------------- what is sampled
 
 
-def _fold(releases: Iterable[Sampled], adjacency: Adjacency, mu: float) -> tuple[tuple[Sampled, ...], float]:
+def _fold(
+    releases: Iterable[SampledGaussian], adjacency: Adjacency, mu: float
+) -> tuple[tuple[SampledGaussian, ...], float]:
     """Equal releases together, in one order; those on all data become part of mu, by sensitivity 2C or C."""
     gaussian._check(gaussian_mu=mu)
     whole, parts = [float(mu)], dict[tuple[float, float, Sampler], int]()
@@ -200,10 +204,10 @@ def _fold(releases: Iterable[Sampled], adjacency: Adjacency, mu: float) -> tuple
             "sampler: no bound is known to us for samples of a fixed size under add-remove; "
             "use poisson, or replace-one."
         )
-    return tuple(Sampled(q, m, parts[q, m, s], s) for q, m, s in sorted(parts)), math.hypot(*whole)
+    return tuple(SampledGaussian(q, m, parts[q, m, s], s) for q, m, s in sorted(parts)), math.hypot(*whole)
 
 
-def _unsampled(parts: Sequence[Sampled], adjacency: Adjacency, mu: float) -> float:
+def _unsampled(parts: Sequence[SampledGaussian], adjacency: Adjacency, mu: float) -> float:
     """Of the same releases on all data: sampling mixes pairs that are at most as far apart, so this bounds it."""
     twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
     return math.hypot(mu, *(twice * part.mu * math.sqrt(part.times) for part in parts))
@@ -213,12 +217,12 @@ def _ways(adjacency: Adjacency) -> tuple[str, ...]:
     return ("replace",) if adjacency == Adjacency.REPLACE_ONE else ("remove", "add")
 
 
-def _most_loss(parts: Sequence[Sampled], mu: float, way: str) -> float:
+def _most_loss(parts: Sequence[SampledGaussian], mu: float, way: str) -> float:
     """At this epsilon delta is 0: who joins makes no output less likely than by the factor 1 - q."""
     return math.inf if mu > 0 or way != "add" else -sum(part.times * math.log1p(-part.rate) for part in parts)
 
 
-def _ever(parts: Sequence[Sampled]) -> float:
+def _ever(parts: Sequence[SampledGaussian]) -> float:
     """The chance that a record is in any of the samples, rounded up.
 
     A record that is in none changes nothing but the Gaussian release beside them. The hockey-stick divergence is
@@ -227,14 +231,14 @@ def _ever(parts: Sequence[Sampled]) -> float:
     return -math.expm1(sum(part.times * math.log1p(-part.rate) for part in parts)) * (1 + 1e-12)
 
 
-def _rare(parts: Sequence[Sampled], mu: float, delta: float) -> float:
+def _rare(parts: Sequence[SampledGaussian], mu: float, delta: float) -> float:
     """An epsilon where delta covers the chance that a record is ever sampled; infinite where it does not."""
     rest = (delta - _ever(parts)) * (1 - 1e-12)
     return gaussian.epsilon(mu, rest) if rest > 0 else math.inf
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(parts: tuple[Sampled, ...], delta: float, adjacency: Adjacency, mu: float) -> float:
+def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjacency, mu: float) -> float:
     if parts and parts[0].sampler is Sampler.POISSON:
         delta *= 1 - OVERFLOW  # of a minibatch beyond its slots
     plain = gaussian.epsilon(_unsampled(parts, adjacency, mu), delta)
@@ -256,7 +260,7 @@ def _epsilon(parts: tuple[Sampled, ...], delta: float, adjacency: Adjacency, mu:
     return min(plain, worst, rare)
 
 
-def _refined(parts: Sequence[Sampled], mu: float, way: str, delta: float) -> float:
+def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float) -> float:
     """The least epsilon of up to four grids, each a bound: the next one is placed around the least so far, where that
     was far from the centre or coarse against the grid; it is precise where rounding was a part of the answer."""
     found, placing = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
@@ -278,7 +282,13 @@ def _refined(parts: Sequence[Sampled], mu: float, way: str, delta: float) -> flo
 
 
 def _search(
-    parts: tuple[Sampled, ...], mu: float, target: float, delta: float, adjacency: Adjacency, allowed: float, tol: float
+    parts: tuple[SampledGaussian, ...],
+    mu: float,
+    target: float,
+    delta: float,
+    adjacency: Adjacency,
+    allowed: float,
+    tol: float,
 ) -> float:
     """On coarse grids first, then on fine ones; what is returned has been evaluated by `_epsilon`, both ways."""
 
@@ -320,7 +330,9 @@ def _bracket(excess: Callable[[float, bool], float], guess: float, high: float, 
     return high
 
 
-def _limit_guess(parts: Sequence[Sampled], mu: float, adjacency: Adjacency, allowed: float, high: float) -> float:
+def _limit_guess(
+    parts: Sequence[SampledGaussian], mu: float, adjacency: Adjacency, allowed: float, high: float
+) -> float:
     """Scale by the central limit (Bu et al. 2020), no bound: where the search begins."""
     twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
     low = high * 1e-6
@@ -402,7 +414,7 @@ class _Curve(NamedTuple):
 
 
 def _curve(
-    parts: Sequence[Sampled], mu: float, way: str, delta: float, epsilon: float | None = None, *,
+    parts: Sequence[SampledGaussian], mu: float, way: str, delta: float, epsilon: float | None = None, *,
     precise: bool = False, grid: float = EXCESS,
 ) -> _Curve:  # fmt: skip
     """Of the composition, sharp near the delta, or near the epsilon where one is given."""
@@ -486,7 +498,7 @@ def _curve(
 
 
 def _compose(
-    parts: Sequence[Sampled], mu: float, way: str, theta: float, t: float, h: float, start: int, size: int,
+    parts: Sequence[SampledGaussian], mu: float, way: str, theta: float, t: float, h: float, start: int, size: int,
     reach: float, last: float, precise: bool, centre: float,
 ) -> _Curve:  # fmt: skip
     """The tilted masses on a circle of `size` cells, and from them every delta.
@@ -588,7 +600,7 @@ def _delta_at(curve: _Curve, epsilon: float) -> float:
 # ------------------------------------------------------------------------------------------- samples of a fixed size
 
 
-def _renyi(parts: Sequence[Sampled], mu: float) -> tuple[Array, Array]:
+def _renyi(parts: Sequence[SampledGaussian], mu: float) -> tuple[Array, Array]:
     """Orders, and the Rényi divergence of all releases: replace-one, so a record moves the sum by 2C."""
     orders = np.unique(np.append(np.arange(2.0, 129.0), np.geomspace(129, 16384, 60).round()))
     rdp = orders * mu * mu / 2

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SAFETY, Adjacency, Correlated, Divisor, Trust, Unit, carries
+from sordino.core import SAFETY, Adjacency, Divisor, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence.signing import code_sha256
+from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import EVERYONE
-from sordino.privacy.plan import Plan, continues_stream, unbounded_sampling
+from sordino.privacy.plan import Plan, continues_stream, plan_mechanism, unbounded_sampling
 from sordino.privacy.spending import Group
 
 FORMAT = 2
@@ -134,8 +135,9 @@ def certificate(
                 "calls": level.query.calls,
                 "joint": level.query.joint,
                 "semidefinite": level.query.psd,
-                "stream": isinstance(level.query.noise, Correlated),
-                "carried": carries(level.query.noise),
+                "mechanism": plan_mechanism(plan, level.query).name,
+                "stream": mechanism_of(level.query.noise).spans_rounds,
+                "carried": mechanism_of(level.query.noise).carried,
                 "step": level.step,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
@@ -196,7 +198,17 @@ def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
 
 
 def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
-    return [events.Release(**{**release, "sampler": Sampler(release["sampler"])}) for release in releases]
+    """The releases as a certificate lists them.
+
+    Raises:
+      SordinoError: it names a mechanism of which no account is known, or was written before mechanisms had names.
+    """
+    if any(release.get("integers") for release in releases):
+        raise SordinoError("certificate: releases of integers name their mechanism; write it anew.")
+    fields = ({key: release[key] for key in events.Release._fields if key in release} for release in releases)
+    listed = [events.Release(**{**each, "sampler": Sampler(each["sampler"])}) for each in fields]
+    events.mu(listed)
+    return listed
 
 
 def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:

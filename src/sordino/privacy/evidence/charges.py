@@ -6,8 +6,8 @@ import math
 
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.calibration import query_noises
-from sordino.privacy.evidence.ledger import DISCRETE, Entry
-from sordino.privacy.plan import Plan
+from sordino.privacy.evidence.ledger import Entry
+from sordino.privacy.plan import Plan, plan_mechanism
 from sordino.privacy.releases import mu_squared_of_round, sampled_factor, sampler_of, sampling_rates, visible
 
 
@@ -32,6 +32,7 @@ def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Entry]:
             continue
         if std:
             sensitivity = std * math.sqrt(mu_squared_of_round(plan, noise, t)[client] / query.calls)
-        law = DISCRETE if plan.integers is not None else ""
-        rows.append(Entry(who, t, noise.name, sensitivity, std, query.calls, run_id, sampler=law))
+        mechanism = plan_mechanism(plan, query).event.name
+        release = Release(noise.name, sensitivity, std, query.calls, mechanism=mechanism)
+        rows.append(Entry.of(release, who, t, run_id, plan.privacy.adjacency))
     return rows

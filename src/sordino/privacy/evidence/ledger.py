@@ -33,14 +33,12 @@ from typing import Any, NamedTuple
 
 from sordino.core import Adjacency
 from sordino.errors import LedgerError, OverspentError, SordinoError
-from sordino.privacy.accounting import events, gaussian
+from sordino.privacy.accounting import concentrated, events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
-from sordino.privacy.mechanisms import discrete_gaussian
 
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # stands before the first row
 TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of a number of planned releases
-DISCRETE = "discrete"  # in place of a sampler: sums of integers with discrete noise, about all of the data
 SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
@@ -96,9 +94,16 @@ class Entry(NamedTuple):
 
     @staticmethod
     def of(release: events.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Entry:
-        query, sensitivity, std, times, rate, sampler, integers = release
-        drawn = f"{sampler} {adjacency}" if rate < 1 else DISCRETE if integers else ""
-        return Entry(who, round, query, sensitivity, std, times, plan, rate, drawn)
+        query, sensitivity, std, times, rate, sampler, mechanism = release
+        if rate < 1 and mechanism != events.Gaussian.name:
+            raise SordinoError(f"mechanism: no account is known of {mechanism} noise on a sample.")
+        law = f"{sampler} {adjacency}" if rate < 1 else "" if mechanism == events.Gaussian.name else mechanism
+        return Entry(who, round, query, sensitivity, std, times, plan, rate, law)
+
+    @property
+    def mechanism(self) -> str:
+        """The name of the accounting event of its noise; what is sampled is Gaussian."""
+        return self.sampler if self.rate == 1 and self.sampler else events.Gaussian.name
 
 
 class Row(NamedTuple):
@@ -484,8 +489,8 @@ def _checked(entry: Entry) -> Entry:
         ("rate", 0 < entry.rate <= 1, "must lie in (0, 1]"),
         (
             "sampler",
-            entry.sampler in SAMPLERS if entry.rate < 1 else entry.sampler in ("", DISCRETE),
-            "must name a sampler and an adjacency it is bounded for",
+            entry.sampler in SAMPLERS if entry.rate < 1 else entry.sampler in ("", *events.EVENTS),
+            "must name a sampler and an adjacency it is bounded for, or a registered mechanism",
         ),
     ):
         if not fine:
@@ -499,32 +504,34 @@ class Spent:
     def __init__(self) -> None:
         self.square = 0.0  # mu squared, of all as if nothing had been sampled
         self.parts: dict[tuple[str, float, float, float], int] = {}  # (sampler, rate, sensitivity, std) -> times
-        self.discrete = 0  # releases of integers
+        self.gaussian = True  # all noise is Gaussian
+        self.may_fail = 0  # releases whose bound may fail
 
     def copy(self) -> Spent:
         twin = Spent()
-        twin.square, twin.parts, twin.discrete = self.square, dict(self.parts), self.discrete
+        twin.square, twin.parts = self.square, dict(self.parts)
+        twin.gaussian, twin.may_fail = self.gaussian, self.may_fail
         return twin
 
     def add(self, entry: Entry) -> None:
-        self.square += gaussian.mu_of([(entry.sensitivity, entry.std, entry.times)]) ** 2
-        self.discrete += entry.times * (entry.sampler == DISCRETE)
+        noise = events.noise_event(entry.mechanism, entry.sensitivity, entry.std)
+        self.square += gaussian.mu_of([(noise.mu, 1.0, entry.times)]) ** 2
+        self.gaussian &= noise.is_gaussian
+        self.may_fail += entry.times * noise.may_fail
         sampler = entry.sampler if entry.rate < 1 else ""
         key = (sampler, entry.rate, entry.sensitivity, entry.std)
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def epsilon(self, delta: float) -> float:
         """The least that follows when one sampler's entries count as sampled, and all others as if they were not."""
-        if self.discrete:  # all of it as concentrated DP, as if nothing had been sampled
-            return (
-                discrete_gaussian.epsilon(self.square / 2, delta, self.discrete) if self.square < math.inf else math.inf
-            )
+        if not self.gaussian:  # all of it as concentrated DP, as if nothing had been sampled
+            return concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
         plain = gaussian.epsilon(math.sqrt(self.square), delta)
         return min([plain, *(self._with(name, delta) for name in {key[0] for key in self.parts} - {""})])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
-        # Without discrete noise a small enough mu needs no further look.
-        fits = not self.discrete and self.square <= mu * mu * (1 + TOLERANCE)
+        # Where all noise is Gaussian, a small enough mu needs no further check.
+        fits = self.gaussian and self.square <= mu * mu * (1 + TOLERANCE)
         return not fits and self.epsilon(delta) > epsilon * (1 + TOLERANCE)
 
     def _with(self, name: str, delta: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from scipy.special import ndtr
 
 from sordino.core import Adjacency, Trust, Unit
-from sordino.privacy.accounting.events import tv_of
+from sordino.privacy.accounting.events import concentrated_guess
 from sordino.privacy.evidence.signing import fingerprint
 
 MOST_GROUPS = 20
@@ -232,7 +232,8 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     elif unit is Unit.RECORD and cert["mu"] is not None:
         # Discrete noise has no exact bet: what concentrated DP proves of it, with k times the sensitivity.
         several = {
-            k: tv_of(k * cert["mu"]) if cert.get("secure") else float(ndtr(k * cert["mu"] / 2)) for k in (2, 5, 10)
+            k: concentrated_guess(k * cert["mu"]) if cert.get("secure") else float(ndtr(k * cert["mu"] / 2))
+            for k in (2, 5, 10)
         }
         bets = ", ".join(f"{_percent(part)} with {k} records" for k, part in several.items())
         lines.append(

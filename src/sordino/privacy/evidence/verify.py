@@ -26,6 +26,7 @@ from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import LEAST
 from sordino.privacy.participation import EVERYONE, Sampling
 
+RECOMPUTED = (events.Gaussian.name, events.DiscreteGaussian.name)  # what dp-accounting is asked about here
 TOLERANCE = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
 FOLLOWS = "the sensitivity of query"
 NOT_SIGNED = "who wrote it: it is not signed"
@@ -117,13 +118,11 @@ def _epsilons(
     releases: Sequence[Mapping[str, Any]], deltas: tuple[float, ...], adjacency: Adjacency
 ) -> tuple[float, ...]:
     steps = tuple(Step.of(release, adjacency) for release in releases)
-    return _accounted(steps, any(release.get("integers") for release in releases), deltas, adjacency)
+    return _accounted(steps, deltas, adjacency)
 
 
 @lru_cache(256)  # of clients alike, and of a certificate that is read again
-def _accounted(
-    steps: tuple[Step, ...], integers: bool, deltas: tuple[float, ...], adjacency: Adjacency
-) -> tuple[float, ...]:
+def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Adjacency) -> tuple[float, ...]:
     """By the other accountant. What it composes, it composes once for all deltas where it can."""
     if any(step.std == 0 and step.moved > 0 and step.times for step in steps):
         return (math.inf,) * len(deltas)
@@ -134,7 +133,7 @@ def _accounted(
         return _by_renyi(steps, deltas)
     # A release adds mu^2/2 + mu sqrt(2 log 1/delta) to epsilon at most: enough to choose a grid.
     guesses = [rough / 2 + math.sqrt(2 * rough * math.log(1 / delta)) for delta in deltas]
-    if integers:
+    if any(step.mechanism == events.DiscreteGaussian.name for step in steps):
         return _by_concentration(steps, deltas)
     accountants: dict[float, Any] = {}
     epsilons = []
@@ -214,11 +213,16 @@ class Step(NamedTuple):
     times: int
     rate: float
     sampler: Sampler
+    mechanism: str
 
     @staticmethod
     def of(release: Mapping[str, Any], adjacency: Adjacency) -> Step:
         rate, sampler = float(release["rate"]), Sampler(release["sampler"])
-        step = Step(float(release["std"]), float(release["sensitivity"]), int(release["times"]), rate, sampler)
+        mechanism = str(release.get("mechanism", events.Gaussian.name))
+        numbers = float(release["std"]), float(release["sensitivity"]), int(release["times"])
+        step = Step(*numbers, rate, sampler, mechanism)
+        if mechanism not in RECOMPUTED or release.get("integers"):
+            raise SordinoError(f"certificate: no independent account is known of mechanism '{mechanism}'.")
         if not (step.std >= 0 and step.moved >= 0 and step.times >= 0 and 0 < rate <= 1):
             raise SordinoError("certificate: releases hold a negative or undefined number.")
         if rate < 1 and (sampler is Sampler.FULL or (sampler is Sampler.FIXED and adjacency is Adjacency.ADD_REMOVE)):
@@ -268,7 +272,8 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
 def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
     """Integers throughout or nowhere; their noise is large enough for its account; figures told beside epsilon."""
     secure, releases = cert.get("secure"), [r for g in cert["groups"] for r in g["releases"]]
-    marks = [bool(r.get("integers")) for r in releases] + [float(q.get("step", 0)) > 0 for q in cert["queries"]]
+    discrete = events.DiscreteGaussian.name
+    marks = [r.get("mechanism") == discrete for r in releases] + [float(q.get("step", 0)) > 0 for q in cert["queries"]]
     if any(mark != bool(secure) for mark in marks):
         problems.append("sums of integers are marked in one place and not in another")
         return
@@ -296,7 +301,9 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
     secure, step = cert.get("secure"), float(query.get("step", 0.0))
     if secure is None:
         return moved
-    if not step > 0 or any(not r.get("integers") for g in cert["groups"] for r in g["releases"]):
+    if not step > 0 or any(
+        r.get("mechanism") != events.DiscreteGaussian.name for g in cert["groups"] for r in g["releases"]
+    ):
         raise SordinoError("certificate: sums of integers need their step, and releases marked so.")
     return step * discrete_gaussian.rounded(moved / step, int(secure["dimension"]))
 

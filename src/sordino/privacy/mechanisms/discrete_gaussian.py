@@ -5,10 +5,10 @@ Client i holds a real vector u (its clipped sum times a public scale) and sends,
     floor(u + ξ) + x,      ξ uniform in [0, 1)^d,      x of d independent discrete Gaussians N_Z(0, σ²),
 
 of which the server learns the sum over clients. P[x = k] is proportional to exp(-k²/2σ²), for integers k. Nothing here
-is a rounded real: what `gaussian` idealises, and `noise.add` rounds away, does not arise.
+is a rounded real number.
 
-`rounded` bounds what a neighbour moves in the integers, `rho` what the noise makes of it (Canonne, Kamath, Steinke
-2020; Kairouz, Liu, Steinke 2021), `epsilon` what a run amounts to. The sum modulo 2^32, noise beyond the `terms` that
+`rounded` bounds what a neighbour moves in the integers; `accounting/concentrated.py` has the account of the noise
+(Canonne, Kamath, Steinke 2020; Kairouz, Liu, Steinke 2021). The sum modulo 2^32, noise beyond the `terms` that
 are counted, and what the server does next come after the release, and cost nothing.
 
 **What may fail.** The bound of `rounded` fails with probability 2^-80 at most, over a dither that is drawn without a
@@ -32,21 +32,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 
 from sordino.errors import SordinoError
-from sordino.privacy.accounting.gaussian import SLACK
+from sordino.privacy.accounting.concentrated import ROUND_UP, check
 from sordino.privacy.mechanisms.random import Address, Floats, Noiseless, Source, Words
 
-Integers: TypeAlias = NDArray[np.int64]
+IntegerArray: TypeAlias = NDArray[np.int64]
 
 MODULUS = 2**32
-FAILURE = 2.0**-64  # of one release, at most; see above
-LEAST, MOST = 0.25, 2.0**60  # variance: below, nothing is proved of sums; above, nothing fits the modulus
 
 _DITHER = 80 * math.log(2)  # log(1 / probability that `rounded` fails)
-_UP = 1 + 2.0**-38  # more than the roundings of any one formula here, e^-x for x < 746 included
-_EXPLICIT = 4096  # terms of tau that are summed one by one
 
 
 # ------------------------------------------------------------------------------------------------------- sensitivity
@@ -70,7 +65,7 @@ def rounded(sensitivity: float, dimension: int) -> float:
     A ξ of float64, as sources give, sits at the middles of a grid of 2^-52: `encode` is then exact for a u snapped to
     that grid, less than 2^-52 away, and the lemma holds to the letter for v moved by 2^-51 in each coordinate.
     """
-    _check(sensitivity=sensitivity, dimension=dimension)
+    check(sensitivity=sensitivity, dimension=dimension)
     return _rounded(sensitivity + 2.0**-51 * math.sqrt(dimension), dimension, _DITHER) if sensitivity else 0.0
 
 
@@ -79,101 +74,7 @@ def _rounded(s: float, dimension: int, nats: float) -> float:
     if math.isinf(s * s):
         return math.inf
     likely = s * s + min(root / 4, s) * root + math.sqrt(2 * nats) * (s + root / 2)
-    return min(math.sqrt(likely), s + root) * _UP
-
-
-def rho(sensitivity: float, variance: float, terms: int, dimension: int) -> float:
-    """Of one release under `terms` discrete Gaussians of this variance each: it is rho-concentrated DP, rho = ε²/2 in
-
-        ε² = min(s²/v + 2τd, (s/√v + τ√d)²),    v = terms σ²,    τ = 10 Σ_{k=1}^{terms-1} exp(-2π² σ² k/(k+1))
-
-    (Kairouz, Liu, Steinke 2021, Proposition 14; σ >= 1/2). Their argument in brief. The sum of discrete Gaussians of
-    variances kσ² and σ² has a density that is N_Z(0, (k+1)σ²)'s times Σ_x exp(-(x - c)²/2r²) for r² = σ² k/(k+1) and
-    a c that depends on the place; by Poisson's formula that is constant to a factor of 1 ± 2η, η = Σ_j exp(-2π²r²j²).
-    Adding up, the whole sum's density is N_Z(0, v)'s to a factor of e^±T, T = Σ_k log((1 + 2η)/(1 - 2η)) <= τ/2.
-
-    - Its loss is at most that of N_Z(0, v), linear in the place, plus 2T a coordinate, and of a linear function the
-      sum's moments are sub-Gaussian of variance v: Rényi divergence <= α s²/2v + τd.
-    - Or: the sum is T²/2-concentrated from N_Z(0, v), N_Z(0, v) is s²/2v from itself moved, and roots add up (Bun and
-      Steinke 2016): α (s_j/√v + τ)²/2 in coordinate j, and Cauchy and Schwarz over coordinates.
-    """
-    _check(sensitivity=sensitivity, variance=variance, terms=terms, dimension=dimension)
-    if sensitivity == 0:
-        return 0.0
-    ratio, tau = sensitivity / math.sqrt(terms * variance), _tau(variance, terms) if terms > 1 else 0.0
-    square = min(ratio * ratio + 2 * tau * dimension, (ratio + tau * math.sqrt(dimension)) ** 2)
-    return square / 2 * _UP
-
-
-def _tau(variance: float, terms: int) -> float:
-    k = np.arange(1, min(terms, _EXPLICIT))
-    total = float(np.exp(-2 * math.pi**2 * variance * k / (k + 1)).sum())
-    rest = terms - _EXPLICIT  # k >= 4096, and exp(-x k/(k+1)) falls with k
-    if rest > 0:
-        total += rest * math.exp(-2 * math.pi**2 * variance * _EXPLICIT / (_EXPLICIT + 1))
-    return 10 * (total * _UP + terms * 5e-324)  # the second for what is too small for float64
-
-
-# -------------------------------------------------------------------------------------------------------- conversion
-
-
-def epsilon(rho: float, delta: float, releases: int = 0) -> float:
-    """The least epsilon for which rho-concentrated DP is proved (epsilon, delta)-DP here, after `releases` that may
-    fail; infinite where their failures take all of delta.
-
-    For every α > 1, log δ = (α-1)(αρ - ε) + (α-1) log(1 - 1/α) - log α (Canonne, Kamath, Steinke 2020). It is
-    convex in α, and least where ε = (2α-1)ρ + log(1 - 1/α); there log δ = -(α-1)²ρ - log α, whence α for a given δ. As
-    every α is valid, an error in it is one on the safe side.
-    """
-    _check(rho=rho, delta=delta, releases=releases)
-    return _epsilon(rho, _nats(delta, releases))
-
-
-def rho_of(epsilon: float, delta: float, releases: int = 0) -> float:
-    """The largest rho that is (epsilon, delta)-DP after `releases` that may fail, less a part in 1e12."""
-    _check(epsilon=epsilon, delta=delta, releases=releases)
-    nats = _nats(delta, releases)
-    if nats <= 0:
-        raise SordinoError(f"delta: {delta} is less than {releases} releases may fail with; {FAILURE} each is needed.")
-    if math.isinf(epsilon):
-        return math.inf
-    # Both equations of `epsilon`, solved for ρ: ε falls as x = α - 1 grows.
-    x = _root(
-        lambda x: epsilon - (2 * x + 1) * (nats - math.log1p(x)) / (x * x) + math.log1p(1 / x),
-        math.expm1(min(nats, 700.0)),
-        math.inf,
-    )
-    value, step = (nats - math.log1p(x)) / (x * x) * (1 - SLACK), 2.0**-52
-    while _epsilon(value, nats) > epsilon:
-        value, step = value * (1 - step), 2 * step
-    return value
-
-
-def _nats(delta: float, releases: int) -> float:
-    """log(1/δ) of what the failures leave; -1 where that is nothing."""
-    left = math.nextafter(delta - releases * FAILURE * _UP, 0.0) if releases else delta
-    return -math.log(left) * (1 + 2.0**-52) if left > 0 else -1.0
-
-
-def _epsilon(rho: float, nats: float) -> float:
-    """Rounded up by more than the roundings of its parts; α = 1 + x."""
-    if math.isinf(rho) or nats <= 0:
-        return math.inf
-    if rho == 0:
-        return 0.0
-    x = _root(lambda x: x * x * rho + math.log1p(x) - nats, math.expm1(min(nats, 700.0)), math.sqrt(nats / rho))
-    up, broadcast, rest = (1 + x) * rho, -math.log1p(1 / x), (nats - math.log1p(x)) / x
-    error = 2.0**-49 * (up - broadcast + (nats + math.log1p(x)) / x)
-    return max(0.0, up + broadcast + rest + error)
-
-
-def _root(f: Callable[[float], float], *above: float) -> float:
-    """Of a growing function, f < 0 near 0 and f >= 0 at the least of `above`, to rounding."""
-    high = min(above)
-    low = high / 2
-    while f(low) > 0:
-        high, low = low, low / 2
-    return float(brentq(f, low, high, xtol=1e-300, rtol=1e-14, maxiter=500)) if f(high) > 0 else high
+    return min(math.sqrt(likely), s + root) * ROUND_UP
 
 
 # ---------------------------------------------------------------------------------------------------------- integers
@@ -187,15 +88,15 @@ def wraps(largest: float, variance: float, terms: int, dimension: int) -> float:
     over Σ exp(-k²/2σ²) for c = tσ², and such a sum is largest for whole c, its Fourier series having no negative
     coefficient. So is a sum of them; then Chernoff, both sides, and every coordinate. A wrap harms accuracy alone.
     """
-    _check(largest=largest, variance=variance, terms=terms, dimension=dimension)
+    check(largest=largest, variance=variance, terms=terms, dimension=dimension)
     room = MODULUS / 2 - largest
     if room <= 0:
         return 1.0
     nats = math.log(2 * dimension) - room * room / (2 * terms * variance)
-    return min(1.0, math.nextafter(math.exp(nats) * _UP, math.inf)) if nats < 0 else 1.0
+    return min(1.0, math.nextafter(math.exp(nats) * ROUND_UP, math.inf)) if nats < 0 else 1.0
 
 
-def encode(values: Floats, scale: float, dither: Floats) -> Integers:
+def encode(values: Floats, scale: float, dither: Floats) -> IntegerArray:
     """floor(values * scale + dither), the sum never rounded: the fraction is compared with the dither.
 
     A scale that is a power of two multiplies without error. With any other, products are off by 2^-53 of themselves,
@@ -214,7 +115,7 @@ def encode(values: Floats, scale: float, dither: Floats) -> Integers:
     return np.asarray(whole.astype(np.int64) + (dither >= 1.0 - (x - whole)), dtype=np.int64)
 
 
-def modular(values: Integers) -> NDArray[np.uint32]:
+def modular(values: IntegerArray) -> NDArray[np.uint32]:
     """Modulo 2^32."""
     return (values & (MODULUS - 1)).astype(np.uint32)
 
@@ -241,7 +142,7 @@ class Law(NamedTuple):
     edges: Words  # of the cells, in 2^-63
 
 
-def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -> Integers:
+def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -> IntegerArray:
     """Independent discrete Gaussians, P[k] ~ exp(-k²/2 variance), exactly, if the source's words are uniform.
 
     |k| is proposed as cell · t + rest for t = 2^shift: a cell a with probability ~ exp(-(at)²/2v), from the first
@@ -258,7 +159,7 @@ def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -
     The stream is read in order, so a longer draw begins with the shorter. How long it takes depends on what is drawn;
     against someone who can time it nothing is claimed.
     """
-    _check(variance=variance)
+    check(variance=variance)
     size = math.prod(shape)
     if isinstance(source, Noiseless):
         at.pack()
@@ -298,7 +199,7 @@ def _reach(source: Source, at: Address, words: Words, end: int) -> Words:
     return words if end <= words.size else source.words(at, max(end, words.size + words.size // 8))
 
 
-def _propose(law: Law, words: Words) -> tuple[Integers, NDArray[np.bool_], NDArray[np.bool_]]:
+def _propose(law: Law, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], NDArray[np.bool_]]:
     """Values, whether they are accepted, and where that or the value is open."""
     first = words[:, 0]
     bits = first >> np.uint64(1)
@@ -411,18 +312,3 @@ def _exp(numerator: int, denominator: int, places: int) -> int:
     for _ in range(halvings):
         total = total * total >> compute
     return max(0, total - (1 << extra - 1) >> extra)
-
-
-# ------------------------------------------------------------------------------------------------------------ checks
-
-
-def _check(**arguments: float) -> None:
-    for name, value in arguments.items():
-        if name == "delta" and not 0 < value < 1:
-            raise SordinoError(f"delta: {value} must lie between 0 and 1; 1e-5 is usual.")
-        if name == "variance" and not LEAST <= value <= MOST:
-            raise SordinoError(f"variance: {value} must lie between 1/4 and 2**60; choose another scale.")
-        if name in ("terms", "dimension") and not (value >= 1 and value % 1 == 0):
-            raise SordinoError(f"{name}: {value} must be a whole number, at least 1.")
-        if not value >= 0:
-            raise SordinoError(f"{name}: {value} must not be negative.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sordino.core import Independent, Kind, Method, keep, nothing
+from sordino.core import Correlated, Kind, Method, Stream, keep, nothing
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms import discrete_gaussian
 
@@ -79,7 +79,7 @@ def check(method: Method) -> None:
     """What is noised must be one vector a round, sent as it is."""
     for stage in method.stages:
         noised = [query for query in stage.queries if query.noise is not None]
-        single = len(noised) == 1 and noised[0].calls == 1 and isinstance(noised[0].noise, Independent)
+        single = len(noised) == 1 and noised[0].calls == 1 and not isinstance(noised[0].noise, Correlated | Stream)
         bare = stage.local.update_memory is keep and stage.local.prepare is nothing  # a memory is of a single message
         if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.DELTA):
             raise SordinoError(

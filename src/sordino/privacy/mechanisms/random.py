@@ -1,57 +1,46 @@
-"""Where randomness comes from, and how it is added to a number that leaves.
+"""Streams of randomness.
 
 Every draw has an address, (client, round, query, index), and a source is a function of addresses: the same address
-gives the same draw again (a resumed round and correlated noise need that), two addresses never share a stream.
+gives the same draw again (a resumed round and correlated noise need that), and two addresses never share a stream.
 
 What `Secure` protects against: someone who sees any number of draws, or knows all addresses, learns nothing about
-the others without the key. What it does not: a key used for two runs gives both the same noise, and the difference of
-their releases is then bare; take a fresh key for each run. A `Seeded` stream can be recomputed, or guessed, by anyone
-who knows or tries the seed: it is for simulation and for tests, and says so (`private = False`).
+the others without the key. What it does not protect against: a key used for two runs gives both the same noise, which
+cancels in the difference of their releases; take a fresh key for each run. A `Seeded` stream can be recomputed, or
+guessed, by anyone who knows or tries the seed: it is for simulation and for tests, and says so (`private = False`).
 
-What is exact. Element i of a `Secure` draw is the ideal normal N = Phi^-1(U) of a uniform U with infinitely many bits,
-of which only as many are read as the question at hand needs. `Secure.normal` returns a float64 approximation of N:
-63 bits after the sign, and further bits in the tails, so that there is no largest draw. `Secure.bounds` returns an
-interval that contains N, proved in integer arithmetic, and as narrow as wanted. `settle` releases
+Element i of a `Secure` draw is the ideal normal N = Phi^-1(U) of a uniform U with infinitely many bits, of which only
+as many are read as necessary. `Secure.normal` returns a float64 approximation of N: 63 bits after the sign, and further
+bits in the tails, so that there is no largest draw. `Secure.bounds` returns an interval that contains N, proved in
+integer arithmetic (`normal_quantile`), and as narrow as wanted. `gaussian.settle` needs both.
 
-    grid * round((value + ideal noise) / grid)
-
-with the sum and the rounding as in real arithmetic: in float64 where the error bounds settle the rounding, and by
-`Secure.bounds` where they do not. A release is thus the Gaussian mechanism of real arithmetic, rounded to a public
-grid. Rounding is post-processing: the account of the Gaussian mechanism holds as it is, with no truncated tail and no
-statement about low bits.
-
-What is assumed. (1) ChaCha20 under keys derived with keyed BLAKE2b is a pseudorandom function, so that its bits are
-as good as uniform. (2) scipy's `ndtri` and `ndtri_exp` are accurate enough for `ERROR`: every number z that
+Assumptions: (1) ChaCha20 under keys derived with keyed BLAKE2b is a pseudorandom function, so that its bits cannot be
+told from uniform ones. (2) scipy's `ndtri` and `ndtri_exp` are accurate enough for `ERROR`: every number z that
 `Secure.normal` returns satisfies |z - N| <= 2^-40 max(1, |N|). The tests compare them with mpmath and find an error of
-about 2^-50. (3) The time that a release takes is not observed: a sum that lies close to the middle between two points
-of the grid takes longer.
+about 2^-50.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import secrets
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import erfcx, ndtri, ndtri_exp
+from scipy.special import ndtri
 
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
+from sordino.privacy.mechanisms.normal_quantile import approximate_quantile, quantile
 
 Floats: TypeAlias = NDArray[np.float64]
 Words: TypeAlias = NDArray[np.uint64]
 
-EVERYONE = 2**32 - 1  # in a simulation, where nobody reads the shares: the summed noise of a cohort
-GRID_BITS = 14  # a rounding error of std / 2^15 is lost in the noise
+COHORT = 2**32 - 1  # as a client's number: the summed noise of a cohort, where it is drawn once
 ERROR = 2.0**-40  # a normal z of `Secure.normal` and its ideal N: |z - N| <= ERROR * max(1, |N|)
 
 _LAYOUT = struct.Struct("<IIHH")  # 12 bytes, a ChaCha20 nonce to the byte: distinct addresses, distinct nonces
@@ -62,7 +51,6 @@ _NONE = np.empty(0, dtype=np.intp)
 _BLOCK = 8  # words of one ChaCha20 block
 _RARE = 1 << 44  # a tail probability below _RARE / 2^64 = 2^-20 is read to more bits
 _DEEP = 2048  # bits; beyond a logarithm of -2048 `ndtri_exp` loses some of its accuracy
-_FAR = 2.0**51  # grid points: up to there float64 holds the halves between them
 _MOST = 1 << 35  # words of one nonce: 2^32 blocks of 64 bytes, then the counter would run into the nonce
 
 
@@ -149,14 +137,14 @@ class Secure:
         def convert(words: Words, out: Floats, start: int) -> None:
             for i in _to_normal(words, out):
                 sign, tail, bits = self._tail(at, start + int(i), 1, _RARE)
-                out[i] = sign * (_approximate_quantile(tail, bits) if bits <= _DEEP else _quantile(tail, bits)[0])
+                out[i] = sign * (approximate_quantile(tail, bits) if bits <= _DEEP else quantile(tail, bits)[0])
 
         return _draw(self._normal_key, at, shape, convert)
 
     def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
         """An interval that contains the ideal normal, from at least 64 + 64 `words` bits."""
         sign, tail, bits = self._tail(at, element, words, 1)
-        low, high = _quantile(tail, bits)
+        low, high = quantile(tail, bits)
         return (low, high) if sign > 0 else (-high, -low)
 
     def _tail(self, at: Address, element: int, words: int, least: int) -> tuple[int, int, int]:
@@ -259,7 +247,7 @@ class Noiseless:
         self._seeded = Seeded(seed)
 
     def __repr__(self) -> str:
-        return f"Silent({self._seeded.seed})"
+        return f"Noiseless({self._seeded.seed})"
 
     def fresh(self) -> Noiseless:
         return self
@@ -273,183 +261,6 @@ class Noiseless:
 
     def words(self, at: Address, count: int) -> Words:
         return self._seeded.words(at, count)
-
-
-# ------------------------------------------------------------------------------------------------------- what leaves
-
-
-class Term(NamedTuple):
-    """coefficient * N, for the ideal normal N of one element of the (flat) draw at an address."""
-
-    coefficient: Fraction
-    source: Exact
-    at: Address
-    element: int
-
-
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """Noise as it was computed, a bound on its error, and the ideal noise.
-
-    The ideal noise of (flat) number i is the sum of `terms(i)`; `error`, broadcast, bounds its distance from `z`.
-    Always error >= ERROR |z|, so that one rounding in float64, an error of at most 2^-53 |z|, adds less than 2^-12 of
-    `error` to it: that is how the methods below keep the bound. `terms` is None where the source is not private.
-    """
-
-    z: Tensor
-    error: Tensor
-    terms: Callable[[int], list[Term]] | None
-
-    @classmethod
-    def plain(cls, z: Tensor) -> Draw:
-        """Noise that keeps no secret."""
-        return cls(z, z.new_zeros((1,) * z.dim()), None)
-
-    def to(self, device: torch.device | str) -> Draw:
-        return Draw(self.z.to(device), self.error.to(device), self.terms)
-
-    def scaled(self, std: Tensor | float) -> Draw:
-        """std * z; a tensor broadcasts over z."""
-        width = torch.as_tensor(std, dtype=torch.float64, device=self.z.device)
-        each = width.expand(self.z.shape)
-        terms = self.terms
-
-        def scaled(i: int) -> list[Term]:
-            assert terms is not None
-            factor = Fraction(float(each[tuple(int(k) for k in np.unravel_index(i, each.shape))]))
-            return [term._replace(coefficient=factor * term.coefficient) for term in terms(i)]
-
-        error = self.error * width.abs() * (1 + 2.0**-12)
-        return Draw(self.z * width, error, None if terms is None else scaled)
-
-    def symmetric(self) -> Draw:
-        """(z + z^T) / 2, in the last two axes."""
-        shape, terms = self.z.shape, self.terms
-
-        def symmetric(i: int) -> list[Term]:
-            assert terms is not None
-            *lead, row, column = np.unravel_index(i, shape)
-            j = int(np.ravel_multi_index((*lead, column, row), shape))
-            return [term._replace(coefficient=term.coefficient / 2) for term in terms(i) + terms(j)]
-
-        error = (self.error + self.error.mT) / 2 * (1 + 2.0**-12)
-        return Draw((self.z + self.z.mT) / 2, error, None if terms is None else symmetric)
-
-    def summed(self, axis: int) -> Draw:
-        """The sum over one axis."""
-        shape, terms = list(self.z.shape), self.terms
-        axis %= len(shape)
-        count = shape.pop(axis)
-
-        def summed(i: int) -> list[Term]:
-            assert terms is not None
-            place = [int(k) for k in np.unravel_index(i, shape)]
-            parts = ((*place[:axis], k, *place[axis:]) for k in range(count))
-            return [term for part in parts for term in terms(int(np.ravel_multi_index(part, self.z.shape)))]
-
-        each = self.error.expand(*(count if k == axis else n for k, n in enumerate(self.error.shape)))
-        error = each.sum(axis) * (1 + count * 2.0**-12)
-        return Draw(self.z.sum(axis), error, None if terms is None else summed)
-
-
-def draw(source: Source, parts: Sequence[tuple[float, Address]], shape: tuple[int, ...]) -> Draw:
-    """The sum of coefficient * normal(address), as for correlated noise; [(1.0, at)] is one normal per number."""
-    if source.private and not is_exact(source):
-        raise SordinoError(f"source: {source!r} is private and has no `bounds`; pass one that has, such as Secure().")
-    parts = [(float(coefficient), at) for coefficient, at in parts]
-    z, error = np.zeros(shape), 0.0
-    for coefficient, at in parts:
-        normal = source.normal(at, shape)
-        furthest = float(max(normal.max(), -normal.min(), 1.0)) if normal.size else 1.0
-        error += abs(coefficient) * ERROR * furthest
-        if len(parts) == 1 and coefficient == 1:
-            z = normal
-        else:
-            z += coefficient * normal
-    if not is_exact(source):
-        return Draw.plain(torch.from_numpy(z))
-    exact = source
-
-    def terms(i: int) -> list[Term]:
-        return [Term(Fraction(coefficient), exact, at, i) for coefficient, at in parts]
-
-    # |N| is up to 1 + ERROR times `furthest`; a product and as many additions as there are parts round once each.
-    error *= 1 + (len(parts) + 2) * 2.0**-12
-    return Draw(torch.from_numpy(z), torch.full((1,) * len(shape), error, dtype=torch.float64), terms)
-
-
-def stack(draws: Sequence[Draw]) -> Draw:
-    """Draws of one shape along a new first axis: one row per client, say."""
-    each = [one.terms for one in draws]
-    if len({terms is None for terms in each}) > 1:
-        raise SordinoError("draws: some are of a private source and some are not; settle them apart.")
-    size = draws[0].z.numel()
-
-    def stacked(i: int) -> list[Term]:
-        row, place = divmod(i, size)
-        terms = each[row]
-        assert terms is not None
-        return terms(place)
-
-    common = np.broadcast_shapes(*(tuple(one.error.shape) for one in draws))
-    error = torch.stack([one.error.expand(common) for one in draws])
-    return Draw(torch.stack([one.z for one in draws]), error, None if each[0] is None else stacked)
-
-
-def grid_of(std: Tensor | float) -> Tensor:
-    """The public grid of a release: the power of two from std / 2^15 (not reached) to std / 2^14."""
-    width = torch.as_tensor(std, dtype=torch.float64)
-    if not bool(((width >= 2.0**-880) & (width <= 2.0**880)).all()):
-        raise SordinoError(f"std: {std!r} must be a number from 2^-880 to 2^880 to give a grid.")
-    return width / torch.frexp(width).mantissa * 2.0 ** -(GRID_BITS + 1)  # x / mantissa is a power of two, exactly
-
-
-def settle(value: Tensor, noise: Draw, grid: Tensor | float) -> Tensor:
-    """grid * round((value + ideal noise) / grid) in float64, rounded as in real arithmetic.
-
-    `value` is taken as the exact number that it is. `grid` is a public power of two and broadcasts. In float64,
-    t = (value + z) / grid is off by at most error / grid + 2^-53 |t|. Where this leaves the rounding open, which is
-    where t lies as close as that to the middle of two integers, the sum is computed exactly. About one number in 2^22
-    is open where the grid is `grid_of(std)` and value is of the size of the noise.
-    """
-    if value.shape != noise.z.shape:
-        raise SordinoError(f"noise: of shape {tuple(noise.z.shape)}, and value has {tuple(value.shape)}.")
-    step = torch.as_tensor(grid, dtype=torch.float64, device=value.device)
-    if not bool(((torch.frexp(step).mantissa == 0.5) & (step >= 2.0**-900) & (step <= 2.0**900)).all()):
-        raise SordinoError(f"grid: {grid!r} must be a power of two from 2^-900 to 2^900; grid_of(std) is.")
-    noise = noise.to(value.device)
-    t = (value.double() + noise.z).div_(step)
-    points = t.round()
-    size = points.abs()
-    if points.numel() and not float(size.amax()) < _FAR:  # also where one is not a number
-        raise SordinoError(f"value: not finite, or beyond {_FAR:g} grid points; clip it, or take a coarser grid.")
-    if noise.terms is not None and points.numel():
-        # |t| <= size + 1/2. The factor 1.001 and 2^-51 are for the roundings of these lines themselves.
-        reach = t.sub_(points).abs_().add_(size, alpha=2.0**-52).add_(noise.error / step * 1.001)
-        middle = 0.5 - 2.0**-51
-        if float(reach.amax()) >= middle:
-            for i in (reach >= middle).reshape(-1).nonzero().reshape(-1).tolist():
-                place = tuple(int(k) for k in np.unravel_index(i, value.shape))
-                width = float(step.expand(value.shape)[place])
-                points[place] = _round_exactly(float(value[place]), noise.terms(i), width)
-    return points.mul_(step)
-
-
-def _round_exactly(value: float, terms: Sequence[Term], grid: float) -> int:
-    """round((value + sum of the terms) / grid), by intervals that are narrowed until both ends agree."""
-    factors: dict[tuple[Exact, Address, int], Fraction] = {}  # the same normal may come twice
-    for term in terms:
-        normal = (term.source, term.at, term.element)
-        factors[normal] = factors.get(normal, Fraction(0)) + term.coefficient
-    for words in itertools.count(1):
-        low = high = Fraction(value)
-        for (source, at, element), factor in factors.items():
-            ends = sorted(factor * end for end in source.bounds(at, element, words))
-            low, high = low + ends[0], high + ends[1]
-        point = math.floor(low / Fraction(grid) + Fraction(1, 2))
-        if point == math.floor(high / Fraction(grid) + Fraction(1, 2)):
-            return point
-    raise AssertionError("unreachable")
 
 
 def source(seed: int | None) -> Source:
@@ -579,80 +390,3 @@ def _to_uniform(words: Words, out: Floats, start: int = 0) -> None:
 def _to_words(words: Words, out: Floats, start: int = 0) -> None:
     """As they are: the answer's memory holds their bits."""
     out.view("<u8")[:] = words
-
-
-# ------------------------------------------------------------------- the normal's quantiles, proved in whole numbers
-
-
-def _approximate_quantile(tail: int, bits: int) -> float:
-    """x with Q(x) = (tail + 1/2) / 2^bits, for the normal's upper tail Q; however small, by its logarithm."""
-    return max(0.0, -float(ndtri_exp(math.log(2 * tail + 1) - (bits + 1) * math.log(2))))
-
-
-def _quantile(tail: int, bits: int) -> tuple[Fraction, Fraction]:
-    """Bounds on every x with tail / 2^bits <= Q(x) <= (tail + 1) / 2^bits, for the normal's upper tail Q.
-
-    Newton's method finds the middle, from scipy's float64 value and slope. Neither is trusted: the answer is what
-    `_upper_tail` proves, Q(low) >= (tail + 1) / 2^bits and Q(high) <= tail / 2^bits. Here tail >= 1.
-    """
-    fraction = bits + 8  # x counts 2^-fraction, and Q counts 2^-(bits + 16)
-    middle = (2 * tail + 1) << 15
-    start = _approximate_quantile(tail, bits)
-    mills = int(math.sqrt(math.pi / 2) * float(erfcx(start / math.sqrt(2))) * 2**60)  # Q / density, as 2^-60
-
-    def width(change: int) -> int:
-        """Of x, for this change of Q."""
-        return ((change * mills) << fraction) // (middle << 60)
-
-    x = int(Fraction(start) * 2**fraction)
-    while abs(miss := sum(_upper_tail(x, fraction, bits + 16)) // 2 - middle) >= 1 << 12:
-        x = max(0, x + width(miss))
-    reach = width((1 << 15) + (1 << 13)) + 1
-    low = high = x
-    while low > 0 and _upper_tail(low, fraction, bits + 16)[0] < (tail + 1) << 16:
-        low, reach = max(0, low - reach), 2 * reach
-    while _upper_tail(high, fraction, bits + 16)[1] > tail << 16:
-        high, reach = high + reach, 2 * reach
-    return Fraction(low, 1 << fraction), Fraction(high, 1 << fraction)
-
-
-def _upper_tail(x: int, fraction: int, bits: int) -> tuple[int, int]:
-    """Integers low <= 2^bits Q(x / 2^fraction) <= high, for x >= 0.
-
-    Q(x) = 1/2 - S / sqrt(2 pi), and S is the alternating sum of a_n / (2 n + 1) with a_n = x y^n / n!, y = x^2 / 2. In
-    units of 2^-scale, t is a_n rounded down. Its error grows from e to at most e y / n + 1 in step n and is therefore
-    at most e^y <= 2^growth throughout. Every term adds this and 1 for its own division. The remainder of the series
-    is at most its first term, because terms fall once n > y; with t = 0 this is at most 2^growth as well.
-    """
-    square = x * x
-    growth = (3 * square >> (2 * fraction + 2)) + 1  # 3/2 > 1 / ln 2
-    scale = bits + 16 + growth
-    t, n, total = x << max(0, scale - fraction) >> max(0, fraction - scale), 0, 0
-    while t or n <= growth:
-        total += -(t // (2 * n + 1)) if n % 2 else t // (2 * n + 1)
-        n += 1
-        t = (t * square >> (2 * fraction + 1)) // n
-    error = (n + 2) << (growth + 1)
-    low, high = max(0, total - error), total + error
-    root = bits + 16
-    least, most = _root_of_two_pi(root)
-    half = 1 << (bits - 1)
-    return half + (-high << (bits + root)) // (least << scale), half - (low << (bits + root)) // (most << scale)
-
-
-@lru_cache(maxsize=64)
-def _root_of_two_pi(bits: int) -> tuple[int, int]:
-    """Integers low <= 2^bits sqrt(2 pi) <= high, by Machin's pi / 4 = 4 arctan(1 / 5) - arctan(1 / 239)."""
-    scale = 2 * bits
-
-    def arctan(k: int) -> int:
-        """Of 1 / k, in units of 2^-scale: every term is off by less than 2, and the remainder by less than 2."""
-        t, n, total = (1 << scale) // k, 0, 0
-        while t:
-            total += -(t // (2 * n + 1)) if n % 2 else t // (2 * n + 1)
-            n += 1
-            t //= k * k
-        return total
-
-    pi, error = 16 * arctan(5) - 4 * arctan(239), 64 * scale  # at most scale / 4.6 + 1 terms, each off by 2, 20 times
-    return math.isqrt(2 * (pi - error)), math.isqrt(2 * (pi + error)) + 1

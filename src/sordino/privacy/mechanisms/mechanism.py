@@ -1,0 +1,83 @@
+"""The interface of a noise law.
+
+A method declares a law (`Query.noise`, a `core.Noise`). The `Mechanism` registered for it in `laws` is everything that
+calibration, engines, accountant and certificate need to know of it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from sordino.core import Noise
+from sordino.errors import SordinoError
+from sordino.privacy.accounting.events import Gaussian, NoiseEvent
+from sordino.privacy.mechanisms.gaussian import Draw, draw
+from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.mechanisms.random import Address, Source
+
+
+class Mechanism:
+    """Fresh Gaussian noise for every release; the base class of every law.
+
+    Attributes:
+      name: as certificates write it.
+      event: the accounting event of one release.
+      spans_rounds: all rounds of a stage are accounted for as one release.
+      carried: noise of one round is used again in later ones.
+    """
+
+    name: ClassVar[str] = "gaussian"
+    event: ClassVar[type[NoiseEvent]] = Gaussian
+    spans_rounds: ClassVar[bool] = False
+
+    def __init__(self, noise: Noise) -> None:
+        self.noise = noise
+
+    @property
+    def carried(self) -> bool:
+        return False
+
+    @property
+    def is_plain(self) -> bool:
+        """The standard noise is one fresh normal per number, so that engines may draw many at once."""
+        return type(self).standard_noise is Mechanism.standard_noise
+
+    def over(self, rounds: int) -> Noise:
+        """The law for a stage of so many rounds.
+
+        Raises:
+          SordinoError: the law cannot serve so many rounds.
+        """
+        return self.noise
+
+    def sensitivity_factor(self, rounds: np.ndarray) -> float:
+        """Where the law spans rounds: by how much it multiplies the sensitivity of a unit that took part in these."""
+        return 1.0
+
+    def std(self, sensitivity: np.ndarray, mu: np.ndarray) -> np.ndarray:
+        """Calibrate: the standard deviation with which a release of this sensitivity spends at most mu."""
+        return np.asarray(sensitivity / mu)
+
+    def visible_sensitivity(self, sensitivity: np.ndarray, step: float) -> np.ndarray:
+        """The sensitivity of what is sent; larger where it is rounded to steps."""
+        return sensitivity
+
+    def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+        """Noise that `std` is a multiple of, for one release.
+
+        Args:
+          first: the first round of the stage.
+        """
+        return draw(source, [(1.0, at)], shape)
+
+    def with_integers(self, integers: Integers) -> Mechanism:
+        """The law that takes this one's place where secure aggregation adds up integers.
+
+        Raises:
+          SordinoError: there is none.
+        """
+        raise SordinoError(
+            f"noise: {self.name} noise has no integer form for secure aggregation; use untrusted-server."
+        )
