@@ -83,7 +83,7 @@ def test_it_holds_the_contracts_of_every_model(registered):
     prepared = run.prepare(Spec.of({**RUN, "dtype": "float64"}))
     assert max(moved(prepared.model, 0.1)) <= 1
     assert max(moved(Unclipped(prepared.model.module, check=False), 0.1)) > 1
-    *_, fast = simulate.run(prepared.plan, prepared.model, prepared.records, prepared.source)
+    *_, fast = simulate.run(prepared.plan, prepared.model, prepared.records, prepared.source, shares=True)
     *_, slow = reference.run(prepared.plan, prepared.model, prepared.records, prepared.source)
     torch.testing.assert_close(fast.model, slow.model, rtol=1e-6, atol=1e-8)
 
