@@ -1,14 +1,13 @@
 """The clip that follows a quantile: paid for, found, and the same in both engines."""
 
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from sordino import checks
-from sordino.core import Adjacency, Kind, Privacy, Shard
-from sordino.data.records import Records
+from sordino.core import Adjacency, Kind, Shard
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
@@ -16,22 +15,16 @@ from sordino.models.linear import Linear
 from sordino.models.torch_model import TorchModel
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.privacy.participation import Sampling
-from sordino.privacy.plan import Plan
+from tests import support
 
 MODEL = Linear(3, 3)
 
 
 def records(n=60):
-    rng = np.random.default_rng(0)
-    return Records.of(
-        rng.normal(size=(n, 3)), rng.integers(0, 3, n), np.repeat(np.arange(3), n // 3), dtype=torch.float64
-    )
+    return support.classified((n // 3,) * 3)
 
 
-def plan_for(data, epsilon=4.0, rounds=4, batch="full", **options):
-    method = build("dp-fedgd", quantile=0.5, **options)
-    return Plan(method, rounds, data.sizes, Privacy(epsilon), sampling=Sampling.parse(batch))
+plan_for = partial(support.plan_for, "dp-fedgd", epsilon=4.0, rounds=4, quantile=0.5)
 
 
 def net():
@@ -49,7 +42,7 @@ def test_engines_agree(model, batch):
     fast = list(simulate.run(plan, model, data, Seeded(1), theta=theta, shares=True))
     for a, b in zip(slow, fast, strict=True):
         torch.testing.assert_close(a.model, b.model, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(a.checkpoint[1][0], b.checkpoint[1][0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(a.checkpoint.state.log_clip, b.checkpoint.state.log_clip, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("model", [MODEL, net()], ids=["linear", "network"])
@@ -58,7 +51,7 @@ def test_the_clip_finds_the_median(model):
     plan = plan_for(data, epsilon=float("inf"), rounds=300, clip=50.0, lr=1e-9)
     theta = model.init().double()
     *_, last = simulate.run(plan, model, data, Noiseless(0), theta=theta)
-    found = float(last.checkpoint[1][0].exp())
+    found = float(last.checkpoint.state.log_clip.exp())
     grads = torch.stack([torch.func.grad(model.loss)(theta, x, y) for x, y in zip(data.x, data.y, strict=True)])
     assert abs(float((grads.norm(dim=1) <= found).double().mean()) - 0.5) < 0.02
 

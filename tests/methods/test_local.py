@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Privacy, Unit
+from sordino.core import Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
@@ -12,8 +12,7 @@ from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
-from sordino.privacy.participation import Participation
-from sordino.privacy.plan import Plan
+from tests.support import plan_for
 
 MODEL = Linear(3, 3)
 
@@ -24,13 +23,6 @@ def records():
     owner = rng.choice(4, 80, p=[0.1, 0.2, 0.3, 0.4])
     owner[:4] = range(4)
     return Records.of(rng.normal(size=(80, 3)), rng.integers(0, 3, 80), owner, dtype=torch.float64)
-
-
-def plan_for(
-    name, records, rounds=6, participation="full", unit=Unit.RECORD, trust="untrusted-server", epsilon=8.0, **options
-):
-    privacy = Privacy(epsilon, unit=unit, trust=trust)
-    return Plan(build(name, unit, **options), rounds, records.sizes, privacy, Participation.parse(participation))
 
 
 def models(plan, records, model=MODEL, seed=3):
@@ -87,7 +79,7 @@ def test_controls_are_the_mean_of_the_noised_local_gradients(records):
     """c_i after a round is zeta / (K lr), the mean of K noised gradients; the server's c is their weighted mean."""
     plan = plan_for("dp-scaffold", records, rounds=3, steps=2, local_lr=0.3)
     for this_round in reference.run(plan, MODEL, records, Seeded(1)):
-        _, (c, _), memory = this_round.checkpoint
+        c, memory = this_round.checkpoint.state.control, this_round.checkpoint.memory
         mean = sum(w * c_i for w, c_i in zip(plan.weights, memory, strict=True))
         torch.testing.assert_close(c, mean, rtol=1e-10, atol=1e-12)
 
@@ -153,7 +145,7 @@ def test_the_pull_follows_from_what_was_released(records):
         else:
             pull *= 0.9
         pull, last = min(max(pull, 0.05), 5.0), this_round.aggregate
-        assert float(this_round.checkpoint[1][0]) == pytest.approx(pull)
+        assert float(this_round.checkpoint.state.pull) == pytest.approx(pull)
 
 
 @pytest.mark.parametrize(
