@@ -14,7 +14,7 @@ from sordino.engines import reference, simulate
 from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.methods.admm import shift
+from sordino.methods.admm import DualMemory, shift
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
@@ -321,9 +321,9 @@ def message(method, model, records, theta, b):
     plan = Plan(method, 1, records.sizes, Privacy(math.inf, unit=method.unit))
     this_round = next(round_plans(plan, model))
     ask = reference.oracle(model, records, this_round, 0, Noiseless())
-    cache = this_round.stage.local.prepare(reference.oracle(model, records, this_round, 0, Noiseless(), inside=True))
+    cache = this_round.stage.local.prepare(reference.oracle(model, records, this_round, 0, Noiseless(), preparing=True))
     zero = torch.zeros_like(theta)
-    return ask.finish(this_round.stage.local.compute(ask, Broadcast(theta, zero), (-b, zero), cache))
+    return ask.finish(this_round.stage.local.compute(ask, Broadcast(theta, zero), DualMemory(-b, zero), cache))
 
 
 @pytest.mark.parametrize(("m", "ratio"), [(20, 3.24), (100, 7.38), (500, 16.55), (2500, 37.03)])
