@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from sordino.core import Adjacency, Trust
+from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust
 from sordino.errors import SordinoError, nearest
 from sordino.federation.terms import NAME
 from sordino.methods import REGISTRY
@@ -69,8 +69,10 @@ class SiteConfig(_File):
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise SordinoError(f"name: '{self.name}' must be letters, digits, dots and dashes.")
-        if not (0 < self.epsilon <= 1e4 and 0 < self.delta <= 1e-2):
-            raise SordinoError("epsilon, delta: the limit over all runs must lie in (0, 1e4] and (0, 0.01].")
+        if not (0 < self.epsilon <= MOST_EPSILON and 0 < self.delta <= MOST_DELTA):
+            raise SordinoError(
+                f"epsilon, delta: the limit over all runs must lie in (0, {MOST_EPSILON:g}] and (0, {MOST_DELTA:g}]."
+            )
         if self.run_epsilon is not None and not 0 < self.run_epsilon <= self.epsilon:
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import sordino
 from sordino import files, secagg, wire
-from sordino.core import Broadcast, Tree
+from sordino.core import MOST_EPSILON, Broadcast, Tree
 from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum
 from sordino.engines.schedule import RoundPlan, round_plans
@@ -171,7 +171,7 @@ class Coordinator:
         if isinstance(name, str) and type(records) is int and 0 < records < 2**40:
             if requested_epsilon is None:
                 return Hello(node, name, records, None)
-            if type(requested_epsilon) in (float, int) and 0 < requested_epsilon < 1e4:
+            if type(requested_epsilon) in (float, int) and 0 < requested_epsilon < MOST_EPSILON:
                 return Hello(node, name, records, float(requested_epsilon))
         self.tell("misfit", node=str(node))
         return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sordino.core import MOST_EPSILON
 from sordino.data.partition import split
 from sordino.data.sources import Dataset, load
 from sordino.errors import OverspentError, Refused, SordinoError
@@ -173,8 +174,8 @@ def make_site(
         if identity.name != name:
             raise SordinoError(f"name: '{folder}' is the folder of {identity.name}; name another for {name}.")
         return identity
-    if not 0 < epsilon <= 1e4:
-        raise SordinoError(f"limit: {epsilon:g} must lie in (0, 1e4].")
+    if not 0 < epsilon <= MOST_EPSILON:
+        raise SordinoError(f"limit: {epsilon:g} must lie in (0, {MOST_EPSILON:g}].")
     identity = Identity.make(name)
     identity.save(folder / "identity.key")
     node_key(folder / "node")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sordino.core import Broadcast, Kind, Trust, Unit
+from sordino.core import MOST_EPSILON, Broadcast, Kind, Trust, Unit
 from sordino.engines.schedule import round_plans
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError, nearest
@@ -119,7 +119,7 @@ class Terms:
                 "a wish belongs to nobody",
             ),
             (
-                all(type(e) in (int, float) and 0 < e < 1e4 for e in self.requested_epsilons.values()),
+                all(type(e) in (int, float) and 0 < e < MOST_EPSILON for e in self.requested_epsilons.values()),
                 "a wish is no epsilon",
             ),
             (type(self.features) is int and 0 < self.features < 2**24, "the number of features is none"),

@@ -12,7 +12,7 @@ import numpy as np
 from sordino.errors import SordinoError, nearest
 from sordino.privacy.mechanisms.random import Address, Secure
 
-EVERYONE = "full"
+FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Participation:
         Participation(kind='cyclic', amount=4.0)
     """
 
-    kind: str = EVERYONE
+    kind: str = FULL
     amount: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in (EVERYONE, "fixed", "poisson", "cyclic"):
-            known = [EVERYONE, "fixed:5", "poisson:0.5", "cyclic:4"]
+        if self.kind not in (FULL, "fixed", "poisson", "cyclic"):
+            known = [FULL, "fixed:5", "poisson:0.5", "cyclic:4"]
             raise SordinoError(f"participation: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         if self.kind in ("fixed", "cyclic") and not (1 <= self.amount < 2**31 and self.amount == int(self.amount)):
             what = "clients" if self.kind == "fixed" else "cohorts"
@@ -63,20 +63,20 @@ class Participation:
             ) from None
 
     def __str__(self) -> str:
-        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount!r}".removesuffix(".0")
+        return self.kind if self.kind == FULL else f"{self.kind}:{self.amount!r}".removesuffix(".0")
 
     def rate(self, clients: int) -> float:
         """The expected fraction of clients in a round: a public constant, unlike the realised one."""
         if self.kind in ("fixed", "cyclic") and self.amount > clients:
             what = "clients" if self.kind == "fixed" else "cohorts"
             raise SordinoError(f"participation: {self} asks for {self.amount:g} {what}; there are {clients} clients.")
-        parts = {EVERYONE: 1.0, "fixed": self.amount / clients, "poisson": self.amount, "cyclic": 1 / self.amount}
+        parts = {FULL: 1.0, "fixed": self.amount / clients, "poisson": self.amount, "cyclic": 1 / self.amount}
         return parts[self.kind]
 
     def schedule(self, rounds: int, clients: int, seed: int) -> list[np.ndarray]:
         """The participants of each round, drawn by ChaCha20 with a key made of all bits of the seed: whoever sees some
         of the cohorts, but does not know the seed, learns nothing about the others."""
-        if self.kind == EVERYONE:
+        if self.kind == FULL:
             return [np.arange(clients)] * rounds
         if self.kind == "cyclic":
             cohorts = int(self.amount)
@@ -122,12 +122,12 @@ class Sampling:
     Divisors are expected sizes, which are public; how many records a Poisson minibatch holds stays with the client.
     """
 
-    kind: str = EVERYONE
+    kind: str = FULL
     amount: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in (EVERYONE, "poisson", "fixed"):
-            known = [EVERYONE, "poisson:16", "poisson:0.01", "fixed:16"]
+        if self.kind not in (FULL, "poisson", "fixed"):
+            known = [FULL, "poisson:16", "poisson:0.01", "fixed:16"]
             raise SordinoError(f"batch: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         whole = self.amount == int(self.amount) if 1 <= self.amount < 2**31 else False
         if self.kind == "fixed" and not whole:
@@ -139,7 +139,7 @@ class Sampling:
     def parse(text: str) -> Sampling:
         """`16` alone is `poisson:16`."""
         kind, colon, number = text.partition(":")
-        if kind == EVERYONE and not colon:
+        if kind == FULL and not colon:
             return Sampling()
         kind, number = (kind, number) if colon else ("poisson", kind)
         try:
@@ -150,11 +150,11 @@ class Sampling:
             raise SordinoError(f"batch: '{text}' lacks a number; write full, poisson:16 or fixed:16.") from None
 
     def __str__(self) -> str:
-        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount!r}".removesuffix(".0")
+        return self.kind if self.kind == FULL else f"{self.kind}:{self.amount!r}".removesuffix(".0")
 
     def rates(self, sizes: np.ndarray) -> np.ndarray:
         """The chance of each client's records to be in a minibatch; 1 where a client has no more than it asks for."""
-        if self.kind == EVERYONE:
+        if self.kind == FULL:
             return np.ones(len(sizes))
         part = self.kind == "poisson" and self.amount < 1
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)

@@ -18,7 +18,7 @@ import scipy  # its parts are imported when they are used
 from sordino.core import Correlated
 from sordino.errors import SordinoError
 
-MOST_ROUNDS = 4096  # the matrices are dense
+MOST_CORRELATED_ROUNDS = 4096  # the matrices are dense
 
 
 def independent(rounds: int) -> Correlated:
@@ -110,8 +110,10 @@ def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
 
 
 def _check(rounds: int) -> None:
-    if not 1 <= rounds <= MOST_ROUNDS:
-        raise SordinoError(f"rounds: {rounds} must lie between 1 and {MOST_ROUNDS} where noise is correlated.")
+    if not 1 <= rounds <= MOST_CORRELATED_ROUNDS:
+        raise SordinoError(
+            f"rounds: {rounds} must lie between 1 and {MOST_CORRELATED_ROUNDS} where noise is correlated."
+        )
 
 
 def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:

@@ -53,7 +53,9 @@ PRECISE_CELLS = 1 << 18  # at most, where double-double arithmetic takes the pla
 MOST_MU = 25.0  # beyond it sampling hides nothing that is worth a grid: the closed form without sampling holds
 MOST_LOSS = 600.0  # of one release: more counts as infinite
 _UNIT = 2.0**-52
-_ROUNDING = 1e-3  # of delta: where the bound on the transform's rounding is more, double-double arithmetic is used
+_ROUNDING_SHARE = (
+    1e-3  # of delta: where the bound on the transform's rounding is more, double-double arithmetic is used
+)
 _CUT = 1e-9  # of delta, to what lies beyond the grid
 _STEP = 1.02  # `path` skips points that have grown by less
 
@@ -273,7 +275,7 @@ def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float
         if found == 0 or math.isinf(found):
             break
         rounding = float(curve.lost[max(0, int((found - curve.start) / curve.h)) :].sum())
-        blurred = rounding > _ROUNDING * delta and not precise
+        blurred = rounding > _ROUNDING_SHARE * delta and not precise
         sharp = found >= 100 * curve.h and 0.7 * found < curve.centre < 1.1 * found
         if not blurred and (sharp or (not precise and found > 0.999 * before)):
             break

@@ -22,7 +22,7 @@ TESTED = (
     "Computed from the noised model and from test records, which lie outside the guarantee: at user level they are "
     "those of clients held out as a whole."
 )
-RELEASED = "A function of noised releases, which the account pays for."
+FROM_RELEASES = "A function of noised releases, which the account pays for."
 WORDS = "Words that follow from the settings."
 HASH = "Hash of a file that is public itself."
 OPEN = "Only for data that everybody may see: a benchmark, or public_data = true."
@@ -123,7 +123,7 @@ SPEC: Mapping[str, str] = {
     "(option)": "An option of the method or of the model: a setting, or the name of a public file.",
 }
 MODEL: Mapping[str, str] = {
-    "theta": RELEASED,
+    "theta": FROM_RELEASES,
     "public_mean": "Declared public (public_stats).",
     "public_cov": "Declared public (public_stats).",
     "sordino.kind": SETTING,

@@ -23,14 +23,14 @@ from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence import signing
 from sordino.privacy.evidence.certificate import FORMAT, listed
 from sordino.privacy.mechanisms import discrete_gaussian
-from sordino.privacy.mechanisms.quantization import LEAST
-from sordino.privacy.participation import EVERYONE, Sampling
+from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
+from sordino.privacy.participation import FULL, Sampling
 
 RECOMPUTED = (events.Gaussian.name, events.DiscreteGaussian.name)  # what dp-accounting is asked about here
-TOLERANCE = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
+MOST_BELOW = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
 FOLLOWS = "the sensitivity of query"
 NOT_SIGNED = "who wrote it: it is not signed"
-SLACK = 0.01  # and above it: both are upper bounds
+MOST_ABOVE = 0.01  # and above it: both are upper bounds
 
 
 class Verdict(NamedTuple):
@@ -110,7 +110,7 @@ def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[st
 def _compare(what: str, claimed: float, found: float, problems: list[str]) -> None:
     if claimed == found:  # both infinite, or both zero
         return
-    if not -TOLERANCE * max(abs(found), 1e-6) <= claimed - found <= SLACK * max(abs(found), 1e-6):
+    if not -MOST_BELOW * max(abs(found), 1e-6) <= claimed - found <= MOST_ABOVE * max(abs(found), 1e-6):
         problems.append(f"{what}: {claimed:.6g} is claimed, the raw numbers give {found:.6g}")
 
 
@@ -292,7 +292,7 @@ def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
     for query in cert["queries"]:
         name, step = query["query"], float(query["step"])
         least = min(_span(g["own_std"][name])[0] * _span(g["influence"][name])[0] for g in cert["groups"])
-        if not (least / step) ** 2 >= LEAST * (1 - 1e-6):
+        if not (least / step) ** 2 >= LEAST_STEP_VARIANCE * (1 - 1e-6):
             problems.append(f"{name}: noise of {least / step:.3g} steps is too coarse for its account")
 
 
@@ -311,7 +311,7 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """Where every client pays for every round, the stages' rounds add up to the run's."""
     hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.USER
-    if not (hidden or cert["sampler"]["clients"] == EVERYONE) or any(q["stream"] for q in cert["queries"]):
+    if not (hidden or cert["sampler"]["clients"] == FULL) or any(q["stream"] for q in cert["queries"]):
         return
     queries = {query["query"]: query for query in cert["queries"]}
     for group in cert["groups"]:

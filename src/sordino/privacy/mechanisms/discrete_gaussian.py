@@ -134,7 +134,7 @@ _CELL_BITS = 63  # of the first word, for the cell; the last one is the sign
 _MARGIN = 2.0**-36  # acceptance nearer than this is decided in integers
 
 
-class Law(NamedTuple):
+class ProposalTable(NamedTuple):
     """|k| = cell · 2^shift + rest."""
 
     variance: float
@@ -199,7 +199,7 @@ def _reach(source: Source, at: Address, words: Words, end: int) -> Words:
     return words if end <= words.size else source.words(at, max(end, words.size + words.size // 8))
 
 
-def _propose(law: Law, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], NDArray[np.bool_]]:
+def _propose(law: ProposalTable, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], NDArray[np.bool_]]:
     """Values, whether they are accepted, and where that or the value is open."""
     first = words[:, 0]
     bits = first >> np.uint64(1)
@@ -226,7 +226,7 @@ def _propose(law: Law, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], N
     return value, accepted, open_
 
 
-def _decide(law: Law, more: Callable[[], int]) -> int | None:
+def _decide(law: ProposalTable, more: Callable[[], int]) -> int | None:
     """One proposal, word by word, in integers; None where it is rejected."""
     word = more()
     second = more() if law.shift else 0
@@ -249,9 +249,9 @@ def _decide(law: Law, more: Callable[[], int]) -> int | None:
 
 
 @lru_cache(maxsize=64)
-def _law(variance: float) -> Law:
+def _law(variance: float) -> ProposalTable:
     shift = max(0, (math.frexp(variance)[1] - 1) // 2 - 5)  # 4^shift <= variance / 1024
-    return Law(variance, shift, np.array(_edges(variance, shift, _CELL_BITS), dtype=np.uint64))
+    return ProposalTable(variance, shift, np.array(_edges(variance, shift, _CELL_BITS), dtype=np.uint64))
 
 
 @lru_cache(maxsize=64)
