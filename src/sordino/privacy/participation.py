@@ -1,4 +1,4 @@
-"""Who takes part in which round, and which of a client's records are asked."""
+"""Which clients take part in which round, and which of a client's records enter a minibatch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part: everyone, a fixed number drawn anew each round, each client by a coin of its own, or fixed
-    cohorts in turn.
+    """Which clients take part: all, a fixed number drawn anew each round, each client independently at a rate, or
+    fixed cohorts in turn.
 
-    The schedule is drawn before the run, without looking at any data, so each client's number of rounds is known and is
-    what it pays for. Nothing is gained from the adversary not knowing the schedule: no amplification is claimed.
+    The schedule is drawn before the run and does not depend on data, so each client's number of rounds is known and is
+    what it pays for. No amplification is claimed for a schedule that the adversary does not know.
 
     Args:
         kind: `full`, `fixed`, `poisson` or `cyclic`.
@@ -74,8 +74,8 @@ class Participation:
         return parts[self.kind]
 
     def schedule(self, rounds: int, clients: int, seed: int) -> list[np.ndarray]:
-        """The participants of each round, drawn by ChaCha20 with a key made of all bits of the seed: whoever sees some
-        of the cohorts, but does not know the seed, learns nothing about the others."""
+        """The participants of each round, drawn by ChaCha20 with a key derived from all bits of the seed: an adversary
+        who sees some of the cohorts, but does not know the seed, learns nothing about the others."""
         if self.kind == FULL:
             return [np.arange(clients)] * rounds
         if self.kind == "cyclic":
@@ -86,7 +86,7 @@ class Participation:
         uniforms = Secure(_key(seed))
         if self.kind == "fixed":
             return [_subset(uniforms, t, clients, int(self.amount)) for t in range(rounds)]
-        return [_by_chance(uniforms, t, clients, self.amount) for t in range(rounds)]
+        return [_independent(uniforms, t, clients, self.amount) for t in range(rounds)]
 
 
 def _key(seed: int) -> bytes:
@@ -103,9 +103,9 @@ def _subset(uniforms: Secure, t: int, clients: int, amount: int) -> np.ndarray:
     raise SordinoError(f"participation: {clients} clients are too many to order by words of 64 bits.")
 
 
-def _by_chance(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarray:
-    """Each client with this chance: whether its 128 bits, as a fraction, lie below the rate. That is exact for a rate
-    of 2^-75 or more, and never more likely than the rate for a smaller one."""
+def _independent(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarray:
+    """Each client independently: it takes part if its 128 bits, as a fraction, lie below the rate. The probability is
+    exact for a rate of 2^-75 or more, and at most the rate for a smaller one."""
     if rate == 1:
         return np.arange(clients)
     high, low = divmod(int(Fraction(rate) * 2**128), 2**64)
@@ -116,8 +116,8 @@ def _by_chance(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarra
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which records of a client a gradient is asked of: all, each by a coin of its own (`poisson:16`: 16 expected, or
-    `poisson:0.01`: that part of them), or exactly so many drawn without replacement (`fixed:16`).
+    """Which records of a client a gradient is asked of: all, each independently at a rate (`poisson:16`: 16 expected,
+    or `poisson:0.01`: that part of them), or a fixed number drawn without replacement (`fixed:16`).
 
     Divisors are expected sizes, which are public; how many records a Poisson minibatch holds stays with the client.
     """
@@ -160,10 +160,10 @@ class Sampling:
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
 
     def draw(self, uniforms: np.ndarray, rate: float) -> np.ndarray:
-        """The records of a minibatch, from one uniform coin per record; the rate is that of the client's public size.
+        """The records of a minibatch, from one uniform per record; the rate is that of the client's public size.
 
-        Coins are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn with
-        a greater chance than the rate, which is what the account is of. Equal coins are ordered by place.
+        Uniforms are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn
+        with a greater probability than the rate that is accounted for. Equal uniforms are ordered by place.
         """
         if rate == 1:
             return np.arange(len(uniforms))

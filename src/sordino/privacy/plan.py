@@ -320,7 +320,7 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
     if any(q.joint < 1 or q.calls % q.joint for q in stage.queries):
         raise SordinoError(f"{name}: a query's calls must be a multiple of those that share a minibatch (joint).")
     if any(q.calls != 1 for q in streams) or (streams and stage.local.prepare is not nothing):
-        raise SordinoError(f"{name}: a correlated query is called once a round, by clients without a cache of data.")
+        raise SordinoError(f"{name}: a correlated query is called once per round, by clients without a cache of data.")
 
 
 def _over(stage: Stage, rounds: int) -> Stage:

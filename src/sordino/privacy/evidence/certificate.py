@@ -45,7 +45,7 @@ SAMPLES = (
 INTEGERS = (
     "Messages are integers modulo 2^32: clipped sums (added up in float64) in steps, randomly rounded, with discrete "
     "Gaussian noise sampled exactly. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; "
-    "what the rounding's bound may miss, 2^-64 a release, is part of δ.",
+    "what the rounding's bound may miss, 2^-64 per release, is part of δ.",
 )
 
 
@@ -265,16 +265,16 @@ def sizes_of(cert: Mapping[str, Any]) -> tuple[int, ...] | None:
         raise SordinoError(f"certificate: {clients} clients; it lists 1 to {MOST_LISTED_CLIENTS:,}.")
     if any(group["sizes"] is None for group in cert["groups"]):
         return None
-    found: dict[int, int] = {}
+    by_client: dict[int, int] = {}
     for group in cert["groups"]:
         numbers = numbers_of(group["clients"], clients)
         sizes = group["sizes"] * (len(numbers) if len(group["sizes"]) == 1 else 1)
-        if len(sizes) != len(numbers) or found.keys() & set(numbers):
+        if len(sizes) != len(numbers) or by_client.keys() & set(numbers):
             raise SordinoError(f"certificate: clients {group['clients']} do not fit their sizes, or stand twice.")
-        found |= dict(zip(numbers, map(int, sizes), strict=True))
-    if sorted(found) != list(range(clients)):
+        by_client |= dict(zip(numbers, map(int, sizes), strict=True))
+    if sorted(by_client) != list(range(clients)):
         raise SordinoError(f"certificate: the groups do not name each of {clients} clients once.")
-    return tuple(found[i] for i in range(clients))
+    return tuple(by_client[i] for i in range(clients))
 
 
 def numbers_of(text: str, clients: int) -> list[int]:

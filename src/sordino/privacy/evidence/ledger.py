@@ -144,7 +144,7 @@ class Ledger:
     ) -> None:
         if (epsilon is None) != (delta is None):
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
-        wanted = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
+        new_limit = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
         self.path = Path(path).absolute()
         self._spent: defaultdict[str, Spent] = defaultdict(Spent)  # by the rows up to `_seen`
         self._seen = 0
@@ -158,8 +158,8 @@ class Ledger:
             self._db = sqlite3.connect(self.path, timeout=TIMEOUT, isolation_level=None)
         try:
             self._prepare()
-            if wanted is not None:
-                self._restrict(*wanted)
+            if new_limit is not None:
+                self._restrict(*new_limit)
             if adjacency is not None:
                 self._settle(adjacency)
         except BaseException:
@@ -235,8 +235,8 @@ class Ledger:
 
     def marked(self, plan: str) -> int:
         """How many rounds of the plan are stored, as far as `mark` was told."""
-        found = self._ask("SELECT rounds FROM progress WHERE plan = ?", plan) if self._has("progress") else []
-        return int(found[0][0]) if found else 0
+        rows = self._ask("SELECT rounds FROM progress WHERE plan = ?", plan) if self._has("progress") else []
+        return int(rows[0][0]) if rows else 0
 
     def witnessed(self) -> bool:
         """Whether the file keeps a count of its rows; those of an earlier version do not, until they are charged."""
@@ -244,8 +244,8 @@ class Ledger:
 
     def release(self, plan: str, who: str, round: int) -> bytes | None:
         """The stored payload, to be sent again after a crash; None if there is none."""
-        found = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
-        return found[0][0] if found else None
+        rows = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
+        return rows[0][0] if rows else None
 
     def charged(self, plan: str, who: str, round: int) -> bool:
         """Whether this was charged, as an entry or as the key of a payload."""
@@ -288,7 +288,7 @@ class Ledger:
     def audit(self, expect_head: str | None = None, expect_rows: int | None = None) -> list[str]:
         """One sentence for each problem; none if the chain is whole and reaches the head and length expected of it."""
         problems = []
-        seq, previous, count, found = 0, GENESIS, 0, expect_head in (None, GENESIS)
+        seq, previous, count, head_seen = 0, GENESIS, 0, expect_head in (None, GENESIS)
         try:
             for *fields, payload in self._db.execute(f"{_READ}, CAST(payload AS BLOB) FROM entries ORDER BY seq"):
                 row = LedgerRow(*fields)
@@ -300,14 +300,14 @@ class Ledger:
                     problems.append(f"Row {row.seq} does not match its hash: it was changed.")
                 if row.payload_sha256 != _sha256(payload):
                     problems.append(f"Row {row.seq} has a payload that does not match its hash: it was changed.")
-                seq, previous, count, found = row.seq, row.hash, count + 1, found or row.hash == expect_head
+                seq, previous, count, head_seen = row.seq, row.hash, count + 1, head_seen or row.hash == expect_head
         except sqlite3.Error as error:
             problems.append(f"The file cannot be read beyond row {seq}: {error}.")
         if cut := self._cut(seq, previous):
             problems.append(cut)
         if expect_rows is not None and count < expect_rows:
             problems.append(f"There are {count} rows where {expect_rows} are expected: rows were cut off.")
-        if not found:
+        if not head_seen:
             problems.append(f"No row has the expected hash {expect_head}: rows were cut off or rewritten.")
         return problems
 
@@ -418,18 +418,18 @@ class Ledger:
         return bool(self._ask("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", table))
 
     def _witness(self) -> tuple[int, str] | None:
-        found = self._ask("SELECT rows, head FROM witness") if self._has("witness") else []
-        if not found:
+        stored = self._ask("SELECT rows, head FROM witness") if self._has("witness") else []
+        if not stored:
             return None
-        rows, head = found[0]
+        rows, head = stored[0]
         return (rows if isinstance(rows, int) else -1, str(head))
 
     def _cut(self, seq: int, head: str) -> str:
         """What the witness has against these as the last row's number and hash."""
-        known = self._witness()
-        if known is None or known == (seq, head):
+        witness = self._witness()
+        if witness is None or witness == (seq, head):
             return ""
-        return f"The file counts {known[0]} rows and ends with row {seq}: rows were cut off or rewritten."
+        return f"The file counts {witness[0]} rows and ends with row {seq}: rows were cut off or rewritten."
 
     def _last(self) -> tuple[int, str]:
         last = self._ask("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1")
@@ -508,10 +508,10 @@ class Spent:
         self.may_fail = 0  # releases whose bound may fail
 
     def copy(self) -> Spent:
-        twin = Spent()
-        twin.square, twin.parts = self.square, dict(self.parts)
-        twin.gaussian, twin.may_fail = self.gaussian, self.may_fail
-        return twin
+        other = Spent()
+        other.square, other.parts = self.square, dict(self.parts)
+        other.gaussian, other.may_fail = self.gaussian, self.may_fail
+        return other
 
     def add(self, entry: Charge) -> None:
         noise = events.noise_event(entry.mechanism, entry.sensitivity, entry.std)

@@ -227,21 +227,21 @@ def _keyed(prefix: str) -> bool:
 
 def found(folder: Path) -> dict[str, set[str]]:
     """The fields of every file in a run's public/, as `FILES` names them."""
-    told: dict[str, set[str]] = {}
+    listed: dict[str, set[str]] = {}
     for path in sorted(folder.iterdir()):
         if path.name == "certificate.json":
-            told[path.name] = set(fields(json.loads(path.read_text(encoding="utf-8"))))
+            listed[path.name] = set(fields(json.loads(path.read_text(encoding="utf-8"))))
         elif path.name == "metrics.jsonl":
-            told[path.name] = {
+            listed[path.name] = {
                 key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)
             }
         elif path.name == "spec.toml":
-            told[path.name] = spec_fields(tomllib.loads(path.read_text(encoding="utf-8")))
+            listed[path.name] = spec_fields(tomllib.loads(path.read_text(encoding="utf-8")))
         elif path.name == "model.safetensors":
-            told[path.name] = _model(path)
+            listed[path.name] = _model(path)
         else:
-            told[path.name] = set(FILES.get(path.name, {"(unknown file)": ""}))
-    return told
+            listed[path.name] = set(FILES.get(path.name, {"(unknown file)": ""}))
+    return listed
 
 
 def spec_fields(values: Mapping[str, Any]) -> set[str]:
@@ -262,8 +262,8 @@ def unlisted(folder: Path) -> list[str]:
     """Fields and files of a run's public/ that nobody gave a reason for."""
     return [
         f"{name}: {field}"
-        for name, told in found(folder).items()
-        for field in sorted(told - set(FILES.get(name, ())))
+        for name, listed in found(folder).items()
+        for field in sorted(listed - set(FILES.get(name, ())))
         if name != "adapter"
     ]
 

@@ -176,9 +176,9 @@ def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -
         proposals = words[position : position + width * ahead].reshape(ahead, width)
         values, accepted, open_ = _propose(law, proposals)
         decided = int(open_.argmax()) if open_.any() else ahead
-        found = values[:decided][accepted[:decided]][: size - filled]
-        out[filled : filled + found.size] = found
-        filled += found.size
+        kept = values[:decided][accepted[:decided]][: size - filled]
+        out[filled : filled + kept.size] = kept
+        filled += kept.size
         position += width * decided
         if decided < ahead and filled < size:
 
@@ -292,7 +292,7 @@ def _exp(numerator: int, denominator: int, places: int) -> int:
     """n with n <= 2^places exp(-numerator/denominator) <= n + 2.
 
     exp(-x) is exp(-x/2^halvings)^(2^halvings) for x/2^halvings < 1/2, by Taylor's alternating series. A term is off by
-    3 units at most (by induction: half the error before, and roundings), there are fewer than `compute`, and a squaring
+    3 units at most (by induction: half the error before, and roundings), there are fewer than `work`, and a squaring
     doubles the error and adds 1: less than 4 work 2^halvings + 2^halvings in all, which the extra places hold.
     """
     if numerator == 0:
@@ -301,14 +301,14 @@ def _exp(numerator: int, denominator: int, places: int) -> int:
     if halvings > places.bit_length() + 2:
         return 0  # x > 2^(halvings - 3) >= places > log(2^places)
     extra = 8 + places.bit_length() + 2 * halvings + 8
-    compute = places + extra
-    x = (numerator << compute) // (denominator << halvings)
-    term = total = 1 << compute
+    work = places + extra
+    x = (numerator << work) // (denominator << halvings)
+    term = total = 1 << work
     n = 0
     while term:
         n += 1
-        term = (term * x >> compute) // n
+        term = (term * x >> work) // n
         total += -term if n % 2 else term
     for _ in range(halvings):
-        total = total * total >> compute
+        total = total * total >> work
     return max(0, total - (1 << extra - 1) >> extra)

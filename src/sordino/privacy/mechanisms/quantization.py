@@ -28,7 +28,13 @@ LEAST_STEP_VARIANCE = (
 
 @dataclass(frozen=True)
 class Integers:
-    """How a sum is made secure. `dimension`: numbers of a message."""
+    """How a sum is secured.
+
+    Args:
+      dimension: numbers of a message.
+      dropouts: sites that may fail in a round.
+      colluders: sites that may reveal their own noise to the server.
+    """
 
     dimension: int
     dropouts: int = 0
@@ -37,7 +43,7 @@ class Integers:
     def __post_init__(self) -> None:
         for name in ("dimension", "dropouts", "colluders"):
             if getattr(self, name) < (name == "dimension"):
-                raise SordinoError(f"{name}: {getattr(self, name)} must not be less.")
+                raise SordinoError(f"{name}: {getattr(self, name)} must be at least {int(name == 'dimension')}.")
 
     def honest(self, clients: int) -> int:
         """Clients whose noise is in every sum that is opened, and unknown to the coalition."""
@@ -80,13 +86,17 @@ class Integers:
 
 
 def check(method: Method) -> None:
-    """What is noised must be one vector a round, sent as it is."""
+    """Check that each round releases one noised vector, sent unchanged.
+
+    Raises:
+      SordinoError: the method sends something else.
+    """
     for stage in method.stages:
         noised = [query for query in stage.queries if query.noise is not None]
         single = len(noised) == 1 and noised[0].calls == 1 and not isinstance(noised[0].noise, Correlated | Stream)
         bare = stage.local.update_memory is keep and stage.local.prepare is nothing  # a memory is of a single message
         if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.DELTA):
             raise SordinoError(
-                f"method: {method.name} does not send one noised vector a round, which secure aggregation adds up; "
-                "use dp-fedsofim, dp-fedgd, dp-fedadam or another with one gradient a round, or untrusted-server."
+                f"method: {method.name} does not send one noised vector per round, which secure aggregation adds up; "
+                "use dp-fedsofim, dp-fedgd, dp-fedadam or another with one gradient per round, or untrusted-server."
             )
