@@ -31,7 +31,7 @@ held against what left the site: *unpaid* counts rounds that left without being 
 def page(out: dict[str, Any]) -> str:
     """The table for people."""
     runs = out["runs"]
-    random_faults = {name: run for name, run in runs.items() if name.startswith("storm-")}
+    random_faults = {name: run for name, run in runs.items() if name.startswith("random-faults-")}
     hostile = {name: run for name, run in runs.items() if "tries" in run}
     text = HEAD
     for name, run in runs.items():
@@ -41,7 +41,7 @@ def page(out: dict[str, Any]) -> str:
             text += f"| {run['what']}{masked} | {came} | {run['site_certificates']} of 6 | {run['unpaid']} |\n"
     for run in hostile.values():
         moved = run.get("moved_of_sensitivity")
-        text += f"\n**{run['what'].capitalize()}**: {run['tries']} letters of {run['kinds']} kinds; "
+        text += f"\n**{run['what'].capitalize()}**: {run['tries']} messages of {run['kinds']} kinds; "
         text += f"{len(run['wrong'])} answered otherwise than they must be, {run['unpaid']} rounds unpaid."
         if moved:
             text += " Models made to single out one record moved the answer by " + " and ".join(
@@ -50,7 +50,7 @@ def page(out: dict[str, Any]) -> str:
             text += " of the sensitivity when that record was exchanged (1 is allowed)."
         text += "\n"
     if random_faults:
-        faults = ", ".join(f"{what} {times}" for what, times in sorted(out["faults_of_storms"].items()))
+        faults = ", ".join(f"{what} {times}" for what, times in sorted(out["random_faults"].items()))
         count = Counter(sites for run in random_faults.values() for sites in run["came"])
         secure = sum(run["trust"] == "secure-aggregation" for run in random_faults.values())
         text += f"\n**{len(random_faults)} random schedules**, {secure} of them with secure aggregation. "
@@ -59,7 +59,7 @@ def page(out: dict[str, Any]) -> str:
         text += f"{sum(run['unpaid'] for run in random_faults.values())} were unpaid. "
         text += "Looks at a ledger, after each exchange, "
         text += f"that found less than had left: {len(out['violations'])}.\n"
-    unknown = ", ".join(f"{name}: {answer}" for name, answer in out["strangers"].items())
+    unknown = ", ".join(f"{name}: {answer}" for name, answer in out["unknown_sites"].items())
     text += f"\n**Strangers at the link**: {unknown}.\n"
     died = ", ".join(f"{name} {times}" for name, times in sorted(out["restarts"].items()))
     return text + f"\nProcesses killed and started again: {died}. {out['seconds'] / 60:.0f} minutes in all.\n"
@@ -86,7 +86,7 @@ def main() -> None:
     out = {"provenance": provenance("python benchmarks/faults.py"), **found, "not_as_expected": wrong}
     words.out.write_text(json.dumps(out, indent=1) + "\n")
     words.out.with_suffix(".md").write_text(page(out))
-    sys.exit(bool(wrong or found["violations"] or set(found["strangers"].values()) != {"refused"}))
+    sys.exit(bool(wrong or found["violations"] or set(found["unknown_sites"].values()) != {"refused"}))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from provenance import provenance
-from sordino.federation.flower import processes
+from sordino.federation.flower import commands, processes
 
 ROOT = Path(__file__).parents[1]
 SIZE = 10_000
@@ -43,30 +43,30 @@ def query(message, context):
 """
 
 
-def handle(letter: bytes) -> bytes:
-    return letter
+def handle(request: bytes) -> bytes:
+    return request
 
 
 def serve(transport: Any, folder: Path) -> None:
     """What the server's process does: exchanges, timed."""
     from flwr.app import ConfigRecord, Message, RecordDict
 
-    def plain(letters: dict[int, bytes]) -> int:
+    def plain(requests: dict[int, bytes]) -> int:
         messages = [
-            Message(RecordDict({"letter": ConfigRecord({"bytes": b})}), dst_node_id=n, message_type="query", ttl=120.0)
-            for n, b in letters.items()
+            Message(RecordDict({"message": ConfigRecord({"bytes": b})}), dst_node_id=n, message_type="query", ttl=120.0)
+            for n, b in requests.items()
         ]
         return len(list(transport.grid.send_and_receive(messages, timeout=120)))
 
-    def polled(letters: dict[int, bytes]) -> int:
-        return len(transport.exchange(letters, 120.0))
+    def polled(requests: dict[int, bytes]) -> int:
+        return len(transport.exchange(requests, 120.0))
 
     found: dict[str, list[float]] = {}
     for way in os.environ["WAYS"].split(","):
         for _ in range(1 + int(os.environ["EXCHANGES"])):
-            letters = {node: os.urandom(SIZE) for node in transport.sites()}
+            requests = {node: os.urandom(SIZE) for node in transport.sites()}
             began = time.perf_counter()
-            replies = (plain if way == "send_and_receive" else polled)(letters)
+            replies = (plain if way == "send_and_receive" else polled)(requests)
             found.setdefault(way, []).append(round(time.perf_counter() - began, 3))
             if replies != 3:
                 raise RuntimeError(f"{way}: {replies} replies")
@@ -74,22 +74,22 @@ def serve(transport: Any, folder: Path) -> None:
     (folder / "part").rename(folder / "found.json")
 
 
-class Stock(processes.Federation):
+class Stock(processes.LocalFederation):
     """Flower's SuperNode as it comes: it starts a process for each message and runs the app it was sent."""
 
     def start_node(self, name: str) -> subprocess.Popen[bytes]:
         keys = self.folder / "keys"
         words = [self.address, self.tls.authority, keys / name, keys / f"{name}.secret"]
-        command = processes.supernode_command(*words, port=self.ports[name], idle=None)
+        command = commands.supernode_command(*words, port=self.ports[name], idle=None)
         at = command.index("--isolation")
         del command[at : at + 4]
-        return self.start(f"node-{name}", command, processes.environment(self.folder / f"home-{name}"))
+        return self.start(f"node-{name}", command, commands.environment(self.folder / f"home-{name}"))
 
 
-SETUPS: dict[str, tuple[type[processes.Federation], dict[str, Any]]] = {
+SETUPS: dict[str, tuple[type[processes.LocalFederation], dict[str, Any]]] = {
     "own polling,send_and_receive": (Stock, {}),
-    "worker": (processes.Federation, {"handler": "flower_bench:handle", "idle": None}),
-    "ours": (processes.Federation, {"handler": "flower_bench:handle"}),
+    "worker": (processes.LocalFederation, {"handler": "flower_bench:handle", "idle": None}),
+    "ours": (processes.LocalFederation, {"handler": "flower_bench:handle"}),
 }
 
 
@@ -101,7 +101,7 @@ def measure(ways: str, exchanges: int, place: Path) -> dict[str, list[float]]:
     more["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
     server = more | {"SORDINO_SERVE": "flower_bench:serve", "WAYS": ways, "EXCHANGES": str(exchanges)}
     folder = place / "federation"
-    app = processes.write_app(folder / "app")
+    app = commands.write_app(folder / "app")
     (app / "shell" / "client.py").write_text(CLIENT)
     with kind(folder, "abc", server=server, site=more, **words) as federation:
         time.sleep(5)  # workers finish their imports

@@ -278,30 +278,30 @@ def site(tmp_path_factory):
     (folder / "site.toml").write_text(tomli_w.dumps(own))
     made = Site(SiteConfig.read(folder / "site.toml"))
     assert made.records == 20
-    for letter in LETTERS[:3]:
-        assert decode(made.answer(letter)).kind != "refused"
+    for request in REQUESTS[:3]:
+        assert decode(made.answer(request)).kind != "refused"
     return made
 
 
 ABOUT = {"run": TERMS.run, "terms": TERMS.sha256()}
 THETA = {"theta": np.zeros(15, np.float32)}
-LETTERS = [
+REQUESTS = [
     encode("hello", {}),
     encode("terms", {"terms": TERMS.json()}),
-    encode("round", ABOUT | {"t": 0, "word": []}, THETA),
-    encode("round", ABOUT | {"t": 1, "word": []}, THETA),
+    encode("round", ABOUT | {"t": 0, "extras": []}, THETA),
+    encode("round", ABOUT | {"t": 1, "extras": []}, THETA),
     encode("offer", ABOUT | {"t": 1}),
     encode("reveal", ABOUT | {"t": 0, "survivors": ["north"], "seals": {}}),
     encode("finish", ABOUT | {"done": 3}, THETA | {"more": np.zeros(1)}),
 ]
 KINDS = ("hello", "terms", "round", "offer", "reveal", "finish")
-WORDS = ("run", "terms", "t", "word", "survivors", "seals", "done", "theta", "word0", "offer:north")
-REPLIES = {"hello", "agreed", "said", "offered", "revealed", "finished", "refused"}
+WORDS = ("run", "terms", "t", "extras", "survivors", "seals", "done", "theta", "extras0", "offer:north")
+REPLIES = {"hello", "agreed", "update", "offered", "revealed", "finished", "refused"}
 
 
-def answered(site, letter):
+def answered(site, request):
     """A reply that reads, and a refusal is one of the constant ones."""
-    reply = decode(site.answer(letter))
+    reply = decode(site.answer(request))
     assert reply.kind in REPLIES
     if reply.kind == "refused":
         assert reply.fields.keys() <= {"code", "reason", "asked"}
@@ -313,28 +313,28 @@ def answered(site, letter):
 
 
 @SOME
-@given(letter=st.binary(max_size=100))
-def test_a_site_answers_any_bytes(site, letter):
-    for each in (letter, MAGIC + letter, raw(letter)):
+@given(body=st.binary(max_size=100))
+def test_a_site_answers_any_bytes(site, body):
+    for each in (body, MAGIC + body, raw(body)):
         assert answered(site, each).fields.get("code") == "malformed"
 
 
 @SOME
 @given(data=st.data())
-def test_a_site_answers_letters_with_bytes_changed(site, data):
-    letter = bytearray(data.draw(st.sampled_from(LETTERS)))
+def test_a_site_answers_messages_with_bytes_changed(site, data):
+    request = bytearray(data.draw(st.sampled_from(REQUESTS)))
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(letter) - 1))
+        at = data.draw(st.integers(0, len(request) - 1))
         how = data.draw(st.sampled_from(("set", "cut", "insert", "double")))
         if how == "set":
-            letter[at] = data.draw(st.integers(0, 255))
+            request[at] = data.draw(st.integers(0, 255))
         elif how == "insert":
-            letter[at:at] = data.draw(st.binary(max_size=8))
+            request[at:at] = data.draw(st.binary(max_size=8))
         elif how == "double":
-            letter[at:at] = letter[at : at + 16]
+            request[at:at] = request[at : at + 16]
         elif at > 0:
-            del letter[at:]
-    answered(site, bytes(letter))
+            del request[at:]
+    answered(site, bytes(request))
 
 
 @SOME
@@ -345,10 +345,10 @@ def test_a_site_answers_letters_with_bytes_changed(site, data):
     arrays=st.dictionaries(st.sampled_from(WORDS), SHAPES, max_size=3),
     dtype=st.sampled_from(list(wire.TYPES.values())),
 )
-def test_a_site_answers_letters_with_anything_in_any_place(site, kind, about, fields, arrays, dtype):
+def test_a_site_answers_messages_with_anything_in_any_place(site, kind, about, fields, arrays, dtype):
     with suppress(WireError):  # NaN is not written
-        letter = encode(kind, about | fields, {k: np.ones(shape, dtype) for k, shape in arrays.items()})
-        answered(site, letter)
+        request = encode(kind, about | fields, {k: np.ones(shape, dtype) for k, shape in arrays.items()})
+        answered(site, request)
 
 
 @SOME

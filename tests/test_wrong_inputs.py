@@ -202,7 +202,7 @@ def test_a_module_that_does_not_give_one_tensor(wrap):
         (["papers", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
         (["federate", "up", "--set", "lr=x"], "lr: 'x' must be a number"),
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
-        (["federate", "up", "--dropouts", "5"], "dropouts: 5 of 3 sites"),
+        (["federate", "up", "--dropouts", "5"], "dropouts: 5 must lie in [0, 2]"),
         (["federate", "up", "--label", "x"], "label: 'digits' has no columns to name"),
         (["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0"], "classes: 0; name two"),
         (["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0,0"], "each once"),
@@ -253,13 +253,13 @@ def test_settings_that_were_chosen_at_other_budgets_serve():
 
 def test_up_reads_the_label_it_is_told(here):
     pytest.importorskip("flwr", reason="needs sordino[flower]")
-    from sordino.federation import folder
+    from sordino.federation import demonstration
 
     rows = [f"{k % 7},{k % 5},{'yes' if k % 3 else 'no'}" for k in range(200)]
     (here / "p.csv").write_text("\n".join(["a,b,outcome", *rows, ""]))
     with pytest.raises(SordinoError, match="label: no column is called"):
-        folder.demonstration(here / "none", 3, spec={}, data="p.csv")
-    folder.demonstration(here / "up", 3, spec={"rounds": 2, "lr": 0.5}, data="p.csv", label="outcome")
+        demonstration.prepare(here / "none", 3, spec={}, data="p.csv")
+    demonstration.prepare(here / "up", 3, spec={"rounds": 2, "lr": 0.5}, data="p.csv", label="outcome")
     with np.load(here / "up" / "sites" / "site1" / "data.npz") as found:
         assert set(found["y"]) == {"yes", "no"}
         assert found["x"].shape[1] == 2
@@ -268,12 +268,12 @@ def test_up_reads_the_label_it_is_told(here):
 
 def test_up_divides_quantities_too(here):
     pytest.importorskip("flwr", reason="needs sordino[flower]")
-    from sordino.federation import folder
+    from sordino.federation import demonstration
 
     x = np.random.default_rng(0).standard_normal((200, 3))
     rows = [",".join(f"{value:.6f}" for value in row) for row in x]
     (here / "p.csv").write_text("\n".join(["a,b,dose", *rows, ""]))
-    folder.demonstration(here / "up", 3, spec={"rounds": 2, "method": "dp-fedgd"}, data="p.csv", label="dose")
+    demonstration.prepare(here / "up", 3, spec={"rounds": 2, "method": "dp-fedgd"}, data="p.csv", label="dose")
     with np.load(here / "up" / "sites" / "site2" / "data.npz") as found:
         assert found["y"].dtype == np.float32
         assert np.isin(found["y"], x[:, 2].round(6).astype(np.float32)).all()
@@ -281,30 +281,30 @@ def test_up_divides_quantities_too(here):
 
 def test_up_passes_the_label_on(capsys, here, monkeypatch):
     pytest.importorskip("flwr", reason="needs sordino[flower]")
-    from sordino.federation import folder
+    from sordino.federation import demonstration
 
     seen = {}
-    monkeypatch.setattr(folder, "demonstration", lambda out, sites, **words: seen.update(words))
-    monkeypatch.setattr(folder, "up", lambda out: iter([{"what": "failed", "why": "enough"}]))
+    monkeypatch.setattr(demonstration, "prepare", lambda out, sites, **words: seen.update(words))
+    monkeypatch.setattr(demonstration, "up", lambda out: iter([{"what": "failed", "why": "enough"}]))
     assert main(["federate", "up", "--data", "p.csv", "--label", "outcome"]) == 2
     assert (seen["data"], seen["label"]) == ("p.csv", "outcome")
 
 
-def test_a_redirected_log_has_each_line_as_it_comes(capsys, tmp_path):
+def test_a_redirected_log_has_each_line_as_it_comes(capsys):
     """A bar is drawn on a terminal; a file would have got it at the end."""
     lines = [
         {"what": "waiting", "sites": ["north", "south"]},
         {"what": "begun", "method": "dp-fedgd", "rounds": 3, "start": 0, "run": "ab"},
         {"what": "round", "t": 0, "came": ["north"], "epsilon": 1.25, "accuracy": 0.5},
-        {"what": "missing", "site": "south", "t": 1},
+        {"what": "missing", "site": "south", "kind": "update"},
         {"what": "round", "t": 1, "came": ["north", "south"], "epsilon": 2.5, "mse": 0.5},
-        {"what": "finished", "epsilon": 2.5},
+        {"what": "finished", "epsilon": 2.5, "sites": ["north"]},
     ]
-    said = ["waiting for north, south", "begun: dp-fedgd, 3 rounds, from round 1"]
-    said += ["round 1 of 3: accuracy 50.0%  ε 1.25  1 sites", "missing: site south, t 1", "round 2 of 3: ε 2.5"]
-    said += ["finished: epsilon 2.5"]
-    shown = _shown(iter(lines), tmp_path)
-    for line, text in zip(lines, said, strict=True):
+    texts = ["waiting for north, south", "dp-fedgd, 3 rounds, beginning with round 1"]
+    texts += ["round 1 of 3  accuracy  50.0%  ε  1.250  1 site\n", "south did not answer in time (update)"]
+    texts += ["round 2 of 3  ε  2.500  2 sites\n", "finished: ε = 2.5, 1 site\n"]
+    shown = _shown(iter(lines))
+    for line, text in zip(lines, texts, strict=True):
         assert next(shown) == line
         err = capsys.readouterr().err
         assert text in err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # what workers and coordinators import by name lies here too
-from fixtures import FEDERATION, Loopback, Talk, World
+from fixtures import SETTINGS, LocalFolders, Loopback, Talk
 
 
 @pytest.fixture
@@ -32,23 +32,23 @@ def loopback():
 
 @pytest.fixture
 def tiny(fast):
-    """Worlds of few records; every call makes another."""
+    """Federations of few records; every call makes another."""
     made = []
 
     def make(method="dp-fedsofim", trust="untrusted-server", rounds=3, **keys):
         spec = {"method": method, "rounds": rounds, "epsilon": 8.0, "delta": 1e-5, "trust": trust}
-        federation = {k: keys.pop(k) for k in (*FEDERATION, "deadline", "patience") if k in keys}
+        settings = {k: keys.pop(k) for k in (*SETTINGS, "deadline", "patience") if k in keys}
         made.append(Path(fast) / str(len(made)))
-        return World(made[-1], spec | keys, tiny=True, **federation)
+        return LocalFolders(made[-1], spec | keys, tiny=True, **settings)
 
     return make
 
 
 @pytest.fixture
-def world(tmp_path):
+def federation(tmp_path):
     def make(method="dp-fedsofim", trust="untrusted-server", rounds=4, **keys):
         spec = {"method": method, "rounds": rounds, "epsilon": 8.0, "delta": 1e-5, "trust": trust}
-        federation = {k: keys.pop(k) for k in FEDERATION if k in keys}
-        return World(tmp_path / "world", spec | keys, **federation)
+        settings = {k: keys.pop(k) for k in SETTINGS if k in keys}
+        return LocalFolders(tmp_path / "federation", spec | keys, **settings)
 
     return make

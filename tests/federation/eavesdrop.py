@@ -1,7 +1,7 @@
 """A server that does not keep to the protocol, over real processes: what it tries, and what sites say to that.
 
-It runs in the coordinator's process, for `scenarios.py`. Letters that sites refuse go to one site each, as many at once
-as there are sites; what every site must refuse, or answer once, goes to all.
+It runs in the coordinator's process, for `scenarios.py`. A message that sites refuse goes to one site each, as many
+at once as there are sites. What every site must refuse, or answer once, goes to all.
 """
 
 import hashlib
@@ -29,29 +29,29 @@ class Server:
     def __init__(self, transport, place):
         self.transport, self.place, self.tries = transport, place, []
         self.coordinator = Coordinator(transport, place)
-        self.terms = self.coordinator._propose(self.coordinator._meet())
-        self.nodes = self.coordinator.post.nodes
+        self.terms = self.coordinator.enrolment.propose(self.coordinator.enrolment.meet())
+        self.nodes = self.coordinator.messenger.nodes
         self.talk = Talk(None, self.terms)
 
-    def send(self, letters):
+    def send(self, requests):
         """Replies by site; silence is an empty one."""
         found = self.transport.exchange(
-            {self.nodes[n]: x for n, x in letters.items()}, self.coordinator.config.deadline
+            {self.nodes[n]: x for n, x in requests.items()}, self.coordinator.config.deadline
         )
-        return {name: found.get(self.nodes[name], b"") for name in letters}
+        return {name: found.get(self.nodes[name], b"") for name in requests}
 
     def each(self, tries):
-        """(what, expected answer, letter): every letter to one site."""
+        """(what, expected answer, message): every message to one site."""
         names = sorted(self.nodes)
         for k in range(0, len(tries), len(names)):
             batch = dict(zip(names, tries[k : k + len(names)], strict=False))
-            for name, reply in self.send({name: letter for name, (_, _, letter) in batch.items()}).items():
+            for name, reply in self.send({name: request for name, (_, _, request) in batch.items()}).items():
                 self.note(name, *batch[name][:2], reply)
 
-    def all(self, what, expected, letter):
-        """The same letter, or each its own, to every site."""
-        letters = letter if isinstance(letter, dict) else dict.fromkeys(self.nodes, letter)
-        replies = self.send(letters)
+    def all(self, what, expected, request):
+        """The same message, or each its own, to every site."""
+        requests = request if isinstance(request, dict) else dict.fromkeys(self.nodes, request)
+        replies = self.send(requests)
         for name, reply in replies.items():
             self.note(name, what, expected, reply)
         return replies
@@ -61,9 +61,9 @@ class Server:
         answer = found.fields["code"] if found.kind == "refused" else found.kind
         self.tries.append({"what": what, "site": name, "expected": expected, "answer": answer})
 
-    def same(self, what, before, letter):
-        """The letter once more: the bytes that it had before."""
-        for name, reply in self.send(letter if isinstance(letter, dict) else dict.fromkeys(before, letter)).items():
+    def same(self, what, before, request):
+        """The message once more: the bytes that it had before."""
+        for name, reply in self.send(request if isinstance(request, dict) else dict.fromkeys(before, request)).items():
             answer = "the same bytes" if reply == before[name] else "other bytes"
             self.tries.append({"what": what, "site": name, "expected": "the same bytes", "answer": answer})
 
@@ -89,9 +89,9 @@ def attack(transport, place):
 
 
 def in_the_open(server):
-    """The letters that were answered, and the answers, for a look at what they tell of a record."""
+    """The messages that were answered, and the answers, for a look at what they tell of a record."""
     talk, terms = server.talk, server.terms
-    server.all("a round of a run that nobody agreed to", "unknown-run", talk.letter(0))
+    server.all("a round of a run that nobody agreed to", "unknown-run", talk.request(0))
     server.each([(f"terms with {spec}", "policy", server.propose(server.changed(spec))) for spec, _ in SPEC])
     others = replace(terms, run=secrets.token_hex(16), sizes=tuple(size + 1 for size in terms.sizes))
     server.all("terms that claim more records than there are, for less noise", "policy", server.propose(others))
@@ -99,28 +99,28 @@ def in_the_open(server):
     server.all("honest terms", "agreed", server.propose(terms))
     server.all("a plan changed in the run", "changed", server.propose(server.changed({"clip": 2.0}, run=terms.run)))
     server.all("more rounds than agreed", "changed", server.propose(server.changed({"rounds": 4}, run=terms.run)))
-    server.each([(f"a round with {f} {_shapes(a)}", code, talk.letter(0, f, a)) for code, f, a in ROUNDS])
-    server.each([(f"a word of shape {w.shape}", "malformed", talk.letter(0, word=w)) for w in WORDS])
-    server.each([("bytes that are no letter", "malformed", rubbish) for rubbish in RUBBISH])
-    server.each([("half a letter", "malformed", talk.letter(0)[:-20])])
-    server.each([("a letter of 32 MiB", "malformed", talk.letter(0, arrays={"theta": np.zeros(HUGE, np.float32)}))])
+    server.each([(f"a round with {f} {_shapes(a)}", code, talk.request(0, f, a)) for code, f, a in ROUNDS])
+    server.each([(f"a word of shape {w.shape}", "malformed", talk.request(0, word=w)) for w in WORDS])
+    server.each([("bytes that are no message", "malformed", rubbish) for rubbish in RUBBISH])
+    server.each([("half a message", "malformed", talk.request(0)[:-20])])
+    server.each([("a message of 32 MiB", "malformed", talk.request(0, arrays={"theta": np.zeros(HUGE, np.float32)}))])
     away = (np.append(np.load(server.place / "victim.npy"), 1)[:, None] * np.array([1, -1, 0])).ravel()
     seen = []
     for t, factor in ((0, 1e3), (2, -1e30)):
-        letter = talk.letter(t, arrays={"theta": (factor * away).astype(np.float32)})
-        said = server.all(f"a model made to single out a record, round {t}", "said", letter)
-        server.same("the same round twice, the same model", said, letter)
-        server.all("the same round twice, another model", "replayed", talk.letter(t, arrays={"theta": put(1)}))
-        seen.append([letter.hex(), {name: reply.hex() for name, reply in said.items()}])
-    server.all("a round that was skipped", "order", talk.letter(1))
+        request = talk.request(t, arrays={"theta": (factor * away).astype(np.float32)})
+        said = server.all(f"a model made to single out a record, round {t}", "update", request)
+        server.same("the same round twice, the same model", said, request)
+        server.all("the same round twice, another model", "replayed", talk.request(t, arrays={"theta": put(1)}))
+        seen.append([request.hex(), {name: reply.hex() for name, reply in said.items()}])
+    server.all("a round that was skipped", "order", talk.request(1))
     server.all(
-        "a round before it", "order", talk.letter(0, arrays={"theta": NUMBERS, "word0": NUMBERS}, fields={"t": 1})
+        "a round before it", "order", talk.request(0, arrays={"theta": NUMBERS, "extras0": NUMBERS}, fields={"t": 1})
     )
     server.finish("an end after more rounds than agreed", "malformed", done=99)
     server.finish("an end with NaN for a model", "malformed", theta=put(np.nan))
     server.finish("an honest end", "finished")
-    server.all("another model after the end", "replayed", talk.letter(2, arrays={"theta": put(2)}))
-    return {"letters": seen, "charged": [0, 2]}
+    server.all("another model after the end", "replayed", talk.request(2, arrays={"theta": put(2)}))
+    return {"messages": seen, "charged": [0, 2]}
 
 
 def under_masks(server):
@@ -142,16 +142,16 @@ def under_masks(server):
         "offers of another round": {own[n]: later[n] for n in names},
         "an offer of a stranger": {**first, "offer:mallory": offers[names[0]]},
     }.items():
-        server.all(f"a round with {what}", "malformed", talk.letter(0, arrays=arrays))
-    own_left_out = {n: talk.letter(0, arrays={k: v for k, v in first.items() if k != own[n]}) for n in names}
+        server.all(f"a round with {what}", "malformed", talk.request(0, arrays=arrays))
+    own_left_out = {n: talk.request(0, arrays={k: v for k, v in first.items() if k != own[n]}) for n in names}
     server.all("a round without the site's own offer", "malformed", own_left_out)
-    letter = talk.letter(0, arrays=first)
-    said = server.all("an honest round", "said", letter)
-    server.same("the same round twice", said, letter)
+    request = talk.request(0, arrays=first)
+    said = server.all("an honest round", "update", request)
+    server.same("the same round twice", said, request)
     theta = np.ones(terms.model.size)
-    server.all("another model under the same masks", "replayed", talk.letter(0, arrays={**first, "theta": theta}))
+    server.all("another model under the same masks", "replayed", talk.request(0, arrays={**first, "theta": theta}))
     fewer = {key: offer for key, offer in first.items() if key != own[names[-1]]}
-    last_left_out = {n: talk.letter(0, arrays=fewer) for n in names[:-1]}
+    last_left_out = {n: talk.request(0, arrays=fewer) for n in names[:-1]}
     server.all("other masks for the same round", "replayed", last_left_out)
     masked = {n: part.tobytes() for n, part in _arrays(said, "masked").items()}
     session = secagg.Session.of(terms.run, server.coordinator.roster, terms.sha256(), terms.dropouts, terms.colluders)
@@ -172,7 +172,7 @@ def under_masks(server):
     server.all("both kinds of shares of that site", "replayed", both)
     server.finish("an honest end", "finished")
     server.all("shares after the end", "order", wire.encode("reveal", fields | {"t": 1}, first))
-    return {"letters": [], "charged": [0]}
+    return {"messages": [], "charged": [0]}
 
 
 def _arrays(replies, key):
@@ -189,16 +189,16 @@ def _shapes(arrays):
     return {key: None if value is None else f"{value.dtype}{list(value.shape)}" for key, value in arrays.items()}
 
 
-def singled_out(world, name, terms, letters, answers, neighbour):
-    """How far the answers move with one record, in units of the sensitivity: the same letters to `neighbour`, whose
+def singled_out(federation, name, terms, requests, answers, neighbour):
+    """How far the answers move with one record, in units of the sensitivity: the same messages to `neighbour`, whose
     records differ in one and whose noise is the same."""
     talk = Talk(neighbour, terms)
     assert talk.propose().kind == "agreed"
     (level,) = calibration.query_noises(terms.plan)
     moved = []
-    for letter, answer in zip(letters, answers, strict=True):
-        one, two = wire.decode(answer), wire.decode(neighbour.answer(letter))
-        assert two.fields["asked"] == one.fields["asked"] == hashlib.sha256(letter).hexdigest()
-        left, right = (each.arrays["said0"].astype(float) for each in (one, two))
+    for request, answer in zip(requests, answers, strict=True):
+        one, two = wire.decode(answer), wire.decode(neighbour.answer(request))
+        assert two.fields["asked"] == one.fields["asked"] == hashlib.sha256(request).hexdigest()
+        left, right = (each.arrays["update0"].astype(float) for each in (one, two))
         moved.append(np.linalg.norm(left - right) * terms.sizes[terms.names.index(name)] / level.sensitivity[0])
     return moved

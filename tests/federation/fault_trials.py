@@ -24,22 +24,15 @@ import tomli_w
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "flower"))
 from eavesdrop import singled_out
-from fixtures import World
+from fixtures import LocalFolders
 from scenarios import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
 from unknown_sites import try_all
 
 import sordino
 from sordino.data.sources import load
 from sordino.federation.config import SiteConfig
-from sordino.federation.flower.processes import (
-    Federation,
-    called,
-    environment,
-    listening,
-    register_command,
-    server_command,
-    superlink_command,
-)
+from sordino.federation.flower.commands import environment, register_command, server_command, superlink_command
+from sordino.federation.flower.processes import LocalFederation, called, listening
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence.charges import charges
@@ -48,22 +41,22 @@ from sordino.training.artifacts import load_model
 VICTIM = "alpha"  # one of its records is singled out
 QUICK = (
     *("uninterrupted", "site-killed-mid-round", "coordinator-killed-mid-round", "three-drop-at-round"),
-    *("hostile-server", "open-hostile-server", "storm-00", "storm-01"),
+    *("hostile-server", "open-hostile-server", "random-faults-00", "random-faults-01"),
 )
 
 
 def run(
     folder: Path, names: tuple[str, ...], tell: Callable[[str], None] = lambda text: None, unknown_sites: bool = False
 ) -> dict[str, Any]:
-    """All scenarios in one federation, and strangers at its link; what became of each."""
-    world, places, notes = prepared(folder, names)
+    """All scenarios in one federation, and unknown sites at its link; what became of each."""
+    federation, places, notes = prepared(folder, names)
     paths = f"{Path(__file__).parent}{os.pathsep}{Path(sordino.__file__).parents[1]}"
     here = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULTS": str(notes)}
     server = {"SORDINO_FOLDER": str(places), "SORDINO_SERVE": "scenarios:serve", **here}
-    site = {"SORDINO_SITES": str(world.folder), **here}
+    site = {"SORDINO_SITES": str(federation.folder), **here}
     restarts: Counter[str] = Counter()
     began = time.monotonic()
-    with Federation(folder / "flower", NAMES, handler="scenarios:handle", server=server, site=site) as running:
+    with LocalFederation(folder / "flower", NAMES, handler="scenarios:handle", server=server, site=site) as running:
         started = time.monotonic() - began
         (notes / "link.pid").write_text(str(running.processes["link"].pid))
         met = try_all(running, NAMES[0]) if unknown_sites else {}
@@ -84,40 +77,42 @@ def run(
             if time.monotonic() - began > 90 * len(names) + 120:
                 raise TimeoutError(f"the scenario {now} did not end")
             time.sleep(0.2)
-    found = {name: outcome(world, places / f"{k:03}-{name}", notes) for k, name in enumerate(names)}
+    found = {name: outcome(federation, places / f"{k:03}-{name}", notes) for k, name in enumerate(names)}
     violations = (notes / "violations.jsonl").read_text() if (notes / "violations.jsonl").exists() else ""
-    seen = (notes / "weather.jsonl").read_text().splitlines() if (notes / "weather.jsonl").exists() else []
-    storm = sum((Counter(json.loads(line)) for line in seen), Counter())
+    seen = (notes / "random_faults.jsonl").read_text().splitlines() if (notes / "random_faults.jsonl").exists() else []
+    faults = sum((Counter(json.loads(line)) for line in seen), Counter())
     about = {"start_s": started, "seconds": time.monotonic() - began, "restarts": dict(restarts)}
     return {
         **about,
-        "faults_of_storms": dict(storm),
+        "random_faults": dict(faults),
         "violations": violations.splitlines(),
-        "strangers": met,
+        "unknown_sites": met,
         "runs": found,
     }
 
 
-def prepared(folder: Path, names: tuple[str, ...]) -> tuple[World, Path, Path]:
+def prepared(folder: Path, names: tuple[str, ...]) -> tuple[LocalFolders, Path, Path]:
     """The sites' folders, one of a coordinator for each scenario, and one for notes."""
     base = {"method": "dp-fedsofim", "epsilon": 8.0, "delta": 1e-5}
-    world = World(folder / "world", base, names=NAMES, tiny=True, dropouts=DROPOUTS, deadline=DEADLINE, patience=120.0)
+    federation = LocalFolders(
+        folder / "federation", base, names=NAMES, tiny=True, dropouts=DROPOUTS, deadline=DEADLINE, patience=120.0
+    )
     for name in NAMES:
-        world.configure(name, epsilon=1000.0)
+        federation.configure(name, epsilon=1000.0)
     places, notes = folder / "coordinators", folder / "notes"
     notes.mkdir()
     (notes / "current").write_text("")
-    victim = load(str(world.place(VICTIM) / "data.npz")).x_train[0]
+    victim = load(str(federation.place(VICTIM) / "data.npz")).x_train[0]
     for k, name in enumerate(names):
         place, scenario = places / f"{k:03}-{name}", SCENARIOS[name]
-        shutil.copytree(world.coordinator, place)
+        shutil.copytree(federation.coordinator, place)
         spec = {**base, "method": scenario.method, "trust": scenario.trust}
         (place / "spec.toml").write_text(tomli_w.dumps(spec | {"rounds": len(scenario.came) or 3}))
         np.save(place / "victim.npy", victim)
-    return world, places, notes
+    return federation, places, notes
 
 
-def restart(running: Federation, name: str, server: dict[str, str], notes: Path) -> None:
+def restart(running: LocalFederation, name: str, server: dict[str, str], notes: Path) -> None:
     """As whoever looks after the machine would."""
     keys = running.folder / "keys"
     if name == "server":
@@ -141,17 +136,17 @@ def restart(running: Federation, name: str, server: dict[str, str], notes: Path)
 # ---------------------------------------------------------------------------------------------------- what came of it
 
 
-def outcome(world: World, place: Path, notes: Path) -> dict[str, Any]:
+def outcome(federation: LocalFolders, place: Path, notes: Path) -> dict[str, Any]:
     """What a scenario came to, and whether the invariant holds."""
     scenario = SCENARIOS[place.name.partition("-")[2]]
     terms = Terms.read((place / "run" / "terms.json").read_text())
-    certs = [world.place(n) / "runs" / terms.run / "certificate.json" for n in terms.names]
+    certs = [federation.place(n) / "runs" / terms.run / "certificate.json" for n in terms.names]
     epsilons = [json.loads(path.read_text())["epsilon"] for path in certs if path.exists()]
     about = {"what": scenario.what, "trust": scenario.trust, "site_certificates": len(epsilons)}
     about |= {"epsilon": max(epsilons, default=None)}
-    about |= {"unpaid": sum(unpaid(world, terms, name, notes) for name in terms.names)}
+    about |= {"unpaid": sum(unpaid(federation, terms, name, notes) for name in terms.names)}
     if scenario.do == "attack":
-        return about | attacked(world, place, terms)
+        return about | attacked(federation, place, terms)
     lines = [json.loads(line) for line in (place / "run" / "progress.jsonl").read_text().splitlines()]
     rounds = {line["t"]: line for line in lines if line["what"] == "round"}
     _, theta, *_ = load_model(place / "run" / "model.safetensors")
@@ -175,20 +170,20 @@ def problems(name: str, run: dict[str, Any]) -> list[Any]:
     return found
 
 
-def charged(world: World, terms: Terms, name: str) -> list[tuple[Any, ...]]:
-    book = sqlite3.connect(world.place(name) / "ledger.db")
+def charged(federation: LocalFolders, terms: Terms, name: str) -> list[tuple[Any, ...]]:
+    book = sqlite3.connect(federation.place(name) / "ledger.db")
     words = "SELECT round, query, sensitivity, std, times FROM entries WHERE plan = ? ORDER BY seq"
     rows = book.execute(words, (terms.run,)).fetchall()
     book.close()
     return rows
 
 
-def unpaid(world: World, terms: Terms, name: str, notes: Path) -> int:
+def unpaid(federation: LocalFolders, terms: Terms, name: str, notes: Path) -> int:
     """Rounds that left a site without standing in its ledger once and as planned, or that were charged twice."""
     path = notes / f"left-{name}.jsonl"
     left = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    released = {line["t"] for line in left if line["kind"] == "said" and line["run"] == terms.run}
-    rows, bad = charged(world, terms, name), 0
+    released = {line["t"] for line in left if line["kind"] == "update" and line["run"] == terms.run}
+    rows, bad = charged(federation, terms, name), 0
     for t in released:
         planned = charges(terms.plan, terms.names.index(name), t, terms.run)
         bad += sorted(r[1:] for r in rows if r[0] == t) != sorted(
@@ -197,28 +192,28 @@ def unpaid(world: World, terms: Terms, name: str, notes: Path) -> int:
     return bad + (len({row[:2] for row in rows}) != len(rows))
 
 
-def attacked(world: World, place: Path, terms: Terms) -> dict[str, Any]:
+def attacked(federation: LocalFolders, place: Path, terms: Terms) -> dict[str, Any]:
     """What was tried, how often it was answered otherwise than it must be, and how far a record moved an answer."""
     found = json.loads((place / "attacks.json").read_text())
     wrong = [one for one in found["tries"] if one["answer"] != one["expected"]]
-    paid = {name: sorted({row[0] for row in charged(world, terms, name)}) for name in NAMES}
+    paid = {name: sorted({row[0] for row in charged(federation, terms, name)}) for name in NAMES}
     wrong += [
         {"what": "charges", "site": n, "answer": rounds}
         for n, rounds in paid.items()
         if rounds != found["seen"]["charged"]
     ]
     out = {"tries": len(found["tries"]), "kinds": len({one["what"] for one in found["tries"]}), "wrong": wrong}
-    if letters := found["seen"]["letters"]:
-        asked = [bytes.fromhex(letter) for letter, _ in letters]
-        answers = [bytes.fromhex(said[VICTIM]) for _, said in letters]
-        moved = singled_out(world, VICTIM, terms, asked, answers, neighbour(world, place))
+    if requests := found["seen"]["messages"]:
+        asked = [bytes.fromhex(request) for request, _ in requests]
+        answers = [bytes.fromhex(said[VICTIM]) for _, said in requests]
+        moved = singled_out(federation, VICTIM, terms, asked, answers, neighbour(federation, place))
         out |= {"moved_of_sensitivity": moved, "wrong": wrong + [m for m in moved if not m <= 1 + 1e-3]}
     return out
 
 
-def neighbour(world: World, place: Path) -> Site:
+def neighbour(federation: LocalFolders, place: Path) -> Site:
     """The victim's site with another record in its place."""
-    here, there = world.place(VICTIM), place / VICTIM
+    here, there = federation.place(VICTIM), place / VICTIM
     there.mkdir()
     for name in ("site.toml", "identity.key", "roster.toml"):
         shutil.copy(here / name, there / name)

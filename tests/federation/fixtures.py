@@ -1,4 +1,4 @@
-"""A federation in one process: sites and a coordinator that exchange letters by function calls."""
+"""A federation in one process: sites and a coordinator that exchange messages by function calls."""
 
 import json
 import tomllib
@@ -16,12 +16,12 @@ from sordino.federation.terms import Terms, federated, written
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
-FEDERATION = ("dropouts", "colluders", "names", "seed")
+SETTINGS = ("dropouts", "colluders", "names", "seed")
 CLASSES = [str(k) for k in range(10)]
 
 
 class Loopback:
-    """Letters by function calls; `fault(node, letter, reply)` may change a reply, or lose it (None)."""
+    """Messages by function calls; `fault(node, message, reply)` may change a reply, or lose it (None)."""
 
     def __init__(self, answers, fault=None):
         self.answers, self.fault, self.log = answers, fault, []
@@ -29,11 +29,11 @@ class Loopback:
     def sites(self):
         return list(self.answers)
 
-    def exchange(self, letters, seconds, enough=None):
+    def exchange(self, requests, seconds, enough=None):
         found = {}
-        for node, letter in letters.items():
-            reply = self.answers[node](letter) if self.fault is None else self.fault(node, letter, self.answers[node])
-            self.log.append((node, letter, reply))
+        for node, request in requests.items():
+            reply = self.answers[node](request) if self.fault is None else self.fault(node, request, self.answers[node])
+            self.log.append((node, request, reply))
             if reply is not None:
                 found[node] = reply
         return found
@@ -46,10 +46,10 @@ def few(sites):
     return rng.normal(4 * np.eye(4)[y], 4), y
 
 
-class World:
+class LocalFolders:
     """Folders of a coordinator and of its sites."""
 
-    def __init__(self, folder, spec, names=("north", "south", "west"), seed=7, tiny=False, **federation):
+    def __init__(self, folder, spec, names=("north", "south", "west"), seed=7, tiny=False, **settings):
         self.folder, self.names, self.seed, self.tiny = folder, names, seed, tiny
         self.coordinator = folder / "coordinator"
         self.coordinator.mkdir(parents=True)
@@ -73,7 +73,7 @@ class World:
         (self.coordinator / "spec.toml").write_text(tomli_w.dumps(spec))
         about = {"sites": list(names), "features": x.shape[1], "classes": self.classes}
         about |= {"deadline": 5.0, "patience": 5.0}
-        self.about = about | federation
+        self.about = about | settings
         (self.coordinator / "federation.toml").write_text(tomli_w.dumps(self.about))
 
     @property
@@ -147,7 +147,7 @@ class World:
 
 
 class Talk:
-    """The server's words to one site, letter by letter."""
+    """The server's words to one site, message by message."""
 
     def __init__(self, site, terms):
         self.site, self.terms = site, terms
@@ -158,11 +158,11 @@ class Talk:
     def propose(self, terms=None):
         return self.say("terms", {"terms": (terms or self.terms).json()})
 
-    def letter(self, t, fields=(), arrays=(), word=None):
+    def request(self, t, fields=(), arrays=(), word=None):
         """A round's; `None` takes a field or an array away."""
         theta = np.zeros(self.terms.model.size, str(self.terms.number).removeprefix("torch."))
-        own = {"run": self.terms.run, "terms": self.terms.sha256(), "t": t, "word": [] if word is None else 0}
-        both = {"theta": theta} | ({} if word is None else {"word0": word})
+        own = {"run": self.terms.run, "terms": self.terms.sha256(), "t": t, "extras": [] if word is None else 0}
+        both = {"theta": theta} | ({} if word is None else {"extras0": word})
         return wire.encode(
             "round",
             {k: v for k, v in (own | dict(fields)).items() if v is not None},
@@ -170,4 +170,4 @@ class Talk:
         )
 
     def round(self, t, *args, **keys):
-        return wire.decode(self.site.answer(self.letter(t, *args, **keys)))
+        return wire.decode(self.site.answer(self.request(t, *args, **keys)))

@@ -1,4 +1,4 @@
-"""What a server may not write: into the spec of a run, and into the letter of a round; for runs of three rounds."""
+"""What a server may not write: into the spec of a run, and into the message of a round; for runs of three rounds."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ SPEC = [  # what a server may not write into a spec, and a word of the site's ow
     ({"model": "/etc/passwd"}, "model"),
 ]
 
-SIZE = 15  # of tiny worlds' models: four features and a bias, three classes
+SIZE = 15  # of tiny federations' models: four features and a bias, three classes
 NUMBERS = np.zeros(SIZE, np.float32)
 
 
@@ -61,14 +61,14 @@ ROUNDS = [
     ("order", {"t": "0"}, {}),
     ("order", {"t": [0]}, {}),
     ("malformed", {"t": None}, {}),
-    ("malformed", {"word": None}, {}),
+    ("malformed", {"extras": None}, {}),
     ("malformed", {"stranger": 1}, {}),
-    ("malformed", {"word": 0}, {}),
-    ("malformed", {"word": 10**30}, {}),
-    ("malformed", {"word": "theta"}, {}),
-    ("malformed", {"word": {"a": [[]]}}, {}),
-    ("malformed", {"word": [[[[0, 0, 0]]]]}, {"word0": NUMBERS}),
-    ("malformed", {"word": [1, 0]}, {"word0": NUMBERS, "word1": NUMBERS}),
+    ("malformed", {"extras": 0}, {}),
+    ("malformed", {"extras": 10**30}, {}),
+    ("malformed", {"extras": "theta"}, {}),
+    ("malformed", {"extras": {"a": [[]]}}, {}),
+    ("malformed", {"extras": [[[[0, 0, 0]]]]}, {"extras0": NUMBERS}),
+    ("malformed", {"extras": [1, 0]}, {"extras0": NUMBERS, "extras1": NUMBERS}),
     ("malformed", {}, {"theta": None}),
     ("malformed", {}, {"theta": put(np.nan)}),
     ("malformed", {}, {"theta": put(np.inf)}),
@@ -82,7 +82,7 @@ ROUNDS = [
     ("malformed", {}, {"theta": NUMBERS.astype(np.int64)}),
     ("malformed", {}, {"theta": NUMBERS.astype(np.uint8)}),
     ("malformed", {}, {"stranger": NUMBERS}),
-    ("malformed", {}, {"word0": NUMBERS}),
+    ("malformed", {}, {"extras0": NUMBERS}),
     ("malformed", {}, {"offer:south": np.zeros(4, np.uint8)}),
 ]
 

@@ -1,4 +1,4 @@
-"""Random faults, many at once: what may befall a letter, a site or the coordinator, and how often."""
+"""Random faults, many at once: what may befall a message, a site or the coordinator, and how often."""
 
 import json
 import os
@@ -9,21 +9,21 @@ from collections import Counter
 from pathlib import Path
 
 from sordino import wire
-from sordino.errors import SordinoError
+from sordino.errors import StoppedError
 from sordino.federation.coordinator import Coordinator
 
 FAULTS = {
-    "letter lost": 4,
+    "message lost": 4,
     "reply lost": 4,
     "duplicate": 4,
     "late duplicate": 4,
     "site restarted": 4,
     "killed before its charge": 2,
     "killed after its charge": 2,
-    "letter corrupted": 3,
+    "message corrupted": 3,
     "reply corrupted": 3,
 }
-RATES = (0.05, 0.15, 0.3)  # of a letter to meet a fault, one for each schedule
+RATES = (0.05, 0.15, 0.3)  # of a message to meet a fault, one for each schedule
 KILLED = 0.04  # of an exchange, before or after it: the coordinator's end
 ATTEMPTS = 12  # to come to an end; the last is calm
 
@@ -39,37 +39,37 @@ def corrupted(rng, data):
     return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + (how == 1) :]
 
 
-class Storm:
-    """A transport over a real link in which each letter may meet a fault; sites are told when to die by a file, and
+class RandomFaults:
+    """A transport over a real link in which each message may meet a fault; sites are told when to die by a file, and
     after each exchange every ledger is held against what left its site."""
 
     def __init__(self, transport, seed, rate, notes, sites, count, terms):
         self.transport, self.rate, self.notes, self.places, self.terms = transport, rate, notes, sites, terms
-        self.rng = random.Random(f"{seed} {count}")  # another weather after each restart
+        self.rng = random.Random(f"{seed} {count}")  # other faults after each restart
         self.seen, self.late, self.names = Counter(), [], {}
 
     def sites(self):
         return self.transport.sites()
 
-    def exchange(self, letters, seconds, enough=None):
+    def exchange(self, requests, seconds, enough=None):
         rng = self.rng
         dies = rng.random() < KILLED * bool(self.rate)
         before = dies and rng.random() < 0.5
-        fates = {node: self.fate() for node in sorted(letters)}
+        fates = {node: self.fate() for node in sorted(requests)}
         if before:
             self.die()
         for node, old in [late for late in self.late if rng.random() < 0.3]:
             self.late.remove((node, old))
             self.transport.exchange({node: old}, seconds)
-        self.late += [(node, letter) for node, letter in letters.items() if fates[node] == "late duplicate"]
+        self.late += [(node, request) for node, request in requests.items() if fates[node] == "late duplicate"]
         sent = {}
-        for node, letter in letters.items():
+        for node, request in requests.items():
             if fates[node] in ("site restarted", "killed before its charge", "killed after its charge"):
                 (self.notes / f"dying-{self.names.get(node)}").write_text(fates[node])
-            if fates[node] != "letter lost":
-                sent[node] = corrupted(rng, letter) if fates[node] == "letter corrupted" else letter
+            if fates[node] != "message lost":
+                sent[node] = corrupted(rng, request) if fates[node] == "message corrupted" else request
         replies = self.transport.exchange(sent, seconds) if sent else {}
-        if again := {node: letter for node, letter in sent.items() if fates[node] == "duplicate"}:
+        if again := {node: request for node, request in sent.items() if fates[node] == "duplicate"}:
             replies |= self.transport.exchange(again, seconds)
         self.learn(replies)
         self.look()
@@ -97,7 +97,7 @@ class Storm:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def keep(self):
-        with open(self.notes / "weather.jsonl", "a") as file:
+        with open(self.notes / "random_faults.jsonl", "a") as file:
             file.write(json.dumps(self.seen) + "\n")
         self.seen.clear()
 
@@ -107,7 +107,7 @@ class Storm:
         for place in self.places:
             path = self.notes / f"left-{place.name}.jsonl"
             left = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-            mine = [line for line in left if line["kind"] == "said" and line["run"] == run]
+            mine = [line for line in left if line["kind"] == "update" and line["run"] == run]
             said = {(line["run"], line["t"], line["digest"]) for line in mine}
             book = sqlite3.connect(place / "ledger.db")
             paid = set(book.execute("SELECT plan, round FROM entries"))
@@ -119,18 +119,16 @@ class Storm:
                     file.write(json.dumps({"site": place.name, "rounds": bad}) + "\n")
 
 
-def weather(transport, place, name, notes, sites):
+def run_with_faults(transport, place, name, notes, sites):
     """The run in `place`, begun again as often as it fails."""
     rng = random.Random(name)
     rate, tries, terms = rng.choice(RATES), Path(notes / f"tries-{name}"), place / "run" / "terms.json"
     while not (place / "run" / "certificate.json").exists():
         count = int(tries.read_text()) if tries.exists() else 0
         tries.write_text(str(count + 1))
-        storm = Storm(transport, name, rate if count < ATTEMPTS - 1 else 0, notes, sites, count, terms)
+        faults = RandomFaults(transport, name, rate if count < ATTEMPTS - 1 else 0, notes, sites, count, terms)
         try:
-            Coordinator(storm, place).run()
-        except SordinoError as error:  # sites that did not come, rounds that came to nothing, terms that cannot be read
-            if not any(words in str(error) for words in ("did not come", "cannot be read", "in a row")):
-                raise
-            storm.seen["begun again"] += 1
-        storm.keep()
+            Coordinator(faults, place).run()
+        except StoppedError:  # sites that did not connect, rounds without a result, terms that could not be read
+            faults.seen["begun again"] += 1
+        faults.keep()

@@ -1,7 +1,7 @@
 """Faults inflicted from within, at an exact step: what runs in the workers and in the coordinator of `fault_trials.py`.
 
 A worker or the coordinator kills itself with SIGKILL, hangs, answers rubbish, or finds its disk full; the coordinator
-kills the link, breaks the protocol (`attacks.py`), or sends its letters through a storm (`storms.py`).
+kills the link, breaks the protocol (`attacks.py`), or sends its messages through random faults (`random_faults.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACK = -1  # with the one that died, if it is back in time, or without
 
 
 class Scenario(NamedTuple):
-    """at: the letters that the fault befalls, at `sites`; exchange: of the coordinator, where the fault is its own."""
+    """at: the messages that the fault befalls, at `sites`; exchange: of the coordinator, where the fault is its own."""
 
     what: str
     do: str = ""
@@ -38,7 +38,7 @@ class Scenario(NamedTuple):
     exchange: int = -1
     trust: str = "secure-aggregation"
     method: str = "dp-fedsofim"
-    came: tuple[int, ...] = (6, 6, 6)  # sites in each round's sum; 0: not opened; (): as the weather will have it
+    came: tuple[int, ...] = (6, 6, 6)  # sites in each round's sum; 0: not opened; (): as the random faults decide
 
 
 PLAIN: dict[str, Any] = {"trust": "untrusted-server", "method": "dp-scaffold"}
@@ -46,7 +46,7 @@ REVEAL, OFFER = (("reveal", 1),), (("reveal", 1), ("offer", 2))
 TWO, THREE = ("beta", "gamma"), ("beta", "gamma", "delta")
 SECURE = {
     "uninterrupted": Scenario("nothing happens"),
-    "site-killed-mid-round": Scenario("kill -9 of a site as a round's letter comes", "kill", came=(6, 5, BACK)),
+    "site-killed-mid-round": Scenario("kill -9 of a site as a round's message comes", "kill", came=(6, 5, BACK)),
     "site-killed-after-charge": Scenario("kill -9 between charge and reply", "kill-after", came=(6, 5, BACK)),
     "site-killed-before-reveal": Scenario("kill -9 before the shares are revealed", "kill", REVEAL),
     "site-hangs": Scenario("a site answers after the deadline", "hang", came=(6, 5, 6)),
@@ -86,7 +86,7 @@ OPEN = {
     "open-hostile-server": Scenario("a server that breaks its word", "attack", trust="untrusted-server"),
 }
 STORMS = {  # two of five in the open
-    f"storm-{k:02}": Scenario("random faults", "storm", came=(), **(PLAIN if k % 5 in (1, 3) else {}))
+    f"random-faults-{k:02}": Scenario("random faults", "random-faults", came=(), **(PLAIN if k % 5 in (1, 3) else {}))
     for k in range(100)
 }
 SCENARIOS = {**SECURE, **OPEN, **STORMS}
@@ -123,23 +123,25 @@ def current() -> tuple[str, Scenario]:
 # ------------------------------------------------------------------------------------------------- in a site's worker
 
 
-def handle(letter: bytes) -> bytes:
+def handle(request: bytes) -> bytes:
     from sordino.federation import handler
 
     name, scenario = current()
     me = os.environ["SORDINO_SITE"]
-    message = wire.decode(letter) if letter[:4] == wire.MAGIC and scenario.do not in ("attack", "storm") else None
+    message = (
+        wire.decode(request) if request[:4] == wire.MAGIC and scenario.do not in ("attack", "random-faults") else None
+    )
     if message is None:  # what comes may be rubbish
-        return record(me, dying(me, lambda: handler.handle(letter)))
+        return record(me, dying(me, lambda: handler.handle(request)))
     about = message.kind, message.fields.get("t")
     due = scenario.exchange < 0 and me in scenario.sites and about in scenario.at and bool(scenario.do)
     if not due or not once(f"{name}-{me}-{message.kind}"):
-        return record(me, handler.handle(letter))
-    return record(me, FAULTS[scenario.do](lambda: handler.handle(letter)))
+        return record(me, handler.handle(request))
+    return record(me, FAULTS[scenario.do](lambda: handler.handle(request)))
 
 
 def dying(me: str, answer: Callable[[], bytes]) -> bytes:
-    """As the storm decided: at once, or about a charge; not at all if nothing is charged."""
+    """As the random faults decide: at once, or about a charge; not at all if nothing is charged."""
     path = notes() / f"dying-{me}"
     if not path.exists():
         return answer()
@@ -252,14 +254,14 @@ class Counting:
     def sites(self) -> list[int]:
         return list(self.transport.sites())
 
-    def exchange(self, letters: Any, seconds: float, enough: Any = None) -> Any:
+    def exchange(self, requests: Any, seconds: float, enough: Any = None) -> Any:
         self.count += 1
         due = self.count == self.scenario.exchange and once(f"{self.name}-coordinator")
         if due and self.scenario.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if due and self.scenario.do == "kill-link":
             os.kill(int((notes() / "link.pid").read_text()), signal.SIGKILL)
-        found = self.transport.exchange(letters, seconds, enough)
+        found = self.transport.exchange(requests, seconds, enough)
         if due and self.scenario.do == "kill-after":
             os.kill(os.getpid(), signal.SIGKILL)
         return found
@@ -283,13 +285,13 @@ def serve(transport: Any, folder: Path) -> None:
 def undergo(transport: Any, place: Path, name: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from eavesdrop import attack
-    from random_faults import weather
+    from random_faults import run_with_faults
 
     from sordino.federation import coordinator
 
     if SCENARIOS[name].do == "attack":
         attack(transport, place)
-    elif SCENARIOS[name].do == "storm":
-        weather(transport, place, name, notes(), [place.parents[1] / "world" / site for site in NAMES])
+    elif SCENARIOS[name].do == "random-faults":
+        run_with_faults(transport, place, name, notes(), [place.parents[1] / "federation" / site for site in NAMES])
     else:
         coordinator.serve(Counting(transport, name, SCENARIOS[name]), place)

@@ -25,18 +25,18 @@ class Kill(BaseException):
     """Of a process: nothing in it catches this."""
 
 
-def model_of(world):
-    return load_model(world.coordinator / "run" / "model.safetensors")[1]
+def model_of(federation):
+    return load_model(federation.coordinator / "run" / "model.safetensors")[1]
 
 
-def came(world):
-    return [line["came"] for line in world.progress("round")]
+def came(federation):
+    return [line["came"] for line in federation.progress("round")]
 
 
-def once(world, rounds=3, sites=None):
+def once(federation, rounds=3, sites=None):
     """Every site's ledger holds each round once."""
-    for name in sites or world.names:
-        assert [t for _, t in world.charged(name)] == list(range(rounds)), name
+    for name in sites or federation.names:
+        assert [t for _, t in federation.charged(name)] == list(range(rounds)), name
 
 
 def altered(reply, fields=(), arrays=(), kind=None):
@@ -45,11 +45,11 @@ def altered(reply, fields=(), arrays=(), kind=None):
 
 
 def fault_at(kind, how, nodes=(100,)):
-    """Replies of some nodes to letters of one kind, changed by `how(reply, letter)`."""
+    """Replies of some nodes to messages of one kind, changed by `how(reply, message)`."""
 
-    def fault(node, letter, answer):
-        reply = answer(letter)
-        return how(reply, letter) if node in nodes and wire.decode(letter).kind == kind else reply
+    def fault(node, request, answer):
+        reply = answer(request)
+        return how(reply, request) if node in nodes and wire.decode(request).kind == kind else reply
 
     return fault
 
@@ -60,15 +60,15 @@ SIZE = 15
 BIG = np.zeros(2**20, np.float32)
 
 
-def nested(reply, letter):
+def nested(reply, request):
     return altered(reply, {"tree": [[0]]})
 
 
 def of(name, value):
-    def how(reply, letter):
-        array = wire.decode(reply).arrays["said0"].copy()
+    def how(reply, request):
+        array = wire.decode(reply).arrays["update0"].copy()
         array[2] = value
-        return altered(reply, arrays={"said0": array})
+        return altered(reply, arrays={"update0": array})
 
     return pytest.param(how, id=name)
 
@@ -77,7 +77,7 @@ def first_reply():
     """What was said in round 0, whatever is asked."""
     kept = []
 
-    def how(reply, letter):
+    def how(reply, request):
         kept.append(reply)
         return kept[0] if len(kept) > 1 else None
 
@@ -89,7 +89,7 @@ BAD = [
     pytest.param(lambda r, _: b"\x00" * 1000, id="zeros"),
     pytest.param(lambda r, _: r[:-1], id="cut off"),
     pytest.param(lambda r, _: r + b"x", id="too long"),
-    pytest.param(lambda r, letter: letter, id="the letter itself"),
+    pytest.param(lambda r, request: request, id="the message itself"),
     pytest.param(lambda r, _: wire.encode("refused", {"code": "policy", "reason": "x" * 10**6}), id="a refusal"),
     pytest.param(lambda r, _: wire.encode("refused", {}), id="a bare refusal"),
     pytest.param(lambda r, _: altered(r, kind="finished"), id="another kind"),
@@ -101,13 +101,13 @@ BAD = [
     pytest.param(lambda r, _: altered(r, {"tree": {"a": 0}}), id="a tree of tables"),
     pytest.param(lambda r, _: altered(r, {"tree": -1}), id="a leaf that is not there"),
     pytest.param(nested, id="nested once more"),
-    pytest.param(lambda r, _: altered(r, {"tree": [0, 1]}, {"said1": np.zeros(SIZE, np.float32)}), id="two vectors"),
-    pytest.param(lambda r, _: altered(r, arrays={"said0": BIG}), id="a vector of a million"),
-    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros((5, SIZE), np.float32)}), id="five vectors"),
-    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros(1, np.float32)}), id="one number"),
-    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros((), np.float32)}), id="no axis"),
-    pytest.param(lambda r, _: altered(r, arrays={"said0": np.zeros(SIZE, np.int64)}), id="integers"),
-    pytest.param(lambda r, _: altered(r, arrays={"said0": np.full(SIZE, 1e300)}), id="beyond float32"),
+    pytest.param(lambda r, _: altered(r, {"tree": [0, 1]}, {"update1": np.zeros(SIZE, np.float32)}), id="two vectors"),
+    pytest.param(lambda r, _: altered(r, arrays={"update0": BIG}), id="a vector of a million"),
+    pytest.param(lambda r, _: altered(r, arrays={"update0": np.zeros((5, SIZE), np.float32)}), id="five vectors"),
+    pytest.param(lambda r, _: altered(r, arrays={"update0": np.zeros(1, np.float32)}), id="one number"),
+    pytest.param(lambda r, _: altered(r, arrays={"update0": np.zeros((), np.float32)}), id="no axis"),
+    pytest.param(lambda r, _: altered(r, arrays={"update0": np.zeros(SIZE, np.int64)}), id="integers"),
+    pytest.param(lambda r, _: altered(r, arrays={"update0": np.full(SIZE, 1e300)}), id="beyond float32"),
     of("NaN", np.nan),
     of("infinity", np.inf),
     pytest.param(first_reply(), id="a round before"),
@@ -124,38 +124,38 @@ def without():
 def test_a_reply_that_is_no_message_counts_as_none_and_the_run_goes_on(tiny, without, how):
     if "plain" not in without:
         noiseless = tiny(**PLAIN)
-        noiseless.run(fault_at("round", lambda reply, letter: None))
+        noiseless.run(fault_at("round", lambda reply, request: None))
         without["plain"] = model_of(noiseless)
-    world = tiny(**PLAIN)
-    world.run(fault_at("round", how))
-    assert came(world) == [["south", "west"]] * 3
-    assert torch.equal(model_of(world), without["plain"])
-    once(world)  # at the first site as well: it answered, and what left it is paid for
+    federation = tiny(**PLAIN)
+    federation.run(fault_at("round", how))
+    assert came(federation) == [["south", "west"]] * 3
+    assert torch.equal(model_of(federation), without["plain"])
+    once(federation)  # at the first site as well: it answered, and what left it is paid for
 
 
 def test_numbers_so_large_that_no_model_is_left_move_nothing(tiny):
-    world = tiny(rounds=3)
+    federation = tiny(rounds=3)
 
-    def how(reply, letter):
+    def how(reply, request):
         array = np.full(SIZE, np.finfo(np.float32).max)
-        return altered(reply, arrays={"said0": array}) if wire.decode(letter).fields["t"] == 1 else reply
+        return altered(reply, arrays={"update0": array}) if wire.decode(request).fields["t"] == 1 else reply
 
-    world.run(fault_at("round", how, (100, 101, 102)))
-    assert torch.isfinite(model_of(world)).all()
-    assert [line["t"] for line in world.progress("abandoned")] == [1]
-    once(world)
+    federation.run(fault_at("round", how, (100, 101, 102)))
+    assert torch.isfinite(model_of(federation)).all()
+    assert [line["t"] for line in federation.progress("abandoned")] == [1]
+    once(federation)
 
 
 def test_sites_that_agree_on_a_wrong_form_spoil_a_round_and_not_the_run(tiny):
-    world = tiny(rounds=3)
+    federation = tiny(rounds=3)
 
-    def how(reply, letter):
-        spoiled = altered(reply, {"tree": [0, 1]}, {"said1": np.zeros(2, np.float32)})
-        return spoiled if wire.decode(letter).fields["t"] == 0 else reply
+    def how(reply, request):
+        spoiled = altered(reply, {"tree": [0, 1]}, {"update1": np.zeros(2, np.float32)})
+        return spoiled if wire.decode(request).fields["t"] == 0 else reply
 
-    world.run(fault_at("round", how, (100, 101, 102)))
-    assert [line["t"] for line in world.progress("abandoned")] == [0]
-    assert model_of(world).abs().max() > 0
+    federation.run(fault_at("round", how, (100, 101, 102)))
+    assert [line["t"] for line in federation.progress("abandoned")] == [0]
+    assert model_of(federation).abs().max() > 0
 
 
 @pytest.mark.parametrize(
@@ -164,48 +164,48 @@ def test_sites_that_agree_on_a_wrong_form_spoil_a_round_and_not_the_run(tiny):
 )
 def test_who_does_not_say_who_it_is_is_not_met(tiny, monkeypatch, fields):
     monkeypatch.setattr(messenger, "POLL", 1e-3)
-    world = tiny(patience=0.01)
-    with pytest.raises(SordinoError, match="north did not come in time"):
-        world.run(fault_at("hello", lambda reply, letter: altered(reply, fields)))
-    assert not (world.coordinator / "run" / "terms.json").exists()
+    federation = tiny(patience=0.01)
+    with pytest.raises(SordinoError, match="north did not connect within"):
+        federation.run(fault_at("hello", lambda reply, request: altered(reply, fields)))
+    assert not (federation.coordinator / "run" / "terms.json").exists()
 
 
 def test_terms_that_a_site_refuses_begin_nothing(tiny):
-    world = tiny()
-    world.configure("south", most_rounds=1)
+    federation = tiny()
+    federation.configure("south", most_rounds=1)
     with pytest.raises(SordinoError, match="south: the site does not take part in such a run"):
-        world.run()
-    assert all(world.charged(name) == [] for name in world.names)
+        federation.run()
+    assert all(federation.charged(name) == [] for name in federation.names)
 
 
 def test_a_site_that_refuses_every_round_is_left_out(tiny):
-    world = tiny()
+    federation = tiny()
 
-    def fault(node, letter, answer):
-        if node == 101 and wire.decode(letter).kind == "round":
-            letter = altered(letter, {"terms": "00" * 32})
-        return answer(letter)
+    def fault(node, request, answer):
+        if node == 101 and wire.decode(request).kind == "round":
+            request = altered(request, {"terms": "00" * 32})
+        return answer(request)
 
-    world.run(fault)
-    assert came(world) == [["north", "west"]] * 3
-    assert {line["site"] for line in world.progress("refused")} == {"south"}
-    assert world.charged("south") == []
-    once(world, sites=("north", "west"))
+    federation.run(fault)
+    assert came(federation) == [["north", "west"]] * 3
+    assert {line["site"] for line in federation.progress("refused")} == {"south"}
+    assert federation.charged("south") == []
+    once(federation, sites=("north", "west"))
 
 
 def test_nobody_at_all_moves_nothing_and_the_run_ends(tiny):
-    world = tiny()
-    world.run(fault_at("round", lambda reply, letter: None, (100, 101, 102)))
-    assert came(world) == [[]] * 3
-    assert not model_of(world).any()
-    once(world)
+    federation = tiny()
+    federation.run(fault_at("round", lambda reply, request: None, (100, 101, 102)))
+    assert came(federation) == [[]] * 3
+    assert not model_of(federation).any()
+    once(federation)
 
 
 # ------------------------------------------------------------------------------------------------------ under the masks
 
 
 def flipped(key):
-    def how(reply, letter):
+    def how(reply, request):
         array = wire.decode(reply).arrays[key].copy()
         array[len(array) // 2] ^= 1
         return altered(reply, arrays={key: array})
@@ -214,7 +214,7 @@ def flipped(key):
 
 
 def as_floats(key):
-    return lambda reply, letter: altered(reply, arrays={key: np.full(40, np.nan)})
+    return lambda reply, request: altered(reply, arrays={key: np.full(40, np.nan)})
 
 
 SPOILT = [
@@ -232,13 +232,13 @@ SPOILT = [
 def test_a_masked_vector_that_is_none_counts_as_dropped_out(tiny, without, make):
     if "masked" not in without:
         noiseless = tiny(**SECURE)
-        noiseless.run(fault_at("round", lambda reply, letter: None))
+        noiseless.run(fault_at("round", lambda reply, request: None))
         without["masked"] = model_of(noiseless)
-    world = tiny(**SECURE)
-    world.run(fault_at("round", make("masked")))
-    assert came(world) == [["b", "c", "d"]] * 3
-    assert torch.equal(model_of(world), without["masked"])
-    once(world)
+    federation = tiny(**SECURE)
+    federation.run(fault_at("round", make("masked")))
+    assert came(federation) == [["b", "c", "d"]] * 3
+    assert torch.equal(model_of(federation), without["masked"])
+    once(federation)
 
 
 @pytest.mark.parametrize("make", SPOILT)
@@ -247,11 +247,11 @@ def test_a_reveal_that_is_none_is_not_needed(tiny, without, make):
         clean = tiny(**SECURE)
         clean.run()
         without["clean"] = model_of(clean)
-    world = tiny(**SECURE)
-    world.run(fault_at("reveal", make("reveal")))
-    assert came(world) == [list(FOUR)] * 3
-    assert torch.equal(model_of(world), without["clean"])
-    once(world)
+    federation = tiny(**SECURE)
+    federation.run(fault_at("reveal", make("reveal")))
+    assert came(federation) == [list(FOUR)] * 3
+    assert torch.equal(model_of(federation), without["clean"])
+    once(federation)
 
 
 @pytest.mark.parametrize("what", ["a wrong share", "other survivors", "other offers"])
@@ -260,11 +260,11 @@ def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
         clean = tiny(**SECURE)
         clean.run()
         without["clean"] = model_of(clean)
-    world = tiny(**SECURE)
-    liar = world.site("a")
+    federation = tiny(**SECURE)
+    liar = federation.site("a")
 
-    def how(reply, letter):
-        asked, found = wire.decode(letter), wire.decode(reply)
+    def how(reply, request):
+        asked, found = wire.decode(request), wire.decode(reply)
         run, t = liar._run(asked.fields["run"]), asked.fields["t"]
         said = secagg.read_reveal(run.member.session, t, "a", found.arrays["reveal"].tobytes())
         if what == "a wrong share":
@@ -277,35 +277,35 @@ def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
         signed = np.frombuffer(write_reveal(run.member, t, said), np.uint8)
         return altered(reply, arrays={"reveal": signed})
 
-    answers = world.sites() | {100: liar.answer}
-    world.run(fault_at("reveal", how), answers)
-    assert came(world) == [list(FOUR)] * 3
-    assert torch.equal(model_of(world), without["clean"])
-    assert [(line["site"], line["t"]) for line in world.progress("misfit")] == [("a", t) for t in range(3)]
+    answers = federation.sites() | {100: liar.answer}
+    federation.run(fault_at("reveal", how), answers)
+    assert came(federation) == [list(FOUR)] * 3
+    assert torch.equal(model_of(federation), without["clean"])
+    assert [(line["site"], line["t"]) for line in federation.progress("misfit")] == [("a", t) for t in range(3)]
 
 
 def test_a_threshold_that_no_site_would_accept_is_refused_before_anybody_is_asked(tiny):
-    world = tiny(trust="secure-aggregation", names=tuple("abcde"), dropouts=2)
+    federation = tiny(trust="secure-aggregation", names=tuple("abcde"), dropouts=2)
     asked = []
     with pytest.raises(SordinoError, match="dropouts: 2 of 5 sites"):
-        world.run(lambda node, letter, answer: (asked.append(wire.decode(letter).kind), answer(letter))[1])
+        federation.run(lambda node, request, answer: (asked.append(wire.decode(request).kind), answer(request))[1])
     assert set(asked) == {"hello"}
 
 
 @pytest.mark.parametrize("kind", ["round", "reveal"])
 def test_too_many_missing_lose_the_round_which_stays_paid_for_and_the_run_goes_on(tiny, kind):
-    world = tiny(**SECURE)
+    federation = tiny(**SECURE)
 
-    def how(reply, letter):
-        return None if wire.decode(letter).fields["t"] == 1 else reply
+    def how(reply, request):
+        return None if wire.decode(request).fields["t"] == 1 else reply
 
-    world.run(fault_at(kind, how, (100, 103)))
-    assert [line["t"] for line in world.progress("abandoned")] == [1]
-    assert came(world) == [list(FOUR), [], list(FOUR)]
-    assert model_of(world).abs().max() > 0
-    once(world)
-    plan_epsilon = world.certificate("a")["epsilon"]
-    site = world.site("a")
+    federation.run(fault_at(kind, how, (100, 103)))
+    assert [line["t"] for line in federation.progress("abandoned")] == [1]
+    assert came(federation) == [list(FOUR), [], list(FOUR)]
+    assert model_of(federation).abs().max() > 0
+    once(federation)
+    plan_epsilon = federation.certificate("a")["epsilon"]
+    site = federation.site("a")
     with site.ledger() as ledger:
         spent = ledger.spent_epsilon(site.dataset_id, 1e-5)
     assert spent == pytest.approx(plan_epsilon, rel=1e-6)  # nothing was given back
@@ -317,93 +317,93 @@ STEPS = ["terms", "round", "reveal", "offer", "finish"]
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("count", "delivered"), [(1, True), (2, True), (2, False)], ids=["one", "two", "two, unasked"])
 def test_as_many_as_may_fail_fail_at_each_step_of_a_secure_round(tiny, step, count, delivered):
-    world = tiny(trust="secure-aggregation", names=SIX, dropouts=2, rounds=2)
+    federation = tiny(trust="secure-aggregation", names=SIX, dropouts=2, rounds=2)
     lost, seen = {100 + k for k in range(count)}, set()
 
-    def fault(node, letter, answer):
-        kind = wire.decode(letter).kind
+    def fault(node, request, answer):
+        kind = wire.decode(request).kind
         if step == "offer" and kind == "reveal" and node in lost:
             return None  # so that offers are asked for
         if kind == step and node in lost and (node, kind) not in seen:
             seen.add((node, kind))
             if delivered:
-                answer(letter)
+                answer(request)
             return None
-        return answer(letter)
+        return answer(request)
 
-    world.run(fault)
+    federation.run(fault)
     assert len(seen) == count
-    assert world.progress("abandoned") == []
-    (*_, done) = world.progress("finished")
+    assert federation.progress("abandoned") == []
+    (*_, done) = federation.progress("finished")
     away = {SIX[node - 100] for node in lost}
     assert set(done["sites"]) == set(SIX)  # whoever missed the terms, or the end, was told again
     for name in SIX:
-        rounds = [t for _, t in world.charged(name)]
+        rounds = [t for _, t in federation.charged(name)]
         assert rounds == sorted(set(rounds))
         if name not in away:
             assert rounds == [0, 1]
-    assert all(len(names) >= 4 for names in came(world))
+    assert all(len(names) >= 4 for names in came(federation))
     if step in ("terms", "offer", "finish"):
         expected = list(SIX) if step != "offer" else sorted(set(SIX) - away)
-        assert came(world)[-1] == expected
+        assert came(federation)[-1] == expected
 
 
 @pytest.mark.parametrize("step", ["terms", "round", "finish"])
-@pytest.mark.parametrize("delivered", [True, False], ids=["reply lost", "letter lost"])
+@pytest.mark.parametrize("delivered", [True, False], ids=["reply lost", "message lost"])
 def test_in_the_open_any_number_may_fail_at_each_step(tiny, step, delivered):
     for count in (1, 2):
-        world = tiny(**PLAIN)
+        federation = tiny(**PLAIN)
         lost, seen = {100 + k for k in range(count)}, set()
 
-        def fault(node, letter, answer, lost=lost, seen=seen):
-            kind = wire.decode(letter).kind
+        def fault(node, request, answer, lost=lost, seen=seen):
+            kind = wire.decode(request).kind
             if kind == step and node in lost and node not in seen:
                 seen.add(node)
                 if delivered:
-                    answer(letter)
+                    answer(request)
                 return None
-            return answer(letter)
+            return answer(request)
 
-        world.run(fault)
-        assert world.progress("finished")
-        assert torch.isfinite(model_of(world)).all()
-        assert came(world)[-1] == sorted(world.names)
-        once(world, sites=world.names[count:])
+        federation.run(fault)
+        assert federation.progress("finished")
+        assert torch.isfinite(model_of(federation)).all()
+        assert came(federation)[-1] == sorted(federation.names)
+        once(federation, sites=federation.names[count:])
 
 
 def test_a_site_that_missed_the_terms_and_then_refuses_them_is_left_out(tiny):
-    world = tiny(rounds=3)
+    federation = tiny(rounds=3)
 
-    def fault(node, letter, answer):
-        kind = wire.decode(letter).kind
+    def fault(node, request, answer):
+        kind = wire.decode(request).kind
         if node == 100 and kind == "terms":
-            if not world.progress("begun"):
+            if not federation.progress("begun"):
                 return None
-            world.configure("north", methods=["dp-fedgd"])
-            return world.site("north").answer(letter)
-        return answer(letter)
+            federation.configure("north", methods=["dp-fedgd"])
+            return federation.site("north").answer(request)
+        return answer(request)
 
-    world.run(fault)
-    assert came(world) == [["south", "west"]] * 3
-    assert world.charged("north") == []
+    federation.run(fault)
+    assert came(federation) == [["south", "west"]] * 3
+    assert federation.charged("north") == []
 
 
 def test_rounds_that_come_to_nothing_stop_the_run_which_goes_on_when_asked(tiny):
-    world = tiny(rounds=6)
-    answers, broken = world.sites(), [True]
+    federation = tiny(rounds=6)
+    answers, broken = federation.sites(), [True]
 
-    def fault(node, letter, answer):
-        return None if broken[0] and wire.decode(letter).kind == "round" else answer(letter)
+    def fault(node, request, answer):
+        return None if broken[0] and wire.decode(request).kind == "round" else answer(request)
 
     with pytest.raises(SordinoError, match="3 rounds in a row"):
-        world.run(fault, answers)
-    assert came(world) == [[]] * 3
-    assert all(world.charged(name) == [] for name in world.names)
+        federation.run(fault, answers)
+    assert came(federation) == [[]] * 3
+    assert all(federation.charged(name) == [] for name in federation.names)
     broken[0] = False
-    world.run(fault, answers)
-    assert came(world)[3:] == [sorted(world.names)] * 3
-    for name in world.names:
-        assert [t for _, t in world.charged(name)] == [3, 4, 5]
+    federation.run(fault, answers)
+    assert came(federation)[3:] == [sorted(federation.names)] * 3
+    for name in federation.names:
+        assert [t for _, t in federation.charged(name)] == [3, 4, 5]
 
 
 # --------------------------------------------------------------------------------------------- kills of the coordinator
@@ -411,30 +411,30 @@ def test_rounds_that_come_to_nothing_stop_the_run_which_goes_on_when_asked(tiny)
 
 @dataclass
 class Killing:
-    """A transport that ends the coordinator at one exchange: before letters leave, midway, or before replies come."""
+    """A transport that ends the coordinator at one exchange: before messages leave, midway, or before replies come."""
 
     answers: dict
     at: int
     when: str
     count: int = 0
-    letters: dict = field(default_factory=dict)
+    requests: dict = field(default_factory=dict)
 
     def sites(self):
         return list(self.answers)
 
-    def exchange(self, letters, seconds, enough=None):
+    def exchange(self, requests, seconds, enough=None):
         self.count += 1
         now = self.count == self.at
         if now and self.when == "before":
             raise Kill
         found = {}
-        for k, (node, letter) in enumerate(letters.items()):
+        for k, (node, request) in enumerate(requests.items()):
             if now and self.when == "midway" and k == 1:
                 raise Kill
-            found[node] = self.answers[node](letter)
-            about = wire.decode(letter)
+            found[node] = self.answers[node](request)
+            about = wire.decode(request)
             if about.kind in ("round", "reveal"):
-                self.letters.setdefault((node, about.kind, about.fields["t"]), set()).add((letter, found[node]))
+                self.requests.setdefault((node, about.kind, about.fields["t"]), set()).add((request, found[node]))
         if now:
             raise Kill
         return found
@@ -454,92 +454,92 @@ def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, w
     at = 0
     while True:
         at += 1
-        world = tiny(**keys, rounds=rounds)
-        transport = Killing(world.sites(), at, when)
+        federation = tiny(**keys, rounds=rounds)
+        transport = Killing(federation.sites(), at, when)
         try:
-            Coordinator(transport, world.coordinator).run()
+            Coordinator(transport, federation.coordinator).run()
         except Kill:
-            Coordinator(transport, world.coordinator).run()
+            Coordinator(transport, federation.coordinator).run()
         else:
             break
-        assert torch.equal(model_of(world), model), at
-        assert [world.certificate(site)["epsilon"] for site in world.names] == epsilons
-        assert world.progress("abandoned") == []
-        once(world, rounds)
-        for told in transport.letters.values():  # one letter and one reply, however often
+        assert torch.equal(model_of(federation), model), at
+        assert [federation.certificate(site)["epsilon"] for site in federation.names] == epsilons
+        assert federation.progress("abandoned") == []
+        once(federation, rounds)
+        for told in transport.requests.values():  # one message and one reply, however often
             assert len(told) == 1
-        assert not any((world.folder_of(site) / "secret").exists() for site in world.names)
+        assert not any((federation.folder_of(site) / "secret").exists() for site in federation.names)
     assert at > (5 if keys is PLAIN else 7)
 
 
 def test_a_coordinator_killed_after_a_lost_round_asks_for_the_offers_it_lacks(tiny):
     """The site that was away made its last offer for a round that is over."""
-    world = tiny(**SECURE, rounds=3)
-    answers, state = world.sites(), {"down": True}
+    federation = tiny(**SECURE, rounds=3)
+    answers, state = federation.sites(), {"down": True}
 
-    def fault(node, letter, answer):
-        about = wire.decode(letter)
+    def fault(node, request, answer):
+        about = wire.decode(request)
         if about.kind == "round" and about.fields["t"] == 1 and node in (100, 101):
             return None  # not delivered: the round is lost
         if about.kind == "offer" and about.fields["t"] == 2 and state.pop("down", False):
             raise Kill
-        return answer(letter)
+        return answer(request)
 
     with pytest.raises(Kill):
-        world.run(fault, answers)
-    world.run(fault, answers)
-    assert came(world)[-1] == list(FOUR)
-    assert [t for _, t in world.charged("a")] == [0, 2]
-    assert [t for _, t in world.charged("c")] == [0, 1, 2]
+        federation.run(fault, answers)
+    federation.run(fault, answers)
+    assert came(federation)[-1] == list(FOUR)
+    assert [t for _, t in federation.charged("a")] == [0, 2]
+    assert [t for _, t in federation.charged("c")] == [0, 1, 2]
 
 
 def test_a_round_that_was_begun_without_a_site_is_resumed_without_it(tiny):
-    """Other offers in the letters would be another round, which the sites refuse."""
-    world = tiny(**SECURE, rounds=2)
-    answers, state = world.sites(), {"away": True}
+    """Other offers in the messages would be another round, which the sites refuse."""
+    federation = tiny(**SECURE, rounds=2)
+    answers, state = federation.sites(), {"away": True}
 
-    def fault(node, letter, answer):
-        about = wire.decode(letter)
+    def fault(node, request, answer):
+        about = wire.decode(request)
         if about.kind == "reveal" and state.pop("away", False):
             raise Kill
         if node == 100 and about.kind in ("terms", "offer") and "away" in state:
             return None
-        return answer(letter)
+        return answer(request)
 
     with pytest.raises(Kill):
-        world.run(fault, answers)
-    world.run(fault, answers)
-    assert world.progress("abandoned") == []
-    assert came(world) == [["b", "c", "d"], list(FOUR)]
-    assert [t for _, t in world.charged("a")] == [1]
+        federation.run(fault, answers)
+    federation.run(fault, answers)
+    assert federation.progress("abandoned") == []
+    assert came(federation) == [["b", "c", "d"], list(FOUR)]
+    assert [t for _, t in federation.charged("a")] == [1]
 
 
 @pytest.mark.parametrize("keys", [SECURE, {**PLAIN, "names": FOUR, "dropouts": 1}], ids=["secure", "plain"])
 def test_a_site_that_comes_after_the_others_to_a_resumed_run_takes_part_from_then_on(tiny, monkeypatch, keys):
     monkeypatch.setattr(messenger, "POLL", 1e-3)
-    world = tiny(**keys, rounds=4, deadline=0.01, patience=5.0)
-    answers, state = world.sites(), {"alive": True}
+    federation = tiny(**keys, rounds=4, deadline=0.01, patience=5.0)
+    answers, state = federation.sites(), {"alive": True}
 
-    def fault(node, letter, answer):
-        about = wire.decode(letter)
+    def fault(node, request, answer):
+        about = wire.decode(request)
         if about.kind == "round" and about.fields["t"] == 1 and state.pop("alive", False):
             raise Kill
-        return answer(letter)
+        return answer(request)
 
     with pytest.raises(Kill):
-        world.run(fault, answers)
+        federation.run(fault, answers)
     late = answers.pop(100)
 
-    def back(node, letter, answer):
-        about = wire.decode(letter)
+    def back(node, request, answer):
+        about = wire.decode(request)
         if about.kind == "round" and about.fields["t"] == 2:
             answers[100] = late
-        return answer(letter)
+        return answer(request)
 
-    world.run(back, answers)
-    assert [len(names) for names in came(world)] == [4, 3, 3, 4]
-    assert [t for _, t in world.charged("a")] == [0, 3]
-    assert len(world.progress("finished")[-1]["sites"]) == 4
+    federation.run(back, answers)
+    assert [len(names) for names in came(federation)] == [4, 3, 3, 4]
+    assert [t for _, t in federation.charged("a")] == [0, 3]
+    assert len(federation.progress("finished")[-1]["sites"]) == 4
 
 
 # --------------------------------------------------------------------------------------------------- kills of a site
@@ -567,56 +567,56 @@ def killed_at(monkeypatch, at):
     monkeypatch.setattr(os, "replace", around(os.replace))
     monkeypatch.setattr(os, "rename", around(os.rename))
     monkeypatch.setattr(module, "save_model", around(module.save_model))
-    monkeypatch.setattr(module.Run, "look", around(module.Run.look))
+    monkeypatch.setattr(module.SiteRun, "look", around(module.SiteRun.look))
     return count
 
 
-def scripted(world, terms, at=None, monkeypatch=None):
-    """Terms, three rounds and the end, each letter until it is answered; replies, and how many kills there were."""
+def scripted(federation, terms, at=None, monkeypatch=None):
+    """Terms, three rounds and the end, each message until it is answered; replies, and how many kills there were."""
     replies, kills, c = [], 0, np.zeros(SIZE, np.float32)
-    site = world.site("north")
+    site = federation.site("north")
     with monkeypatch.context() as patch:
         count = killed_at(patch, at)
         fields = {"run": terms.run, "terms": terms.sha256()}
-        letters = [("terms", {"terms": terms.json()}, {})]
-        letters += [("round", fields | {"t": t, "word": 0}, {"theta": c + t, "word0": c - t}) for t in range(3)]
-        letters += [("finish", fields | {"done": 3}, {"theta": c})]
-        for letter in letters:
-            data = wire.encode(*letter)
+        requests = [("terms", {"terms": terms.json()}, {})]
+        requests += [("round", fields | {"t": t, "extras": 0}, {"theta": c + t, "extras0": c - t}) for t in range(3)]
+        requests += [("finish", fields | {"done": 3}, {"theta": c})]
+        for request in requests:
+            data = wire.encode(*request)
             try:
                 reply = site.answer(data)
             except Kill:
                 kills += 1
-                site = world.site("north")
+                site = federation.site("north")
                 reply = site.answer(data)
-            assert wire.decode(reply).kind != "refused", (at, letter[0], world.events("north")[-1])
-            assert letter[0] == "finish" or site.answer(data) == reply  # and once more
+            assert wire.decode(reply).kind != "refused", (at, request[0], federation.events("north")[-1])
+            assert request[0] == "finish" or site.answer(data) == reply  # and once more
             replies.append(reply)
-    memory = (world.folder_of("north") / "memory").read_bytes()
+    memory = (federation.folder_of("north") / "memory").read_bytes()
     return replies, memory, kills, count[0]
 
 
 def test_a_site_killed_at_any_step_says_and_remembers_what_it_would_have(tiny, monkeypatch):
-    world = tiny(**PLAIN)
-    terms = world.terms()
-    replies, memory, kills, steps = scripted(world, terms, None, monkeypatch)
+    federation = tiny(**PLAIN)
+    terms = federation.terms()
+    replies, memory, kills, steps = scripted(federation, terms, None, monkeypatch)
     assert (kills, steps > 30) == (0, True)
     for at in range(1, steps + 1):
-        world = tiny(**PLAIN)
-        again, remembered, kills, _ = scripted(world, terms, at, monkeypatch)
+        federation = tiny(**PLAIN)
+        again, remembered, kills, _ = scripted(federation, terms, at, monkeypatch)
         assert kills == 1
         assert again == replies, at
         assert remembered == memory, at
-        once(world, sites=["north"])
-        assert not (world.folder_of("north") / "secret").exists()
+        once(federation, sites=["north"])
+        assert not (federation.folder_of("north") / "secret").exists()
 
 
 def test_a_site_killed_between_its_charge_and_its_reply_keeps_what_it_owes(tiny, talk, monkeypatch):
     """With noise that nobody can repeat: the bytes can only come from the ledger."""
-    world = tiny(**PLAIN, seed=None)
-    talk = talk(world.site("north"), world.terms())
+    federation = tiny(**PLAIN, seed=None)
+    talk = talk(federation.site("north"), federation.terms())
     talk.propose()
-    letter = talk.letter(0, word=np.zeros(SIZE, np.float32))
+    request = talk.request(0, word=np.zeros(SIZE, np.float32))
     stored, charge = [], Ledger.charge
 
     def killed(self, entries, payload):
@@ -627,40 +627,43 @@ def test_a_site_killed_between_its_charge_and_its_reply_keeps_what_it_owes(tiny,
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "charge", killed)
         with pytest.raises(Kill):
-            talk.site.answer(letter)
-    folder = world.folder_of("north")
+            talk.site.answer(request)
+    folder = federation.folder_of("north")
     assert (folder / "pending").exists()
     assert not (folder / "memory").exists()
-    site = world.site("north")
-    assert [site.answer(letter)] == stored
+    site = federation.site("north")
+    assert [site.answer(request)] == stored
     assert (folder / "memory").exists()
-    once(world, 1, ["north"])
+    once(federation, 1, ["north"])
 
 
 def test_a_site_killed_before_its_charge_forgets_what_it_did_not_say(tiny, talk, monkeypatch):
-    world = tiny(**PLAIN, seed=None)
-    talk = talk(world.site("north"), world.terms())
+    federation = tiny(**PLAIN, seed=None)
+    talk = talk(federation.site("north"), federation.terms())
     talk.propose()
     c = np.zeros(SIZE, np.float32)
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "charge", lambda *args: (_ for _ in ()).throw(Kill()))
         with pytest.raises(Kill):
-            talk.site.answer(talk.letter(0, word=c))
-    assert world.charged("north") == []
-    talk.site = world.site("north")
+            talk.site.answer(talk.request(0, word=c))
+    assert federation.charged("north") == []
+    talk.site = federation.site("north")
     assert talk.propose().fields["next"] == 0
     reply = talk.round(0, arrays={"theta": c + 1}, word=c)  # it left nothing, so another model is another first one
-    assert reply.kind == "said"
+    assert reply.kind == "update"
     _, _, memory = talk.site._run(talk.terms.run)._kept()
-    np.testing.assert_allclose(memory.numpy(), reply.arrays["said0"] / 2.0, rtol=1e-6)  # zeta / (K local_lr)
-    once(world, 1, ["north"])
+    np.testing.assert_allclose(memory.numpy(), reply.arrays["update0"] / 2.0, rtol=1e-6)  # zeta / (K local_lr)
+    once(federation, 1, ["north"])
 
 
 @pytest.mark.parametrize("keys", [PLAIN, SECURE], ids=["plain", "secure"])
 def test_sites_that_restart_before_every_letter_make_the_same_model(tiny, keys):
-    clean, world = tiny(**keys), tiny(**keys)
+    clean, federation = tiny(**keys), tiny(**keys)
     clean.run()
-    answers = {100 + k: lambda letter, name=name: world.site(name).answer(letter) for k, name in enumerate(world.names)}
-    world.run(answers=answers)
-    assert torch.equal(model_of(world), model_of(clean))
-    once(world)
+    answers = {
+        100 + k: lambda request, name=name: federation.site(name).answer(request)
+        for k, name in enumerate(federation.names)
+    }
+    federation.run(answers=answers)
+    assert torch.equal(model_of(federation), model_of(clean))
+    once(federation)

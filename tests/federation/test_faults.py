@@ -31,6 +31,6 @@ def test_every_kind_of_fault_is_among_the_scenarios():
         "",
         "attack",
         "kill-link",
-        "storm",
+        "random-faults",
     }
     assert len(scenarios.STORMS) == 100

@@ -1,4 +1,4 @@
-"""Letters to sites that leave the link and come back."""
+"""Messages to sites that leave the link and come back."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from sordino import wire
 from sordino.federation import messenger
 from sordino.federation.messenger import Messenger
 
-LETTER, REPLY = wire.encode("round", {}), wire.encode("said", {})
+LETTER, REPLY = wire.encode("round", {}), wire.encode("update", {})
 
 
 class Comings:
@@ -19,10 +19,10 @@ class Comings:
         self.looks += 1
         return [1, 2] if self.here(self.looks) else [1]
 
-    def exchange(self, letters, seconds, enough=None):
+    def exchange(self, requests, seconds, enough=None):
         assert seconds > 0
-        self.asked.append(sorted(letters))
-        return {node: REPLY for node in letters if node == 1 or self.here(self.looks)}
+        self.asked.append(sorted(requests))
+        return {node: REPLY for node in requests if node == 1 or self.here(self.looks)}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def ask(transport, deadline=0.3):
     told = []
     made = Messenger(transport, deadline, lambda what, **fields: told.append((what, fields["site"])))
     made.nodes = {"a": 1, "b": 2}
-    return sorted(made.ask(dict.fromkeys("ab", LETTER), "said")), told, made
+    return sorted(made.ask(dict.fromkeys("ab", LETTER), "update")), told, made
 
 
 def test_a_site_that_left_is_asked_again_when_it_is_back():
@@ -53,8 +53,8 @@ def test_it_is_waited_for_until_the_deadline_and_no_longer():
 
 def test_one_that_is_there_and_silent_is_not_asked_again():
     class Noiseless(Comings):
-        def exchange(self, letters, seconds, enough=None):
-            return {node: reply for node, reply in super().exchange(letters, seconds).items() if node == 1}
+        def exchange(self, requests, seconds, enough=None):
+            return {node: reply for node, reply in super().exchange(requests, seconds).items() if node == 1}
 
     transport = Noiseless(lambda looks: True)
     assert ask(transport)[0] == ["a"]
@@ -69,6 +69,6 @@ def test_one_that_is_there_and_silent_is_not_asked_again():
 ])  # fmt: skip
 def test_who_does_not_know_the_run_is_remembered(reply, strange):
     transport = Comings(lambda looks: True)
-    transport.exchange = lambda letters, seconds, enough=None: {1: REPLY, 2: reply}
+    transport.exchange = lambda requests, seconds, enough=None: {1: REPLY, 2: reply}
     found, _, made = ask(transport)
     assert (found, made.unknown_sites) == (["a"], strange)

@@ -14,13 +14,13 @@ from sordino.training.artifacts import load_model
 from sordino.training.verify_run import verify_run
 
 
-def simulated(world, coordinator):
+def simulated(federation, coordinator):
     terms = coordinator.terms
-    parts = [world.site(name).load(str(terms.parsed.normalize)) for name in terms.names]
+    parts = [federation.site(name).load(str(terms.parsed.normalize)) for name in terms.names]
     x, y = (np.concatenate([getattr(part, key) for part in parts]) for key in ("x_train", "y_train"))
     client = np.repeat(np.arange(len(parts)), [len(part.y_train) for part in parts])
     records = Records.of(x, y, client, dtype=terms.number)
-    *_, last = reference.run(terms.plan, terms.model, records, Seeded(world.seed))
+    *_, last = reference.run(terms.plan, terms.model, records, Seeded(federation.seed))
     return last.model
 
 
@@ -35,19 +35,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "trust", "keys"), CASES)
-def test_the_model_is_the_simulators(world, method, trust, keys):
-    world = world(method, trust, **keys)
-    coordinator, _ = world.run()
+def test_the_model_is_the_simulators(federation, method, trust, keys):
+    federation = federation(method, trust, **keys)
+    coordinator, _ = federation.run()
     _, theta, *_ = load_model(coordinator.out / "model.safetensors")
-    expected = simulated(world, coordinator)
+    expected = simulated(federation, coordinator)
     assert torch.isfinite(theta).all()
     assert theta.abs().max() > 0
     torch.testing.assert_close(theta, expected, rtol=2e-6, atol=2e-6)
-    for name in world.names:
-        (place,) = (world.place(name) / "runs").iterdir()
+    for name in federation.names:
+        (place,) = (federation.place(name) / "runs").iterdir()
         cert = json.loads((place / "certificate.json").read_text())
         assert verify(cert).problems == []
-        verdict = verify_run(place, world.roster.card(name).sign)  # the plan rebuilt from the terms beside it
+        verdict = verify_run(place, federation.roster.card(name).sign)  # the plan rebuilt from the terms beside it
         assert verdict.problems == []
         assert verdict.known
         assert verdict.signed.startswith(f"site {name} ")

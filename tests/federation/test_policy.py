@@ -21,9 +21,9 @@ def registered(monkeypatch, **bounds):
 
 def answer(tiny, talk, **spec):
     """Kind of the site's answer to terms, and the reason in its own log if it refuses."""
-    world = tiny("dp-toy")
-    reply = talk(world.site(NORTH), world.terms(spec)).propose()
-    refused = [event for event in world.events(NORTH) if event["what"] == "refused"]
+    federation = tiny("dp-toy")
+    reply = talk(federation.site(NORTH), federation.terms(spec)).propose()
+    refused = [event for event in federation.events(NORTH) if event["what"] == "refused"]
     return reply.fields.get("code", reply.kind), refused[-1]["detail"] if refused else ""
 
 

@@ -20,7 +20,7 @@ from sordino.errors import OverspentError, SordinoError, WireError
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.refusal import REASONS
-from sordino.federation.site_run import Run
+from sordino.federation.site_run import SiteRun
 from sordino.privacy import calibration
 from sordino.privacy.evidence import ledger as ledgers
 from sordino.privacy.evidence.charges import charges
@@ -40,12 +40,12 @@ def touched(monkeypatch):
     return seen
 
 
-def refused(world, reply, code, name=NORTH):
+def refused(federation, reply, code, name=NORTH):
     """With a code and a constant text, and a line in the site's own log."""
     assert reply.kind == "refused", reply.kind
     assert reply.fields == {"code": code, "reason": REASONS[code]}
     assert reply.arrays == {}
-    last = world.events(name)[-1]
+    last = federation.events(name)[-1]
     assert (last["what"], last["code"]) == ("refused", code)
     return last["detail"]
 
@@ -55,39 +55,39 @@ def refused(world, reply, code, name=NORTH):
 
 @pytest.mark.parametrize(("spec", "word"), SPEC, ids=[str(spec) for spec, _ in SPEC])
 def test_a_spec_with_what_has_no_place_in_it_is_refused_before_the_data_are_touched(tiny, talk, touched, spec, word):
-    world = tiny()
-    terms = world.terms(spec)
-    talk = talk(world.site(NORTH), terms)
+    federation = tiny()
+    terms = federation.terms(spec)
+    talk = talk(federation.site(NORTH), terms)
     touched.clear()
-    assert word in refused(world, talk.propose(), "policy")
+    assert word in refused(federation, talk.propose(), "policy")
     assert touched == []
-    assert list((world.place(NORTH) / "runs").iterdir()) == []
-    assert world.charged(NORTH) == []
+    assert list((federation.place(NORTH) / "runs").iterdir()) == []
+    assert federation.charged(NORTH) == []
 
 
 def test_a_spec_is_a_flat_list_of_keys(tiny, talk, touched):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms({"client_epsilon": {"0": 1e6}}))
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms({"client_epsilon": {"0": 1e6}}))
     touched.clear()
-    refused(world, talk.propose(), "malformed")
+    refused(federation, talk.propose(), "malformed")
     assert touched == []
 
 
 @pytest.mark.parametrize("spec", [{"epsilon": float("inf")}, {"epsilon": -1.0}, {"delta": 0.0}, {"rounds": 0}])
 def test_a_plan_that_cannot_be_made_is_refused_before_the_data_are_asked_anything(tiny, talk, touched, spec):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms(spec))
-    refused(world, talk.propose(), "policy")
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms(spec))
+    refused(federation, talk.propose(), "policy")
     assert "oracle" not in touched
-    assert list((world.place(NORTH) / "runs").iterdir()) == []
-    assert world.charged(NORTH) == []
+    assert list((federation.place(NORTH) / "runs").iterdir()) == []
+    assert federation.charged(NORTH) == []
 
 
 def test_a_method_that_takes_a_file_gets_none_from_the_server(tiny, talk, touched):
-    world = tiny("dp-adadps")
-    talk = talk(world.site(NORTH), world.terms({"public": "/etc/passwd"}))
+    federation = tiny("dp-adadps")
+    talk = talk(federation.site(NORTH), federation.terms({"public": "/etc/passwd"}))
     touched.clear()
-    assert "file" in refused(world, talk.propose(), "policy")
+    assert "file" in refused(federation, talk.propose(), "policy")
     assert touched == []
 
 
@@ -99,43 +99,43 @@ SITE = [  # what the site wrote into site.toml, and what its log says of the ter
     ({"run_epsilon": 4.0}, {"requested_epsilons": {"north": 4.1}}, "requested"),
     ({"run_epsilon": 4.0}, {"requested_epsilons": {"south": 4.0}}, "requested"),
     ({"delta": 1e-6}, {}, "delta"),
-    ({}, {"names": ("east", "south", "west")}, "named"),
+    ({}, {"names": ("east", "south", "west")}, "listed"),
 ]
 
 
 @pytest.mark.parametrize(("keys", "changes", "word"), SITE)
 def test_the_sites_own_rules_come_before_its_data(tiny, talk, touched, keys, changes, word):
-    world = tiny()
-    terms = world.terms(**changes)
-    world.configure(NORTH, **keys)
-    talk = talk(world.site(NORTH), terms)
+    federation = tiny()
+    terms = federation.terms(**changes)
+    federation.configure(NORTH, **keys)
+    talk = talk(federation.site(NORTH), terms)
     touched.clear()
-    assert word in refused(world, talk.propose(), "policy")
+    assert word in refused(federation, talk.propose(), "policy")
     assert touched == []
-    assert world.charged(NORTH) == []
+    assert federation.charged(NORTH) == []
 
 
 def test_a_record_count_that_is_not_the_sites_own_would_change_its_noise_and_is_refused(tiny, talk, touched):
-    world = tiny()
-    terms = world.terms()
+    federation = tiny()
+    terms = federation.terms()
     for sizes in ((terms.sizes[0] + 1, *terms.sizes[1:]), (terms.sizes[0] - 1, *terms.sizes[1:])):
-        reply = talk(world.site(NORTH), replace(terms, sizes=sizes)).propose()
-        assert "records" in refused(world, reply, "policy")
+        reply = talk(federation.site(NORTH), replace(terms, sizes=sizes)).propose()
+        assert "records" in refused(federation, reply, "policy")
     assert "oracle" not in touched
 
 
 @pytest.mark.parametrize("changes", [{"features": 5}, {"classes": ("0", "1")}, {"classes": ()}])
 def test_data_of_another_form_are_not_bent(tiny, talk, touched, changes):
-    world = tiny()
-    refused(world, talk(world.site(NORTH), world.terms(**changes)).propose(), "policy")
+    federation = tiny()
+    refused(federation, talk(federation.site(NORTH), federation.terms(**changes)).propose(), "policy")
     assert "oracle" not in touched
 
 
 @pytest.mark.parametrize("how", ["another hash", "none", "another order", "a stranger's card", "a threshold too low"])
 def test_the_roster_is_the_sites_own(tiny, talk, touched, how):
     names = ("a", "b", "c", "d")
-    world = tiny(trust="secure-aggregation", names=names)
-    terms = world.terms()
+    federation = tiny(trust="secure-aggregation", names=names)
+    terms = federation.terms()
     if how == "another hash":
         terms = replace(terms, roster="0" * 64)
     elif how == "none":
@@ -145,144 +145,144 @@ def test_the_roster_is_the_sites_own(tiny, talk, touched, how):
     elif how == "a threshold too low":  # of four, two must be honest and there
         terms = replace(terms, dropouts=2)
     else:  # the server's own key in the place of d's
-        roster = Roster((*world.roster.sites[:3], Identity.make("d").card))
+        roster = Roster((*federation.roster.sites[:3], Identity.make("d").card))
         terms = replace(terms, roster=roster.sha256())
     touched.clear()
-    refused(world, talk(world.site("a"), terms).propose(), "policy", "a")
+    refused(federation, talk(federation.site("a"), terms).propose(), "policy", "a")
     assert touched == []
 
 
 def test_an_unproved_plan_is_refused_though_it_could_be_run(tiny, talk, touched):
-    world = tiny("dp-fednew", limit_by="paper-xi")
-    talk = talk(world.site(NORTH), world.terms())
-    assert "proved" in refused(world, talk.propose(), "policy")
+    federation = tiny("dp-fednew", limit_by="paper-xi")
+    talk = talk(federation.site(NORTH), federation.terms())
+    assert "proved" in refused(federation, talk.propose(), "policy")
     assert "oracle" not in touched
 
 
 def test_terms_that_were_agreed_upon_cannot_be_changed_and_may_be_said_again(tiny, talk):
-    world = tiny()
-    terms = world.terms()
-    talk = talk(world.site(NORTH), terms)
+    federation = tiny()
+    terms = federation.terms()
+    talk = talk(federation.site(NORTH), terms)
     first = talk.propose()
     assert first.kind == "agreed"
     assert talk.propose().fields == first.fields
     for other in (
-        world.terms({"clip": 2.0}),
-        world.terms({"rounds": 4}),
+        federation.terms({"clip": 2.0}),
+        federation.terms({"rounds": 4}),
         replace(terms, requested_epsilons={"south": 1.0}),
     ):
-        refused(world, talk.propose(other), "changed")
-    assert json.loads((world.folder_of(NORTH) / "terms.json").read_text())["spec"] == terms.spec
+        refused(federation, talk.propose(other), "changed")
+    assert json.loads((federation.folder_of(NORTH) / "terms.json").read_text())["spec"] == terms.spec
 
 
 def test_a_run_that_the_ledger_cannot_pay_to_its_end_is_refused_at_its_beginning(tiny, talk, touched):
-    world = tiny()
-    world.configure(NORTH, epsilon=9.0, delta=1e-5)
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    federation.configure(NORTH, epsilon=9.0, delta=1e-5)
+    talk = talk(federation.site(NORTH), federation.terms())
     with talk.site.ledger() as ledger:  # enough is left for two of the three rounds
         ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.0, 1.0, 1, "another run")])
-    refused(world, talk.propose(), "budget")
+    refused(federation, talk.propose(), "budget")
     assert "oracle" not in touched
-    assert list((world.place(NORTH) / "runs").iterdir()) == []
+    assert list((federation.place(NORTH) / "runs").iterdir()) == []
     assert talk.round(0).fields["code"] == "unknown-run"
 
 
 def test_a_limit_is_not_loosened_by_editing_site_toml(tiny, talk):
-    world = tiny()
-    world.configure(NORTH, epsilon=2.0)
-    world.site(NORTH)
-    world.configure(NORTH, epsilon=50.0)
+    federation = tiny()
+    federation.configure(NORTH, epsilon=2.0)
+    federation.site(NORTH)
+    federation.configure(NORTH, epsilon=50.0)
     with pytest.raises(SordinoError, match="only be tightened"):
-        world.site(NORTH)
-    world.configure(NORTH, epsilon=1.0)
-    refused(world, talk(world.site(NORTH), world.terms()).propose(), "policy")
+        federation.site(NORTH)
+    federation.configure(NORTH, epsilon=1.0)
+    refused(federation, talk(federation.site(NORTH), federation.terms()).propose(), "policy")
 
 
 # -------------------------------------------------------------------------------------------------------------- rounds
 
 
 def test_a_letter_that_is_not_of_the_agreed_form_is_refused_before_the_data_are_touched(tiny, talk, touched):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms())
     assert talk.propose().kind == "agreed"
     touched.clear()
     for code, fields, arrays in ROUNDS:
-        refused(world, talk.round(0, fields, arrays), code)
+        refused(federation, talk.round(0, fields, arrays), code)
     assert touched == []
-    assert world.charged(NORTH) == []
-    assert talk.round(0).kind == "said"  # and the site is as well as before
-    assert world.charged(NORTH) == [(talk.terms.run, 0)]
+    assert federation.charged(NORTH) == []
+    assert talk.round(0).kind == "update"  # and the site is as well as before
+    assert federation.charged(NORTH) == [(talk.terms.run, 0)]
 
 
 @pytest.mark.parametrize("k", range(len(WORDS)))
 def test_a_word_is_a_finite_vector_of_the_models(tiny, talk, touched, k):
-    world = tiny("dp-scaffold", steps=2)
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny("dp-scaffold", steps=2)
+    talk = talk(federation.site(NORTH), federation.terms())
     talk.propose()
     touched.clear()
-    refused(world, talk.round(0, word=WORDS[k]), "malformed")
+    refused(federation, talk.round(0, word=WORDS[k]), "malformed")
     assert touched == []
-    assert world.charged(NORTH) == []
-    assert talk.round(0, word=NUMBERS).arrays["said0"].shape == (SIZE,)
+    assert federation.charged(NORTH) == []
+    assert talk.round(0, word=NUMBERS).arrays["update0"].shape == (SIZE,)
 
 
 def test_a_round_is_answered_once_and_the_same_letter_gets_the_same_bytes(tiny, talk):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms())
     talk.propose()
-    letter = talk.letter(1)
-    reply = talk.site.answer(letter)
-    for again in (talk.site, world.site(NORTH)):  # also after a restart
-        assert again.answer(letter) == reply
+    request = talk.request(1)
+    reply = talk.site.answer(request)
+    for again in (talk.site, federation.site(NORTH)):  # also after a restart
+        assert again.answer(request) == reply
         talk.site = again
-        refused(world, talk.round(1, arrays={"theta": put(1)}), "replayed")
-        refused(world, talk.round(0), "order")  # rounds do not go back
-        refused(world, talk.round(0, arrays={"theta": put(1)}), "order")
-    assert world.charged(NORTH) == [(talk.terms.run, 1)]
-    assert talk.round(2).kind == "said"
-    refused(world, talk.round(3), "order")  # more than planned
-    assert world.charged(NORTH) == [(talk.terms.run, 1), (talk.terms.run, 2)]
+        refused(federation, talk.round(1, arrays={"theta": put(1)}), "replayed")
+        refused(federation, talk.round(0), "order")  # rounds do not go back
+        refused(federation, talk.round(0, arrays={"theta": put(1)}), "order")
+    assert federation.charged(NORTH) == [(talk.terms.run, 1)]
+    assert talk.round(2).kind == "update"
+    refused(federation, talk.round(3), "order")  # more than planned
+    assert federation.charged(NORTH) == [(talk.terms.run, 1), (talk.terms.run, 2)]
 
 
 def test_another_clip_than_agreed_is_another_run(tiny, talk):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms())
     talk.propose()
-    refused(world, talk.round(0, {"terms": world.terms({"clip": 100.0}).sha256()}), "changed")
-    assert world.charged(NORTH) == []
+    refused(federation, talk.round(0, {"terms": federation.terms({"clip": 100.0}).sha256()}), "changed")
+    assert federation.charged(NORTH) == []
 
 
 def test_a_round_is_refused_when_the_ledger_was_spent_elsewhere_in_between(tiny, talk, touched):
-    world = tiny()
-    world.configure(NORTH, epsilon=9.0, delta=1e-5)
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    federation.configure(NORTH, epsilon=9.0, delta=1e-5)
+    talk = talk(federation.site(NORTH), federation.terms())
     assert talk.propose().kind == "agreed"
-    assert talk.round(0).kind == "said"
+    assert talk.round(0).kind == "update"
     with talk.site.ledger() as ledger:
         ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
     touched.clear()
-    refused(world, talk.round(1), "budget")
+    refused(federation, talk.round(1), "budget")
     assert touched == []
-    assert talk.round(0).kind == "said"  # paid for already
+    assert talk.round(0).kind == "update"  # paid for already
 
 
 def test_other_data_are_another_account_and_a_running_run_refuses_them(tiny, talk):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms())
     assert talk.propose().kind == "agreed"
-    change(world, NORTH, lambda x, y: x.__setitem__((0, 0), x[0, 0] + 1))
-    assert "while the site was running" in refused(world, talk.round(0), "changed")
-    assert world.charged(NORTH) == []
-    old, talk.site = talk.site.dataset_id, world.site(NORTH)
+    change(federation, NORTH, lambda x, y: x.__setitem__((0, 0), x[0, 0] + 1))
+    assert "while the site was running" in refused(federation, talk.round(0), "changed")
+    assert federation.charged(NORTH) == []
+    old, talk.site = talk.site.dataset_id, federation.site(NORTH)
     assert talk.site.dataset_id != old
-    refused(world, talk.round(0), "changed")
-    refused(world, talk.propose(), "changed")
-    assert world.charged(NORTH) == []
+    refused(federation, talk.round(0), "changed")
+    refused(federation, talk.propose(), "changed")
+    assert federation.charged(NORTH) == []
     assert talk.propose(replace(talk.terms, run="cd" * 16)).kind == "agreed"
 
 
-def change(world, name, how):
-    path = world.place(name) / "data.npz"
+def change(federation, name, how):
+    path = federation.place(name) / "data.npz"
     with np.load(path) as stored:
         x, y = stored["x"], stored["y"]
     how(x, y)
@@ -291,13 +291,13 @@ def change(world, name, how):
 
 def test_secure_rounds_are_revealed_once_and_only_after_they_were_answered(tiny, talk):
     names = ("a", "b", "c", "d")
-    world = tiny(trust="secure-aggregation", names=names, dropouts=1)
-    terms = world.terms()
-    talks = {name: talk(world.site(name), terms) for name in names}
+    federation = tiny(trust="secure-aggregation", names=names, dropouts=1)
+    terms = federation.terms()
+    talks = {name: talk(federation.site(name), terms) for name in names}
     offers = {f"offer:{name}": each.propose().arrays["offer"] for name, each in talks.items()}
     said = {name: each.round(0, arrays=offers) for name, each in talks.items()}
     masked = {name: reply.arrays["masked"].tobytes() for name, reply in said.items()}
-    session = secagg.Session.of(terms.run, world.roster, terms.sha256(), 1, 1)
+    session = secagg.Session.of(terms.run, federation.roster, terms.sha256(), 1, 1)
     a = talks["a"]
 
     def reveal(t, survivors, arrays=offers, **more):
@@ -306,7 +306,7 @@ def test_secure_rounds_are_revealed_once_and_only_after_they_were_answered(tiny,
         return a.say("reveal", fields | more.get("wrong", {}), arrays)
 
     full = sorted(names)
-    refused(world, reveal(1, full), "order", "a")
+    refused(federation, reveal(1, full), "order", "a")
     for wrong in (
         {"survivors": full[:2]},  # fewer than the threshold
         {"survivors": full[1:]},  # without this site's own
@@ -320,26 +320,26 @@ def test_secure_rounds_are_revealed_once_and_only_after_they_were_answered(tiny,
         {"seals": None},
         {"stranger": 1},
     ):
-        refused(world, reveal(0, full, wrong=wrong), "malformed", "a")
-    refused(world, reveal(0, full, {}), "malformed", "a")
+        refused(federation, reveal(0, full, wrong=wrong), "malformed", "a")
+    refused(federation, reveal(0, full, {}), "malformed", "a")
     first = reveal(0, full[:3])  # d is said to have dropped out
     assert first.kind == "revealed"
     again = reveal(0, full[:3])
     assert all((again.arrays[k] == first.arrays[k]).all() for k in ("reveal", "offer"))
-    refused(world, reveal(0, full), "replayed", "a")  # both kinds of d's shares would open its message
-    a.site = world.site("a")
-    refused(world, reveal(0, full), "replayed", "a")
-    assert world.charged("a") == [(terms.run, 0)]
+    refused(federation, reveal(0, full), "replayed", "a")  # both kinds of d's shares would open its message
+    a.site = federation.site("a")
+    refused(federation, reveal(0, full), "replayed", "a")
+    assert federation.charged("a") == [(terms.run, 0)]
 
 
-# ------------------------------------------------------------------------------------------------- what a site may wish
+# ---------------------------------------------------------------------------------------------- what a site may request
 
 
 def test_a_stricter_site_adds_more_noise_and_pays_no_more_than_it_wished(tiny):
-    world = tiny()
-    world.configure(NORTH, run_epsilon=2.0)
-    world.run()
-    cert = world.certificate(NORTH)
+    federation = tiny()
+    federation.configure(NORTH, run_epsilon=2.0)
+    federation.run()
+    cert = federation.certificate(NORTH)
     (own,) = (group for group in cert["groups"] if group["clients"] == [0] or group["clients"] == "0")
     others = [group for group in cert["groups"] if group is not own]
     assert own["epsilon"] <= 2.0 * (1 + 1e-9)
@@ -347,8 +347,8 @@ def test_a_stricter_site_adds_more_noise_and_pays_no_more_than_it_wished(tiny):
     (std,), (lax, *_) = own["own_std"].values(), [v for group in others for v in group["own_std"].values()]
     assert std > 2 * lax
     ratios = {}
-    for name in world.names:
-        site = world.site(name)
+    for name in federation.names:
+        site = federation.site(name)
         with site.ledger() as ledger:
             rows = list(ledger.rows())
             ratios[name] = {row.std / row.sensitivity for row in rows}
@@ -361,16 +361,16 @@ def test_a_stricter_site_adds_more_noise_and_pays_no_more_than_it_wished(tiny):
 # -------------------------------------------------------------------------------------------------- nothing else leaves
 
 MARK = "SECRET-MARKER-of-a-record"
-PLACES = [  # where something fails, and on which letter
+PLACES = [  # where something fails, and on which message
     ("terms", "sordino.federation.site.Terms.read"),
     ("terms", "sordino.federation.site.Site.load"),
-    ("terms", "sordino.federation.site.Run.make"),
+    ("terms", "sordino.federation.site.SiteRun.make"),
     ("terms", "sordino.federation.site.secagg.offer"),
     ("hello", "sordino.federation.site_data.load"),
     ("round", "sordino.federation.site_run.oracle"),
     ("round", "sordino.federation.site_run.encode_integers"),
-    ("round", "sordino.federation.site.Run.vector"),
-    ("round", "sordino.federation.site.Run.keep"),
+    ("round", "sordino.federation.site.SiteRun.vector"),
+    ("round", "sordino.federation.site.SiteRun.keep"),
     ("round", "sordino.federation.site.secagg.masked"),
     ("round", "sordino.federation.site_data.Ledger.charge"),
     ("round", "sordino.federation.site_data.Ledger.afford"),
@@ -381,68 +381,74 @@ PLACES = [  # where something fails, and on which letter
 ERRORS = (ValueError, SordinoError, OSError, OverspentError, WireError, sqlite3.OperationalError, MemoryError)
 
 
-WITHIN = ("oracle", "encode_integers", "Run.keep", "secagg.masked", "wire.encode")  # once the data were asked something
+WITHIN = (
+    "oracle",
+    "encode_integers",
+    "SiteRun.keep",
+    "secagg.masked",
+    "wire.encode",
+)  # once the data were asked something
 
 
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 def test_what_an_exception_says_stays_at_the_site(tiny, talk, monkeypatch, kind, place):
     within = kind == "round" and place.endswith(WITHIN)
-    encode, world = wire.encode, None
+    encode, federation = wire.encode, None
     for error in ERRORS:
-        if world is None or within:
-            world = tiny(trust="secure-aggregation", names=FOUR)
-            letter = letters_of(world, talk, kind)
+        if federation is None or within:
+            federation = tiny(trust="secure-aggregation", names=FOUR)
+            request = request_of(federation, talk, kind)
 
         def fail(*args, error=error, **keys):
             if place.endswith("wire.encode") and args[0] == "refused":
                 return encode(*args, **keys)
             raise error(MARK)
 
-        site = world.site("a")
+        site = federation.site("a")
         with monkeypatch.context() as patch:
             patch.setattr(place, fail)
-            reply = site.answer(letter)
+            reply = site.answer(request)
         assert MARK.encode() not in reply
         found = wire.decode(reply)
         assert found.kind == "refused"
         assert found.fields["reason"] == REASONS[found.fields["code"]]
-        assert any(MARK in event["detail"] for event in world.events("a")[-2:] if "detail" in event)
+        assert any(MARK in event["detail"] for event in federation.events("a")[-2:] if "detail" in event)
         if within and error is not OSError:  # else a server could ask for nothing which records make a site fail
-            assert world.charged("a") == [("ab" * 16, 0)]
-            assert site.answer(letter) == world.site("a").answer(letter) == reply
+            assert federation.charged("a") == [("ab" * 16, 0)]
+            assert site.answer(request) == federation.site("a").answer(request) == reply
         else:
-            assert world.charged("a") == []
+            assert federation.charged("a") == []
 
 
-def letters_of(world, talk, kind):
-    """A letter of that kind to the first site, which is ready for it."""
-    terms = world.terms()
+def request_of(federation, talk, kind):
+    """A message of that kind to the first site, which is ready for it."""
+    terms = federation.terms()
     if kind in ("hello", "terms"):
         return wire.encode(kind, {"terms": terms.json()} if kind == "terms" else {})
-    talks = {name: talk(world.site(name), terms) for name in world.names}
+    talks = {name: talk(federation.site(name), terms) for name in federation.names}
     offers = {f"offer:{name}": each.propose().arrays["offer"] for name, each in talks.items()}
     if kind == "round":
-        return talks["a"].letter(0, arrays=offers)
+        return talks["a"].request(0, arrays=offers)
     fields = {"run": terms.run, "terms": terms.sha256(), "done": 3}
     return wire.encode("finish", fields, {"theta": NUMBERS.astype(np.float64)})
 
 
 def test_a_run_that_is_over_answers_no_more_and_charges_nothing(tiny, talk):
     for seed in (7, None):
-        world = tiny(seed=seed)
-        talk_to = talk(world.site(NORTH), world.terms())
+        federation = tiny(seed=seed)
+        talk_to = talk(federation.site(NORTH), federation.terms())
         talk_to.propose()
-        assert talk_to.round(0).kind == "said"
+        assert talk_to.round(0).kind == "update"
         fields = {"run": talk_to.terms.run, "terms": talk_to.terms.sha256(), "done": 1}
         assert talk_to.say("finish", fields, {"theta": NUMBERS}).kind == "finished"
-        refused(world, talk_to.round(1), "order")
-        assert world.charged(NORTH) == [(talk_to.terms.run, 0)]
-        assert talk_to.round(0).kind == "said"  # what was said may be said again
+        refused(federation, talk_to.round(1), "order")
+        assert federation.charged(NORTH) == [(talk_to.terms.run, 0)]
+        assert talk_to.round(0).kind == "update"  # what was said may be said again
 
 
 def test_a_disk_that_is_full_refuses_and_nothing_leaves(tiny, talk, monkeypatch):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms())
     talk.propose()
     execute = sqlite3.Connection.execute
 
@@ -458,46 +464,46 @@ def test_a_disk_that_is_full_refuses_and_nothing_leaves(tiny, talk, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(ledgers.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Full, **k))
         for _ in range(2):
-            assert "free some disk space" in refused(world, talk.round(0), "storage")
-    assert world.charged(NORTH) == []
+            assert "free some disk space" in refused(federation, talk.round(0), "storage")
+    assert federation.charged(NORTH) == []
     with monkeypatch.context() as patch:
 
         def no_space(*args):
             raise OSError(28, "No space left on device")
 
         patch.setattr(os, "fsync", no_space)  # the site's own files
-        refused(world, talk.round(0), "storage")
-    assert world.charged(NORTH) == []
-    assert talk.round(0).kind == "said"
-    assert world.charged(NORTH) == [(talk.terms.run, 0)]
+        refused(federation, talk.round(0), "storage")
+    assert federation.charged(NORTH) == []
+    assert talk.round(0).kind == "update"
+    assert federation.charged(NORTH) == [(talk.terms.run, 0)]
 
 
 def test_a_look_at_the_model_that_fails_does_not_hold_back_what_was_paid_for(tiny, talk, monkeypatch):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms())
     talk.propose()
     monkeypatch.setattr(run_module, "evaluate", lambda *args: 1 / 0)
-    assert talk.round(0).kind == "said"
+    assert talk.round(0).kind == "update"
 
 
 def test_a_clock_that_jumps_back_a_year_allows_nothing_more(tiny, talk, monkeypatch):
-    world = tiny()
-    world.configure(NORTH, epsilon=9.0, delta=1e-5)
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    federation.configure(NORTH, epsilon=9.0, delta=1e-5)
+    talk = talk(federation.site(NORTH), federation.terms())
     talk.propose()
-    letter = talk.letter(0)
-    reply = talk.site.answer(letter)
+    request = talk.request(0)
+    reply = talk.site.answer(request)
     monkeypatch.setattr(ledgers, "_now", lambda: "1999-01-01T00:00:00.000000+00:00")
     monkeypatch.setattr(data_module, "_now", lambda: "1999-01-01T00:00:00+00:00")
-    talk.site = world.site(NORTH)
-    assert talk.site.answer(letter) == reply
-    refused(world, talk.round(0, arrays={"theta": put(1)}), "replayed")
-    assert talk.round(1).kind == "said"
-    refused(world, talk.propose(replace(talk.terms, run="cd" * 16)), "budget")
-    world.configure(NORTH, epsilon=10.0, delta=1e-5)
+    talk.site = federation.site(NORTH)
+    assert talk.site.answer(request) == reply
+    refused(federation, talk.round(0, arrays={"theta": put(1)}), "replayed")
+    assert talk.round(1).kind == "update"
+    refused(federation, talk.propose(replace(talk.terms, run="cd" * 16)), "budget")
+    federation.configure(NORTH, epsilon=10.0, delta=1e-5)
     with pytest.raises(SordinoError, match="tightened"):
-        world.site(NORTH)
-    assert world.charged(NORTH) == [(talk.terms.run, 0), (talk.terms.run, 1)]
+        federation.site(NORTH)
+    assert federation.charged(NORTH) == [(talk.terms.run, 0), (talk.terms.run, 1)]
 
 
 # Everything that a site says, by kind, and why it may. What is not here must not leave.
@@ -513,10 +519,10 @@ FIELDS = {
         "terms": "the hash of the server's own words",
         "next": "how many rounds were answered: the server saw them",
     },
-    "said": {
+    "update": {
         "run": "the server's own word",
         "t": "the server's own word",
-        "asked": "the hash of the server's own letter",
+        "asked": "the hash of the server's own message",
         "tree": "how the arrays are nested: a fact about the method",
     },
     "revealed": {"run": "the server's own word", "t": "the server's own word"},
@@ -527,8 +533,8 @@ FIELDS = {
 ARRAYS = {
     "hello": {},
     "agreed": {"offer": "a fresh public key and encrypted shares of keys: made without the data"},
-    "said": {
-        "said0": "the message: clipped, noised and paid for",
+    "update": {
+        "update0": "the message: clipped, noised and paid for",
         "masked": "the message: clipped, noised, paid for, and under masks",
     },
     "revealed": {
@@ -550,50 +556,50 @@ ARRAYS = {
     ],
 )
 def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
-    world = tiny(method, trust, **keys)
-    first = world.names[0]
-    world.configure(first, run_epsilon=7.0)
+    federation = tiny(method, trust, **keys)
+    first = federation.names[0]
+    federation.configure(first, run_epsilon=7.0)
     lost = iter([True])
 
-    def fault(node, letter, answer):
-        reply = answer(letter)
-        return None if node == 100 and wire.decode(letter).kind == "reveal" and next(lost, False) else reply
+    def fault(node, request, answer):
+        reply = answer(request)
+        return None if node == 100 and wire.decode(request).kind == "reveal" and next(lost, False) else reply
 
-    coordinator, transport = world.run(fault)
+    coordinator, transport = federation.run(fault)
     terms, secure, seen = coordinator.terms, trust == "secure-aggregation", {}
-    for node, letter, reply in transport.log:
+    for node, request, reply in transport.log:
         if reply is None:
             continue
-        asked, found = wire.decode(letter), wire.decode(reply)
+        asked, found = wire.decode(request), wire.decode(reply)
         seen.setdefault(found.kind, set()).update(found.fields, found.arrays)
         assert found.fields.keys() <= FIELDS[found.kind].keys(), found.kind
         assert found.arrays.keys() <= ARRAYS[found.kind].keys(), found.kind
         # And each is what it is said to be.
-        name = world.names[node - 100]
+        name = federation.names[node - 100]
         known = {
             "name": name,
-            "records": len(world.site(name).load().y_train),
+            "records": len(federation.site(name).load().y_train),
             "sordino": sordino.__version__,
             "epsilon": 7.0,
             "run": terms.run,
             "terms": terms.sha256(),
             "next": 0,
             "t": asked.fields.get("t"),
-            "asked": hashlib.sha256(letter).hexdigest(),
+            "asked": hashlib.sha256(request).hexdigest(),
             "tree": [] if secure else 0,
         }
         for field, value in found.fields.items():
             assert value == known[field], (found.kind, field)
         for key, array in found.arrays.items():
-            if key == "said0":
+            if key == "update0":
                 assert (array.dtype, array.shape) == (np.float32, (SIZE,))
             else:  # its size depends on nothing but the model and the number of sites
                 assert (array.dtype, array.ndim) == (np.uint8, 1)
-    wanted = {"hello", "agreed", "said", "finished"} | ({"revealed", "offered"} if secure else set())
+    wanted = {"hello", "agreed", "update", "finished"} | ({"revealed", "offered"} if secure else set())
     assert seen.keys() == wanted
-    assert ("masked" in seen["said"], "said0" in seen["said"]) == (secure, not secure)
-    for name in world.names:  # each site looked at the models, and told nobody
-        scores = [json.loads(line) for line in (world.folder_of(name) / "metrics.jsonl").read_text().splitlines()]
+    assert ("masked" in seen["update"], "update0" in seen["update"]) == (secure, not secure)
+    for name in federation.names:  # each site looked at the models, and told nobody
+        scores = [json.loads(line) for line in (federation.folder_of(name) / "metrics.jsonl").read_text().splitlines()]
         assert len(scores) == 3
         told = b"".join(reply for _, _, reply in transport.log if reply)
         for line in scores:
@@ -606,10 +612,10 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
 # ----------------------------------------------------------------------------------------- models that single one out
 
 
-def answered(world, talk, terms, letters):
-    talk = talk(world.site(NORTH), terms)
+def answered(federation, talk, terms, requests):
+    talk = talk(federation.site(NORTH), terms)
     assert talk.propose().kind == "agreed"
-    return [wire.decode(talk.site.answer(letter)) for letter in letters(talk)]
+    return [wire.decode(talk.site.answer(request)) for request in requests(talk)]
 
 
 METHODS = [  # method, options, the number of words
@@ -624,47 +630,47 @@ METHODS = [  # method, options, the number of words
 @pytest.mark.parametrize(("method", "options", "words"), METHODS, ids=[m for m, *_ in METHODS])
 def test_a_model_made_to_single_out_a_record_learns_no_more_of_it_than_the_clip(tiny, talk, method, options, words):
     """Two sites that differ in one record, and the same draw of noise: messages differ by the sensitivity at most."""
-    worlds = [tiny(method, rounds=12, **options) for _ in range(2)]
-    out = load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
-    with np.load(worlds[0].place(NORTH) / "data.npz") as stored:
+    federations = [tiny(method, rounds=12, **options) for _ in range(2)]
+    out = load(str(federations[0].place(NORTH) / "data.npz")).x_train[0]
+    with np.load(federations[0].place(NORTH) / "data.npz") as stored:
         row = int(np.flatnonzero((stored["x"] == out).all(1))[0])
 
     def other(x, y):
         x[row], y[row] = -100 * x[row], (y[row] + 1) % 3
 
-    change(worlds[1], NORTH, other)
-    terms = worlds[0].terms()
-    assert worlds[1].terms() == terms
+    change(federations[1], NORTH, other)
+    terms = federations[0].terms()
+    assert federations[1].terms() == terms
     away = np.append(out, 1)[:, None] * np.array([1, -1, 0])
     thetas = [np.zeros(SIZE), away.ravel(), 1e3 * away.ravel(), 1e30 * away.ravel(), -1e6 * away.ravel()]
     thetas += [np.full(SIZE, 3e38), np.random.default_rng(0).normal(0, 1e20, SIZE), 1e-30 * away.ravel()]
     told = {0: [None], 1: [0.0, 1e3, 1.0, -1e30]}[words]
 
-    def letters(talk):
+    def requests(talk):
         for t, theta in enumerate(thetas):
             length = 1 if "quantile" in options else SIZE
             word = None if told[0] is None else np.full(length, told[t % len(told)], np.float32)
             if "quantile" in options:
                 word = np.full(1, [0.0, 3.0, -3.0][t % 3], np.float32)
-            yield talk.letter(t, arrays={"theta": theta.astype(np.float32)}, word=word)
+            yield talk.request(t, arrays={"theta": theta.astype(np.float32)}, word=word)
 
-    one, two = (answered(world, talk, terms, letters) for world in worlds)
+    one, two = (answered(federation, talk, terms, requests) for federation in federations)
     plan, moved = terms.plan, []
     level = calibration.query_noises(plan)[0]
     n = terms.sizes[0]
     per = n if level.query.kind == "gradient" else 1  # answers are means, and messages themselves
     local_lr = {"dp-scaffold": 2.0, "dp-fedavg": entry_default("dp-fedavg", "local_lr")}.get(method, 1.0)
     for a, b in zip(one, two, strict=True):
-        assert (a.kind, b.kind) == ("said", "said")
+        assert (a.kind, b.kind) == ("update", "update")
         assert a.fields == b.fields
-        left, right = (m.arrays["said0"].astype(float) / local_lr for m in (a, b))
+        left, right = (m.arrays["update0"].astype(float) / local_lr for m in (a, b))
         assert np.isfinite(left).all() or method != "dp-fedsofim"
         moved.append(np.linalg.norm(left - right) * per / level.sensitivity[0])
     slack = 1e-3  # float32 around a large word
     assert max(moved) <= 1 + slack
     assert max(moved) > 0.1  # and the record was there to be seen
-    for world in worlds:
-        assert len(world.charged(NORTH)) == len(thetas)
+    for federation in federations:
+        assert len(federation.charged(NORTH)) == len(thetas)
 
 
 def entry_default(method, option):
@@ -673,19 +679,19 @@ def entry_default(method, option):
 
 def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
     names = ("north", "b", "c", "d")
-    worlds = [tiny(trust="secure-aggregation", names=names, rounds=6) for _ in range(2)]
+    federations = [tiny(trust="secure-aggregation", names=names, rounds=6) for _ in range(2)]
 
     def other(x, y):
         x[row], y[row] = -100 * x[row], (y[row] + 1) % 3
 
-    out = load(str(worlds[0].place(NORTH) / "data.npz")).x_train[0]
-    with np.load(worlds[0].place(NORTH) / "data.npz") as stored:
+    out = load(str(federations[0].place(NORTH) / "data.npz")).x_train[0]
+    with np.load(federations[0].place(NORTH) / "data.npz") as stored:
         row = int(np.flatnonzero((stored["x"] == out).all(1))[0])
-    change(worlds[1], NORTH, other)
-    terms = worlds[0].terms()
+    change(federations[1], NORTH, other)
+    terms = federations[0].terms()
     vectors = ([], [])
-    for k, world in enumerate(worlds):
-        run = Run.make(world.site(NORTH), terms)
+    for k, federation in enumerate(federations):
+        run = SiteRun.make(federation.site(NORTH), terms)
         for t, factor in enumerate((0, 1, 1e3, -1e6, 1e30)):
             theta = (factor * np.append(out, 1)[:, None] * np.array([1, -1, 0])).ravel()
             this_round = next(round_plans(run.plan, run.model, t))
@@ -704,14 +710,20 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
 
 
 def test_a_ledger_is_asked_before_the_message_is_made_and_holds_it_before_it_leaves(tiny, talk, monkeypatch):
-    world = tiny()
-    talk = talk(world.site(NORTH), world.terms())
+    federation = tiny()
+    talk = talk(federation.site(NORTH), federation.terms())
     talk.propose()
     order = []
-    for owner, name in ((Ledger, "afford"), (Run, "compute"), (Run, "keep"), (Ledger, "charge"), (Run, "settle")):
+    for owner, name in (
+        (Ledger, "afford"),
+        (SiteRun, "compute"),
+        (SiteRun, "keep"),
+        (Ledger, "charge"),
+        (SiteRun, "settle"),
+    ):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda self, *a, real=real, name=name: (order.append(name), real(self, *a))[1])
-    reply = talk.site.answer(talk.letter(0))
+    reply = talk.site.answer(talk.request(0))
     assert order == ["settle", "afford", "compute", "keep", "charge", "settle"]
     with talk.site.ledger() as ledger:
         assert ledger.release(talk.terms.run, talk.site.dataset_id, 0) == reply

@@ -1,12 +1,13 @@
 """DP-AdaDPS: what the public scale does, what it is where there is none, and that it must be declared public."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Privacy, Shard, Unit
+from sordino.core import SAFETY, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
@@ -15,7 +16,7 @@ from sordino.methods.adadps import Public
 from sordino.models.linear import Linear
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
-from sordino.privacy.plan import Plan
+from tests import support
 
 MODEL = Linear(3, 3)
 SIZES = (5, 15, 20, 40)
@@ -23,13 +24,10 @@ SIZES = (5, 15, 20, 40)
 
 @pytest.fixture(scope="module")
 def records():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(80, 3)) * [0.1, 1.0, 10.0]
-    return Records.of(x, rng.integers(0, 3, 80), np.repeat(np.arange(4), SIZES), dtype=torch.float64)
+    return support.classified(SIZES, scale=[0.1, 1.0, 10.0])
 
 
-def plan_for(method, records, rounds=5, epsilon=8.0, **options):
-    return Plan(method, rounds, records.sizes, Privacy(epsilon, unit=method.unit), **options)
+plan_for = partial(support.plan_for, rounds=5)
 
 
 def path(method, records, model=MODEL, **plan):
@@ -106,7 +104,7 @@ def loss_of(a, rate, noise, start=1.0):
 def losses(rate, **options):
     data = Records.of(np.ones((RECORDS, 4)), np.zeros(RECORDS), np.zeros(RECORDS, int), dtype=torch.float64)
     model, method = Quadratic(H), build("dp-adadps", clip=CLIP, local_lr=rate, **options)
-    plan = plan_for(method, data, ROUNDS, noise=1.0)
+    plan = plan_for(method, data, rounds=ROUNDS, noise=1.0)
     theta = torch.zeros(RUNS, 4, dtype=torch.float64)
     *_, last = simulate.run(plan, model, data, [Seeded(s) for s in range(RUNS)], theta=theta)
     assert model.longest < CLIP, "the closed form has no clip"

@@ -16,6 +16,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from tests.support import classified
 
 MODEL = Linear(3, 3)
 ALIKE, UNLIKE = (20, 20, 20, 20), (5, 15, 20, 40)
@@ -23,9 +24,7 @@ NAMES = ("dp-localadamw", "dp-fedadamw")
 
 
 def federation(sizes=ALIKE, features=3, seed=0):
-    rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(sum(sizes), features)), rng.integers(0, 3, sum(sizes))
-    return Records.of(x, y, np.repeat(np.arange(len(sizes)), sizes), dtype=torch.float64)
+    return classified(sizes, features, seed=seed)
 
 
 def plan_for(method, records, rounds=5, participation="full", epsilon=8.0, trust="untrusted-server"):

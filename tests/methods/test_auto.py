@@ -1,12 +1,13 @@
 """auto: its steps against linear algebra done by hand, its noise against what was promised, its records one by one."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from sordino.core import Facts, Privacy, Trust, Unit
+from sordino.core import Facts, Trust, Unit
 from sordino.data.records import Records
 from sordino.data.sources import FEW, RADIUS, by_record, of_roots, preprocess
 from sordino.engines import simulate
@@ -16,8 +17,8 @@ from sordino.methods.auto import EARLY
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.privacy.plan import Plan
 from sordino.rules import estimate_covariance, kalman
+from tests import support
 
 MODEL = Linear(3, 4)
 SIZES = (40, 60, 100)
@@ -30,8 +31,7 @@ def federation(seed=0, features=3, classes=4, kind=None):
     return Records.of(x, y, np.repeat(np.arange(3), SIZES), dtype=torch.float64)
 
 
-def plan_for(records, rounds=6, *, unit=Unit.RECORD, trust="untrusted-server", epsilon=8.0, **options):
-    return Plan(build("auto", unit, **options), rounds, records.sizes, Privacy(epsilon, unit=unit, trust=trust))
+plan_for = partial(support.plan_for, "auto")
 
 
 def last(plan, records, model=MODEL, seed=3, **kwargs):

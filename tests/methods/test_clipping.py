@@ -1,14 +1,13 @@
 """The clip that follows a quantile: paid for, found, and the same in both engines."""
 
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from sordino import checks
-from sordino.core import Adjacency, Kind, Privacy, Shard
-from sordino.data.records import Records
+from sordino.core import Adjacency, Kind, Shard
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
@@ -16,22 +15,16 @@ from sordino.models.linear import Linear
 from sordino.models.torch_model import TorchModel
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.privacy.participation import Sampling
-from sordino.privacy.plan import Plan
+from tests import support
 
 MODEL = Linear(3, 3)
 
 
 def records(n=60):
-    rng = np.random.default_rng(0)
-    return Records.of(
-        rng.normal(size=(n, 3)), rng.integers(0, 3, n), np.repeat(np.arange(3), n // 3), dtype=torch.float64
-    )
+    return support.classified((n // 3,) * 3)
 
 
-def plan_for(data, epsilon=4.0, rounds=4, batch="full", **options):
-    method = build("dp-fedgd", quantile=0.5, **options)
-    return Plan(method, rounds, data.sizes, Privacy(epsilon), sampling=Sampling.parse(batch))
+plan_for = partial(support.plan_for, "dp-fedgd", epsilon=4.0, rounds=4, quantile=0.5)
 
 
 def net():

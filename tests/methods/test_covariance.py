@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Adjacency, Kind, Privacy, Trust, Unit
+from sordino.core import SAFETY, Adjacency, Kind, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
@@ -16,7 +16,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
-from sordino.privacy.plan import Plan
+from tests.support import classified, plan_for
 
 MODEL = Linear(3, 3)
 ADD, SWAP = Adjacency
@@ -24,27 +24,7 @@ SIZES = (6, 9, 12, 20)
 
 
 def federation(sizes=SIZES, seed=0):
-    rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(sum(sizes), 3)) * [0.2, 1.0, 3.0], rng.integers(0, 3, sum(sizes))
-    return Records.of(x, y, np.repeat(np.arange(len(sizes)), sizes), dtype=torch.float64)
-
-
-def plan_for(
-    name,
-    records,
-    rounds=6,
-    *,
-    unit=Unit.RECORD,
-    trust="untrusted-server",
-    adjacency=SWAP,
-    epsilon=8.0,
-    participation="full",
-    schedule_seed=0,
-    **options,
-):
-    privacy = Privacy(epsilon, unit=unit, trust=trust, adjacency=adjacency)
-    who = Participation.parse(participation)
-    return Plan(build(name, unit, **options), rounds, records.sizes, privacy, who, schedule_seed=schedule_seed)
+    return classified(sizes, seed=seed, scale=[0.2, 1.0, 3.0])
 
 
 def run(plan, records, seed=3, model=MODEL, **kwargs):

@@ -20,6 +20,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from tests.support import plan_for
 
 ADD, SWAP = Adjacency
 SQUARES, LOGISTIC, SOFTMAX = Linear(3, 1, Loss.SQUARES, bias=False), Linear(3, 1, Loss.LOGISTIC), Linear(3, 3)
@@ -38,22 +39,6 @@ def federation(model, sizes=SIZES, seed=0):
     else:
         y = rng.integers(0, max(model.outputs, 2), len(x))
     return Records.of(x, y, owner, dtype=torch.float64)
-
-
-def plan_for(
-    name,
-    records,
-    rounds=6,
-    *,
-    unit=Unit.RECORD,
-    trust="untrusted-server",
-    adjacency=SWAP,
-    epsilon=8.0,
-    participation="full",
-    **options,
-):
-    privacy = Privacy(epsilon, unit=unit, trust=trust, adjacency=adjacency)
-    return Plan(build(name, unit, **options), rounds, records.sizes, privacy, Participation.parse(participation))
 
 
 def newton(model, records, theta):

@@ -27,6 +27,7 @@ from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from tests.support import classified
 
 PC, SA, TRUSTED = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER
 MODEL = Linear(3, 3)
@@ -198,9 +199,7 @@ class Relabelled:
 
 @pytest.fixture(scope="module")
 def records():
-    rng = np.random.default_rng(0)
-    owner = np.repeat(np.arange(4), [3, 5, 8, 9])
-    return Records.of(rng.normal(size=(25, 3)), rng.integers(0, 3, 25), owner, dtype=torch.float64)
+    return classified((3, 5, 8, 9))
 
 
 def path(plan, records, source, run=reference.run, **options):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Privacy, Unit
+from sordino.core import Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
@@ -12,8 +12,7 @@ from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
-from sordino.privacy.participation import Participation
-from sordino.privacy.plan import Plan
+from tests.support import plan_for
 
 MODEL = Linear(3, 3)
 
@@ -24,13 +23,6 @@ def records():
     owner = rng.choice(4, 80, p=[0.1, 0.2, 0.3, 0.4])
     owner[:4] = range(4)
     return Records.of(rng.normal(size=(80, 3)), rng.integers(0, 3, 80), owner, dtype=torch.float64)
-
-
-def plan_for(
-    name, records, rounds=6, participation="full", unit=Unit.RECORD, trust="untrusted-server", epsilon=8.0, **options
-):
-    privacy = Privacy(epsilon, unit=unit, trust=trust)
-    return Plan(build(name, unit, **options), rounds, records.sizes, privacy, Participation.parse(participation))
 
 
 def models(plan, records, model=MODEL, seed=3):

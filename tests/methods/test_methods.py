@@ -5,13 +5,11 @@ import inspect
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from sordino import methods
 from sordino.core import Broadcast, Privacy, Trust, Unit
-from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
@@ -21,6 +19,7 @@ from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from tests.support import classified
 
 NAMES = sorted(REGISTRY)
 PAIRS = [(name, unit) for name in NAMES for unit in REGISTRY[name].units]
@@ -31,9 +30,7 @@ ROUNDS = 6
 
 @pytest.fixture(scope="module")
 def records():
-    rng = np.random.default_rng(0)
-    client = np.repeat(np.arange(4), [5, 9, 12, 20])
-    return Records.of(rng.normal(size=(46, 3)), rng.integers(0, 3, 46), client, dtype=torch.float64)
+    return classified((5, 9, 12, 20))
 
 
 def plan_for(name, records, unit=Unit.RECORD, trust=Trust.UNTRUSTED_SERVER, participation="full", **options):

@@ -1,13 +1,14 @@
 """Federated M-estimation: budgets and noise by formula, Newton steps against dense algebra, and what is refused."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.func import grad, vmap
 
-from sordino.core import SAFETY, Adjacency, Kind, Privacy
+from sordino.core import SAFETY, Adjacency, Kind
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import round_plans
@@ -17,8 +18,8 @@ from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.mechanisms.random import Seeded
-from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from tests import support
 
 ADD, SWAP = Adjacency
 SQUARES, SOFTMAX = Linear(3, 1, Loss.SQUARES, bias=False), Linear(3, 3)
@@ -34,11 +35,7 @@ def federation(model=SQUARES, sizes=SIZES, seed=0):
     return Records.of(x, y, owner, dtype=torch.float64)
 
 
-def plan_for(
-    name, records, rounds, *, trust="untrusted-server", adjacency=SWAP, epsilon=4.0, participation="full", **options
-):
-    privacy = Privacy(epsilon, trust=trust, adjacency=adjacency)
-    return Plan(build(name, **options), rounds, records.sizes, privacy, Participation.parse(participation))
+plan_for = partial(support.plan_for, epsilon=4.0)
 
 
 def run(plan, model, records, seed=3, **kwargs):

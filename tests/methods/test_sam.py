@@ -1,12 +1,13 @@
 """DP-FedSAM: what it is without ascent, what two gradients a step cost, and what is clipped at user level."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Broadcast, Kind, Local, Privacy, Stage, Unit
+from sordino.core import SAFETY, Broadcast, Kind, Local, Stage, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped
@@ -15,7 +16,7 @@ from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
-from sordino.privacy.plan import Plan
+from tests import support
 
 MODEL = Linear(3, 3)
 SIZES = (5, 15, 20, 40)
@@ -23,13 +24,10 @@ SIZES = (5, 15, 20, 40)
 
 @pytest.fixture(scope="module")
 def records():
-    rng = np.random.default_rng(0)
-    client = np.repeat(np.arange(4), SIZES)
-    return Records.of(rng.normal(size=(80, 3)), rng.integers(0, 3, 80), client, dtype=torch.float64)
+    return support.classified(SIZES)
 
 
-def plan_for(method, records, rounds=5, epsilon=8.0, trust="untrusted-server"):
-    return Plan(method, rounds, records.sizes, Privacy(epsilon, unit=method.unit, trust=trust))
+plan_for = partial(support.plan_for, rounds=5)
 
 
 def path(method, records, model=MODEL, **plan):
@@ -88,7 +86,9 @@ def test_one_step_by_hand(mistake):
     data = Records.of(x, y, np.zeros(12, int), dtype=torch.float64)
     model, theta = Linear(2, 1, Loss.SQUARES, bias=False), torch.tensor([0.5, -1.0], dtype=torch.float64)
     method = build("dp-fedsam", rho=0.3, decay=0.2, local_lr=0.1, lr=2.0, clip=1e9)
-    got = next(simulate.run(plan_for(method, data, 1, math.inf), model, data, Seeded(0), theta=theta)).model
+    got = next(
+        simulate.run(plan_for(method, data, rounds=1, epsilon=math.inf), model, data, Seeded(0), theta=theta)
+    ).model
 
     def gradient(at):
         return x.T @ (x @ at - y) / 12
@@ -172,7 +172,7 @@ def test_an_update_is_clipped_as_one_vector(records):
         return raw[-1]
 
     method = method._replace(stages=(stage._replace(local=Local(noting)),))
-    plan = plan_for(method, records, 1, math.inf)
+    plan = plan_for(method, records, rounds=1, epsilon=math.inf)
     this_round = next(reference.run(plan, MODEL, records, Seeded(0)))
     messages = [clipped(update, 0.7) for update in raw]
     torch.testing.assert_close(this_round.aggregate, sum(messages) / 4)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import SAFETY, Facts, Privacy, Trust, Unit
+from sordino.core import SAFETY, Facts, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
@@ -14,9 +14,8 @@ from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
-from sordino.privacy.participation import Participation
-from sordino.privacy.plan import Plan
 from sordino.rules import fisher
+from tests.support import classified, plan_for
 
 MODEL = Linear(3, 3)
 SIZES = (5, 9, 12, 20)
@@ -25,16 +24,7 @@ STRUCTURES = ("rank-one", "rank-k", "block", "kronecker")
 
 @pytest.fixture(scope="module")
 def records():
-    rng = np.random.default_rng(0)
-    owner = np.repeat(np.arange(4), SIZES)
-    return Records.of(rng.normal(size=(46, 3)), rng.integers(0, 3, 46), owner, dtype=torch.float64)
-
-
-def plan_for(
-    name, records, rounds=6, *, unit=Unit.RECORD, trust="untrusted-server", participation="full", epsilon=8.0, **options
-):
-    privacy = Privacy(epsilon, unit=unit, trust=trust)
-    return Plan(build(name, unit, **options), rounds, records.sizes, privacy, Participation.parse(participation))
+    return classified(SIZES)
 
 
 def run(plan, records, seed=3, **kwargs):

@@ -1,14 +1,15 @@
-"""`sordino federate`: a federation over a real network, or all of one on this machine."""
+"""`sordino federate`: a federation over a network, or a whole one on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.cli.show import add_json, check_json, command, console, emit, table
 from sordino.errors import SordinoError
 
 
@@ -31,7 +32,7 @@ def add(commands: Any) -> None:
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("federate: name a step: up, init, keys, doctor, coordinate or join.")
+    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate or join.")
 
 
 # ------------------------------------------------------------------------------------------------------------------ up
@@ -42,24 +43,24 @@ def _add_up(parts: Any) -> None:
         parts,
         "up",
         _up,
-        "run a whole federation on this machine: link, coordinator and sites as processes of their own, over TLS",
+        "run a whole federation on this machine: link, coordinator and sites as separate processes, over TLS",
         "sordino federate up --sites 3\n"
         "sordino federate up --sites 5 --dropouts 1 --set rounds=20 --out runs/trial\n"
         "sordino federate up --data patients.csv --label outcome",
     )
     parser.add_argument("--sites", type=int, default=3, metavar="N", help="number of sites (default: 3)")
     parser.add_argument("--data", default="digits", metavar="X", help="as in 'sordino run'; divided among the sites")
-    parser.add_argument("--label", metavar="COLUMN", help="the label's column in --data, where it is a table")
+    parser.add_argument("--label", metavar="COLUMN", help="the label's column, if --data is a table")
     parser.add_argument("--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
-    parser.add_argument("--out", metavar="DIR", help="where everything goes (default: runs/federation-TIME)")
-    parser.add_argument("--resume", metavar="DIR", help="go on with one that was stopped")
+    parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
+    parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
     add_json(parser)
 
 
 def _up(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation import folder
+    from sordino.federation import demonstration
     from sordino.federation.flower import require
     from sordino.settings import parse_setting
 
@@ -73,32 +74,35 @@ def _up(arguments: argparse.Namespace) -> int:
     else:
         out = Path(arguments.out or f"runs/federation-{time.strftime('%Y%m%d-%H%M%S')}")
         if out.exists() and any(out.iterdir()):
-            raise SordinoError(f"--out: '{out}' is not empty; --resume {out} goes on with it.")
+            raise SordinoError(f"--out: '{out}' is not empty; choose another folder, or --resume {out} to continue it.")
         spec = dict(parse_setting(text) for text in arguments.set)
         about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
-        folder.demonstration(out, arguments.sites, spec=spec, **about)
+        demonstration.prepare(out, arguments.sites, spec=spec, **about)
     began = time.monotonic()
     try:
-        lines = list(_shown(folder.up(out), out))
+        lines = list(_shown(demonstration.up(out)))
     except KeyboardInterrupt:
-        print(f"go on with: sordino federate up --resume {out}", file=sys.stderr)
+        print(f"continue with: sordino federate up --resume {out}", file=sys.stderr)
         raise
     last = lines[-1]
     if last["what"] == "failed":
         raise SordinoError(f"{last['why']} (everything is in '{out}')")
     document = _outcome(out, lines, time.monotonic() - began)
     if not emit(arguments, document):
-        _tell(out, document)
+        _show_outcome(out, document)
     return 0
 
 
-def _shown(lines: Any, out: Path) -> Any:
-    """The same lines, with a bar on stderr; where that is a file or a pipe, a line for each, as it comes."""
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same lines, with a progress bar on stderr. If stderr is no terminal, one line of text per line."""
     if not sys.stderr.isatty():
         rounds: int | None = None
         for line in lines:
             rounds = line["rounds"] if line["what"] == "begun" else rounds
-            print(_sentence(line, rounds), file=sys.stderr, flush=True)
+            print(f"{time.strftime('%H:%M:%S')}  {_sentence(line, rounds)}", file=sys.stderr, flush=True)
             yield line
         return
     from rich.console import Console
@@ -114,33 +118,75 @@ def _shown(lines: Any, out: Path) -> Any:
                 progress.update(task, description=line["method"], total=line["rounds"], completed=line["start"])
             elif line["what"] == "round":
                 progress.update(task, completed=line["t"] + 1, shown=_score(line))
-            elif line["what"] in ("refused", "abandoned", "missing"):
-                progress.console.print(f"{line['what']}: {line}", markup=False)
+            elif line["what"] not in ("finished", "failed"):
+                progress.console.print(_sentence(line, None), markup=False)
             yield line
 
 
 def _score(line: dict[str, Any]) -> str:
-    score = f"accuracy {line['accuracy']:.1%}  " if "accuracy" in line else ""
-    return f"{score}ε {line['epsilon']:.3g}  {len(line['came'])} sites"
+    score = f"accuracy {line['accuracy']:6.1%}  " if "accuracy" in line else ""
+    return f"{score}ε {line['epsilon']:6.3f}  {_count(len(line['came']), 'site')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _sentence(line: dict[str, Any], rounds: int | None) -> str:
-    """One line of a log."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    if line["what"] == "waiting":
-        return f"{when} waiting for {', '.join(line['sites'])}"
-    if line["what"] == "begun":
-        return f"{when} begun: {line['method']}, {line['rounds']} rounds, from round {line['start'] + 1}"
-    if line["what"] == "round":
-        return f"{when} round {line['t'] + 1}{f' of {rounds}' if rounds else ''}: {_score(line)}"
-    rest = ", ".join(f"{key} {value}" for key, value in line.items() if key != "what")
-    return f"{when} {line['what']}{f': {rest}' if rest else ''}"
+    """One line of a coordinator's progress, in words."""
+    what, site, t = line["what"], line.get("site", "a node"), line.get("t")
+    where = "" if t is None else f" in round {t + 1}"
+    if what == "round":
+        width = len(str(rounds or line["t"] + 1))
+        return f"round {line['t'] + 1:{width}}{f' of {rounds}' if rounds else ''}  {_score(line)}"
+    match what:
+        case "waiting":
+            return f"waiting for {', '.join(line['sites'])}"
+        case "begun":
+            first = line["start"] + 1
+            return f"{line['method']}, {_count(line['rounds'], 'round')}, beginning with round {first}"
+        case "missing":
+            return f"{site} did not answer in time ({line['kind']})"
+        case "refused":
+            return f"{site} refused: {line['reason']}"
+        case "misfit":
+            return f"{site} sent a wrong message{where}" + (f": {line['why']}" if line.get("why") else "")
+        case "abandoned":
+            return f"round {line['t'] + 1} has no result: {line['why']}"
+        case "finished":
+            return f"finished: ε = {line['epsilon']:.4g}, {_count(len(line['sites']), 'site')}"
+        case "failed":
+            return f"failed: {line['why']}"
+    return str(what)
+
+
+def _site_sentence(line: dict[str, Any]) -> str:
+    """One line of a site's own log, in words."""
+    run = str(line.get("run", ""))[:8]
+    match line["what"]:
+        case "joining":
+            return f"{line['site']} joins {line['link']}; stop with Ctrl-C"
+        case "restarted":
+            return f"the {line['process']} ended, or the link is gone (see {line['log']}); starting it again"
+        case "agreed":
+            return f"agreed to run {run}: {line['method']}, {_count(line['rounds'], 'round')}"
+        case "refused":
+            return f"refused ({line['code']}): {line['detail']}"
+        case "failed":
+            return f"failed in round {line['t'] + 1} of run {run}: {line['detail']}"
+        case "finished":
+            hint = f"; {line['hint']}" if "hint" in line else ""
+            return f"finished run {run}: ε = {line['epsilon']:.4g} in {_count(line['rounds'], 'round')}{hint}"
+    return str(line["what"])
+
+
+# ----------------------------------------------------------------------------------------------------------- outcome
 
 
 def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     import json
 
-    import sordino.federation.terms  # noqa: F401  # how a federation's certificate is rebuilt
+    import sordino.federation.terms  # noqa: F401  # registers how a federation's certificate is rebuilt
     from sordino.training.verify_run import verify_run
 
     sites = []
@@ -149,9 +195,9 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
             path = run / "certificate.json"
             if path.exists():
                 cert = json.loads(path.read_text(encoding="utf-8"))
-                held = not verify_run(path).problems
+                verified = not verify_run(path).problems
                 kept = {key: cert[key] for key in ("epsilon", "delta", "certified", "trust", "secure", "site")}
-                sites.append({"certificate": str(path), "verified": held, **kept})
+                sites.append({"certificate": str(path), "verified": verified, **kept})
     rounds = [line for line in lines if line["what"] == "round"]
     scores = [line["accuracy"] for line in rounds if "accuracy" in line]
     return {
@@ -163,20 +209,34 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
     }
 
 
-def _tell(out: Path, document: dict[str, Any]) -> None:
-    page = console()
-    accuracy = "" if document["accuracy"] is None else f", accuracy {document['accuracy']:.1%} on records of its own"
-    page.print(f"{document['rounds']} rounds in {document['seconds']:.0f} s{accuracy}", markup=False)
+def _show_outcome(out: Path, document: dict[str, Any]) -> None:
+    page, accuracy = console(), document["accuracy"]
+    scored = "" if accuracy is None else f", accuracy {accuracy:.1%} on the coordinator's test records"
+    page.print(f"{_count(document['rounds'], 'round')} in {document['seconds']:.0f} s{scored}", markup=False)
+    page.print()
+    rows = []
     for site in document["sites"]:
-        secure, own = site["secure"], site["site"]
-        alone = f" (against the server alone {secure['epsilon_server']:.4g})" if secure else ""
-        says = "[bold green]certified[/]" if site["certified"] else "[bold red]not certified[/]"
-        holds = "verified" if site["verified"] else "NOT verified"
-        page.print(
-            f"{own['name']}: {says}: ε = {site['epsilon']:.4g} at δ = {site['delta']:g}, {site['trust']}{alone}; "
-            f"{holds}; spent {own['spent']:.4g} of {own['epsilon']:g}"
+        own, secure = site["site"], site["secure"]
+        rows.append(
+            [
+                own["name"],
+                f"{site['epsilon']:.4g}",
+                f"{secure['epsilon_server']:.4g}" if secure else f"{site['epsilon']:.4g}",
+                f"{site['delta']:g}",
+                "[green]yes[/]" if site["certified"] else "[red]no[/]",
+                "[green]yes[/]" if site["verified"] else "[red]no[/]",
+                f"{own['spent']:.4g} of {own['epsilon']:g}",
+            ]
         )
-    page.print(f"each site's certificate.json and statement.md: {out}/sites/*/runs/*/", markup=False)
+    table(["site", "ε", "ε, server alone", "δ", "certified", "verified", "budget spent"], rows)
+    page.print()
+    for what, where in (
+        ("trust model", document["sites"][0]["trust"] if document["sites"] else "-"),
+        ("model", f"{out}/coordinator/run/model.safetensors"),
+        ("certificates", f"{out}/sites/*/runs/*/certificate.json"),
+        ("statements", f"{out}/sites/*/runs/*/statement.md"),
+    ):
+        page.print(f"{what:<13}{where}", markup=False)
 
 
 # -------------------------------------------------------------------------------------------------------- the others
@@ -187,31 +247,36 @@ def _add_init(parts: Any) -> None:
         parts,
         "init",
         _init,
-        "write a coordinator's folder: spec.toml, federation.toml, a Flower app, and a README with the commands",
+        "write a coordinator's folder: spec.toml, federation.toml, and a README with the commands",
         "sordino federate init study --sites north,south,west --features 64 --classes 0,1,2",
     )
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--sites", required=True, metavar="A,B,C", help="names of the sites")
-    parser.add_argument("--features", required=True, type=int, metavar="N", help="numbers of a record: public")
-    parser.add_argument("--classes", default="", metavar="A,B", help="the labels: public; none for a quantity")
+    parser.add_argument(
+        "--features", required=True, type=int, metavar="N", help="number of columns without the label (public)"
+    )
+    parser.add_argument(
+        "--classes", default="", metavar="A,B", help="the labels (public); leave out if the label is a number"
+    )
     parser.add_argument("--method", default="dp-fedsofim", metavar="X")
     parser.add_argument("--rounds", type=int, default=20, metavar="N")
     parser.add_argument("--epsilon", type=float, default=8.0, metavar="X")
     parser.add_argument("--trust", default="secure-aggregation", metavar="X")
     parser.add_argument("--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round")
-    parser.add_argument("--colluders", type=int, default=1, metavar="N", help="sites that may side with the server")
+    parser.add_argument("--colluders", type=int, default=1, metavar="N", help="sites that may collude with the server")
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from sordino.federation import folder
+    from sordino.federation import folders
 
-    words = ("features", "method", "rounds", "epsilon", "trust", "dropouts", "colluders")
-    classes = [word for word in arguments.classes.split(",") if word]
-    names = [word.strip() for word in arguments.sites.split(",")]
-    rest = {word: getattr(arguments, word) for word in words}
-    made = folder.init(Path(arguments.folder), names, classes=classes, **rest)
-    console().print("written: " + ", ".join(str(path) for path in made), markup=False)
-    console().print(f"next: {arguments.folder}/README.md", markup=False)
+    keys = ("features", "method", "rounds", "epsilon", "trust", "dropouts", "colluders")
+    classes = [label for label in arguments.classes.split(",") if label]
+    names = [name.strip() for name in arguments.sites.split(",")]
+    options = {key: getattr(arguments, key) for key in keys}
+    page = console()
+    for path in folders.init(Path(arguments.folder), names, classes=classes, **options):
+        page.print(f"written  {path}", markup=False)
+    page.print(f"next     read {arguments.folder}/README.md: it lists the commands for each site", markup=False)
     return 0
 
 
@@ -220,30 +285,35 @@ def _add_keys(parts: Any) -> None:
         parts,
         "keys",
         _keys,
-        "make a site's keys and a site.toml to fill in; prints the public card for the roster",
+        "create a site's keys and a site.toml to check; prints the public card for the roster",
         "sordino federate keys north site-north --data patients.csv --label outcome >> roster.toml",
     )
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--data", default="data.csv", metavar="FILE")
     parser.add_argument("--label", default="", metavar="COLUMN")
-    parser.add_argument("--classes", default="", metavar="A,B", help="the public set of labels")
-    parser.add_argument("--limit", type=float, default=8.0, metavar="EPSILON", help="over all runs (default: 8)")
+    parser.add_argument("--classes", default="", metavar="A,B", help="the public list of labels")
+    parser.add_argument("--limit", type=float, default=8.0, metavar="EPSILON", help="limit over all runs (default: 8)")
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from sordino.federation import folder
+    from sordino.federation import folders
+    from sordino.federation.flower.keys import ensure_node_key
     from sordino.secagg import Roster
 
     place = Path(arguments.folder)
-    classes = [word for word in arguments.classes.split(",") if word]
+    classes = [label for label in arguments.classes.split(",") if label]
     data = str(Path(arguments.data).resolve()) if Path(arguments.data).exists() else arguments.data
-    identity = folder.make_site(
+    identity = folders.make_site(
         place, arguments.name, data=data, classes=classes, epsilon=arguments.limit, label=arguments.label
     )
+    ensure_node_key(place / "node")
     print(Roster.lines(identity.card))
     if not (Path(data).exists() or (place / data).exists()):
-        print(f"note: there is no file '{data}' here nor in {place} yet; site.toml looks for it there", file=sys.stderr)
+        print(
+            f"note: '{data}' does not exist yet, neither here nor in {place}; set data in {place}/site.toml",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -256,19 +326,26 @@ def _add_doctor(parts: Any) -> None:
         "sordino federate doctor site-north/site.toml\nsordino federate doctor site.toml --federation study",
     )
     parser.add_argument("site", metavar="SITE.toml")
-    parser.add_argument("--federation", metavar="DIR", help="a coordinator's folder, to see whether it can be afforded")
+    parser.add_argument(
+        "--federation", metavar="DIR", help="a coordinator's folder: check its run against site.toml and the budget"
+    )
     add_json(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation import folder
+    from sordino.federation.doctor import doctor
 
-    found = list(folder.doctor(Path(arguments.site), arguments.federation and Path(arguments.federation)))
-    if not emit(arguments, [{"fine": bool(fine), "what": what} for fine, what in found]):
-        for fine, what in found:
-            console().print(("[green]ok[/]    " if fine else "[red]mend[/]  ") + what.replace("[", "\\["))
-    return 0 if all(fine for fine, _ in found) else 1
+    checks = list(doctor(Path(arguments.site), arguments.federation and Path(arguments.federation)))
+    if not emit(arguments, [{"fine": bool(check.fine), "about": check.about, "what": check.says} for check in checks]):
+        page, width = console(), max(len(check.about) for check in checks)
+        for check in checks:
+            mark = "[green]ok[/] " if check.fine else "[red]fix[/]"
+            page.print(f"{mark}  {check.about:<{width}}  " + check.says.replace("[", "\\["))
+        problems = sum(not check.fine for check in checks)
+        page.print()
+        page.print(f"{_count(problems, 'problem')} to fix" if problems else "this site is ready to join")
+    return 0 if all(check.fine for check in checks) else 1
 
 
 def _add_coordinate(parts: Any) -> None:
@@ -276,12 +353,19 @@ def _add_coordinate(parts: Any) -> None:
         parts,
         "coordinate",
         _coordinate,
-        "start the link and the coordinator, and train with the sites that come",
+        "start the link and the coordinator, wait for the sites, and train",
         "sordino federate coordinate study\nsordino federate coordinate study --host coordinator.example.org",
     )
     parser.add_argument("folder", metavar="DIR", help="made by 'sordino federate init'")
-    parser.add_argument("--host", action="append", default=[], metavar="NAME", help="by which sites reach the link")
-    parser.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help="(default: loopback, behind a proxy)")
+    parser.add_argument(
+        "--host", action="append", default=[], metavar="NAME", help="name by which sites reach the link"
+    )
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default: loopback, behind a proxy)",
+    )
     parser.add_argument("--port", type=int, default=8000, metavar="N")
 
 
@@ -291,10 +375,16 @@ def _coordinate(arguments: argparse.Namespace) -> int:
     _check_port(arguments.port)
     place = Path(arguments.folder)
     lines = deploy.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
-    *_, last = _shown(lines, place)
+    *_, last = _shown(lines)
     if last["what"] == "failed":
         raise SordinoError(str(last["why"]))
-    console().print(f"certificate.json, statement.md and model.safetensors: {place}/run", markup=False)
+    page = console()
+    for what, name in (
+        ("model", "model.safetensors"),
+        ("certificate", "certificate.json"),
+        ("statement", "statement.md"),
+    ):
+        page.print(f"{what:<12}{place}/run/{name}", markup=False)
     return 0
 
 
@@ -308,18 +398,21 @@ def _add_join(parts: Any) -> None:
         parts,
         "join",
         _join,
-        "connect a site to a link and answer its letters, until stopped",
+        "connect a site to a link and answer its messages, until stopped",
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
     )
     parser.add_argument("site", metavar="SITE.toml")
     parser.add_argument("--link", required=True, metavar="HOST:PORT")
     parser.add_argument("--authority", required=True, metavar="FILE", help="the coordinator's tls/authority.pem")
-    parser.add_argument("--port", type=int, default=9094, metavar="N", help="a free port of this machine's loopback")
+    parser.add_argument(
+        "--port", type=int, default=9094, metavar="N", help="a free port on this machine (default: 9094)"
+    )
 
 
 def _join(arguments: argparse.Namespace) -> int:
     from sordino.federation.flower import deploy
 
     _check_port(arguments.port)
-    deploy.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port)
+    for line in deploy.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
+        print(f"{time.strftime('%H:%M:%S')}  {_site_sentence(line)}", flush=True)
     return 0

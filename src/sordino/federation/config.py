@@ -1,4 +1,4 @@
-"""What each party writes down for itself: a site its data and its limit, a coordinator whom it waits for."""
+"""The configuration files: site.toml with a site's data and limit, federation.toml with the coordinator's sites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound="_File")
 
 @dataclass(frozen=True)
 class _File:
-    """Keys of a TOML file; paths are relative to it."""
+    """The keys of a TOML file. Paths are relative to the file."""
 
     folder: Path
 
@@ -35,7 +35,7 @@ class _File:
         for f in known.values():
             missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if missing and f.name not in values:
-                raise SordinoError(f"{f.name}: {path.name} must name it.")
+                raise SordinoError(f"{f.name}: {path.name} must set it.")
         return cls(folder=path.resolve().parent, **values)
 
     def path(self, name: str) -> Path:
@@ -44,27 +44,27 @@ class _File:
 
 @dataclass(frozen=True)
 class SiteConfig(_File):
-    """site.toml: all that a site decides for itself. Nothing in it comes from the server."""
+    """site.toml: what a site decides for itself. Nothing in it comes from the coordinator."""
 
     name: str
     data: str
-    epsilon: float  # limit over all runs on these data
+    epsilon: float  # limit over all runs on this data
     delta: float
     label: str | None = None
-    classes: tuple[str, ...] = ()  # the public list of labels; none: they are quantities
-    test_fraction: float = 0.2  # held out for the site's own eyes
-    run_epsilon: float | None = None  # of any single run: a stricter one than the federation's is added noise for
-    methods: tuple[str, ...] = ()  # that may be run; none named: all that are certified
+    classes: tuple[str, ...] = ()  # the public list of labels; empty: the label is a number
+    test_fraction: float = 0.2  # held out to evaluate models at the site
+    run_epsilon: float | None = None  # of any single run; if it is below the federation's, the site adds more noise
+    methods: tuple[str, ...] = ()  # allowed methods; empty: all certified ones
     trust: tuple[str, ...] = (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER)
-    adjacency: str = Adjacency.REPLACE_ONE  # the ledger adds up one kind alone
-    models: tuple[str, ...] = ("auto", "softmax", "logistic", "squares")  # networks must be named to be allowed
+    adjacency: str = Adjacency.REPLACE_ONE  # one ledger adds up one kind of adjacency
+    models: tuple[str, ...] = ("auto", "softmax", "logistic", "squares")  # a network must be listed to be allowed
     most_rounds: int = 1000
-    most_dropouts: int = 10_000  # the more may drop out, the smaller the sum that a lying server can open
-    colluders: int = 1  # at least so many sites' noise must not be counted on, under secure aggregation
+    most_dropouts: int = 10_000  # more dropouts let a dishonest server open smaller sums
+    colluders: int = 1  # least number of colluding sites that the noise must withstand, under secure aggregation
     ledger: str = "ledger.db"
     identity: str = "identity.key"
     roster: str = "roster.toml"
-    seed: int | None = None  # for tests: noise that anyone can repeat, and nothing certified
+    seed: int | None = None  # for tests: reproducible noise, so nothing is certified
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -89,31 +89,38 @@ class SiteConfig(_File):
                 raise SordinoError(f"methods: '{word}' is unknown.{nearest(word, REGISTRY)}")
         for word in self.trust:
             if word not in (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER):
-                raise SordinoError(f"trust: '{word}' is not one a site can choose.{nearest(word, list(Trust)[:2])}")
+                raise SordinoError(
+                    f"trust: '{word}' must be secure-aggregation or untrusted-server.{nearest(word, list(Trust)[:2])}"
+                )
 
 
 @dataclass(frozen=True)
-class Federation(_File):
-    """federation.toml: whom the coordinator waits for, and the public shape of their data."""
+class FederationConfig(_File):
+    """federation.toml: the sites that the coordinator waits for, and the public shape of their data."""
 
     sites: tuple[str, ...]
     features: int
     classes: tuple[str, ...] = ()
-    dropouts: int = 0  # sites that may fail in a round, which is then opened without them
+    dropouts: int = 0  # sites that may fail in a round without losing it
     colluders: int = 1
     deadline: float = 120.0  # seconds a round waits for a site
-    patience: float = 600.0  # seconds to wait for sites to come at all
+    patience: float = 600.0  # seconds to wait for sites before the run
     roster: str = "roster.toml"
     spec: str = "spec.toml"
-    test: str | None = None  # records of the coordinator's own to evaluate on
+    test: str | None = None  # the coordinator's own test records
     label: str | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.sites)) < len(self.sites) or not self.sites:
-            raise SordinoError("sites: name every site once.")
+            raise SordinoError("sites: list every site once, and at least one.")
         if not 1 <= self.features < 2**24:
-            raise SordinoError(f"features: {self.features} must be the number of columns beside the label.")
+            raise SordinoError(
+                f"features: {self.features} must be the number of columns without the label, from 1 to 2^24."
+            )
         if not (self.deadline > 0 and self.patience > 0):
-            raise SordinoError("deadline, patience: give seconds, more than 0.")
+            raise SordinoError(f"deadline, patience: {self.deadline:g} and {self.patience:g}; both must be above 0 s.")
         if not 0 <= self.dropouts < len(self.sites):
-            raise SordinoError(f"dropouts: {self.dropouts} of {len(self.sites)} sites; some must be left.")
+            raise SordinoError(
+                f"dropouts: {self.dropouts} must lie in [0, {len(self.sites) - 1}], because one "
+                f"of {len(self.sites)} sites must remain."
+            )

@@ -1,7 +1,7 @@
-"""What a site's worker calls for every letter. The site's file is named by the environment it was started in:
+"""What a site's worker calls for every message. Environment variables name the site's file:
 
 SORDINO_SITE_FILE             site.toml
-SORDINO_SITES, SORDINO_SITE   or a folder of sites, and the name of one of them
+SORDINO_SITES, SORDINO_SITE   or: a folder of sites, and the name of one of them
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ HANDLER = "sordino.federation.handler:handle"
 
 
 def file() -> Path:
-    if named := os.environ.get("SORDINO_SITE_FILE"):
-        return Path(named)
+    if path := os.environ.get("SORDINO_SITE_FILE"):
+        return Path(path)
     folder, name = os.environ.get("SORDINO_SITES"), os.environ.get("SORDINO_SITE")
     if not (folder and name):
-        raise SordinoError("SORDINO_SITE_FILE is not set: name the site's site.toml where its worker is started.")
+        raise SordinoError("SORDINO_SITE_FILE is not set; set it to the path of site.toml in the worker's environment.")
     return Path(folder) / name / "site.toml"
 
 
@@ -31,7 +31,7 @@ def site(path: Path, changed: int) -> Site:
     return Site(SiteConfig.read(path))
 
 
-def handle(letter: bytes) -> bytes:
-    """By the site's rules as they stand now: site.toml is read again when it was changed."""
+def handle(request: bytes) -> bytes:
+    """The reply by the site's current rules: site.toml is read again after a change."""
     path = file()
-    return site(path, path.stat().st_mtime_ns).answer(letter)
+    return site(path, path.stat().st_mtime_ns).answer(request)

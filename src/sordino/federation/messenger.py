@@ -1,4 +1,4 @@
-"""Letters to sites by their names, and what came back in time."""
+"""Messages to sites by their names, and the replies that came in time."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ from typing import Any, Protocol
 from sordino import wire
 from sordino.errors import WireError
 
-POLL = 1.0  # seconds between looks for sites
+POLL = 1.0  # seconds between two looks for connected sites
 
 
 class Transport(Protocol):
-    """Letters to numbered nodes; who failed or was late is missing from the replies."""
+    """Carries bytes to numbered nodes and back. A node that failed or was late is missing from the replies."""
 
     def sites(self) -> list[int]:
-        """Nodes that are connected now; one that died may be listed for another minute."""
+        """Nodes that are connected now. One that died may be listed for another minute."""
 
     def exchange(
-        self, letters: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
+        self, requests: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
     ) -> dict[int, bytes]:
-        """The replies, once all are there, or `enough` says so, or `seconds` are over; later ones are dropped."""
+        """The replies, once all are there, or `enough` is satisfied, or `seconds` are over. Later ones are dropped."""
 
 
 class Messenger:
-    """tell: where what went wrong is written down."""
+    """Sends messages to sites by name.
+
+    tell: called with each reply that is missing or refused.
+    """
 
     def __init__(self, transport: Transport, deadline: float, tell: Callable[..., None]) -> None:
         self.transport, self.deadline, self.tell = transport, deadline, tell
         self.nodes: dict[str, int] = {}
-        self.unknown_sites: set[str] = set()  # who answered that they know nothing of the run
+        self.unknown_sites: set[str] = set()  # sites that answered that they do not know the run
 
-    def ask(self, letters: dict[str, bytes], kind: str) -> dict[str, wire.Message]:
-        """Replies by name: of the kind asked for, or refusals (told, and left out but for terms)."""
-        if not letters:
+    def ask(self, requests: dict[str, bytes], kind: str) -> dict[str, wire.Message]:
+        """Replies of the kind asked for, by site. A refusal is reported; it is returned only if kind is "agreed"."""
+        if not requests:
             return {}
-        replies = self._exchange({self.nodes[name]: letter for name, letter in letters.items()})
-        found = {}
-        for name in letters:
+        replies = self._exchange({self.nodes[name]: request for name, request in requests.items()})
+        answers = {}
+        for name in requests:
             message = read(replies.get(self.nodes[name], b""), kind)
             if message is None:
                 self.tell("missing", site=name, kind=kind)
@@ -47,28 +50,28 @@ class Messenger:
                 if message.fields.get("code") == "unknown-run":
                     self.unknown_sites.add(name)
                 if kind == "agreed":
-                    found[name] = message
+                    answers[name] = message
             else:
-                found[name] = message
-        return found
+                answers[name] = message
+        return answers
 
-    def _exchange(self, letters: dict[int, bytes]) -> dict[int, bytes]:
-        """Until the deadline; a site that left the link is waited for, and asked again when it is back."""
+    def _exchange(self, requests: dict[int, bytes]) -> dict[int, bytes]:
+        """Wait until the deadline. A site that left the link is asked again when it is back."""
         until = time.monotonic() + self.deadline
-        replies = self.transport.exchange(letters, self.deadline)
+        replies = self.transport.exchange(requests, self.deadline)
         while True:
-            here = set(self.transport.sites())
-            away = [node for node in letters if node not in replies and node not in here]
+            connected = set(self.transport.sites())
+            away = [node for node in requests if node not in replies and node not in connected]
             if not away or time.monotonic() + POLL > until:
                 return replies
             time.sleep(POLL)
-            back = {node: letters[node] for node in away if node in self.transport.sites()}
+            back = {node: requests[node] for node in away if node in self.transport.sites()}
             if back:
                 replies |= self.transport.exchange(back, max(POLL, until - time.monotonic()))
 
 
 def read(reply: bytes, kind: str) -> wire.Message | None:
-    """A message of this kind, or a refusal."""
+    """A message of this kind, or a refusal; None for anything else."""
     try:
         message = wire.decode(reply)
     except WireError:
@@ -77,5 +80,5 @@ def read(reply: bytes, kind: str) -> wire.Message | None:
 
 
 def about(terms: Any, **fields: Any) -> dict[str, Any]:
-    """What every letter of a run says first."""
+    """The fields that every message of a run has, and some more."""
     return {"run": terms.run, "terms": terms.sha256(), **fields}

@@ -1,7 +1,7 @@
-"""The coordinator's part of secure aggregation: it carries offers, masked vectors and shares, and sees the sum alone.
+"""The coordinator's part of secure aggregation: it carries offers, masked vectors and shares, and sees only the sum.
 
-Each round has two exchanges. The answer to a round's letter is a masked vector; the answer to who survived is shares of
-their masks, and keys for the next round with them.
+Each round has two exchanges. A site answers the round's message with a masked vector. It answers the list of survivors
+with shares of their masks, and with its keys for the next round.
 """
 
 from __future__ import annotations
@@ -22,44 +22,50 @@ from sordino.federation.terms import Terms
 Arrays = dict[str, np.ndarray]
 
 
-class Sums:
-    def __init__(self, terms: Terms, roster: secagg.Roster, folder: Path, post: Messenger) -> None:
-        self.terms, self.post, self.path = terms, post, folder / "offers.json"
+class SecureSum:
+    """One sum per round, over the sites of a run."""
+
+    def __init__(self, terms: Terms, roster: secagg.Roster, folder: Path, messenger: Messenger) -> None:
+        self.terms, self.messenger, self.path = terms, messenger, folder / "offers.json"
         self.session = secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
-        self.offers: dict[str, bytes] = {}  # for the round to come
+        self.offers: dict[str, bytes] = {}  # for the next round
 
     def gather(self, t: int) -> None:
-        """Offers for round t from all who have not sent theirs: who was away may be back."""
+        """Collect the missing offers for round t. A site that was away may be back."""
         self.offers = {
             name: offer for name, offer in self.offers.items() if self._reads(secagg.read_offer, t, name, offer)
         }
-        missing = [name for name in self.post.nodes if name not in self.offers]
+        missing = [name for name in self.messenger.nodes if name not in self.offers]
         if missing and t < self.terms.plan.rounds:
-            letter = wire.encode("offer", about(self.terms, t=t))
-            self.offers |= parts(self.post.ask(dict.fromkeys(missing, letter), "offered"), "offer")
+            request = wire.encode("offer", about(self.terms, t=t))
+            self.offers |= parts(self.messenger.ask(dict.fromkeys(missing, request), "offered"), "offer")
 
-    def round(self, t: int, letter: Callable[[Arrays], bytes]) -> tuple[np.ndarray | None, list[str]]:
-        """The sum and whose it is, if as many as planned are in it; letter(offers) is what sites are sent."""
+    def round(self, t: int, request: Callable[[Arrays], bytes]) -> tuple[np.ndarray | None, list[str]]:
+        """The sum and the sites in it, or None if fewer than the threshold are left.
+
+        request: makes the round's message from the offers.
+        """
         try:
-            total, came = self._round(t, letter)
-        except Abandoned as why:
-            self.post.tell("abandoned", t=t, why=str(why), came=why.came)
+            total, came = self._round(t, request)
+        except Abandoned as reason:
+            self.messenger.tell("abandoned", t=t, why=str(reason), came=reason.came)
             total, came = None, []
         self.gather(t + 1)
         return total, came
 
-    def _round(self, t: int, letter: Callable[[Arrays], bytes]) -> tuple[np.ndarray, list[str]]:
+    def _round(self, t: int, request: Callable[[Arrays], bytes]) -> tuple[np.ndarray, list[str]]:
         offers, self.offers = self._begun(t), {}
         if len(offers) < self.session.threshold:
             raise Abandoned("too few offers", offers)
         sent = {f"offer:{name}": np.frombuffer(offer, np.uint8) for name, offer in sorted(offers.items())}
-        said = self.post.ask(dict.fromkeys(offers.keys() & self.post.nodes.keys(), letter(sent)), "said")
-        masked = {name: data for name, data in parts(said, "masked").items() if self._fits(t, name, data, offers)}
+        present = offers.keys() & self.messenger.nodes.keys()
+        updates = self.messenger.ask(dict.fromkeys(present, request(sent)), "update")
+        masked = {name: data for name, data in parts(updates, "masked").items() if self._fits(t, name, data, offers)}
         if len(masked) < self.session.threshold:
             raise Abandoned("too few survivors", masked)
         fields = about(self.terms, t=t, survivors=sorted(masked), seals=secagg.seals(self.session, t, masked))
-        found = self.post.ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields, sent)), "revealed")
-        self.offers, reveals = parts(found, "offer"), parts(found, "reveal")
+        answers = self.messenger.ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields, sent)), "revealed")
+        self.offers, reveals = parts(answers, "offer"), parts(answers, "reveal")
         reveals = {name: data for name, data in reveals.items() if self._answers(t, name, data, offers, masked)}
         try:
             return self._open(t, offers, masked, reveals), sorted(masked)
@@ -69,56 +75,56 @@ class Sums:
     def _open(
         self, t: int, offers: dict[str, bytes], masked: dict[str, bytes], reveals: dict[str, bytes]
     ) -> np.ndarray:
-        """The sum; whoever sent a wrong share is left out while enough are left."""
+        """The sum. A site that sent a wrong share is left out as long as enough shares remain."""
         while True:
             try:
                 return secagg.open_sum(self.session, t, offers, masked, reveals)
             except WrongShareError as error:
-                self.post.tell("misfit", site=error.site, t=t)
+                self.messenger.tell("misfit", site=error.site, t=t)
                 reveals = {name: data for name, data in reveals.items() if name != error.site}
 
     def _begun(self, t: int) -> dict[str, bytes]:
-        """Offers of round t: those on disk, where it was begun already."""
+        """Offers of round t. If the round was begun before a restart, these are the ones on disk."""
         if self.path.exists():
-            known = json.loads(self.path.read_text())
-            if known["t"] == t:
-                return {name: bytes.fromhex(offer) for name, offer in known["offers"].items()}
-        kept = {name: offer.hex() for name, offer in sorted(self.offers.items())}
-        files.write(self.path, json.dumps({"t": t, "offers": kept}).encode())
+            stored = json.loads(self.path.read_text())
+            if stored["t"] == t:
+                return {name: bytes.fromhex(offer) for name, offer in stored["offers"].items()}
+        as_hex = {name: offer.hex() for name, offer in sorted(self.offers.items())}
+        files.write(self.path, json.dumps({"t": t, "offers": as_hex}).encode())
         return self.offers
 
     def _reads(self, read: Callable[..., Any], t: int, name: str, data: bytes) -> Any:
         try:
             return read(self.session, t, name, data)
         except SordinoError as error:
-            self.post.tell("misfit", site=name, t=t, why=str(error)[:200])
+            self.messenger.tell("misfit", site=name, t=t, why=str(error)[:200])
             return None
 
     def _fits(self, t: int, name: str, data: bytes, offers: dict[str, bytes]) -> bool:
         """Signed by its site, of the model's size, and masked with the offers that were sent out."""
         size = self.terms.model.size
-        found = self._reads(partial(secagg.read_masked, dimension=size), t, name, data)
-        return bool(found and (found.vector.size, found.offers_sha256) == (size, secagg.offers_sha256(offers)))
+        masked = self._reads(partial(secagg.read_masked, dimension=size), t, name, data)
+        return bool(masked and (masked.vector.size, masked.offers_sha256) == (size, secagg.offers_sha256(offers)))
 
     def _answers(self, t: int, name: str, data: bytes, offers: dict[str, bytes], masked: dict[str, bytes]) -> bool:
         """Signed by its site, and about these offers and survivors."""
-        found = self._reads(secagg.read_reveal, t, name, data)
-        if not found:
+        reveal = self._reads(secagg.read_reveal, t, name, data)
+        if not reveal:
             return False
-        said = found.offers_sha256, found.seeds.keys(), found.keys.keys()
-        if said == (secagg.offers_sha256(offers), masked.keys(), offers.keys() - masked.keys()):
+        subject = reveal.offers_sha256, reveal.seeds.keys(), reveal.keys.keys()
+        if subject == (secagg.offers_sha256(offers), masked.keys(), offers.keys() - masked.keys()):
             return True
-        self.post.tell("misfit", site=name, t=t, why="its reveal is about other offers or survivors")
+        self.messenger.tell("misfit", site=name, t=t, why="its reveal is about other offers or survivors")
         return False
 
 
 def parts(replies: dict[str, wire.Message], key: str) -> dict[str, bytes]:
-    """One array of each reply that has it."""
-    return {name: found.arrays[key].tobytes() for name, found in replies.items() if key in found.arrays}
+    """The array `key` of every reply that has it."""
+    return {name: reply.arrays[key].tobytes() for name, reply in replies.items() if key in reply.arrays}
 
 
 class Abandoned(Exception):  # noqa: N818
-    """A round that is not opened, and stays paid for."""
+    """A round whose sum cannot be opened. What sites released in it stays charged."""
 
     def __init__(self, why: str, came: dict[str, bytes]) -> None:
         super().__init__(why)

@@ -1,9 +1,9 @@
-"""A site's side: it decides, keeps its own ledger, and answers letters.
+"""A site's side: it decides, keeps its own ledger, and answers messages.
 
-The order inside a round: what is asked is held against the terms agreed upon, the ledger is asked, then the data are
-touched; the answer is charged and stored in one step, and only then does it leave. The same letter again gets the same
-bytes again; another letter about the same round gets a refusal. What is told of a refusal is one of a few constant
-texts; the rest stays in the site's own log.
+The order inside a round: the site compares the message with the agreed terms, asks the ledger whether the budget
+allows the round, and only then touches the data. The update is charged and stored in one transaction before it leaves.
+The same message again gets the same bytes; another message about the same round is refused. A refusal holds one of a
+few constant texts; the details stay in the site's own log.
 """
 
 from __future__ import annotations
@@ -26,57 +26,58 @@ from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.site_data import SiteData
-from sordino.federation.site_run import Run
+from sordino.federation.site_run import SiteRun
 from sordino.federation.terms import RUN, Terms
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Charge, Ledger
 
 log = logging.getLogger("sordino.site")
-MOST = 2**30  # bytes of a letter
+MOST = 2**30  # bytes of a message
 
 
 class Site(SiteData):
-    """Answers letters; one at a time."""
+    """Answers messages, one at a time."""
 
     def __init__(self, config: SiteConfig, *, only_looking: bool = False) -> None:
-        """only_looking: write no ledger, and so no limit, yet."""
+        """only_looking: do not write a ledger yet, so that no limit is stored."""
         super().__init__(config)
-        self._open: dict[str, Run] = {}
+        self._open: dict[str, SiteRun] = {}
         if not only_looking:
             self.runs.mkdir(mode=0o700, exist_ok=True)
-            with self.ledger() as ledger:  # a limit laxer than the stored one is refused here
+            with self.ledger() as ledger:  # refuses a limit above the stored one
                 self._check_age(ledger)
 
     def _check_age(self, ledger: Ledger) -> None:
-        """A ledger that was put back to an earlier state has forgotten what it paid for; the runs have not."""
+        """Refuse a ledger that was restored from an old copy: it misses charges that the certificates name."""
         paths = self.runs.glob("[!.]*/certificate.json")
-        known = [json.loads(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
-        newest = max(known, key=lambda found: int(found["rows"]), default=None)
+        ledgers = [json.loads(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
+        newest = max(ledgers, key=lambda ledger: int(ledger["rows"]), default=None)
         if newest and (problems := ledger.audit(newest["head"], newest["rows"])):
             raise LedgerError(
-                f"ledger {ledger.path}: {problems[0]} It is not the one that {self.runs} knows of; put the newest back."
+                f"ledger {ledger.path}: {problems[0]} The certificates in {self.runs} name a newer one; restore "
+                "the newest ledger."
             )
 
-    def answer(self, letter: bytes) -> bytes:
-        """A reply, whatever the letter; nothing is raised, and no text of an exception leaves.
+    def answer(self, request: bytes) -> bytes:
+        """The reply to any bytes. Nothing is raised, and the text of an exception never leaves the site.
 
-        One letter at a time, over all processes: two workers could otherwise answer one round with two messages.
+        A lock admits one message at a time over all processes: two workers could otherwise answer one round twice.
         """
         try:
             with files.lock(self.config.folder / "lock"):
-                return self._answer(letter)
+                return self._answer(request)
         except OSError as error:
             return self._refuse("storage", str(error))
 
-    def _answer(self, letter: bytes) -> bytes:
+    def _answer(self, request: bytes) -> bytes:
         try:
-            message = wire.decode(letter, MOST)
+            message = wire.decode(request, MOST)
             handle = self._handlers.get(message.kind)
             if handle is None:
                 raise Refused("malformed", f"kind {message.kind[:40]!r}")
-            return handle(message, letter)
-        except Refused as no:
-            return self._refuse(no.code, no.detail)
+            return handle(message, request)
+        except Refused as refusal:
+            return self._refuse(refusal.code, refusal.detail)
         except WireError as error:
             return self._refuse("malformed", str(error))
         except OverspentError as error:
@@ -104,19 +105,19 @@ class Site(SiteData):
         self.note("refused", code=code, detail=detail)
         return wire.encode("refused", {"code": code, "reason": REASONS[code]})
 
-    # ------------------------------------------------------------------------------------------------------- letters
+    # ------------------------------------------------------------------------------------------------------- messages
 
-    def _hello(self, message: wire.Message, letter: bytes) -> bytes:
-        """Name, number of records and wish: all public."""
+    def _hello(self, message: wire.Message, request: bytes) -> bytes:
+        """Name, number of records and requested epsilon, which are all public."""
         _only(message, fields=())
-        self._look_again()
+        self._check_for_new_data()
         config = self.config
-        said: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": sordino.__version__}
-        return wire.encode("hello", said | ({"epsilon": config.run_epsilon} if config.run_epsilon else {}))
+        fields: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": sordino.__version__}
+        return wire.encode("hello", fields | ({"epsilon": config.run_epsilon} if config.run_epsilon else {}))
 
-    def _terms(self, message: wire.Message, letter: bytes) -> bytes:
+    def _terms(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("terms",))
-        self._look_again()
+        self._check_for_new_data()
         try:
             terms = Terms.read(str(message.fields["terms"]))
         except SordinoError as error:
@@ -128,7 +129,7 @@ class Site(SiteData):
                 raise Refused("changed", f"run {terms.run}")
         else:
             agree(self, terms)
-            with self.ledger() as ledger:  # the whole of it, before anything is begun
+            with self.ledger() as ledger:  # the whole run must fit into the budget before it begins
                 mine = terms.names.index(self.config.name)
                 plan = terms.plan
                 ledger.afford(
@@ -138,7 +139,7 @@ class Site(SiteData):
                         for e in charges(plan, mine, t, terms.run)
                     ]
                 )
-            run = Run.make(self, terms)
+            run = SiteRun.make(self, terms)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
         with self.ledger() as ledger:
@@ -147,20 +148,22 @@ class Site(SiteData):
         arrays = {"offer": _bytes(secagg.offer(run.member, run.next))} if offers else {}
         return wire.encode("agreed", {"run": terms.run, "terms": terms.sha256(), "next": run.next}, arrays)
 
-    def _round(self, message: wire.Message, letter: bytes) -> bytes:
-        _only(message, fields=("run", "terms", "t", "word"), arrays=True)
-        run, t = self._asked(message)
+    def _round(self, message: wire.Message, request: bytes) -> bytes:
+        _only(message, fields=("run", "terms", "t", "extras"), arrays=True)
+        run, t = self._run_and_round(message)
         offers = _offers(message) if run.terms.secure else {}
-        asked = hashlib.sha256(letter).hexdigest()
+        asked = hashlib.sha256(request).hexdigest()
         with self.ledger() as ledger:
             stored = ledger.release(run.terms.run, self.dataset_id, t)
             run.settle(ledger, self.dataset_id)
             if stored is not None:
                 if wire.decode(stored).fields["asked"] != asked:
-                    raise Refused("replayed", f"round {t} of run {run.terms.run}, with another model or other sites")
+                    raise Refused(
+                        "replayed", f"round {t} of run {run.terms.run}, asked with another model or other sites"
+                    )
                 return stored
             if run.next and not ledger.charged(run.terms.run, self.dataset_id, run.next - 1):
-                raise Refused("storage", f"the ledger has forgotten round {run.next - 1}; put the newest back")
+                raise Refused("storage", f"the ledger misses round {run.next - 1}; restore the newest one")
             if t < run.next:
                 raise Refused("order", f"round {t} of run {run.terms.run}; the next is {run.next}")
             entries = [e._replace(who=self.dataset_id) for e in charges(run.plan, run.mine, t, run.terms.run)]
@@ -171,33 +174,33 @@ class Site(SiteData):
             round_plan = next(round_plans(run.plan, run.model, t))
             broadcast = run.broadcast(message, round_plan)
             if run.mine not in round_plan.cohort:
-                raise Refused("order", f"round {t} is not this site's")
+                raise Refused("order", f"this site is not in the cohort of round {t}")
             if run.terms.secure:
                 _check_offers(run, t, offers)
-            run.ready()  # what is refused until here costs nothing
-            reply = self._said(run, round_plan, broadcast, offers, asked)
+            run.ready()  # a refusal up to here costs nothing
+            reply = self._update(run, round_plan, broadcast, offers, asked)
             ledger.charge(entries, reply)
             run.settle(ledger, self.dataset_id)
         try:
             run.look(t, broadcast)
-        except Exception:  # for the site's own eyes alone: what was paid for leaves all the same
-            log.exception("the model could not be looked at")
+        except Exception:  # the evaluation is for the site alone: the charged update leaves in any case
+            log.exception("the model could not be evaluated")
         return reply
 
-    def _said(
-        self, run: Run, round_plan: RoundPlan, broadcast: Broadcast, offers: dict[str, bytes], asked: str
+    def _update(
+        self, run: SiteRun, round_plan: RoundPlan, broadcast: Broadcast, offers: dict[str, bytes], asked: str
     ) -> bytes:
-        """The answer to a round. From here on the data are touched, so that whatever comes of it is charged: a failure
-        that could be had for nothing, again and again, would be a question about the data."""
+        """The answer to a round. It touches the data, so its outcome is charged even if it fails: a failure that costs
+        nothing could be repeated, and would tell something about the data."""
         about = {"run": run.terms.run, "t": round_plan.t, "asked": asked}
         try:
-            said = run.compute(round_plan, broadcast, asked)
-            run.keep(round_plan.t, round_plan, said, broadcast)
+            update = run.compute(round_plan, broadcast, asked)
+            run.keep(round_plan.t, round_plan, update, broadcast)
             if run.terms.secure:
-                masked = secagg.masked(run.member, round_plan.t, offers, said)
-                return wire.encode("said", {**about, "tree": []}, {"masked": _bytes(masked)})
-            skeleton, arrays = wire.from_tree(said, "said")
-            return wire.encode("said", {**about, "tree": skeleton}, arrays)
+                masked = secagg.masked(run.member, round_plan.t, offers, update)
+                return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
+            skeleton, arrays = wire.from_tree(update, "update")
+            return wire.encode("update", {**about, "tree": skeleton}, arrays)
         except OSError:
             raise
         except Exception as error:
@@ -206,20 +209,20 @@ class Site(SiteData):
             (run.folder / "pending").unlink(missing_ok=True)
             return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
 
-    def _offer(self, message: wire.Message, letter: bytes) -> bytes:
-        """Keys and shares for a round to come; the same whenever they are asked for."""
+    def _offer(self, message: wire.Message, request: bytes) -> bytes:
+        """Keys and shares for a later round; the same whenever they are asked for."""
         _only(message, fields=("run", "terms", "t"))
-        run, t = self._asked(message)
+        run, t = self._run_and_round(message)
         if not run.terms.secure:
-            raise Refused("malformed", "nothing is masked in this run")
+            raise Refused("malformed", "this run does not use secure aggregation")
         fields = {"run": run.terms.run, "t": t}
         return wire.encode("offered", fields, {"offer": _bytes(secagg.offer(run.member, t))})
 
-    def _reveal(self, message: wire.Message, letter: bytes) -> bytes:
+    def _reveal(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("run", "terms", "t", "survivors", "seals"), arrays=True)
-        run, t = self._asked(message)
+        run, t = self._run_and_round(message)
         if not run.terms.secure:
-            raise Refused("malformed", "nothing is masked in this run")
+            raise Refused("malformed", "this run does not use secure aggregation")
         survivors, seals = message.fields["survivors"], message.fields["seals"]
         if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
             raise Refused("malformed", "survivors")
@@ -230,18 +233,18 @@ class Site(SiteData):
         if stored is None:
             raise Refused("order", f"round {t} was not answered")
         try:
-            made = secagg.reveal(run.member, t, _offers(message), survivors, run.revealed(t), seals)
+            reveal = secagg.reveal(run.member, t, _offers(message), survivors, run.revealed(t), seals)
         except SordinoError as error:
             raise Refused("replayed" if run.revealed(t) else "malformed", str(error)) from None
         run.will_reveal(t, survivors)
-        arrays = {"reveal": _bytes(made)}
+        arrays = {"reveal": _bytes(reveal)}
         if t + 1 < run.plan.rounds:  # saves an exchange
             arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
         return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
 
-    def _finish(self, message: wire.Message, letter: bytes) -> bytes:
+    def _finish(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("run", "terms", "done"), arrays=True)
-        run = self._known(message)
+        run = self._run_of(message)
         done = message.fields["done"]
         if type(done) is not int or not 0 <= done <= run.plan.rounds:
             raise Refused("malformed", "done")
@@ -251,20 +254,20 @@ class Site(SiteData):
 
     # --------------------------------------------------------------------------------------------------------- within
 
-    def _look_again(self) -> None:
-        """The data may have been changed since: then they have another name, number and account."""
+    def _check_for_new_data(self) -> None:
+        """Forget what was read of the data if the file changed: it then has another identity and another account."""
         if "dataset_id" in self.__dict__ and self.dataset_id != self.identify():
             self.__dict__.pop("dataset_id", None)
             self.__dict__.pop("shape", None)
             self._open.clear()
 
-    def _asked(self, message: wire.Message) -> tuple[Run, int]:
-        run, t = self._known(message), message.fields.get("t")
+    def _run_and_round(self, message: wire.Message) -> tuple[SiteRun, int]:
+        run, t = self._run_of(message), message.fields.get("t")
         if type(t) is not int or not 0 <= t < run.plan.rounds:
             raise Refused("order", f"round {t!r} of {run.plan.rounds}")
         return run, t
 
-    def _known(self, message: wire.Message) -> Run:
+    def _run_of(self, message: wire.Message) -> SiteRun:
         name, terms = message.fields.get("run"), message.fields.get("terms")
         if not (isinstance(name, str) and RUN.fullmatch(name)):
             raise Refused("unknown-run")
@@ -273,11 +276,11 @@ class Site(SiteData):
             raise Refused("changed", f"run {name}")
         return run
 
-    def _run(self, name: str) -> Run:
+    def _run(self, name: str) -> SiteRun:
         if name not in self._open:
             if not (self.runs / name / "terms.json").exists():
                 raise Refused("unknown-run", name)
-            self._open[name] = Run(self, name)
+            self._open[name] = SiteRun(self, name)
         return self._open[name]
 
 
@@ -290,8 +293,8 @@ def _offers(message: wire.Message) -> dict[str, bytes]:
     return {k.removeprefix("offer:"): v.tobytes() for k, v in message.arrays.items() if k.startswith("offer:")}
 
 
-def _check_offers(run: Run, t: int, offers: dict[str, bytes]) -> None:
-    """Before the data are touched: what is masked with must be whole."""
+def _check_offers(run: SiteRun, t: int, offers: dict[str, bytes]) -> None:
+    """Check the offers before the data are touched."""
     try:
         secagg.check(run.member, t, offers)
     except SordinoError as error:

@@ -1,4 +1,4 @@
-"""What a site has: its data under a name of their own, keys, a ledger, and a log that stays where it is."""
+"""What a site owns: data with an identity, keys, a ledger, and a log that never leaves the site."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from sordino.federation.config import SiteConfig
 from sordino.privacy.evidence.ledger import Ledger
 
 log = logging.getLogger("sordino.site")
-LOG = 2**24  # bytes of the site's own log, and as much again of what came before
-DETAIL = 400  # characters of a text in it
+LOG = 2**24  # bytes of the site's own log; an older file of the same size is kept
+DETAIL = 400  # characters per text in it
 
 
 class SiteData:
+    """The files that site.toml names."""
+
     def __init__(self, config: SiteConfig) -> None:
         self.config = config
         self.runs = config.folder / "runs"
@@ -34,7 +36,7 @@ class SiteData:
         return Ledger(config.path(config.ledger), **limit, adjacency=Adjacency(config.adjacency))
 
     def note(self, what: str, **fields: Any) -> None:
-        """Into the site's own log, which stays here and has an end; words of others are cut and escaped."""
+        """Append to the site's own log, which is limited in size. Texts of others are cut and escaped."""
         fields = {
             key: ascii(value)[1:-1][:DETAIL] if isinstance(value, str) else value for key, value in fields.items()
         }
@@ -45,16 +47,17 @@ class SiteData:
                 files.move(path, path.with_suffix(".old.jsonl"))
             files.append(path, json.dumps({"time": _now(), "what": what, **fields}) + "\n")
         except OSError:
-            log.exception("the log cannot be written")
+            log.exception("the site's log cannot be written")
 
     @cached_property
     def identity(self) -> secagg.Identity:
-        found = secagg.Identity.load(self.config.path(self.config.identity))
-        if found.name != self.config.name:
+        identity = secagg.Identity.load(self.config.path(self.config.identity))
+        if identity.name != self.config.name:
             raise SordinoError(
-                f"{self.config.identity}: it is the key of {found.name}, and this is {self.config.name}."
+                f"{self.config.identity}: it is the key of {identity.name}, and site.toml names {self.config.name}; "
+                "use the key of this site."
             )
-        return found
+        return identity
 
     @cached_property
     def roster(self) -> secagg.Roster:
@@ -64,11 +67,11 @@ class SiteData:
 
     @cached_property
     def dataset_id(self) -> str:
-        """Of the data's content: under this name they have an account in the ledger."""
+        """The identity of the data's content, which names their account in the ledger."""
         return self.identify()
 
     def identify(self) -> str:
-        """Keyed: a bare hash of the content, which stands in certificates, would let others try out records."""
+        """A keyed hash, because it is printed in certificates: others could test records against a plain hash."""
         path = self.config.folder / "data.key"
         if not path.exists():
             files.write(path, secrets.token_bytes(32))
@@ -80,7 +83,7 @@ class SiteData:
         return str(path) if path.exists() else self.config.data
 
     def load(self, normalize: str = "none") -> Dataset:
-        """By the site's own list of labels: whether the data fit another's is nothing to tell."""
+        """Read the data with the site's own list of classes, never with the coordinator's."""
         config = self.config
         return load(
             self._source,
@@ -92,7 +95,7 @@ class SiteData:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Training records and features: public numbers."""
+        """Numbers of training records and of features, which are public."""
         rows, columns = self.load().x_train.shape
         return int(rows), int(columns)
 
@@ -102,7 +105,7 @@ class SiteData:
 
 
 def content(source: str, key: bytes) -> str:
-    """Keyed hash of a data file, or of the name of what is no file."""
+    """Keyed hash of a data file, or of the name of a built-in data set."""
     digest = hmac.new(key, digestmod="sha256")
     if not Path(source).is_file():
         digest.update(source.encode())

@@ -1,4 +1,4 @@
-"""A run that was agreed upon, and what a site keeps of it on its own disk: noise and masks, memory, certificate."""
+"""An agreed run, and what a site stores of it on its own disk: noise and masks, memory, certificate."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, tree_map, unpack
 
-ROUND_LIMIT = 2**20  # letters of a round may be no larger than the model, and this
+ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
 
 
-class Run:
+class SiteRun:
+    """One run at one site: a folder in `runs/`."""
+
     def __init__(self, site: SiteData, name: str) -> None:
         self.site, self.folder = site, site.runs / name
         self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
@@ -45,36 +47,36 @@ class Run:
         self.mine = self.terms.names.index(site.config.name)
         self._caches: tuple[int, Tree] = (-1, ())
         if (self.folder / "data").read_text() != site.dataset_id:
-            raise Refused("changed", "the data are not those that the run began with")
+            raise Refused("changed", "the data changed after the run began")
 
     @staticmethod
-    def make(site: SiteData, terms: Terms) -> Run:
-        """The folder appears whole or not at all."""
+    def make(site: SiteData, terms: Terms) -> SiteRun:
+        """Create the run's folder in one step."""
         final = site.runs / terms.run
-        made = site.runs / f".{terms.run}"
-        made.mkdir(mode=0o700, exist_ok=True)
-        files.write(made / "terms.json", terms.json().encode())
-        files.write(made / "data", site.dataset_id.encode())
-        files.write(made / "secret", secrets.token_bytes(32))
-        files.write(made / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
-        files.write(made / "spec.toml", terms.spec.encode())
-        files.move(made, final)
-        return Run(site, terms.run)
+        new = site.runs / f".{terms.run}"
+        new.mkdir(mode=0o700, exist_ok=True)
+        files.write(new / "terms.json", terms.json().encode())
+        files.write(new / "data", site.dataset_id.encode())
+        files.write(new / "secret", secrets.token_bytes(32))
+        files.write(new / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
+        files.write(new / "spec.toml", terms.spec.encode())
+        files.move(new, final)
+        return SiteRun(site, terms.run)
 
     @cached_property
     def secret(self) -> bytes:
-        """Of this run alone: noise and masks come from it, so that after a crash they are the same."""
+        """Of this run alone. Noise and masks are derived from it, so that they are the same after a crash."""
         try:
             return (self.folder / "secret").read_bytes()
         except FileNotFoundError:
-            raise Refused("order", "the run is over, and its secret gone") from None
+            raise Refused("order", "the run is over, and its secret is deleted") from None
 
     def _derived(self, purpose: bytes, about: str = "") -> bytes:
         return hashlib.blake2b(about.encode(), key=self.secret, person=purpose, digest_size=32).digest()
 
     def source(self, asked: str = "") -> Source:
-        """Of noise, for the answer to one letter: a folder that was put back to an earlier state would otherwise noise
-        another model with the same draw. Only noise that is carried from round to round cannot be the letter's own."""
+        """The source of noise for the answer to one message. It depends on the message: in a folder restored from a
+        copy, another model would otherwise get the same noise. Noise carried over rounds cannot depend on it."""
         if seed := (self.folder / "noise").read_text():
             return Seeded(int(seed))
         carried = any(carries(query.noise) for stage in self.plan.stages for query in stage.queries)
@@ -91,42 +93,43 @@ class Run:
         return not (self.folder / "secret").exists()
 
     def ready(self) -> None:
-        """The run is not over, and the data are those that it began with."""
+        """Check that the run is not over and that the data did not change."""
         if self.over:
-            raise Refused("order", "the run is over, and its secret gone")
-        if len(self.data.records.x) != self.terms.sizes[self.mine]:  # read, and asked nothing
-            raise Refused("changed", f"{len(self.data.records.x)} training records; test_fraction was changed")
+            raise Refused("order", "the run is over, and its secret is deleted")
+        if len(self.data.records.x) != self.terms.sizes[self.mine]:  # only counted
+            count, agreed = len(self.data.records.x), self.terms.sizes[self.mine]
+            raise Refused("changed", f"{count} training records, not {agreed}; did test_fraction change?")
 
     @cached_property
     def dataset(self) -> Dataset:
         if self.site.dataset_id != self.site.identify():
-            raise Refused("changed", "the data were changed while the site was running")
-        found = self.site.load(self.terms.resolved.source.normalize)
+            raise Refused("changed", "the data changed while the site was running")
+        dataset = self.site.load(self.terms.resolved.source.normalize)
         if self.site.dataset_id != self.site.identify():
-            raise Refused("changed", "the data were changed while they were read")
-        return found
+            raise Refused("changed", "the data changed while they were read")
+        return dataset
 
     @cached_property
-    def data(self) -> One:
-        return One(self.mine, Records.of(
+    def data(self) -> OwnRecords:
+        return OwnRecords(self.mine, Records.of(
             self.dataset.x_train, self.dataset.y_train, np.zeros(len(self.dataset.y_train), int),
             dtype=self.terms.number,
         ))  # fmt: skip
 
     @property
     def next(self) -> int:
-        """The first round after those that were answered."""
+        """The first round that was not answered yet."""
         return self._kept()[0]
 
     # ------------------------------------------------------------------------------------------------------- a round
 
     def vector(self, message: wire.Message, name: str) -> Tensor:
-        found = message.arrays.get(name)
-        if found is None or found.shape != (self.model.size,):
-            raise Refused("malformed", f"{name} is not of the model's size")
-        vector = torch.from_numpy(found.copy())
+        array = message.arrays.get(name)
+        if array is None or array.shape != (self.model.size,):
+            raise Refused("malformed", f"{name} does not have the model's size, {self.model.size}")
+        vector = torch.from_numpy(array.copy())
         if vector.dtype != self.terms.number:
-            raise Refused("malformed", f"{name} is not of the agreed type")
+            raise Refused("malformed", f"{name} is {vector.dtype}, and the terms say {self.terms.number}")
         if not torch.isfinite(vector).all():
             raise Refused("malformed", f"{name} is not finite")
         return vector
@@ -135,28 +138,28 @@ class Run:
         theta = self.vector(message, "theta")
         size = sum(array.nbytes for array in message.arrays.values())
         if size > ROUND_LIMIT + 64 * 8 * self.model.size + ROUND_LIMIT * len(self.terms.names):
-            raise Refused("malformed", "the letter is larger than a round's can be")
-        return Broadcast(theta, self._word(message, round_plan))
+            raise Refused("malformed", f"the message has {size:,} bytes, more than a round's can have")
+        return Broadcast(theta, self._extras(message, round_plan))
 
-    def _word(self, message: wire.Message, round_plan: RoundPlan) -> Tree:
-        """Finite vectors of the form that the method's own server sends. A table of them would be taken for many models
-        at once, all noised with the same draw."""
-        word = wire.to_tree(message.fields["word"], message.arrays, "word")
-        parts = leaves(word)
-        if [tuple(part.shape) for part in parts] != self._said(round_plan.first):
-            raise Refused("malformed", "the word is not made of vectors as the method's are")
+    def _extras(self, message: wire.Message, round_plan: RoundPlan) -> Tree:
+        """What the server's rule broadcasts beside theta: finite vectors of the shapes that the method has. A matrix in
+        place of a vector would count as several models at once, all with the same noise."""
+        extras = wire.to_tree(message.fields["extras"], message.arrays, "extras")
+        parts = leaves(extras)
+        if [tuple(part.shape) for part in parts] != self._extras_shapes(round_plan.first):
+            raise Refused("malformed", "the extras do not have the method's shapes")
         if not all(part.is_floating_point() for part in parts):
-            raise Refused("malformed", "a word is not made of numbers")
-        word = tree_map(lambda part: part.to(self.terms.number), word)
-        if not all(bool(torch.isfinite(part).all()) for part in leaves(word)):
-            raise Refused("malformed", "a word is not finite")
-        known = {"theta", *(f"word{k}" for k in range(len(parts)))}
+            raise Refused("malformed", "the extras are not floating-point numbers")
+        extras = tree_map(lambda part: part.to(self.terms.number), extras)
+        if not all(bool(torch.isfinite(part).all()) for part in leaves(extras)):
+            raise Refused("malformed", "the extras are not finite")
+        known = {"theta", *(f"extras{k}" for k in range(len(parts)))}
         if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
-            raise Refused("malformed", "arrays")
-        return word
+            raise Refused("malformed", "the message has unknown arrays")
+        return extras
 
-    def _said(self, first: int) -> list[tuple[int, ...]]:
-        """The shapes of the server's word in the stage that begins in round `first`."""
+    def _extras_shapes(self, first: int) -> list[tuple[int, ...]]:
+        """The shapes of the extras in the stage that begins in round `first`."""
         theta, state, begins = self.model.init().to(self.terms.number), (), 0
         for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
             state = stage.rule.init(theta, next(round_plans(self.plan, self.model, begins)).facts, state)
@@ -166,7 +169,7 @@ class Run:
         return [tuple(part.shape) for part in leaves(stage.rule.broadcast(state))]
 
     def compute(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
-        """The message, noised: a tree, or integers under secure aggregation."""
+        """The noised update: a tree, or integers under secure aggregation."""
         source = self.source(asked)
         local = round_plan.stage.local
         _, stage, memory = self._kept()
@@ -179,7 +182,7 @@ class Run:
             ask.released(message)  # integers are noised in place of an answer, which must be sent as it is
         message = ask.finish(message)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(message)):
-            raise SordinoError("message: it is not finite, and noise does not hide that.")
+            raise SordinoError("update: it is not finite, and noise does not hide that.")
         return encode_integers(self.plan, round_plan, self.mine, message, source) if self.terms.secure else message
 
     def _cache(self, round_plan: RoundPlan) -> Tree:
@@ -190,17 +193,17 @@ class Run:
             self._caches = round_plan.first, round_plan.stage.local.prepare(ask)
         return self._caches[1]
 
-    def keep(self, t: int, round_plan: RoundPlan, said: Any, broadcast: Broadcast) -> None:
-        """What the site will remember once this is charged: what it said."""
+    def keep(self, t: int, round_plan: RoundPlan, update: Any, broadcast: Broadcast) -> None:
+        """Store the client's memory after this update. It becomes valid once the update is charged."""
         _, stage, memory = self._kept()
         if stage != round_plan.first:
             memory = round_plan.stage.local.init(broadcast.theta, memory)
         if not self.terms.secure:
-            memory = round_plan.stage.local.update_memory(said, broadcast, memory)
+            memory = round_plan.stage.local.update_memory(update, broadcast, memory)
         files.write(self.folder / "pending", pack((torch.tensor([t + 1, round_plan.first]), memory)))
 
     def settle(self, ledger: Ledger, who: str) -> None:
-        """A memory whose round was charged is the memory; a kill may have fallen between the two."""
+        """Make the pending memory valid if its round was charged. A kill may have come between the two."""
         pending = self.folder / "pending"
         if pending.exists():
             numbers, _ = unpack(pending.read_bytes())
@@ -208,7 +211,7 @@ class Run:
                 files.move(pending, self.folder / "memory")
 
     def look(self, t: int, broadcast: Broadcast) -> None:
-        """The model on the site's own test records, for its own eyes."""
+        """Evaluate the model on the site's own test records. The scores stay at the site."""
         scores = evaluate(self.model, broadcast.theta, *self._test)
         files.append(self.folder / "metrics.jsonl", json.dumps({"round": t, **scores}) + "\n")
 
@@ -228,7 +231,7 @@ class Run:
     # ---------------------------------------------------------------------------------------------- secure aggregation
 
     def revealed(self, t: int) -> list[str] | None:
-        """For whom shares were revealed in round t, if they were: for no other survivors a second time."""
+        """The survivors for whom shares were revealed in round t, or None. A second list is refused."""
         path = self.folder / f"survivors-{t}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
@@ -239,9 +242,9 @@ class Run:
     # --------------------------------------------------------------------------------------------------------- the end
 
     def finish(self, theta: Tensor, done: int) -> None:
-        """Certificate, statement and model; the run's secret goes."""
+        """Write certificate, statement and model, and delete the run's secret."""
         if (self.folder / "certificate.json").exists():
-            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have fallen between the two
+            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have come between the two
             return
         save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
         with self.site.ledger() as ledger:
@@ -261,7 +264,7 @@ class Run:
         limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
         limit |= {"rounds": paid}
         cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
-        with suppress(SordinoError):  # a site without a key of its own leaves its certificate unsigned
+        with suppress(SordinoError):  # without a key of its own, the site's certificate stays unsigned
             cert = signed(cert, of_site(self.site.identity))
         files.write(self.folder / "statement.md", statement(cert).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
@@ -269,18 +272,20 @@ class Run:
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
 
     def _hint(self, theta: Tensor) -> dict[str, str]:
-        """For the site's own eyes: whether the model is of any use on its test records."""
+        """A hint for the site if the model is useless on its test records."""
         x, y = self._test
         if not self.terms.classes or not len(y):
             return {}
         scores, constant = evaluate(self.model, theta, x, y), int(torch.bincount(y).max()) / len(y)
         if scores["accuracy"] > constant:
             return {}
-        return {"hint": "no better than a constant guess on this site's own test records; are its features scaled?"}
+        return {
+            "hint": "the model is no better than a constant guess on this site's test records; are the features scaled?"
+        }
 
 
-class One:
-    """The site's records in the place that the plan gives them."""
+class OwnRecords:
+    """The site's records, at the index that the plan gives this site."""
 
     def __init__(self, mine: int, records: Records) -> None:
         self.mine, self.records, self.x = mine, records, records.x

@@ -1,4 +1,4 @@
-"""What a run is about, as every party sees it: from these words each computes the same plan, and holds to its hash."""
+"""The terms of a run. Every party computes the same plan from them, and refers to them by their hash."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMAT = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(r"[0-9a-f]{32}")
 LINE = re.compile(r"([a-z0-9_]+ = [^.\[{]?.{0,400})?|[a-z0-9_]+ = \[|    [-+0-9.e]+,|\]", re.ASCII)  # of a flat spec
-# What a spec may not hold here: files of the server's choosing, noise that it knows, and what every site says itself.
+# Keys that a federation's spec must not have: files chosen by the server, noise that it knows, and sites' own keys.
 PRIVATE = (
     "data",
     "data_dir",
@@ -52,16 +52,20 @@ MOST_SITES, MOST_CLASSES = 10_000, 100_000
 
 
 def federated(values: Mapping[str, Any]) -> Spec:
-    """A spec without what has no place in a federation's."""
+    """The spec of a federation.
+
+    Raises:
+      SordinoError: a key belongs to a single machine or a single site.
+    """
     for key in (*PRIVATE, *LOCAL):
         if key in values:
             other = ' Scale the files at the sites, or use normalize = "l2".' if key == "public_stats" else ""
-            raise SordinoError(f"{key}: it has no place in the spec of a federation; leave it out.{other}")
+            raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
     return Spec.of(values)
 
 
 def written(spec: Spec) -> str:
-    """The spec that is sent: everything decided, and nothing of a single party's."""
+    """The spec as sent to sites: every key is decided, and none belongs to a single party."""
     import tomli_w
 
     flat = resolve(spec).spec.values()
@@ -70,15 +74,15 @@ def written(spec: Spec) -> str:
 
 @dataclass(frozen=True)
 class Terms:
-    """Sites in order: their number in this list is their number in the plan."""
+    """What all parties of a run agree to. The position of a site in `names` is its number in the plan."""
 
     run: str  # 128 random bits, hex
     spec: str  # TOML
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # training records, public
-    requested_epsilons: dict[str, float]  # stricter epsilons of single sites
+    requested_epsilons: dict[str, float]  # of sites that ask for a stricter epsilon
     features: int
-    classes: tuple[str, ...]  # empty: labels are quantities
+    classes: tuple[str, ...]  # empty: the label is a number
     dropouts: int = 0
     colluders: int = 1
     roster: str = ""  # hash of the roster, under secure aggregation
@@ -94,40 +98,58 @@ class Terms:
     def read(text: str) -> Terms:
         try:
             values: dict[str, Any] = json.loads(text)
-            made = Terms(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
+            terms = Terms(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
         except (TypeError, ValueError, AttributeError, RecursionError):
-            raise SordinoError("terms: they cannot be read.") from None
+            raise SordinoError("terms: they are not JSON of the known keys.") from None
         try:
-            made._check()
-        except (TypeError, AttributeError):  # a number where a list belongs, and the like
-            raise SordinoError("terms: they are not of the known form.") from None
-        return made
+            terms._check()
+        except (TypeError, AttributeError):  # such as a number in place of a list
+            raise SordinoError("terms: a value has the wrong type.") from None
+        return terms
 
     def _check(self) -> None:
         for fine, what in (
-            (type(self.format) is int and self.format == FORMAT, "their format is not the one known here"),
-            (isinstance(self.run, str) and RUN.fullmatch(self.run), "the run has no proper number"),
-            (isinstance(self.spec, str) and len(self.spec) < 2**13, "there is no spec"),
-            (all(LINE.fullmatch(line) for line in self.spec.splitlines()), "the spec is not a list of keys"),
-            (isinstance(self.names, tuple) and 0 < len(self.names) <= MOST_SITES, "no sites are named"),
-            (all(isinstance(n, str) and NAME.fullmatch(n) for n in self.names), "a site's name is no name"),
-            (len(set(self.names)) == len(self.names), "two sites have one name"),
-            (isinstance(self.sizes, tuple) and len(self.sizes) == len(self.names), "sizes and sites differ in number"),
-            (all(type(size) is int and 0 < size < 2**40 for size in self.sizes), "a site's size is no size"),
+            (type(self.format) is int and self.format == FORMAT, f"format {self.format!r} is not {FORMAT}"),
+            (isinstance(self.run, str) and RUN.fullmatch(self.run), "run is not 32 hex digits"),
+            (isinstance(self.spec, str) and len(self.spec) < 2**13, "spec is not a text below 8 KiB"),
+            (all(LINE.fullmatch(line) for line in self.spec.splitlines()), "spec is not a flat list of keys"),
+            (
+                isinstance(self.names, tuple) and 0 < len(self.names) <= MOST_SITES,
+                f"names must list 1 to {MOST_SITES} sites",
+            ),
+            (
+                all(isinstance(n, str) and NAME.fullmatch(n) for n in self.names),
+                "a site's name is not made of letters, digits, dots and dashes",
+            ),
+            (len(set(self.names)) == len(self.names), "two sites have the same name"),
+            (isinstance(self.sizes, tuple) and len(self.sizes) == len(self.names), "sizes and names differ in length"),
+            (
+                all(type(size) is int and 0 < size < 2**40 for size in self.sizes),
+                "a site's size is not a positive integer",
+            ),
             (
                 isinstance(self.requested_epsilons, dict) and set(self.requested_epsilons) <= set(self.names),
-                "a wish belongs to nobody",
+                "requested_epsilons names an unknown site",
             ),
             (
                 all(type(e) in (int, float) and 0 < e < MOST_EPSILON for e in self.requested_epsilons.values()),
-                "a wish is no epsilon",
+                "a requested epsilon is not in (0, 10000)",
             ),
-            (type(self.features) is int and 0 < self.features < 2**24, "the number of features is none"),
-            (isinstance(self.classes, tuple) and len(self.classes) <= MOST_CLASSES, "the classes are no list"),
-            (all(isinstance(c, str) and len(c) < 256 for c in self.classes), "a class has no name"),
-            (len(set(self.classes)) == len(self.classes) != 1, "the classes are fewer than two, or not distinct"),
-            (all(type(k) is int and 0 <= k < MOST_SITES for k in (self.dropouts, self.colluders)), "no such dropouts"),
-            (isinstance(self.roster, str) and len(self.roster) in (0, 64), "the roster's hash is none"),
+            (type(self.features) is int and 0 < self.features < 2**24, "features is not a positive integer below 2^24"),
+            (
+                isinstance(self.classes, tuple) and len(self.classes) <= MOST_CLASSES,
+                f"classes must be a list of at most {MOST_CLASSES}",
+            ),
+            (
+                all(isinstance(c, str) and len(c) < 256 for c in self.classes),
+                "the name of a class is not a text below 256 characters",
+            ),
+            (len(set(self.classes)) == len(self.classes) != 1, "classes must be empty, or two or more different names"),
+            (
+                all(type(k) is int and 0 <= k < MOST_SITES for k in (self.dropouts, self.colluders)),
+                f"dropouts and colluders must lie in [0, {MOST_SITES})",
+            ),
+            (isinstance(self.roster, str) and len(self.roster) in (0, 64), "roster is not a SHA-256 hash"),
         ):
             if not fine:
                 raise SordinoError(f"terms: {what}.")
@@ -153,13 +175,15 @@ class Terms:
         decided = {"rounds", "normalize", "schedule_seed", "epsilon", "delta", *entry(spec.method).options}
         decided |= {key for key, default in defaults.items() if default is not None}
         if decided - self.values.keys() or None in (spec.rounds, spec.normalize, spec.schedule_seed):
-            raise SordinoError("terms: the spec leaves something to decide.")
+            raise SordinoError("terms: the spec leaves a key undecided.")
         if spec.options.get("public"):
-            raise SordinoError("public: a federation's spec names no file.")
+            raise SordinoError("public: the spec of a federation must not name a file; remove it.")
         if Unit(spec.unit) is not Unit.RECORD:
-            raise SordinoError("unit: sites are protected record by record; unit = user has no place here.")
+            raise SordinoError("unit: a federation protects single records; use unit = record.")
         if Trust(spec.trust) is Trust.TRUSTED_SERVER:
-            raise SordinoError("trust: trusted-server has no place here; untrusted-server or secure-aggregation.")
+            raise SordinoError(
+                "trust: trusted-server is not possible in a federation; use untrusted-server or secure-aggregation."
+            )
         return spec
 
     @cached_property
@@ -172,7 +196,7 @@ class Terms:
 
     @property
     def number(self) -> torch.dtype:
-        """Of models and sums; for integers they are exact to less than a step, which float32 is not."""
+        """The dtype of models and sums. Sums of integers need float64 to be exact."""
         return torch.float64 if self.secure else self.resolved.dtype
 
     @cached_property
@@ -187,7 +211,7 @@ class Terms:
         epsilon = self.resolved.privacy.epsilon
         plan = self.resolved.plan(self.sizes, {i: e for i, e in requested.items() if e < epsilon})
         if plan.noiseless:
-            raise SordinoError("epsilon: a federation without noise is not offered.")
+            raise SordinoError("epsilon: a federation needs noise; set a finite epsilon.")
         if not self.secure:
             return plan
         plan = replace(plan, integers=Integers(self.model.size, self.dropouts, self.colluders))
@@ -196,7 +220,7 @@ class Terms:
 
 
 def _check_messages(plan: Plan, model: BuiltModel) -> None:
-    """Integers are noised in place of an answer, so that a message must be the answer itself, or clipped as a whole."""
+    """Integer noise is added to an answer, so the message must be the answer itself, or be clipped as a whole."""
     theta, state = model.init(), ()
     for s, stage in enumerate(plan.stages):
         round_plan = next(round_plans(plan, model, sum(plan.stage_rounds[:s])))
@@ -204,13 +228,13 @@ def _check_messages(plan: Plan, model: BuiltModel) -> None:
         whole = any(query.kind is Kind.DELTA for query in stage.queries)
         if not whole and not only_asks_for_the_gradient(stage, Broadcast(theta, stage.rule.broadcast(state))):
             raise SordinoError(
-                f"method: {plan.method.name} makes something of its gradient before it sends it; secure aggregation "
-                "needs it as it is. Use dp-fedsofim, dp-fedgd or dp-fedadam, or untrusted-server."
+                f"method: {plan.method.name} transforms its gradient before it sends it, and secure aggregation "
+                "needs the gradient itself. Use dp-fedsofim, dp-fedgd or dp-fedadam, or trust = untrusted-server."
             )
 
 
 def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
-    """Of a federation: every party computes the same plan from the terms. Its words are those of the party."""
+    """Differences between a party's certificate and the one that follows from terms.json."""
     try:
         terms = Terms.read(path.read_text(encoding="utf-8"))
         plan = terms.plan

@@ -108,6 +108,12 @@ def test_every_claim_is_reached_though_no_record_reaches_all_at_once():
     assert found.least_claim > 0.99
 
 
+@pytest.mark.parametrize("name", ["dp-fednew", "dp-fednew-fc"])
+def test_messages_of_whole_clients_are_audited_in_float32(name):
+    """Without a lemma a client's answers are float32, and so is what the observer computes beside them."""
+    assert audit(name, Privacy(1.0, unit="user"), runs=20, seed=0, dtype=torch.float32).reach > 0.99
+
+
 def test_runs_are_float32_and_scores_float64():
     seen = []
 

@@ -6,19 +6,19 @@ import time
 from pathlib import Path
 
 
-def handle(letter: bytes) -> bytes:
-    """The letter backwards; or what it says."""
-    word, _, rest = letter[:100].partition(b" ")
+def handle(request: bytes) -> bytes:
+    """The message backwards; or what it says."""
+    word, _, rest = request[:100].partition(b" ")
     if word == b"raise":
         raise ValueError(f"patient {rest.decode()}")
     if word == b"sleep":
         Path(os.environ["BEGUN"], os.environ["SORDINO_SITE"]).touch()
         time.sleep(float(rest))
-    return letter[::-1]
+    return request[::-1]
 
 
 def serve(transport, folder: Path) -> None:
-    """Each file N.ask holds (letters, seconds, enough); N.told gets (replies, failures, sites)."""
+    """Each file N.ask holds (messages, seconds, enough); N.told gets (replies, failures, sites)."""
     number = 0
     while True:
         number += 1
@@ -27,9 +27,9 @@ def serve(transport, folder: Path) -> None:
         question = pickle.loads((folder / f"{number}.ask").read_bytes())
         if question is None:
             return
-        letters, seconds, enough = question
+        requests, seconds, enough = question
         replies = transport.exchange(
-            letters, seconds, (lambda got, least=enough: len(got) >= least) if enough else None
+            requests, seconds, (lambda got, least=enough: len(got) >= least) if enough else None
         )
         told = (replies, dict(transport.failures), transport.sites())
         (folder / "told").write_bytes(pickle.dumps(told))

@@ -12,7 +12,7 @@ import pytest
 import unknown_sites
 
 from sordino.errors import SordinoError
-from sordino.federation.flower import processes, worker
+from sordino.federation.flower import commands, processes, worker
 
 pytestmark = [
     pytest.mark.skipif(find_spec("flwr") is None, reason="flwr is not installed: pip install 'sordino[flower]'"),
@@ -35,11 +35,11 @@ class Bench:
         self.folder = federation.folder / "coordinator"
         self.begun = federation.folder / "begun"
 
-    def ask(self, letters, seconds=45.0, enough=0):
+    def ask(self, requests, seconds=45.0, enough=0):
         """Ask for an exchange; `told` has its outcome."""
         self.number += 1
         nodes = self.federation.nodes
-        question = ({nodes[name]: letter for name, letter in letters.items()}, seconds, enough)
+        question = ({nodes[name]: request for name, request in requests.items()}, seconds, enough)
         (self.folder / "ask").write_bytes(pickle.dumps(question))
         (self.folder / "ask").rename(self.folder / f"{self.number}.ask")
 
@@ -50,8 +50,8 @@ class Bench:
         names = {node: name for name, node in self.federation.nodes.items()}
         return {names[n]: v for n, v in replies.items()}, {names[n]: v for n, v in failures.items()}, sites
 
-    def exchange(self, letters, seconds=45.0, enough=0):
-        self.ask(letters, seconds, enough)
+    def exchange(self, requests, seconds=45.0, enough=0):
+        self.ask(requests, seconds, enough)
         return self.told()[:2]
 
     def wait_begun(self, name):
@@ -64,21 +64,21 @@ def bench(tmp_path):
     folder = tmp_path / "federation"
     marks = [tmp_path / "client-ran", tmp_path / "server-ran"]
     begun = folder / "begun"
-    app = processes.write_app(folder / "app")  # a bundle with code of a stranger's, for both sides
+    app = commands.write_app(folder / "app")  # a bundle with code of a stranger's, for both sides
     for mark, part in zip(marks, ("client", "server"), strict=True):
         with open(app / "shell" / f"{part}.py", "a") as file:
             file.write(MARK.format(str(mark)))
     begun.mkdir()
     server, site = variables(SORDINO_SERVE="parts:serve"), variables(BEGUN=str(begun))
-    with processes.Federation(folder, "abc", handler="parts:handle", server=server, site=site) as federation:
+    with processes.LocalFederation(folder, "abc", handler="parts:handle", server=server, site=site) as federation:
         federation.run()
         yield Bench(federation, marks)
 
 
 def echoes(bench):
-    letters = {"a": b"", "b": os.urandom(5_000_000), "c": bytes(range(256))}
-    replies, failures = bench.exchange(letters)
-    assert replies == {name: letter[::-1] for name, letter in letters.items()}
+    requests = {"a": b"", "b": os.urandom(5_000_000), "c": bytes(range(256))}
+    replies, failures = bench.exchange(requests)
+    assert replies == {name: request[::-1] for name, request in requests.items()}
     assert failures == {}
     same = dict.fromkeys("abc", b"the same for all")
     assert bench.exchange(same)[0] == bench.exchange(same)[0] == dict.fromkeys("abc", b"the same for all"[::-1])
@@ -129,7 +129,7 @@ def a_restarted_supernode_is_found_again(bench):
     assert bench.exchange({"c": b"cd"}) == ({"c": b"dc"}, {})
 
 
-def strangers_are_refused(bench):
+def unknown_sites_are_refused(bench):
     federation = bench.federation
     found = unknown_sites.try_all(federation, "a")
     assert found == dict.fromkeys(("unknown-key", "wrong-certificate", "no-key", "plain-http"), "refused")
@@ -177,7 +177,7 @@ def test_a_federation(bench):
         late_replies_are_dropped,
         a_killed_worker_costs_its_own_reply,
         a_restarted_supernode_is_found_again,
-        strangers_are_refused,
+        unknown_sites_are_refused,
         tasks_need_the_secret,
         no_code_of_the_bundle_ran,
         nothing_is_left,
@@ -193,7 +193,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     groups = []
 
     def interrupted():
-        with processes.Federation(tmp_path / "new", [], server=variables()) as federation:
+        with processes.LocalFederation(tmp_path / "new", [], server=variables()) as federation:
             groups.extend(process.pid for process in federation.processes.values())
             raise KeyboardInterrupt
 
@@ -204,7 +204,7 @@ def test_an_interrupt_leaves_nothing(tmp_path):
 
 
 def test_a_failed_start_leaves_nothing(tmp_path):
-    federation = processes.Federation(tmp_path / "new", ["a"])
+    federation = processes.LocalFederation(tmp_path / "new", ["a"])
     federation.tls = None
     started = []
     plain = federation.start

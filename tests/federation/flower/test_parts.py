@@ -13,7 +13,7 @@ import pytest
 
 from sordino.errors import SordinoError
 from sordino.federation import flower
-from sordino.federation.flower import keys, processes
+from sordino.federation.flower import commands, keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning")  # of what flwr imports
 needs_flwr = pytest.mark.skipif(
@@ -49,12 +49,12 @@ def test_private_files_are_private_and_never_overwritten(tmp_path):
 
 def test_commands(tmp_path):
     tls = keys.Tls(Path("ca"), Path("crt"), Path("key"))
-    link = processes.superlink_command(tls, Path("s"))
+    link = commands.superlink_command(tls, Path("s"))
     assert "--enable-supernode-auth" in link
-    assert "--database" not in link  # letters stay in memory
+    assert "--database" not in link  # messages stay in memory
     assert link[link.index("--host") + 1] == "127.0.0.1"
-    assert processes.supernode_command("x:1", Path("ca"), Path("k"), Path("s"), idle=None)[0] == "flower-supernode"
-    own = processes.environment(tmp_path, {"A": "b"})
+    assert commands.supernode_command("x:1", Path("ca"), Path("k"), Path("s"), idle=None)[0] == "flower-supernode"
+    own = commands.environment(tmp_path, {"A": "b"})
     assert (own["FLWR_TELEMETRY_ENABLED"], own["FLWR_HOME"], own["A"]) == ("0", str(tmp_path), "b")
 
 
@@ -119,7 +119,7 @@ class TestGrid:
             if node == 2:
                 return Message(Error(code=2, reason="patient 4711"), reply_to=message)
             if node == 3:
-                return Message(RecordDict({"letter": ConfigRecord({"bytes": "text"})}), reply_to=message)
+                return Message(RecordDict({"message": ConfigRecord({"bytes": "text"})}), reply_to=message)
             if node == 4:
                 raise RuntimeError("patient 4711")
             return Message(message.content, reply_to=message) if node == 1 else None
@@ -160,22 +160,22 @@ def test_a_site_answers_or_fails_in_one_sentence(monkeypatch, caplog):
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
 
-    def letter(value, ttl=10.0):
-        content = RecordDict({"letter": ConfigRecord({"bytes": value})})
+    def request(value, ttl=10.0):
+        content = RecordDict({"message": ConfigRecord({"bytes": value})})
         return Message(content, dst_node_id=2, message_type="query", ttl=ttl)
 
     def raises(_):
         raise ValueError("patient 4711")
 
-    fine = worker.answer(bytes.upper, letter(b"abc"), 60)
-    assert fine.content["letter"]["bytes"] == b"ABC"
-    late = letter(b"abc", ttl=0.01)
+    fine = worker.answer(bytes.upper, request(b"abc"), 60)
+    assert fine.content["message"]["bytes"] == b"ABC"
+    late = request(b"abc", ttl=0.01)
     time.sleep(0.05)
     called = []
     for reply in (
-        worker.answer(raises, letter(b"abc"), 60),
-        worker.answer(lambda _: "not bytes", letter(b"abc"), 60),
-        worker.answer(called.append, letter("not bytes"), 60),
+        worker.answer(raises, request(b"abc"), 60),
+        worker.answer(lambda _: "not bytes", request(b"abc"), 60),
+        worker.answer(called.append, request("not bytes"), 60),
         worker.answer(called.append, late, 0),
         worker.answer(called.append, Message(RecordDict(), dst_node_id=2, message_type="query"), 60),
     ):

@@ -1,29 +1,29 @@
-"""Who has no business at a link, and tries."""
+"""Sites that the link does not know, and that try to connect."""
 
 import socket
 from contextlib import suppress
 
-from sordino.federation.flower import processes
+from sordino.federation.flower import commands, processes
 from sordino.federation.flower.keys import certificates, node_key, secret
 
 
 def try_all(federation, member):
-    """What became of each stranger: "refused", or what it was told. `member` is a site whose key one of them has."""
+    """The outcome for each unknown site: "refused", or its log. `member` is a site whose key one of them has."""
     keys = federation.folder / "keys"
-    node_key(keys / "stranger")
+    node_key(keys / "unknown")
     other = certificates(keys / "other").authority
-    own, own_secret = federation.tls.authority, secret(keys / "stranger.secret")
-    commands = {
-        "unknown-key": processes.supernode_command(federation.address, own, keys / "stranger", own_secret),
-        "wrong-certificate": processes.supernode_command(federation.address, other, keys / member, own_secret),
-        "no-key": processes.supernode_command(federation.address, own, keys / "stranger", own_secret),
+    own, own_secret = federation.tls.authority, secret(keys / "unknown.secret")
+    started = {
+        "unknown-key": commands.supernode_command(federation.address, own, keys / "unknown", own_secret),
+        "wrong-certificate": commands.supernode_command(federation.address, other, keys / member, own_secret),
+        "no-key": commands.supernode_command(federation.address, own, keys / "unknown", own_secret),
     }
-    at = commands["no-key"].index("--auth-supernode-private-key")
-    del commands["no-key"][at : at + 2]
-    for (name, command), port in zip(commands.items(), processes.free_ports(3), strict=True):
+    at = started["no-key"].index("--auth-supernode-private-key")
+    del started["no-key"][at : at + 2]
+    for (name, command), port in zip(started.items(), processes.free_ports(3), strict=True):
         command[-1] = str(port)
         federation.start(f"node-{name}", command, federation.env)
-    return {**{name: outcome(federation, name) for name in commands}, "plain-http": plain(federation.address)}
+    return {**{name: outcome(federation, name) for name in started}, "plain-http": plain(federation.address)}
 
 
 def outcome(federation, name):

@@ -237,12 +237,14 @@ class Watch:
         """A message that is noised as a whole, by the oracle once the rule has made it: overheard there."""
         message = local.compute(ask, broadcast, memory, cache)
         either = []
-        word, kept = tree_map(lambda leaf: leaf.double(), (broadcast.extras, memory))  # as wide as the answers
+        extras, kept = broadcast.extras, memory
+        if any(query.bound is not None for query in self.plan.stages[s].queries):  # answers of a lemma are float64
+            extras, kept = tree_map(lambda leaf: leaf.double(), (extras, kept))
         for world in (0, 1):
             noiseless = self._noiseless(s, clients, ask, world)
             hushed = Through(noiseless, ("std",), lambda name, _, *args: ask.std(*args))
             said = local.compute(
-                hushed, broadcast._replace(extras=word), kept, self._cache(s, local, clients, ask, world)
+                hushed, broadcast._replace(extras=extras), kept, self._cache(s, local, clients, ask, world)
             )
             either.append(self._there(noiseless.finish(said), clients, world))
         if self.plan.only_sums_visible:

@@ -1,7 +1,16 @@
-"""Letters of bytes over Flower's SuperLink and SuperNodes: what is in them is the business of the layer above.
+"""The transport over Flower's SuperLink and SuperNodes. It carries bytes and does not read them.
 
-No code travels. Flower's own app bundle is an empty shell which the server side needs to start a run; a site takes
-its letters with the installed `worker` and never unpacks what the server sent along.
+A transport is one folder like this one, and adding another touches nothing else in `federation`. It provides
+- an object with `sites()` and `exchange(requests, seconds, enough)`, the `Transport` of `federation.messenger`, with
+  which it calls `federation.coordinator.serve(transport, folder)` in the coordinator's process;
+- a process per site that calls `federation.handler.handle(request)` for each message and sends back its reply;
+- `coordinate` and `join`, the entry points for several machines (`deploy.py`).
+
+Nothing outside this folder imports it, except the entry points: `cli/federate.py`, and `federation/demonstration.py`
+for `sordino federate up`.
+
+No code travels. Flower's app bundle is an empty shell that the server side needs to start a run. A site takes its
+messages with the installed `worker` and never unpacks the bundle.
 """
 
 from __future__ import annotations
@@ -13,17 +22,21 @@ from typing import Any
 
 from sordino.errors import SordinoError
 
-FLWR = "1.41."  # parts that its authors call private are used in `worker` and `supernode`
+FLWR = "1.41."  # `worker` and `supernode` use private parts of this version
 
 
 def require() -> None:
-    """Flower is here, in the one version whose inner parts were read."""
+    """Check that Flower is installed, in the version whose internals this folder uses.
+
+    Raises:
+      SordinoError: it is missing, or another version.
+    """
     try:
-        found = version("flwr")
+        installed = version("flwr")
     except PackageNotFoundError:
         raise SordinoError("Flower is not installed: pip install 'sordino[flower]'.") from None
-    if not found.startswith(FLWR):
-        raise SordinoError(f"flwr {found} is installed and {FLWR}* is needed: pip install 'sordino[flower]'.")
+    if not installed.startswith(FLWR):
+        raise SordinoError(f"flwr {installed} is installed and {FLWR}* is needed: pip install 'sordino[flower]'.")
 
 
 def named(reference: str, field: str) -> Any:
@@ -36,6 +49,6 @@ def named(reference: str, field: str) -> Any:
 
 
 def logs() -> None:
-    """What sordino has to say, and warnings of others, on standard error."""
+    """Log what sordino reports, and warnings of other packages, to standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("sordino").setLevel(logging.INFO)

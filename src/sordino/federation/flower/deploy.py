@@ -1,4 +1,4 @@
-"""A federation over several machines: what the coordinator starts, and what a site starts."""
+"""A federation over several machines: the processes of the coordinator, and the processes of a site."""
 
 from __future__ import annotations
 
@@ -11,27 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from sordino.errors import SordinoError
-from sordino.federation.config import Federation, SiteConfig
-from sordino.federation.folder import count_lines, follow, proposed
+from sordino.federation.config import FederationConfig, SiteConfig
+from sordino.federation.folders import proposed
 from sordino.federation.handler import HANDLER
+from sordino.federation.progress import count_lines, follow
 from sordino.federation.site import Site
 from sordino.secagg import Roster
+
+RESTART_SECONDS = 5  # before a process of a site that ended is started again
 
 
 def coordinate(
     folder: Path, *, hosts: Sequence[str] = (), bind: str = "127.0.0.1", port: int = 8000
 ) -> Iterator[dict[str, Any]]:
-    """Link and coordinator, until the run is over; progress as it comes.
+    """Start link and coordinator.
 
-    Sites are those whose public node keys lie in `nodes/`. The link keeps no database: its letters are not left on
-    disk, and the run goes on from the coordinator's own files when this is started again.
+    The sites are those whose public node keys are in `nodes/`. The link has no database, so no message stays on disk;
+    a restarted run continues from the coordinator's own files.
+
+    Args:
+      folder: the coordinator's folder.
+      hosts: names by which sites reach the link, for its certificate.
+      bind: the address on which the link listens.
+      port: its port.
+
+    Yields:
+      The lines of the coordinator's progress, until the run finished or failed.
+
+    Raises:
+      SordinoError: the run is over, the port is taken, or a file is missing.
     """
-    from sordino.federation.flower.keys import Tls, certificates, secret
-    from sordino.federation.flower.processes import (
-        Processes,
-        called,
+    from sordino.federation.flower.commands import (
         environment,
-        listening,
         register_command,
         run_command,
         server_command,
@@ -39,19 +50,19 @@ def coordinate(
         write_app,
         write_connection,
     )
+    from sordino.federation.flower.keys import Tls, certificates, secret
+    from sordino.federation.flower.processes import Processes, called, listening
 
-    config = Federation.read(folder / "federation.toml")
+    config = FederationConfig.read(folder / "federation.toml")
     if (folder / "run" / "certificate.json").exists():
-        raise SordinoError(
-            f"'{folder}': this run is over, see {folder}/run; for another give that folder another name."
-        )
+        raise SordinoError(f"'{folder}': the run in {folder}/run is over; rename that folder to start another run.")
     if listening(port):
-        raise SordinoError(f"--port: something listens on {port} already, perhaps a link left over; stop it first.")
-    if proposed(folder, [1000] * len(config.sites)).secure:  # what cannot be run is told before anybody is waited for
+        raise SordinoError(f"--port: {port} is in use, perhaps by an earlier link; stop it or choose another port.")
+    if proposed(folder, [1000] * len(config.sites)).secure:  # refuses a spec that cannot be run before sites connect
         Roster.read(config.path(config.roster))
     nodes = {name: folder / "nodes" / f"{name}.pub" for name in config.sites}
     if missing := [name for name, path in nodes.items() if not path.is_file()]:
-        raise SordinoError(f"nodes: {folder}/nodes/{missing[0]}.pub is not there; it is that site's node.pub.")
+        raise SordinoError(f"nodes: {folder}/nodes/{missing[0]}.pub is missing; copy the node.pub of that site to it.")
     where = folder / "tls"
     tls = Tls(where / "authority.pem", where / "link.pem", where / "link.key")
     if not tls.authority.exists():
@@ -74,22 +85,36 @@ def coordinate(
         yield from follow(progress, running, config.patience + 30 * 86400, seen)
 
 
-def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
-    """SuperNode and worker of a site, until stopped; started again when they fail."""
+def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterator[dict[str, Any]]:
+    """Start the SuperNode and the worker of a site, and start them again when they fail. It never ends by itself.
+
+    Args:
+      path: the site's site.toml.
+      link: HOST:PORT of the coordinator's link.
+      authority: the coordinator's tls/authority.pem.
+      port: a free port on this machine's loopback.
+
+    Yields:
+      `{"what": "joining"}`, then the lines of the site's own log, and one line per process that is started again.
+
+    Raises:
+      SordinoError: a file is missing, the port is taken, or the limit is above the ledger's.
+    """
+    from sordino.federation.flower.commands import environment, supernode_command, worker_command
     from sordino.federation.flower.keys import secret
-    from sordino.federation.flower.processes import Processes, environment, listening, supernode_command, worker_command
+    from sordino.federation.flower.processes import Processes, listening
 
     if not re.fullmatch(r"[^:/\s]+:\d+", link):
         raise SordinoError(f"--link: '{link}' must be HOST:PORT.")
     if listening(port):
-        raise SordinoError(f"--port: something listens on {port} already, perhaps another join; name a free one.")
+        raise SordinoError(f"--port: {port} is in use, perhaps by another join; choose a free port.")
     config = SiteConfig.read(path)
     place = config.folder
     if not (place / "node").exists():
-        raise SordinoError(f"node: '{place / 'node'}' is not there; `sordino federate keys` makes it.")
+        raise SordinoError(f"node: '{place / 'node'}' is missing; `sordino federate keys` creates it.")
     if not authority.is_file():
-        raise SordinoError(f"--authority: there is no file '{authority}'; the coordinator has it as tls/authority.pem.")
-    Site(config)  # a limit laxer than the ledger's is told here, and a new one written down
+        raise SordinoError(f"--authority: '{authority}' does not exist; the coordinator has it as tls/authority.pem.")
+    Site(config)  # refuses a limit above the ledger's, and stores a new one
     key = place / "node.secret"
     if not key.exists():
         secret(key)
@@ -100,21 +125,16 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> None:
     }
     events = place / "events.jsonl"
     seen = count_lines(events)
-    print(f"{config.name}: joining {link}; stop with Ctrl-C", flush=True)
+    yield {"what": "joining", "site": config.name, "link": link}
     with Processes(place / "logs") as running:
         while True:
             lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
-            for line in lines[seen:]:
-                told = {key: value for key, value in json.loads(line).items() if key != "time"}
-                print(
-                    f"{config.name}: {told.pop('what')} " + ", ".join(f"{k} {v}" for k, v in told.items()), flush=True
-                )
+            yield from map(json.loads, lines[seen:])
             seen = len(lines)
             for name, command in commands.items():
-                if name not in running.processes or running.processes[name].poll() is not None:
+                if name not in running.processes or running.ended(name) is not None:
                     if name in running.processes:
-                        log = os.path.relpath(running.log(name))
-                        print(f"{name}: the link is gone, or it failed ({log}); trying again", flush=True)
-                        time.sleep(5)
+                        yield {"what": "restarted", "process": name, "log": os.path.relpath(running.log(name))}
+                        time.sleep(RESTART_SECONDS)
                     running.start(name, command, env)
             time.sleep(1)

@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Tls(NamedTuple):
-    """Files of the link: sites get `authority` alone."""
+    """TLS files of the link. Sites get only `authority`."""
 
     authority: Path
     certificate: Path
@@ -23,20 +23,20 @@ class Tls(NamedTuple):
 
 
 def private(path: Path, content: bytes) -> Path:
-    """A new file that only its owner can read."""
+    """Create a file that only its owner can read."""
     files.create(path, content)
     return path
 
 
 def secret(path: Path) -> Path:
-    """32 random bytes: who can read them may take tasks."""
+    """Write 32 random bytes. A process that can read them may take tasks."""
     return private(path, secrets.token_bytes(32))
 
 
 def certificates(folder: Path, *, hosts: Iterable[str] = (), days: int = 30) -> Tls:
-    """An authority of its own and the link's certificate for localhost and `hosts`, both for `days` days.
+    """Create a certificate authority and the link's certificate for localhost and `hosts`, both valid `days` days.
 
-    The authority's key is not kept: a new certificate means a new authority.
+    The authority's key is not stored: a new certificate needs a new authority.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -63,17 +63,17 @@ def certificates(folder: Path, *, hosts: Iterable[str] = (), days: int = 30) -> 
             names.append(x509.DNSName(host))
 
     def signed(subject: str, key: ec.EllipticCurvePrivateKey, *extensions: tuple[x509.ExtensionType, bool]) -> bytes:
-        paper = x509.CertificateBuilder().subject_name(called(subject)).issuer_name(called("sordino authority"))
-        paper = paper.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        paper = paper.not_valid_before(now - datetime.timedelta(minutes=5))  # clocks differ
-        paper = paper.not_valid_after(now + datetime.timedelta(days=days))
+        builder = x509.CertificateBuilder().subject_name(called(subject)).issuer_name(called("sordino authority"))
+        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(minutes=5))  # clocks differ
+        builder = builder.not_valid_after(now + datetime.timedelta(days=days))
         for extension, critical in extensions:
-            paper = paper.add_extension(extension, critical)
-        return paper.sign(authority, hashes.SHA256()).public_bytes(as_bytes.Encoding.PEM)
+            builder = builder.add_extension(extension, critical)
+        return builder.sign(authority, hashes.SHA256()).public_bytes(as_bytes.Encoding.PEM)
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = Tls(folder / "authority.pem", folder / "link.pem", folder / "link.key")
-    made.authority.write_bytes(
+    tls = Tls(folder / "authority.pem", folder / "link.pem", folder / "link.key")
+    tls.authority.write_bytes(
         signed(
             "sordino authority",
             authority,
@@ -82,7 +82,7 @@ def certificates(folder: Path, *, hosts: Iterable[str] = (), days: int = 30) -> 
             (signer, False),
         )
     )
-    made.certificate.write_bytes(
+    tls.certificate.write_bytes(
         signed(
             "sordino link",
             server,
@@ -95,12 +95,16 @@ def certificates(folder: Path, *, hosts: Iterable[str] = (), days: int = 30) -> 
         )
     )
     form = (as_bytes.Encoding.PEM, as_bytes.PrivateFormat.PKCS8, as_bytes.NoEncryption())
-    private(made.key, server.private_bytes(*form))
-    return made
+    private(tls.key, server.private_bytes(*form))
+    return tls
 
 
 def node_key(path: Path) -> Path:
-    """A site's key (EC P-384, OpenSSH form) at `path`; returned is `path`.pub, its public half, to be registered."""
+    """Create a site's key for the link (EC P-384, OpenSSH format).
+
+    Returns:
+      The file of the public key, `path`.pub, which the coordinator registers.
+    """
     from cryptography.hazmat.primitives import serialization as as_bytes
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -109,3 +113,9 @@ def node_key(path: Path) -> Path:
     public = path.with_name(path.name + ".pub")
     public.write_bytes(key.public_key().public_bytes(as_bytes.Encoding.OpenSSH, as_bytes.PublicFormat.OpenSSH))
     return public
+
+
+def ensure_node_key(path: Path) -> None:
+    """Create a site's key for the link, unless it exists."""
+    if not path.exists():
+        node_key(path)

@@ -1,14 +1,4 @@
-"""Keys, certificates and command lines of a Flower federation, and one whole federation on this machine.
-
-Each function stands alone, for a federation of several machines; `Federation` puts them together on loopback.
-
-- One port serves three interfaces. Of these `/v1/control` has no login at all: who reaches it can register a site or
-  start a run (and, with `flower-superexec`, any code). It is bound to loopback here. Sites elsewhere must come through
-  a proxy which passes `/v1/fleet/` and nothing else; TLS for the sites then ends there, by the proxy's certificate.
-- `/v1/runtime` gives the server's task only to who knows the secret file; so does each SuperNode its letters.
-- The link keeps its state in memory unless a database is named: a database file holds bytes of letters even after the
-  run, so name one only on an encrypted disk. A link that restarts without one has forgotten its sites: register again.
-"""
+"""Processes of a Flower federation: named processes with logs, and a whole federation on loopback."""
 
 from __future__ import annotations
 
@@ -17,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,150 +16,25 @@ from typing import Self
 
 from sordino.errors import SordinoError
 from sordino.federation.flower import require
-from sordino.federation.flower.keys import LOOPBACK, Tls, certificates, node_key, secret
-
-NAME = "sordino"  # of the connection in Flower's configuration
-
-PYPROJECT = """\
-[project]
-name = "sordino-shell"
-version = "1.0.0"
-dependencies = []
-
-[tool.hatch.build.targets.wheel]
-packages = ["."]
-
-[tool.flwr.app]
-publisher = "sordino"
-
-[tool.flwr.app.components]
-serverapp = "shell.server:app"
-clientapp = "shell.client:app"
-
-[tool.flwr.app.config]
-"""
-CLIENT = """\
-from flwr.clientapp import ClientApp
-
-app = ClientApp()  # answers nothing: sites run sordino.federation.flower.worker
-"""
-
-
-# ------------------------------------------------------------------------------------------------------------ files
-
-
-def write_connection(home: Path, address: str, authority: Path) -> None:
-    """Tell the `flwr` command where the link is."""
-    home.mkdir(parents=True, exist_ok=True)
-    text = f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{address}"\n'
-    (home / "config.toml").write_text(text + f'root-certificates = "{authority.resolve()}"\n')
-
-
-def write_app(folder: Path) -> Path:
-    """The shell that `flwr run` wants: it starts the installed server app, and holds no code for sites."""
-    (folder / "shell").mkdir(parents=True, exist_ok=True)
-    (folder / "pyproject.toml").write_text(PYPROJECT)
-    (folder / "shell" / "__init__.py").write_text("")
-    (folder / "shell" / "server.py").write_text("from sordino.federation.flower import server\n\napp = server.app\n")
-    (folder / "shell" / "client.py").write_text(CLIENT)
-    return folder
-
-
-# --------------------------------------------------------------------------------------------------------- commands
-
-
-def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of every Flower process: its own home, no telemetry, no question after updates."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    own = {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": path}
-    return {**os.environ, **own, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", **(more or {})}
-
-
-def superlink_command(
-    tls: Tls, secret: Path, *, host: str = LOOPBACK, port: int = 8000, database: Path | None = None
-) -> list[str]:
-    words = ["flower-superlink", "--host", host, "--port", str(port), "--ssl-ca-certfile", str(tls.authority)]
-    words += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
-    words += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
-    words += ["--disable-runtime-dependency-installation"]
-    return words + (["--database", str(database)] if database else [])
-
-
-def superexec_command(address: str, authority: Path, secret: Path) -> list[str]:
-    """Flower's own starter of apps: it runs, as its user, whatever bundle comes through the control API."""
-    words = ["flower-superexec", "--runtime-api-address", address, "--root-certificates", str(authority)]
-    return [*words, "--superexec-auth-secret-file", str(secret)]
-
-
-def server_command(address: str, authority: Path, secret: Path) -> list[str]:
-    """Instead of the executor, and safer: it runs the installed coordinator for whatever run somebody starts."""
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "sordino.federation.flower.server",
-        "--link",
-        address,
-        "--authority",
-        str(authority),
-    ]
-    return [*words, "--secret", str(secret)]
-
-
-def supernode_command(
-    address: str, authority: Path, key: Path, secret: Path, *, port: int = 9094, idle: float | None = 0.2
-) -> list[str]:
-    """idle: seconds it sleeps when there is no work; None for Flower's own `flower-supernode`, which sleeps 3."""
-    words = ["flower-supernode"]
-    if idle is not None:  # by path, with no module of ours beside it on the path: it starts without importing sordino
-        words = [sys.executable, "-P", str(Path(__file__).with_name("supernode.py")), "--idle", str(idle)]
-    words += ["--superlink", address, "--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
-    words += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
-    return [*words, "--host", LOOPBACK, "--port", str(port)]
-
-
-def worker_command(handler: str, runtime: str, secret: Path, claim: Path) -> list[str]:
-    words = [sys.executable, "-P", "-m", "sordino.federation.flower.worker", "--runtime", runtime, "--handler", handler]
-    return [*words, "--secret", str(secret), "--claim", str(claim)]
-
-
-def register_command(public: Path) -> list[str]:
-    return ["flwr", "supernode", "register", str(public), NAME]
-
-
-def run_command(app: Path) -> list[str]:
-    return ["flwr", "run", str(app), NAME]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; another process may be faster."""
-    held = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
-
-
-def called(command: list[str], env: Mapping[str, str], seconds: float = 180.0) -> str:
-    """What a short command printed."""
-    try:
-        done = subprocess.run(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise SordinoError(f"{' '.join(command[:3])} did not end in {seconds:g} s; see the link's log.") from None
-    if done.returncode:
-        raise SordinoError(f"{' '.join(command[:3])} failed: {done.stdout.strip()[-1000:]}")
-    return done.stdout
-
-
-# ------------------------------------------------------------------------------------------------- on this machine
+from sordino.federation.flower.commands import (
+    environment,
+    register_command,
+    run_command,
+    server_command,
+    superexec_command,
+    superlink_command,
+    supernode_command,
+    worker_command,
+    write_app,
+    write_connection,
+)
+from sordino.federation.flower.keys import LOOPBACK, certificates, node_key, secret
 
 
 class Processes:
-    """Named processes which end together, sites first; a context manager. Each has its log `<name>.log` in `folder`.
+    """Named processes that end together, sites first; a context manager. Each has a log `<name>.log` in `folder`.
 
-    SIGTERM counts as Ctrl-C meanwhile: a service that is stopped leaves none of them behind.
+    SIGTERM counts as Ctrl-C meanwhile, so a service that is stopped leaves no process behind.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -198,18 +62,26 @@ class Processes:
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, name: str, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """A process in a group of its own, which Ctrl-C here does not reach before `stop`."""
+        """Start a process in its own group, so that Ctrl-C here does not reach it before `stop`."""
         with open(self.log(name), "ab") as log:
             self.processes[name] = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         return self.processes[name]
 
+    def ended(self, name: str) -> int | None:
+        """The exit status of a process that ended, or None."""
+        return self.processes[name].poll()
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
     def wait(self, ready: Callable[[], bool], seconds: float, *needed: str) -> None:
-        """Until `ready`; an error if a needed process ends first or time is over."""
+        """Wait until `ready`.
+
+        Raises:
+          SordinoError: a needed process ended first, or the time is over.
+        """
         end = time.monotonic() + seconds
         while not ready():
             for name in needed:
@@ -221,22 +93,22 @@ class Processes:
             time.sleep(0.1)
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End everything: sites first, so that the link strikes them off its list, then the server and the link."""
+        """End all processes: the sites first, so that the link removes them from its list, then server and link."""
         last = ("server", "link")
         for names in ([name for name in self.processes if name not in last], *([name] for name in last)):
             end_processes([self.processes[name] for name in names if name in self.processes], seconds)
         self.processes.clear()
 
 
-class Federation(Processes):
-    """A link, its executor and `sites` SuperNodes on loopback, over TLS and with keys; a context manager.
+class LocalFederation(Processes):
+    """A link, its executor and one SuperNode per site on loopback, over TLS and with keys; a context manager.
 
-        with Federation(folder, ["a", "b"], handler="package.module:handle") as federation:
+        with LocalFederation(folder, ["a", "b"], handler="package.module:handle") as federation:
             federation.run()
 
     folder: new; keys, logs (`logs/<process>.log`) and Flower's homes go there.
-    handler: "module:function" for a worker at each site; None where workers are started by somebody else.
-    server, site: variables for the environment of the server's process and of the workers.
+    handler: "module:function" for a worker at each site; None if workers are started elsewhere.
+    server, site: environment variables of the server's process and of the workers.
     executor: Flower's `flower-superexec` in place of our own `server`.
     """
 
@@ -278,7 +150,7 @@ class Federation(Processes):
         self.start("server", executor, environment(self.folder / "home", own))
         for name in self.sites:
             secret(keys / f"{name}.secret")
-        with ThreadPoolExecutor(4) as pool:  # the command takes seconds to start
+        with ThreadPoolExecutor(4) as pool:  # each command takes seconds to start
             list(pool.map(lambda name: called(register_command(node_key(keys / name)), self.env), self.sites))
         for name in self.sites:
             self.start_node(name)
@@ -300,27 +172,32 @@ class Federation(Processes):
         return self.start(f"worker-{name}", command, environment(self.folder / f"home-{name}", more))
 
     def wait_node(self, name: str, seconds: float = 60.0) -> None:
-        """Until the site is connected."""
+        """Wait until the site is connected."""
         log, needed = self.log(f"node-{name}"), [f"node-{name}"] + [f"worker-{name}"] * bool(self.handler)
         self.wait(lambda: "SuperNode ID:" in log.read_text(), seconds, *needed)
         self.nodes[name] = int(re.findall(r"SuperNode ID: (\d+)", log.read_text())[-1])
 
     def run(self) -> str:
-        """Start the server's app; the number of the run."""
+        """Start the server's app.
+
+        Returns:
+          The run's number at the link.
+        """
         app = self.folder / "app"
-        said = called(run_command(app if app.exists() else write_app(app)), self.env)
-        if not (found := re.search(r"run (\d+)", said)):
-            raise SordinoError(f"flwr run did not name its run: {said.strip()[-500:]}")
-        return found[1]
+        output = called(run_command(app if app.exists() else write_app(app)), self.env)
+        if not (match := re.search(r"run (\d+)", output)):
+            raise SordinoError(f"flwr run did not print the number of its run: {output.strip()[-500:]}")
+        return match[1]
 
 
 def listening(port: int) -> bool:
-    with socket.socket() as trial:
-        return trial.connect_ex((LOOPBACK, port)) == 0
+    """Whether a process on this machine listens on the port."""
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def end_processes(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Ask, wait, then kill; each with the group it leads."""
+    """Send SIGTERM, wait, then kill; each process with its group."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -344,3 +221,32 @@ def group_lives(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now. Another process may take one before it is used."""
+    servers = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
+
+
+def called(command: list[str], env: Mapping[str, str], seconds: float = 180.0) -> str:
+    """Run a short command.
+
+    Returns:
+      What it printed.
+
+    Raises:
+      SordinoError: it failed, or took more than `seconds`.
+    """
+    try:
+        done = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SordinoError(f"{' '.join(command[:3])} did not end in {seconds:g} s; see the link's log.") from None
+    if done.returncode:
+        raise SordinoError(f"{' '.join(command[:3])} failed: {done.stdout.strip()[-1000:]}")
+    return done.stdout

@@ -1,12 +1,12 @@
-"""The server's side: `sordino.federation.coordinator.serve(transport, folder)` for each run that somebody starts.
+"""The server's side: it calls `sordino.federation.coordinator.serve(transport, folder)` for each run that is started.
 
     python -m sordino.federation.flower.server --link 127.0.0.1:8000 --authority FILE --secret FILE
 
-takes the runs from the link and calls what is installed here; the bundle sent with a run is never unpacked, so who
-reaches the control API, which has no login, can start the coordinator and not code of their own. Flower's own
-`flower-superexec` works as well, by `app` below, but it runs whatever bundle it is sent.
+takes the runs from the link and calls the installed code. It never unpacks the bundle of a run, so whoever reaches the
+control API, which has no login, can start the coordinator but no other code. Flower's own `flower-superexec` works as
+well, by `app` below, but it runs any bundle that it is sent.
 
-Both read the environment, never the run's own configuration, which anyone at the control API can set:
+Both read the environment, never the run's configuration, which anyone at the control API can set:
 
     SORDINO_FOLDER   where the coordinator keeps its files
     SORDINO_SERVE    module:function to call instead
@@ -38,7 +38,9 @@ log = logging.getLogger("sordino.federation.flower.server")
 
 def coordinate(grid: Grid) -> None:
     if not (folder := os.environ.get("SORDINO_FOLDER")):
-        raise SordinoError("SORDINO_FOLDER is not set: name the coordinator's folder where this process is started.")
+        raise SordinoError(
+            "SORDINO_FOLDER is not set; set it to the coordinator's folder in this process's environment."
+        )
     named(os.environ.get("SORDINO_SERVE", SERVE), "SORDINO_SERVE")(GridTransport(grid), Path(folder))
 
 
@@ -70,7 +72,7 @@ def attend(address: str, *, secret: Path, authority: Path, stop: threading.Event
                 log.error("The link refused a request (%d).", error.response.status_code)
                 stop.wait(1.0)
             except httpx.TransportError as error:
-                log.warning("The link at %s does not answer (%s); trying on.", address, type(error).__name__)
+                log.warning("The link at %s does not answer (%s); trying again.", address, type(error).__name__)
                 stop.wait(2.0)
 
 
@@ -92,15 +94,15 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(prog="python -m sordino.federation.flower.server", description=attend.__doc__)
-    words.add_argument("--link", required=True, metavar="HOST:PORT")
-    words.add_argument("--authority", required=True, type=Path)
-    words.add_argument("--secret", required=True, type=Path)
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(prog="python -m sordino.federation.flower.server", description=attend.__doc__)
+    parser.add_argument("--link", required=True, metavar="HOST:PORT")
+    parser.add_argument("--authority", required=True, type=Path)
+    parser.add_argument("--secret", required=True, type=Path)
+    arguments = parser.parse_args()
     logs()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a coordinator in its work is interrupted
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # interrupts a running coordinator
     with suppress(KeyboardInterrupt):
-        attend(given.link, secret=given.secret, authority=given.authority, stop=threading.Event())
+        attend(arguments.link, secret=arguments.secret, authority=arguments.authority, stop=threading.Event())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Flower's own SuperNode, which looks for work more often.
+"""Flower's own SuperNode, polling for work more often.
 
     python -m sordino.federation.flower.supernode --idle 0.2 <the arguments of flower-supernode>
 
-It sleeps 3 s when there was nothing to do, 0.5 s while it waits for its worker, and 1 s and more for an object that
-is still being uploaded. Only these three waits become shorter; without them an exchange takes about 4 s, with them
-about 1 s. Plain `flower-supernode` works as well. Nothing of sordino is imported here, so the file starts fast by path.
+By itself it sleeps 3 s when there is nothing to do, 0.5 s while it waits for its worker, and at least 1 s for an object
+that is still being uploaded. This file shortens only these three waits: an exchange then takes about 1 s, not 4 s.
+Plain `flower-supernode` works as well. The file imports nothing of sordino, so it starts fast by path.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from types import SimpleNamespace
 
 
 def uploads(seconds: float) -> None:
-    """Look again after `seconds`, at most twice that, for an object that is still being uploaded."""
+    """Poll every `seconds`, at most twice that, for an object that is still being uploaded."""
     from flwr.supercore.inflatable import inflatable_utils as pulls
 
     for pull in (pulls.pull_objects, pulls.pull_and_inflate_object_from_tree):
         defaults = pull.__kwdefaults__ or {}
-        tries = int(defaults["max_time"] / seconds)  # the time limit stays as it is, and is the only one
+        tries = int(defaults["max_time"] / seconds)  # the time limit stays as it is
         defaults.update(initial_backoff=seconds, backoff_cap=2 * seconds, max_tries_per_object=tries)
 
 
 def idle(seconds: float) -> None:
-    """No sleep of the SuperNode's main loop is longer than `seconds`."""
+    """Limit every sleep of the SuperNode's main loop to `seconds`."""
     from flwr.supernode import start_client_internal as loop
 
-    # The module uses `time` for sleeping alone; its name there is bound anew, `time` itself is left as it is.
+    # The module uses `time` only to sleep. Its own name `time` is replaced; the module `time` stays as it is.
     vars(loop)["time"] = SimpleNamespace(sleep=lambda wanted: time.sleep(min(wanted, seconds)))
 
 

@@ -1,4 +1,4 @@
-"""The server's side: a letter to each site, and the replies that came in time."""
+"""The server's side: one message to each site, and the replies that came in time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.serverapp import Grid
 
-RECORD, FIELD = "letter", "bytes"  # where a message keeps its one value
-POLL = 0.15  # seconds between two looks, and more with many sites: a look is a request to the link
+RECORD, FIELD = "message", "bytes"  # where Flower's message holds the bytes
+POLL = 0.15  # seconds between two requests to the link, and more with many sites
 
 
 class GridTransport:
-    """Letters over Flower's Grid: what the coordinator calls a `Transport`.
+    """Messages over Flower's Grid: the `Transport` of `federation.messenger`.
 
-    failures: for each site missing from the last exchange, a code: "late", "unsent", "error <Flower's number>" or
-    "malformed". Never a text that a site wrote.
+    failures: one code per site missing from the last exchange: "late", "unsent", "error <Flower's number>" or
+    "malformed". It never holds a text that a site wrote.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -33,18 +33,18 @@ class GridTransport:
         return sorted(self.grid.get_node_ids())
 
     def exchange(
-        self, letters: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
+        self, requests: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
     ) -> dict[int, bytes]:
         from flwr.app import ConfigRecord, Message, RecordDict
 
         if not seconds > 0:
-            raise SordinoError(f"seconds: {seconds}; an exchange needs time, so give more than 0.")
+            raise SordinoError(f"seconds: {seconds} must be above 0.")
         self._count += 1
         end = time.monotonic() + seconds
-        nodes = list(letters)
+        nodes = list(requests)
         messages = [
             Message(
-                RecordDict({RECORD: ConfigRecord({FIELD: letters[node]})}),
+                RecordDict({RECORD: ConfigRecord({FIELD: requests[node]})}),
                 dst_node_id=node,
                 message_type="query",
                 ttl=seconds,
@@ -59,17 +59,17 @@ class GridTransport:
         changed, over = threading.Condition(), threading.Event()
 
         def fetch(node: int, name: str) -> None:
-            # Each site has its own thread: a reply whose bytes never follow blocks nobody else, and late ones end here.
+            # Each site has its own thread, so that a reply whose bytes never arrive blocks no other site.
             while not over.wait(max(POLL, 0.02 * len(nodes))):
                 try:
-                    found = next(iter(self.grid.pull_messages([name])), None)
+                    reply = next(iter(self.grid.pull_messages([name])), None)
                 except Exception as error:
-                    found, code = None, f"error {type(error).__name__}"
+                    reply, code = None, f"error {type(error).__name__}"
                 else:
-                    if found is None:
+                    if reply is None:
                         continue
                     code = ""
-                answer, code = (None, code) if found is None else opened(found)
+                answer, code = (None, code) if reply is None else opened(reply)
                 with changed:
                     if not over.is_set():
                         if answer is None:
@@ -97,7 +97,7 @@ class GridTransport:
 
 
 def opened(message: Message) -> tuple[bytes | None, str]:
-    """The bytes of a message, or none and a code."""
+    """The bytes of a message, or None and a code."""
     if message.has_error():
         return None, f"error {message.error.code}"
     try:

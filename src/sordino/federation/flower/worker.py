@@ -1,11 +1,10 @@
-"""The site's side: a process of the site which answers each letter with `handle(letter)`.
+"""The site's side: a process at the site that answers each message with `handle(request)`.
 
-It takes letters from the SuperNode beside it (`flower-supernode --isolation process`). The app bundle that the server
-sends along is neither unpacked nor imported: whatever it holds, the site runs what is installed here, so there is no
-list of permitted bundles to keep.
+It takes messages from the SuperNode on the same machine (`flower-supernode --isolation process`). The app bundle that
+the server sends is neither unpacked nor imported: the site runs the installed code, whatever the bundle holds.
 
-Only who knows the SuperNode's secret file is given letters; each comes with a token of its own. What `handle` raises
-goes to the site's log, and the server reads one constant sentence.
+The SuperNode gives messages only to a process that knows its secret file; each message has its own token. What `handle`
+raises goes to the site's log, and the server reads one constant sentence.
 
     python -m sordino.federation.flower.worker --runtime 127.0.0.1:9094 --secret FILE --handler module:function
 """
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
     from flwr.superlink.grid import HttpGrid
 
 FAILED = "The site could not answer."  # all that a server ever reads of a failure
-HEARTBEAT = 10.0  # seconds; the SuperNode gives a silent worker up after 60
+HEARTBEAT = 10.0  # seconds; the SuperNode gives up a silent worker after 60
 
 log = logging.getLogger("sordino.federation.flower.worker")
 
 
 class Again:
-    """A request that was cut off is made again: the other side closes idle connections, now and then in that moment."""
+    """Repeats a request that was cut off, because the other side may close an idle connection at that moment."""
 
     def invoke(self, send: Callable[[], Any]) -> Any:
         import httpx
@@ -53,7 +52,7 @@ class Again:
 
 
 class Runtime:
-    """The interface by which a process takes tasks: the one place that touches what Flower calls private."""
+    """The interface by which a process takes tasks. Only this class uses private parts of Flower."""
 
     def __init__(self, address: str, secret: bytes | None, authority: bytes | None) -> None:
         from flwr.supercore.constant import TASK_TOKEN_HEADER
@@ -61,19 +60,19 @@ class Runtime:
         from flwr.supercore.runtime import RuntimeHttpClient
 
         self.address, self.authority, self.token = address, authority, ""
-        worn = self
+        runtime = self
 
         class Token:
             def intercept(self, context: Any, call_next: Any) -> Any:
-                if worn.token:
-                    context.request.headers[TASK_TOKEN_HEADER] = worn.token
+                if runtime.token:
+                    context.request.headers[TASK_TOKEN_HEADER] = runtime.token
                 return call_next(context)
 
         chain: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperExec"), Token()]
         if secret:
             methods = {"/flwr.proto.Runtime/AcquireTask"}
             chain.append(SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=methods))
-        # Not Flower's own retry helper: on a refusal that one interrupts the whole process.
+        # Not Flower's own retry helper, which interrupts the whole process on a refusal.
         again: Any = Again()
         plain = authority is None
         self.client = RuntimeHttpClient.from_server_address(address, plain, authority, chain, retry_invoker=again)
@@ -85,11 +84,11 @@ class Runtime:
         self.client.close()
 
     def acquire(self, server: bool = False) -> bool:
-        """Whether a task was given to this process: the server's app, or a letter."""
+        """Whether this process was given a task: the server's app, or a message."""
         from flwr.proto.runtime_pb2 import AcquireTaskRequest
         from flwr.supercore.constant import TaskType
 
-        # A site answers an agent's task too, with an error: its SuperNode would wait for ever.
+        # A site answers an agent's task with an error: its SuperNode would otherwise wait for ever.
         kinds = [TaskType.SERVER_APP] if server else [TaskType.CLIENT_APP, TaskType.AGENT_APP]
         self.token = ""
         self.token = self.client.AcquireTask(AcquireTaskRequest(supported_task_types=kinds)).token
@@ -102,7 +101,7 @@ class Runtime:
         return message
 
     def push(self, reply: Message) -> None:
-        """Send the reply, and only then call the task done: one that ends without a reply blocks the SuperNode."""
+        """Send the reply, then mark the task as done: a task that ends without a reply blocks the SuperNode."""
         from flwr.common.constant import SubStatus
         from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
@@ -112,18 +111,18 @@ class Runtime:
         self.token = ""
 
     def grid(self) -> HttpGrid:
-        """The link as the server's task sees it; the bundle that came with the task is dropped."""
+        """The link for the server's task. The bundle that came with the task is dropped."""
         from flwr.common.serde import run_from_proto
         from flwr.proto.runtime_pb2 import PullTaskInputRequest
         from flwr.supercore.task_identity import TaskIdentity
         from flwr.superlink.grid import HttpGrid
 
-        given = self.client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
-        TaskIdentity.node_id = given.context.node_id
+        task = self.client.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
+        TaskIdentity.node_id = task.context.node_id
         grid = HttpGrid(self.address, self.authority is None, self.authority, token=self.token)
-        grid.set_run(run_from_proto(given.run))
-        # Flower's retry helper interrupts the whole process when a run is over; here that is an error of the call.
+        grid.set_run(run_from_proto(task.run))
+        # Flower's retry helper interrupts the whole process when a run is over; here the call raises instead.
         retry = grid._retry_invoker
         flower = retry.should_giveup
         retry.should_giveup = lambda error: refused(error) or bool(flower and flower(error))
@@ -138,7 +137,7 @@ class Runtime:
         self.token = ""
 
     def keep(self, claim: Path, message: Message) -> None:
-        """Note the task in hand, so that a worker which starts after a crash can give it back."""
+        """Store the current task, so that a worker started after a crash can give it back."""
         from flwr.app.message import remove_content_from_message
         from flwr.common.serde import message_to_proto
 
@@ -146,7 +145,7 @@ class Runtime:
         files.write(claim, self.token.encode() + b"\n" + note)
 
     def give_back(self, claim: Path) -> None:
-        """Answer a task left by a worker that died, as failed: else its SuperNode takes nothing new for a minute."""
+        """Answer the task of a worker that died as failed. Otherwise the SuperNode takes no new task for a minute."""
         from flwr.app import Context, RecordDict
         from flwr.common.serde import message_from_proto
         from flwr.proto.message_pb2 import Message as Proto
@@ -160,7 +159,7 @@ class Runtime:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Tell the SuperNode every few seconds that the task is in work."""
+        """Tell the SuperNode every few seconds that the worker is alive."""
         from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
 
         done = threading.Event()
@@ -170,7 +169,7 @@ class Runtime:
                 try:
                     self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
                 except Exception as error:
-                    log.warning("No heartbeat reached the SuperNode (%s).", type(error).__name__)
+                    log.warning("A heartbeat did not reach the SuperNode (%s).", type(error).__name__)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -196,17 +195,17 @@ def failure(message: Message) -> Message:
 def answer(handle: Callable[[bytes], bytes], message: Message, slack: float) -> Message:
     from flwr.app import ConfigRecord, Message, RecordDict
 
-    letter, code = opened(message)
-    if letter is None:
-        log.error("A message without a letter was refused (%s).", code)
+    request, code = opened(message)
+    if request is None:
+        log.error("A message without content was refused (%s).", code)
         return failure(message)
     if time.time() > message.metadata.created_at + message.metadata.ttl + slack:
-        log.error("A letter past its deadline was refused; if there are many, compare this clock with the server's.")
+        log.error("A message past its deadline was refused; if this repeats, compare this clock with the server's.")
         return failure(message)
     try:
-        reply = handle(letter)
+        reply = handle(request)
         if not isinstance(reply, bytes):
-            raise TypeError(f"the handler gave {type(reply).__name__}, not bytes")
+            raise TypeError(f"the handler returned {type(reply).__name__}, not bytes")
     except Exception:
         log.exception("The handler failed; the server reads: %s", FAILED)
         return failure(message)
@@ -224,13 +223,13 @@ def serve(
     poll: float = 0.1,
     slack: float = 60.0,
 ) -> None:
-    """Answer letters, one at a time, until `stop` is set.
+    """Answer messages, one at a time, until `stop` is set.
 
     address: host:port of the SuperNode's own interface, on this machine.
     secret: the file that the SuperNode was given as --superexec-auth-secret-file.
     authority: certificate, where that interface speaks TLS (not needed on loopback).
-    claim: a file for the task in hand; a worker killed in the middle then costs one reply instead of a minute.
-    slack: a letter is refused, unread, this many seconds after its deadline (clocks differ).
+    claim: a file for the current task; a worker killed in the middle then costs one reply instead of a minute.
+    slack: a message is refused unread this many seconds after its deadline (clocks differ).
     """
     require()
     import httpx
@@ -239,35 +238,35 @@ def serve(
         key = secret.read_bytes() if secret else None
         trusted = authority.read_bytes() if authority else None
     except OSError as error:
-        raise SordinoError(f"secret, authority: {error}; name a file that this user can read.") from error
+        raise SordinoError(f"secret, authority: {error}; choose a file that this user can read.") from error
     stop = stop or threading.Event()
     uploads(poll)
-    noiseless = False
+    disconnected = False
     with Runtime(address, key, trusted) as runtime:
         while not stop.is_set():
             try:
                 if not _one(handle, runtime, claim, slack):
                     stop.wait(poll)
-                noiseless = False
+                disconnected = False
             except httpx.HTTPStatusError as error:
                 if refused(error) and not runtime.token:
                     raise SordinoError("secret: the SuperNode refused it; give both the same file.") from None
                 log.error("The SuperNode refused a request (%d).", error.response.status_code)
                 stop.wait(1.0)
             except httpx.TransportError:
-                if not noiseless:
-                    log.warning("The SuperNode at %s does not answer; trying on.", address)
-                noiseless = True
+                if not disconnected:
+                    log.warning("The SuperNode at %s does not answer; trying again.", address)
+                disconnected = True
                 stop.wait(0.5)
             except Exception:
-                log.exception("A letter was lost.")
+                log.exception("A message was lost.")
                 stop.wait(1.0)
 
 
 def _one(handle: Callable[[bytes], bytes], runtime: Runtime, claim: Path | None, slack: float) -> bool:
-    """Answer a letter, if there is one."""
+    """Answer one message, if there is one."""
     if claim and claim.exists():
-        log.warning("A letter in work was lost with the worker before this one; it is answered as failed.")
+        log.warning("The previous worker died with a message in hand; it is answered as failed.")
         try:
             runtime.give_back(claim)
         finally:
@@ -285,16 +284,22 @@ def _one(handle: Callable[[bytes], bytes], runtime: Runtime, claim: Path | None,
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(prog="python -m sordino.federation.flower.worker", description=serve.__doc__)
-    words.add_argument("--runtime", required=True, metavar="HOST:PORT")
-    words.add_argument("--handler", required=True, metavar="MODULE:FUNCTION")
-    words.add_argument("--secret", type=Path)
-    words.add_argument("--claim", type=Path)
-    given = words.parse_args()
+    parser = argparse.ArgumentParser(prog="python -m sordino.federation.flower.worker", description=serve.__doc__)
+    parser.add_argument("--runtime", required=True, metavar="HOST:PORT")
+    parser.add_argument("--handler", required=True, metavar="MODULE:FUNCTION")
+    parser.add_argument("--secret", type=Path)
+    parser.add_argument("--claim", type=Path)
+    arguments = parser.parse_args()
     logs()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    serve(named(given.handler, "--handler"), given.runtime, secret=given.secret, claim=given.claim, stop=stop)
+    serve(
+        named(arguments.handler, "--handler"),
+        arguments.runtime,
+        secret=arguments.secret,
+        claim=arguments.claim,
+        stop=stop,
+    )
 
 
 if __name__ == "__main__":

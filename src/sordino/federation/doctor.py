@@ -1,0 +1,160 @@
+"""Checks of a site before it joins, and before any budget is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from sordino import files
+from sordino.core import Trust
+from sordino.errors import OverspentError, Refused, SordinoError
+from sordino.federation.config import FederationConfig, SiteConfig
+from sordino.federation.folders import proposed
+from sordino.federation.policy import agree
+from sordino.federation.site import Site
+from sordino.federation.terms import Terms
+from sordino.privacy import spending
+from sordino.privacy.evidence.charges import charges
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.secagg import Identity, Roster
+
+
+class Check(NamedTuple):
+    """The outcome of one check."""
+
+    fine: bool
+    about: str  # what was checked: a file, a key, the budget
+    says: str
+
+
+def doctor(path: Path, coordinator: Path | None = None) -> Iterator[Check]:
+    """Check everything that a site needs before it joins: data, keys, roster and budget.
+
+    Args:
+      path: the site's site.toml.
+      coordinator: a coordinator's folder, to check whether the site would agree to its run and can afford it.
+
+    Yields:
+      One `Check` per item. Nothing is written.
+
+    Raises:
+      SordinoError: site.toml cannot be read.
+    """
+    config = SiteConfig.read(path)
+    yield Check(True, "site.toml", f"{config.name}, limit ε = {config.epsilon:g} at δ = {config.delta:g} over all runs")
+    if config.seed is not None:
+        yield Check(False, "seed", "the noise is reproducible, so nothing is certified; remove seed from site.toml")
+    site = None
+    try:
+        candidate = Site(config, only_looking=True)
+        data = candidate.load()
+        label = f"{len(data.classes)} classes" if data.classes else "a number as label"
+        yield Check(True, "data", f"{len(data.y_train):,} training records, {data.x_train.shape[1]} features, {label}")
+        yield Check(True, "data", f"identity {candidate.dataset_id}")
+        site = candidate
+    except (SordinoError, OSError) as error:
+        yield Check(False, "data", f"{error}")
+    yield from _keys(config)
+    if site is not None:
+        yield from _budget(site, coordinator)
+
+
+def _keys(config: SiteConfig) -> Iterator[Check]:
+    try:
+        identity = Identity.load(config.path(config.identity))
+        own = identity.name == config.name
+        yield Check(own, "identity.key", f"key of {identity.name}" + ("" if own else f", not of {config.name}"))
+        if not (config.folder / "node").exists():
+            yield Check(False, "node", "the key for the link is missing; `sordino federate keys` creates it")
+        if not files.is_private(config.path(config.identity)):
+            yield Check(False, "identity.key", f"others on this machine can read it; run chmod 600 {config.identity}")
+    except (SordinoError, OSError) as error:
+        yield Check(False, "identity.key", f"{error}")
+        return
+    try:
+        roster = Roster.read(config.path(config.roster))
+        known = config.name in roster.names and roster.card(config.name) == identity.card
+        problem = "" if known else "; it lacks this site's card, or holds another one"
+        yield Check(known, "roster.toml", f"{len(roster.names)} sites, hash {roster.sha256()[:16]}{problem}")
+    except (SordinoError, OSError) as error:
+        needed = Trust.SECURE_AGGREGATION in config.trust
+        yield Check(not needed, "roster.toml", f"{error} Secure aggregation needs it")
+
+
+def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
+    config, terms = site.config, None
+    if coordinator is not None:
+        try:
+            terms = _offered(site, coordinator)
+            agree(site, terms)
+            yield Check(True, "terms", "site.toml allows everything that the federation asks for")
+            if terms.requested_epsilons:
+                yield Check(
+                    True,
+                    "run_epsilon",
+                    f"this site gets the ε = {config.run_epsilon:g} that it requests, where the federation has "
+                    f"{terms.parsed.epsilon:g}",
+                )
+        except Refused as refusal:
+            yield Check(False, "terms", f"the site would refuse: {refusal.detail}")
+            terms = None
+        except SordinoError as error:
+            yield Check(False, "terms", str(error))
+    path = config.path(config.ledger)
+    if not path.exists():
+        yield Check(True, "ledger.db", "none yet; `sordino federate join` creates it with the limit of site.toml")
+        if terms is not None and spending.epsilon(terms.plan) > config.epsilon:
+            cost = spending.epsilon(terms.plan)
+            yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
+        return
+    with Ledger(path) as ledger:
+        yield from _ledger(site, ledger)
+        if terms is None:
+            return
+        try:
+            mine = terms.names.index(config.name)
+            entries = [e for t in range(terms.plan.rounds) for e in charges(terms.plan, mine, t, terms.run)]
+            ledger.afford([entry._replace(who=site.dataset_id) for entry in entries])
+            cost = spending.epsilon(terms.plan)
+            yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
+        except OverspentError as error:
+            yield Check(False, "budget", f"{error}")
+
+
+def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:
+    config = site.config
+    problems = ledger.audit()
+    yield Check(not problems, "ledger.db", "complete" if not problems else problems[0])
+    for epsilon, delta in ledger.limits():
+        if (config.epsilon, config.delta) > (epsilon, delta) and config.epsilon > epsilon:
+            yield Check(False, "epsilon", f"the ledger's limit is {epsilon:g}; it can be lowered, never raised")
+    spent = ledger.spent_epsilon(site.dataset_id, config.delta)
+    most = min([config.epsilon, *(epsilon for epsilon, _ in ledger.limits())])
+    yield Check(spent < most, "budget", f"ε = {spent:.4g} of {most:g} spent on this data")
+    if others := [who for who in ledger.people() if who != site.dataset_id]:
+        new = "" if spent else "; this data has none yet. Was data.key lost, or the file rewritten?"
+        kept = f"{len(others)} other versions of the data have their own accounts"
+        yield Check(bool(spent), "ledger.db", f"{kept}, and what they spent on the same records counts too{new}")
+
+
+def _offered(site: Site, coordinator: Path) -> Terms:
+    """The terms that the federation would propose if all sites had the size of this one."""
+    config, federation = site.config, FederationConfig.read(coordinator / "federation.toml")
+    if config.name not in federation.sites:
+        raise SordinoError(f"federation.toml: it does not list {config.name}; ask the coordinator to add this site.")
+    terms = proposed(coordinator, [site.records] * len(federation.sites))
+    if config.run_epsilon is not None and config.run_epsilon < terms.parsed.epsilon:
+        terms = replace(terms, requested_epsilons={config.name: config.run_epsilon})
+    if not terms.secure:
+        return terms
+    if set(site.roster.names) != set(federation.sites):
+        raise SordinoError(
+            f"roster.toml: it lists {', '.join(site.roster.names)}, and federation.toml lists "
+            f"{', '.join(federation.sites)}; both must list the same sites."
+        )
+    theirs = coordinator / federation.roster
+    if theirs.exists() and Roster.read(theirs).sha256() != site.roster.sha256():
+        raise SordinoError("roster.toml: the coordinator has another roster; compare the hashes.")
+    return replace(terms, names=site.roster.names, roster=site.roster.sha256())

@@ -1,0 +1,142 @@
+"""What comes before the first round: the coordinator waits for its sites and proposes the terms of a run."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from sordino import files, secagg, wire
+from sordino.core import MOST_EPSILON, Trust
+from sordino.errors import SordinoError, StoppedError
+from sordino.federation import messenger
+from sordino.federation.config import FederationConfig
+from sordino.federation.messenger import Messenger, read
+from sordino.federation.terms import Terms, federated, written
+from sordino.privacy import calibration
+from sordino.settings import read_toml
+
+
+class Hello(NamedTuple):
+    """What a site states about itself."""
+
+    node: int
+    name: str
+    records: int
+    requested_epsilon: float | None  # stricter than the federation's, for this site alone
+
+
+class Enrolment:
+    """The sites of a coordinator's folder, and the terms that it proposes to them.
+
+    Args:
+      config: whom to wait for.
+      out: the run's folder, where the terms are stored.
+      messenger: knows the nodes of the sites that were met.
+      tell: reports progress.
+    """
+
+    def __init__(self, config: FederationConfig, out: Path, messenger: Messenger, tell: Callable[..., None]) -> None:
+        self.config, self.messenger, self.tell = config, messenger, tell
+        self.out, self.path = out, out / "terms.json"
+        self.fresh = False  # whether the terms were made by this process
+
+    def meet(self) -> dict[str, Hello]:
+        """Wait until all sites are connected, or in a resumed run as many as a round needs.
+
+        Raises:
+          SordinoError: a site did not connect within `patience`.
+        """
+        wanted = set(self.config.sites)
+        least = len(wanted) - self.config.dropouts if self.path.exists() else len(wanted)
+        met: dict[str, Hello] = {}
+        began = time.monotonic()
+        while True:
+            met |= self.greet()
+            waited = time.monotonic() - began
+            if met.keys() == wanted or (len(met) >= least and waited > self.config.deadline):
+                return met
+            if waited > self.config.patience:
+                missing = ", ".join(sorted(wanted - met.keys()))
+                raise StoppedError(
+                    f"sites: {missing} did not connect within {self.config.patience:g} s; start them, or raise "
+                    "patience in federation.toml."
+                )
+            time.sleep(messenger.POLL)
+
+    def greet(self) -> dict[str, Hello]:
+        """Ask the nodes that were not met before who they are."""
+        known = self.messenger.nodes
+        new = [node for node in self.messenger.transport.sites() if node not in known.values()]
+        if not new:
+            return {}
+        request = wire.encode("hello", {})
+        replies = self.messenger.transport.exchange(dict.fromkeys(new, request), self.config.deadline)
+        hellos = [hello for node, reply in replies.items() if (hello := self._hello(node, reply)) is not None]
+        met = {hello.name: hello for hello in hellos if hello.name in self.config.sites}
+        known.update({name: hello.node for name, hello in met.items()})
+        return met
+
+    def _hello(self, node: int, reply: bytes) -> Hello | None:
+        message = read(reply, "hello")
+        fields = message.fields if message else {}
+        name, records, epsilon = (fields.get(key) for key in ("name", "records", "epsilon"))
+        if isinstance(name, str) and type(records) is int and 0 < records < 2**40:
+            if epsilon is None:
+                return Hello(node, name, records, None)
+            if type(epsilon) in (float, int) and 0 < epsilon < MOST_EPSILON:
+                return Hello(node, name, records, float(epsilon))
+        self.tell("misfit", node=str(node))
+        return None
+
+    def propose(self, met: dict[str, Hello]) -> Terms:
+        """The stored terms, or new ones for the sites that were met.
+
+        Raises:
+          SordinoError: the spec cannot be run, or the roster names other sites.
+        """
+        if self.path.exists():
+            return Terms.read(self.path.read_text(encoding="utf-8"))
+        config = self.config
+        spec = federated(read_toml(config.path(config.spec)))
+        names, roster = tuple(config.sites), ""
+        if spec.trust == Trust.SECURE_AGGREGATION:
+            names, roster = tuple(self.roster.names), self.roster.sha256()
+            if set(names) != set(config.sites):
+                raise SordinoError(
+                    f"roster: it lists {', '.join(names)}, and federation.toml lists {', '.join(config.sites)}; both "
+                    "must list the same sites."
+                )
+        requested = {name: met[name].requested_epsilon for name in names}
+        terms = Terms(
+            run=secrets.token_hex(16),
+            spec=written(spec),
+            names=names,
+            sizes=tuple(met[name].records for name in names),
+            requested_epsilons={name: e for name, e in requested.items() if e is not None and e < spec.epsilon},
+            features=config.features,
+            classes=tuple(config.classes),
+            dropouts=config.dropouts,
+            colluders=config.colluders,
+            roster=roster,
+        )
+        if roster:
+            secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
+        terms = Terms.read(terms.json())
+        calibration.query_noises(terms.plan)  # refuses a plan that cannot be calibrated before any site is asked
+        files.write(self.path, terms.json().encode())
+        files.write(self.out / "spec.toml", terms.spec.encode())
+        self.fresh = True
+        return terms
+
+    def withdraw(self) -> None:
+        """Delete terms that a site refused before the first round, if this process proposed them."""
+        if self.fresh:
+            self.path.unlink()
+
+    @cached_property
+    def roster(self) -> secagg.Roster:
+        return secagg.Roster.read(self.config.path(self.config.roster))

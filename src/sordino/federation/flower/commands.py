@@ -1,0 +1,132 @@
+"""Files and command lines of a Flower federation. Each function stands alone, for several machines or one.
+
+- One port serves three interfaces. `/v1/control` has no login: whoever reaches it can register a site or start a run
+  (and, with `flower-superexec`, run any code). It is bound to loopback here. Sites on other machines must come through
+  a proxy that passes `/v1/fleet/` and nothing else; TLS for the sites then ends at the proxy, with its certificate.
+- `/v1/runtime` gives the server's task only to a process that knows the secret file. Each SuperNode does the same with
+  its messages.
+- The link keeps its state in memory unless a database is named. A database file holds bytes of messages even after the
+  run, so name one only on an encrypted disk. A link that restarts without one has lost its list of sites: register them
+  again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from sordino.federation.flower.keys import LOOPBACK, Tls
+
+NAME = "sordino"  # of the connection in Flower's configuration
+
+PYPROJECT = """\
+[project]
+name = "sordino-shell"
+version = "1.0.0"
+dependencies = []
+
+[tool.hatch.build.targets.wheel]
+packages = ["."]
+
+[tool.flwr.app]
+publisher = "sordino"
+
+[tool.flwr.app.components]
+serverapp = "shell.server:app"
+clientapp = "shell.client:app"
+
+[tool.flwr.app.config]
+"""
+CLIENT = """\
+from flwr.clientapp import ClientApp
+
+app = ClientApp()  # answers nothing: sites run sordino.federation.flower.worker
+"""
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def write_connection(home: Path, address: str, authority: Path) -> None:
+    """Write the address of the link for the `flwr` command."""
+    home.mkdir(parents=True, exist_ok=True)
+    text = f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{address}"\n'
+    (home / "config.toml").write_text(text + f'root-certificates = "{authority.resolve()}"\n')
+
+
+def write_app(folder: Path) -> Path:
+    """Write the app that `flwr run` needs. It starts the installed server app and holds no code for sites."""
+    (folder / "shell").mkdir(parents=True, exist_ok=True)
+    (folder / "pyproject.toml").write_text(PYPROJECT)
+    (folder / "shell" / "__init__.py").write_text("")
+    (folder / "shell" / "server.py").write_text("from sordino.federation.flower import server\n\napp = server.app\n")
+    (folder / "shell" / "client.py").write_text(CLIENT)
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+
+
+def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment of every Flower process: its own home, no telemetry, no update check."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    own = {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": path}
+    return {**os.environ, **own, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", **(more or {})}
+
+
+def superlink_command(
+    tls: Tls, secret: Path, *, host: str = LOOPBACK, port: int = 8000, database: Path | None = None
+) -> list[str]:
+    words = ["flower-superlink", "--host", host, "--port", str(port), "--ssl-ca-certfile", str(tls.authority)]
+    words += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
+    words += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+    words += ["--disable-runtime-dependency-installation"]
+    return words + (["--database", str(database)] if database else [])
+
+
+def superexec_command(address: str, authority: Path, secret: Path) -> list[str]:
+    """Flower's own executor. It runs, as its user, any bundle that comes through the control API."""
+    words = ["flower-superexec", "--runtime-api-address", address, "--root-certificates", str(authority)]
+    return [*words, "--superexec-auth-secret-file", str(secret)]
+
+
+def server_command(address: str, authority: Path, secret: Path) -> list[str]:
+    """Our replacement for the executor: it runs the installed coordinator, whatever bundle a run comes with."""
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "sordino.federation.flower.server",
+        "--link",
+        address,
+        "--authority",
+        str(authority),
+    ]
+    return [*words, "--secret", str(secret)]
+
+
+def supernode_command(
+    address: str, authority: Path, key: Path, secret: Path, *, port: int = 9094, idle: float | None = 0.2
+) -> list[str]:
+    """idle: seconds it sleeps when there is no work; None for Flower's own `flower-supernode`, which sleeps 3."""
+    words = ["flower-supernode"]
+    if idle is not None:  # started by path with -P, so that it does not import sordino
+        words = [sys.executable, "-P", str(Path(__file__).with_name("supernode.py")), "--idle", str(idle)]
+    words += ["--superlink", address, "--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
+    words += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+    return [*words, "--host", LOOPBACK, "--port", str(port)]
+
+
+def worker_command(handler: str, runtime: str, secret: Path, claim: Path) -> list[str]:
+    words = [sys.executable, "-P", "-m", "sordino.federation.flower.worker", "--runtime", runtime, "--handler", handler]
+    return [*words, "--secret", str(secret), "--claim", str(claim)]
+
+
+def register_command(public: Path) -> list[str]:
+    return ["flwr", "supernode", "register", str(public), NAME]
+
+
+def run_command(app: Path) -> list[str]:
+    return ["flwr", "run", str(app), NAME]

@@ -1,0 +1,194 @@
+"""The folders of a coordinator and of a site."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sordino.core import MOST_EPSILON
+from sordino.errors import SordinoError
+from sordino.federation.config import FederationConfig
+from sordino.federation.terms import NAME, Terms, federated, written
+from sordino.privacy import calibration
+from sordino.secagg import Identity
+
+SPEC = """\
+# What is trained, and how private it is. Every site reads this file and decides whether to take part.
+method = "{method}"
+rounds = {rounds}
+epsilon = {epsilon}
+delta = 1e-5
+trust = "{trust}"
+"""
+FEDERATION = """\
+# The sites that the coordinator waits for, and the public shape of their data.
+sites = {sites}
+features = {features}
+classes = {classes}
+dropouts = {dropouts}       # sites that may fail in a round without losing it
+colluders = {colluders}      # sites that may collude with the server; the noise of the others must suffice
+deadline = 120.0   # seconds a round waits for a site
+"""
+SITE = """\
+# What this site decides for itself. Nothing in it comes from the coordinator.
+name = "{name}"
+data = "{data}"          # .csv, .parquet or .npz; a path is relative to this file
+{label}classes = {classes}
+epsilon = {epsilon}      # limit over all runs on this data, stored in ledger.db
+delta = 1e-5
+# run_epsilon = 1.0     # of any single run; if the federation's is larger, this site adds more noise
+# methods = ["dp-fedsofim"]
+# trust = ["secure-aggregation"]
+# most_rounds = 1000
+"""
+README = """\
+# A federation
+
+`spec.toml` states what is trained, `federation.toml` with whom. The commands below are for one coordinator and
+{count} sites ({names}), each on its own machine with `pip install 'sordino[flower]'`.
+
+## At each site, once
+
+    sordino federate keys NAME SITE_FOLDER --data FILE --label COLUMN --classes A,B --limit 8
+
+creates keys and prints the site's public card. Send the card and `SITE_FOLDER/node.pub` to the coordinator, and check
+`site.toml`: data, classes, limit. When all cards are collected in one `roster.toml`, put that file beside `site.toml`.
+`sordino federate doctor SITE_FOLDER/site.toml` prints the hash of the roster: compare it with the other sites by
+telephone. Sites take each other's keys from this file, never from the server.
+
+## At the coordinator
+
+    # roster.toml holds all cards; nodes/ holds every site's node.pub as NAME.pub
+    sordino federate coordinate {folder} --host coordinator.example.org
+
+The first start writes `tls/authority.pem`; send it to the sites. The coordinator then waits for the sites, trains, and
+writes `run/model.safetensors`, `run/certificate.json` and `run/statement.md`. After a stop or a failure, the same
+command continues the run. For another run, rename `run/` first.
+
+## At each site, for the run
+
+    sordino federate join SITE_FOLDER/site.toml --link coordinator.example.org:8000 --authority authority.pem
+
+Afterwards `SITE_FOLDER/runs/` holds the site's own certificate and statement. `sordino ledger show
+SITE_FOLDER/ledger.db` prints what was spent.
+
+The link's port also serves Flower's control interface, which has no login. Do not open the port to the sites: put a
+proxy before it that passes only `/v1/fleet/` (see docs/federation.md of sordino).
+"""
+
+
+def init(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    features: int,
+    classes: Sequence[str],
+    method: str = "dp-fedsofim",
+    rounds: int = 20,
+    epsilon: float = 8.0,
+    trust: str = "secure-aggregation",
+    dropouts: int = 0,
+    colluders: int = 1,
+    more: dict[str, Any] | None = None,
+) -> list[Path]:
+    """Write the coordinator's folder: spec.toml, federation.toml, and a README with the commands.
+
+    Args:
+      folder: a new or empty folder.
+      names: the sites.
+      features: number of columns without the label.
+      classes: the labels; none if the label is a number.
+      method: name of the method.
+      rounds: number of rounds.
+      epsilon: privacy budget of the run.
+      trust: secure-aggregation or untrusted-server.
+      dropouts: sites that may fail in a round.
+      colluders: sites that may collude with the server.
+      more: other keys of spec.toml.
+
+    Returns:
+      The files written.
+
+    Raises:
+      SordinoError: the folder is not empty, or the spec cannot be run. Nothing is written then.
+    """
+    import tomli_w
+
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise SordinoError(f"sites: '{name}' must be letters, digits, dots and dashes.")
+    if len(classes) == 1 or len(set(classes)) < len(classes):
+        raise SordinoError(
+            f"classes: {', '.join(classes)}; list two or more different labels, or none if the label is a number."
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise SordinoError(f"'{folder}' is not empty; choose another folder.")
+    texts = {
+        "spec.toml": SPEC.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
+        + tomli_w.dumps(more or {}),
+        "federation.toml": FEDERATION.format(
+            sites=json.dumps(list(names)),
+            features=features,
+            classes=json.dumps(list(classes)),
+            dropouts=dropouts,
+            colluders=colluders,
+        ),
+        "README.md": README.format(count=len(names), names=", ".join(names), folder=folder),
+    }
+    with tempfile.TemporaryDirectory() as trial:  # a spec that cannot be run is refused before the folder is made
+        for place in (Path(trial), folder):
+            place.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (place / name).write_text(text, encoding="utf-8")
+            proposed(place, [1000] * len(names))
+    (folder / "nodes").mkdir()
+    return [folder / name for name in texts]
+
+
+def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = None) -> Terms:
+    """The terms that a coordinator's folder would propose to sites of these sizes, with a calibrated plan."""
+    from sordino.settings import read_toml
+
+    config = FederationConfig.read(folder / "federation.toml")
+    terms = Terms(
+        run="0" * 32,
+        spec=written(federated(read_toml(folder / config.spec))),
+        names=tuple(names or config.sites),
+        sizes=tuple(sizes),
+        requested_epsilons={},
+        features=config.features,
+        classes=config.classes,
+        dropouts=config.dropouts,
+        colluders=config.colluders,
+    )
+    calibration.query_noises(terms.plan)
+    return terms
+
+
+def make_site(
+    folder: Path, name: str, *, data: str, classes: Sequence[str], epsilon: float, label: str = ""
+) -> Identity:
+    """Write a site's folder: keys, and a site.toml to check. Existing files are kept.
+
+    Raises:
+      SordinoError: the folder belongs to another site, or epsilon is out of range.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "identity.key").exists():
+        identity = Identity.load(folder / "identity.key")
+        if identity.name != name:
+            raise SordinoError(f"name: '{folder}' is the folder of {identity.name}; choose another folder for {name}.")
+        return identity
+    if not 0 < epsilon <= MOST_EPSILON:
+        raise SordinoError(f"limit: {epsilon:g} must lie in (0, {MOST_EPSILON:g}].")
+    identity = Identity.make(name)
+    identity.save(folder / "identity.key")
+    path = folder / "site.toml"
+    if not path.exists():
+        own = f'label = "{label}"\n' if label else ""
+        text = SITE.format(name=name, data=data, label=own, classes=json.dumps(list(classes)), epsilon=epsilon)
+        path.write_text(text, encoding="utf-8")
+    return identity

@@ -1,0 +1,84 @@
+"""The checks of a site before it joins."""
+
+import shutil
+
+import pytest
+
+from sordino.federation import demonstration
+from sordino.federation.config import FederationConfig
+from sordino.federation.doctor import doctor
+from sordino.secagg import Roster
+
+pytest.importorskip("flwr", reason="needs sordino[flower]")
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A coordinator and three sites, as `up` makes them."""
+    demonstration.prepare(tmp_path / "f", 3, spec={"rounds": 4})
+    return tmp_path / "f"
+
+
+def problems(path, **keys):
+    return [f"{check.about}: {check.says}" for check in doctor(path, **keys) if not check.fine]
+
+
+def test_what_up_makes_passes_the_doctor(three):
+    for name in ("site1", "site2", "site3"):
+        assert problems(three / "sites" / name / "site.toml", coordinator=three / "coordinator") == []
+    roster = Roster.read(three / "coordinator" / "roster.toml")
+    assert roster.names == FederationConfig.read(three / "coordinator" / "federation.toml").sites
+
+
+def test_the_doctor_finds_what_is_amiss(three):
+    site = three / "sites" / "site1"
+    keep = (site / "site.toml").read_text()
+
+    def with_text(old, new):
+        (site / "site.toml").write_text(keep.replace(old, new))
+        found = problems(site / "site.toml", coordinator=three / "coordinator")
+        (site / "site.toml").write_text(keep)
+        return " ".join(found)
+
+    assert "none of the public ones" in with_text('"9"]', '"nine"]')
+    assert "others.npz" in with_text("data.npz", "others.npz")
+    assert "seed" in with_text("delta = 1e-5", "delta = 1e-5\nseed = 3")
+    shutil.copy(three / "sites" / "site2" / "identity.key", site / "identity.key")
+    assert any("site2" in problem for problem in problems(site / "site.toml"))
+
+
+def test_the_doctor_sees_that_a_run_cannot_be_afforded(three):
+    site = three / "sites" / "site1"
+    text = (site / "site.toml").read_text()
+    (site / "site.toml").write_text(text.replace("epsilon = 16.0", "epsilon = 2.0"))
+    assert any("2 is allowed" in problem for problem in problems(site / "site.toml", coordinator=three / "coordinator"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("# methods = [", "methods = ['dp-fedgd']\n# [", "method dp-fedsofim; site.toml allows dp-fedgd"),
+        (
+            "# trust = [",
+            "trust = ['untrusted-server']\n# [",
+            "trust secure-aggregation; site.toml allows untrusted-server",
+        ),
+        ("# most_rounds = 1000", "most_rounds = 3", "most_rounds is 3"),
+        ('"8", "9"]', '"9", "8"]', "classes of the terms are not those of site.toml"),
+    ],
+)
+def test_the_doctor_tells_what_the_site_would_refuse(three, old, new, why):
+    site = three / "sites" / "site1" / "site.toml"
+    text = site.read_text()
+    assert old in text
+    site.write_text(text.replace(old, new))
+    assert any(why in problem for problem in problems(site, coordinator=three / "coordinator"))
+    assert not (site.parent / "ledger.db").exists()  # only looking: no limit is set
+
+
+def test_the_doctor_compares_rosters(three):
+    site = three / "sites" / "site1"
+    roster = Roster.read(site / "roster.toml")
+    Roster((roster.sites[0], *roster.sites[:0:-1])).write(site / "roster2.toml")
+    shutil.copy(site / "roster2.toml", site / "roster.toml")
+    assert any("another" in problem for problem in problems(site / "site.toml", coordinator=three / "coordinator"))

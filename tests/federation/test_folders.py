@@ -1,0 +1,106 @@
+"""Folders, and the commands that write and use them; no network."""
+
+import json
+import shutil
+
+import pytest
+
+from sordino.cli import main
+from sordino.errors import SordinoError
+from sordino.federation import demonstration
+from sordino.federation.config import SiteConfig
+from sordino.federation.flower import deploy
+from sordino.secagg import Roster
+
+pytest.importorskip("flwr", reason="needs sordino[flower]")
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A coordinator and three sites, as `up` makes them."""
+    demonstration.prepare(tmp_path / "f", 3, spec={"rounds": 4})
+    return tmp_path / "f"
+
+
+def test_files_with_unknown_or_missing_keys_are_refused(tmp_path):
+    path = tmp_path / "site.toml"
+    path.write_text('name = "a"\ndata = "x"\nepsilon = 1\ndelta = 1e-5\nmethod = ["dp-fedgd"]\n')
+    with pytest.raises(ValueError, match="Did you mean 'methods'"):
+        SiteConfig.read(path)
+    path.write_text('name = "a"\ndata = "x"\n')
+    with pytest.raises(ValueError, match="must set it"):
+        SiteConfig.read(path)
+    path.write_text('name = "a"\ndata = "x"\nepsilon = "much"\ndelta = 1e-5\n')
+    with pytest.raises(ValueError, match="must be a number"):
+        SiteConfig.read(path)
+
+
+def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
+    made = tmp_path / "study"
+    words = ["federate", "init", str(made), "--sites", "a,b,c", "--features", "5", "--classes", "0,1"]
+    assert main(words) == 0
+    assert {path.name for path in made.iterdir()} >= {"spec.toml", "federation.toml", "README.md", "nodes"}
+    assert "sordino federate coordinate" in (made / "README.md").read_text()
+    assert main(words) == 2  # not empty
+    for more, why in (
+        (["--sites", "a,b"], "no better than untrusted-server"),
+        (["--method", "dp-scaffold"], "not proved private"),
+        (["--dropouts", "2"], "Allow fewer"),
+        (["--epsilon", "-1"], "epsilon"),
+        (["--sites", "a,../b,c"], "letters"),
+    ):
+        assert main([*words[:2], str(tmp_path / "other"), *words[3:], *more]) == 2
+        assert why in capsys.readouterr().err
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+
+
+def test_keys_print_a_card_for_the_roster_and_are_never_overwritten(tmp_path, capsys):
+    assert main(["federate", "keys", "north", str(tmp_path / "n"), "--classes", "0,1"]) == 0
+    card, note = capsys.readouterr()
+    assert Roster.parse(card.encode()).names == ("north",)
+    assert "does not exist yet" in note
+    for name in ("identity.key", "node"):
+        assert (tmp_path / "n" / name).stat().st_mode & 0o077 == 0
+    assert main(["federate", "keys", "north", str(tmp_path / "n")]) == 0
+    assert capsys.readouterr().out == card  # the same once more
+    assert main(["federate", "keys", "south", str(tmp_path / "n")]) == 2
+    assert main(["federate", "keys", "south", str(tmp_path / "s"), "--limit", "0"]) == 2
+
+
+def test_a_ledger_is_shown_and_exported(federation, tmp_path, capsys):
+    federation = federation(rounds=2)
+    federation.run()
+    path = str(federation.place("north") / "ledger.db")
+    assert main(["ledger", "show", path, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["whole"]
+    assert shown["runs"][0]["rounds"] == 2
+    assert 0 < shown["accounts"][0]["epsilon"] <= 8
+    assert main(["ledger", "export", path]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + shown["rows"]
+    assert main(["ledger", "show", path]) == 0
+    assert main(["ledger", "show", str(tmp_path / "nothing.db")]) == 2
+
+
+def test_a_step_must_be_named(capsys):
+    assert main(["federate"]) == 2
+    assert "choose a step: up, init" in capsys.readouterr().err
+
+
+def test_a_join_that_cannot_be_fixes_no_limit(three, tmp_path):
+    site = three / "sites" / "site1"
+    for words in (("nowhere:8000", tmp_path / "none.pem"), ("no address", tmp_path)):
+        with pytest.raises(SordinoError):
+            next(deploy.join(site / "site.toml", *words))
+    assert not (site / "ledger.db").exists()
+
+
+@pytest.mark.parametrize("how", ["an unknown method", "no roster"])
+def test_a_coordinator_tells_what_cannot_be_before_it_waits(three, how):
+    place = three / "coordinator"
+    if how == "no roster":
+        (place / "roster.toml").unlink()
+    else:
+        (place / "spec.toml").write_text((place / "spec.toml").read_text().replace("dp-fedsofim", "dp-fedsofi"))
+    with pytest.raises(SordinoError, match=r"dp-fedsofim|roster"):
+        next(deploy.coordinate(place, port=1))

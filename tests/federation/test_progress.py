@@ -1,0 +1,47 @@
+"""Following a coordinator that runs, or does not."""
+
+import json
+import sys
+from subprocess import Popen
+from types import SimpleNamespace
+
+import pytest
+
+from sordino.errors import SordinoError
+from sordino.federation.progress import count_lines, follow
+
+
+@pytest.fixture
+def running(tmp_path):
+    """What `follow` looks at: processes by name, and their logs."""
+    sleepers = {name: Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for name in ("server", "link")}
+    ended = lambda name: sleepers[name].poll()  # noqa: E731
+    yield SimpleNamespace(processes=sleepers, ended=ended, log=lambda name: tmp_path / f"{name}.log")
+    for process in sleepers.values():
+        process.kill()
+        process.wait()
+
+
+def progress(path, *whats):
+    path.write_text("".join(json.dumps({"what": what}) + "\n" for what in whats))
+    return path
+
+
+def test_a_coordinator_that_failed_before_is_followed_from_its_next_word_on(tmp_path, running):
+    path = progress(tmp_path / "p", "waiting", "failed", "waiting", "round", "finished")
+    assert [line["what"] for line in follow(path, running, 5.0)] == ["waiting", "failed"]
+    seen = count_lines(progress(tmp_path / "q", "waiting", "failed"))
+    assert [line["what"] for line in follow(path, running, 5.0, seen)] == ["waiting", "round", "finished"]
+
+
+@pytest.mark.parametrize("name", ["server", "link"])
+def test_a_process_that_dies_is_told_and_not_waited_for(tmp_path, running, name):
+    running.processes[name].kill()
+    running.processes[name].wait()
+    with pytest.raises(SordinoError, match=rf"ended with status -9; see .*{name}.log.*continues"):
+        list(follow(progress(tmp_path / "p", "waiting"), running, 30.0))
+
+
+def test_it_is_not_followed_for_ever(tmp_path, running):
+    with pytest.raises(SordinoError, match=r"more than 0\.3 s"):
+        list(follow(tmp_path / "none", running, 0.3))
