@@ -165,7 +165,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
         return statistics.by_thresholds(*scores, **at).epsilon, statistics.by_gaussian(*scores, **at).epsilon
 
     certified, tries = spending.epsilon(plan), []
-    while len(tries) < audits.TRIES and (not tries or max(tries[-1]) > certified):  # one in a hundred is chance
+    while len(tries) < audits.MAX_TRIES and (not tries or max(tries[-1]) > certified):  # one in a hundred is chance
         tries.append(bounds(plain, repeats))
     found, wrong = min(tries, key=max), bounds(twin, 60)
     yield Finding(

@@ -27,8 +27,8 @@ from rich.progress import track
 
 import sordino as so
 from provenance import provenance
-from sordino.data import sources
-from sordino.data.sources import RADIUS, Dataset
+from sordino.data.preprocess import RADIUS, by_record, of_roots, whiten
+from sordino.data.sources import Dataset
 from sordino.methods.auto import auto
 from sordino.rules import kalman
 
@@ -90,7 +90,7 @@ def one(job: tuple[str, str, float, str, int]) -> dict[str, float]:
     name, variant, epsilon, trust, seed = job
     options = dict(VARIANTS[variant])
     dataset, divisor = read(name, options.pop("records", "record")), options.pop("divisor", "pooled")
-    kalman.REACH = options.pop("reach", SCAN["reach"])
+    kalman.SATURATING_LOGIT = options.pop("reach", SCAN["reach"])
     clients = FILES[name][2]
     which = so.split(dataset, "dirichlet:0.5" if clients else "by-site", clients=clients, seed=seed)
     records = so.Records.of(dataset.x_train, dataset.y_train, which)
@@ -120,7 +120,7 @@ def jobs() -> list[tuple[str, str, float, str, int]]:
 
 def main(folder: str) -> None:
     origin = provenance("python benchmarks/auto.py DATA_DIR")  # of the code that is loaded now
-    parts = [auto, kalman, sources.by_record, sources.of_roots, sources.whiten]
+    parts = [auto, kalman, by_record, of_roots, whiten]
     code = hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()
     old = json.loads(OUT.read_text()) if OUT.exists() else {}
     runs: dict[str, dict[str, float]] = old.get("runs", {}) if old.get("code") == code else {}

@@ -25,20 +25,20 @@ import torch
 from provenance import provenance
 from sordino.studies import estimation
 from sordino.studies import estimation_report as report
-from sordino.studies.estimation import LABELS, LAWS, MUS, Cell, cells
+from sordino.studies.estimation import LABELS, LAWS, MUS, DesignPoint, cells
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("logistic", "poisson")
 MNIST = {"mnist-binary": "even or odd", "mnist-multiclass": "ten classes"}
 
 
-def all_cells() -> list[Cell]:
+def all_cells() -> list[DesignPoint]:
     designs = [(law, law) for law in LAWS] + [("fixed-total", law) for law in LAWS] + [("iterations", "equal")]
     found = [cell for design, law in designs for cell in cells(design, KINDS, MUS, law)]
     return list(dict.fromkeys(found))
 
 
-def measured(cell: Cell, repetitions: int, device: str) -> dict[str, Any]:
+def measured(cell: DesignPoint, repetitions: int, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     (point,) = estimation.measure([cell], repetitions, device=device)
     return {"cell": repr(cell), **point, **_where(device)}

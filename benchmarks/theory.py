@@ -80,7 +80,7 @@ def sofim(radius: float, clip: float, rho: float, step: float, rounds: int) -> d
     }
 
 
-def _verdict(verdict: theory.Verdict, measured: torch.Tensor) -> dict[str, Any]:
+def _verdict(verdict: theory.BoundCheck, measured: torch.Tensor) -> dict[str, Any]:
     return {
         **verdict._asdict(),
         "vacuous": verdict.vacuous,

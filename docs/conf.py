@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,6 +28,11 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
+nb_output_stderr = "remove"
+startup = HERE / "_build" / "ipython" / "profile_default" / "startup"
+startup.mkdir(parents=True, exist_ok=True)
+shutil.copy(HERE / "_ext" / "notebook.py", startup)
+os.environ["IPYTHONDIR"] = str(HERE / "_build" / "ipython")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # tutorials call sordino
 

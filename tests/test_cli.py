@@ -85,7 +85,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
     [
         (
             ["run", "--method", "dp-fedsofim", "--set", "lrr=1"],
-            "lrr: neither a key of a run nor an option of dp-fedsofim. Did you mean 'lr'?",
+            "lrr: neither a key of a run nor an option of dp-fedsofim or of model auto. Did you mean 'lr'?",
         ),
         (["run", "--set", "lr"], "--set: 'lr' must have the form key=value"),
         (["run", "--method", "dp-fedadm"], "Did you mean 'dp-fedadam'?"),
@@ -99,8 +99,8 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["run", "--participation", "fixed:inf"], "participation: fixed:inf needs a whole number"),
         (["run", "--set", "schedule_seed=-1"], "schedule_seed: -1 must be 0 or more"),
         (["run", "--set", "noise=1e-200"], "noise: 1e-200 must lie between"),
-        (["run", "--epsilon", "2", "--set", "noise=3"], "noise: epsilon is given too"),
-        (["run", "--method", "dp-fedgd", "--set", "lr=inf"], "lr: inf is not a number to run with"),
+        (["run", "--epsilon", "2", "--set", "noise=3"], "noise: epsilon is set too"),
+        (["run", "--method", "dp-fedgd", "--set", "lr=inf"], "lr: inf must be a finite number"),
         (["run", "--set", "lr=1"], "lr: not an option of auto. It is one of dp-fedgd"),
         (["run", "--rounds", "3000000000"], "rounds: 3000000000 must lie between"),
         (["run", "--json", "nodir/x.json"], "--json: there is no directory"),
@@ -123,7 +123,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--seed", "-1"], "seed: -1 must be an integer"),
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["privacy", "--epsilon", "0"], "epsilon: 0.0 must lie in"),
-        (["privacy", "--noise", "0"], "noise: 0.0 must lie between 1e-6 and 1e12"),
+        (["privacy", "--noise", "0"], "noise: 0.0 must lie between 1e-06 and 1e+12"),
         (["privacy", "--epsilon", "1", "--clients", "0"], "--clients: 0 must be at least 1"),
         (["privacy", "--epsilon", "1", "--unit", "patient"], "unit: 'patient' is unknown"),
     ],

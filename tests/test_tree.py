@@ -1,6 +1,7 @@
 """Nested tuples of tensors, and the bytes they travel as."""
 
 import json
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from sordino.errors import SordinoError
-from sordino.tree import leaves, pack, tree_map, unpack
+from sordino.tree import flatten, leaves, pack, rebuild, tree_map, unflatten, unpack
 
 tensors = st.sampled_from([np.float32, np.float64, np.int64, np.bool_]).flatmap(
     lambda dtype: arrays(dtype, array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)).map(
@@ -92,3 +93,48 @@ def test_map_and_leaves_keep_the_order():
     assert same(tree_map(torch.add, tree, tree), tree_map(lambda leaf: 2 * leaf, tree))
     with pytest.raises(ValueError, match="zip"):
         tree_map(torch.add, tree, tree[:1])
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    rest: tuple
+
+
+def test_named_tuples_survive_map_and_bytes():
+    """Bytes hold plain tuples; a template gives the fields back, at every depth."""
+    tree = Pair(torch.ones(2), (Pair(torch.zeros(1), ()), torch.ones(3)))
+    doubled = tree_map(lambda leaf: 2 * leaf, tree)
+    assert isinstance(doubled, Pair)
+    assert isinstance(doubled.rest[0], Pair)
+    plain = unpack(pack(tree))
+    assert type(plain) is tuple
+    again = unpack(pack(tree), tree)
+    assert again.rest[0].first.tolist() == [0]
+    assert same(again, tree)
+
+
+def test_a_template_accepts_anything_where_it_has_nothing():
+    tree = (torch.ones(2), (torch.zeros(1), torch.ones(1)))
+    assert isinstance(rebuild(tree, Pair((), ())), Pair)
+    assert rebuild(tree, ()) is tree
+    assert rebuild(tree, torch.ones(1)) is tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        (torch.ones(2), "one tensor in place of first, rest"),
+        ((torch.ones(2),), "1 parts in place of first, rest"),
+        ((torch.ones(2), (), ()), "3 parts in place of first, rest"),
+    ],
+)
+def test_a_tree_of_another_method_is_refused(tree, problem):
+    with pytest.raises(SordinoError, match=problem):
+        rebuild(tree, Pair((), ()))
+
+
+def test_a_nesting_that_repeats_or_skips_a_leaf_is_refused():
+    for skeleton in ([0, 0], [1], [0, 2], [True], ["0"], {"0": 0}, None):
+        with pytest.raises(ValueError, match="missing"):
+            unflatten(skeleton, lambda i: torch.ones(1))
+    assert flatten((torch.ones(1), ())) == ([0, []], [torch.ones(1)])

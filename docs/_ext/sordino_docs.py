@@ -207,6 +207,7 @@ def _signature(thing: Any) -> str:
         text = str(inspect.signature(thing))
     except (TypeError, ValueError):
         return "()"
+    text = text.removesuffix(" -> None")
     text = re.sub(r"(sordino|torch|numpy|np|collections\.abc|typing|pathlib)(\.\w+)*\.(?=[A-Za-z])", "", text)
     return re.sub(r"<function (\w+).*?>|<(\w[\w.]*)[^>]*>", r"\1\2", text).replace("'", "").replace("  ", " ")
 
@@ -346,9 +347,10 @@ def method_page(name: str, entry: Any, note: Path) -> str:
     rows = [f"| `{key}` | `{value}` | {_cell(told.get(key, ''))} |" for key, value in entry.options.items()]
     text = "\n\n".join(markdown(_rejoined(s)) for s in doc if s.head not in ("Args", "Returns", "Guarantee"))
     parts = [f"# {name}", text]
-    for section in doc:
-        if section.head == "Guarantee":
-            parts.append(f"## Guarantee\n\n{_examples(section.text)}")
+    releases, remarks = noted(note)
+    guarantee = "\n\n".join(_examples(section.text) for section in doc if section.head == "Guarantee") or releases
+    if guarantee:
+        parts.append(f"## Guarantee\n\n{guarantee}")
     parts.append("## Certified for\n\n" + certified(name, entry))
     parts.append(
         f"## Facts\n\n- Family: {entry.family}\n- Source: {entry.paper}\n"
@@ -356,9 +358,17 @@ def method_page(name: str, entry: Any, note: Path) -> str:
     )
     if rows:
         parts.append("## Options\n\n| option | default | meaning |\n|---|---|---|\n" + "\n".join(rows))
-    if note.exists():
-        parts.append(f"```{{include}} /_notes/{note.name}\n```")
+    if remarks:
+        parts.append(f"## Notes\n\n{remarks}")
     return "\n\n".join(parts) + "\n"
+
+
+def noted(note: Path) -> tuple[str, str]:
+    """Notes by hand: what is released and why it is private, which a docstring's Guarantee replaces; and the rest."""
+    text = note.read_text(encoding="utf-8").strip() if note.exists() else ""
+    start = text.find("**What it releases.**")
+    end = min((at for at in map(text.find, ("**Every default", "**When to use it.**")) if at >= 0), default=len(text))
+    return text[max(start, 0) : end].strip(), text[end:].strip()
 
 
 def _rejoined(section: Section) -> str:

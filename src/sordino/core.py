@@ -11,14 +11,30 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import Tensor, torch
 
-Tree = Any  # a tensor, or plain nested tuples of tensors: a message, a client's memory, a rule's state
+# A message, a client's memory or a rule's state: a tensor, or a tuple of trees. Several parts are a NamedTuple, whose
+# fields say what they are. A tree holds nothing else, so a stored one is plain data.
+Tree: TypeAlias = "Tensor | tuple[Tree, ...]"
+
+if TYPE_CHECKING:
+    # A rule names its own types; a container of unlike rules writes `Rule`, which stands for any of them.
+    from typing_extensions import TypeVar as DefaultTypeVar
+
+    MessageT = DefaultTypeVar("MessageT", bound=Tree, default=Any)
+    MemoryT = DefaultTypeVar("MemoryT", bound=Tree, default=Any)
+    CacheT = DefaultTypeVar("CacheT", bound=Tree, default=Any)
+    ExtrasT = DefaultTypeVar("ExtrasT", bound=Tree, default=Any)
+    StateT = DefaultTypeVar("StateT", bound=Tree, default=Any)
+    AnyTree = DefaultTypeVar("AnyTree", bound=Tree)
+else:
+    MessageT, MemoryT, CacheT = TypeVar("MessageT"), TypeVar("MemoryT"), TypeVar("CacheT")
+    ExtrasT, StateT, AnyTree = TypeVar("ExtrasT"), TypeVar("StateT"), TypeVar("AnyTree")
 
 # ---------------------------------------------------------------------------------------------- what is protected
 
@@ -300,11 +316,16 @@ class Query:
 # ------------------------------------------------------------------------------------------ who does what, in turn
 
 
-class Broadcast(NamedTuple):
-    """What the server says at the start of a round: the model, and whatever words the rule adds."""
+class Broadcast(NamedTuple, Generic[ExtrasT]):
+    """What the server sends at the start of a round.
+
+    Attributes:
+        theta: The model's parameters.
+        extras: What the rule adds: a tensor, a NamedTuple of tensors, or () for nothing.
+    """
 
     theta: Tensor
-    extras: Tree = ()
+    extras: ExtrasT = ()  # type: ignore[assignment]
 
 
 class Ask(Protocol):
@@ -340,46 +361,64 @@ class Ask(Protocol):
 
 
 def forget(theta: Tensor, before: Tree) -> Tree:
-    """No memory."""
+    """No memory: the `init` of a client that stores nothing."""
     return ()
 
 
-def keep(message: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
-    """The memory stays as it was."""
+def keep(message: Tree, broadcast: Broadcast, memory: AnyTree) -> AnyTree:
+    """The memory stays unchanged: the default `update_memory`."""
     return memory
 
 
 def nothing(ask: Ask) -> Tree:
-    """No cache."""
+    """No cache: the default `prepare`."""
     return ()
 
 
-def noiseless(state: Tree) -> Tree:
-    """No words beside the model."""
+def no_extras(state: Tree) -> Tree:
+    """Nothing is sent but theta: the default `broadcast`."""
     return ()
 
 
 def itself(theta: Tensor, state: Tree) -> Tensor:
-    """The model is theta."""
+    """The model handed out is theta: the default `model`."""
     return theta
 
 
-class Local(NamedTuple):
-    """A client's rule. It meets its data only through `ask`, and remembers only what it said."""
+class Local(NamedTuple, Generic[MessageT, MemoryT, CacheT, ExtrasT]):
+    """A client's rule. It reaches its data only through `ask`, and stores only what follows from its messages.
 
-    compute: Callable[[Ask, Broadcast, Tree, Tree], Tree]  # (ask, down, memory, cache) -> message
-    update_memory: Callable[[Tree, Broadcast, Tree], Tree] = keep  # (noised message, down, memory) -> memory
-    init: Callable[[Tensor, Tree], Tree] = forget  # (theta, memory of the stage before) -> memory
-    prepare: Callable[[Ask], Tree] = nothing  # (ask) -> cache, built from data; it never leaves the client
+    Attributes:
+        compute: (ask, broadcast, memory, cache) -> message.
+        update_memory: (message as it was sent, broadcast, memory) -> memory.
+        init: (theta, memory of the stage before) -> memory.
+        prepare: (ask) -> cache, computed from data once per stage; a cache never leaves the client.
+        message: A NamedTuple of () with the fields of the message, if it has several parts. A message that was stored
+            or received is a plain tuple; `tree.rebuild` gives it these fields again.
+    """
+
+    compute: Callable[[Ask, Broadcast[ExtrasT], MemoryT, CacheT], MessageT]
+    update_memory: Callable[[MessageT, Broadcast[ExtrasT], MemoryT], MemoryT] = keep
+    init: Callable[[Tensor, Tree], MemoryT] = forget  # type: ignore[assignment]
+    prepare: Callable[[Ask], CacheT] = nothing  # type: ignore[assignment]
+    message: Tree = ()
 
 
-class Rule(NamedTuple):
-    """A server's rule: pure post-processing of the aggregate."""
+class Rule(NamedTuple, Generic[MessageT, StateT]):
+    """A server's rule: pure post-processing of the aggregate.
 
-    init: Callable[[Tensor, Facts, Tree], Tree]  # (theta, facts, state of the stage before) -> state
-    update: Callable[[Tree, Tree, Tensor, int], tuple[Tensor, Tree]]  # (aggregate, state, theta, t) -> (step, state)
-    broadcast: Callable[[Tree], Tree] = noiseless  # (state) -> extra words broadcast to clients
-    model: Callable[[Tensor, Tree], Tensor] = itself  # (theta, state) -> the model to hand out, if not theta
+    Attributes:
+        init: (theta, facts, state of the stage before) -> state. If no client ever took part in the stage before, its
+            state is the one its own `init` returned.
+        update: (aggregate, state, theta, t) -> (step, state); the engine adds the step to theta.
+        broadcast: (state) -> what clients receive beside theta.
+        model: (theta, state) -> the model to hand out.
+    """
+
+    init: Callable[[Tensor, Facts, Tree], StateT]
+    update: Callable[[MessageT, StateT, Tensor, int], tuple[Tensor, StateT]]
+    broadcast: Callable[[StateT], Tree] = no_extras
+    model: Callable[[Tensor, StateT], Tensor] = itself
 
 
 class Stage(NamedTuple):
@@ -443,6 +482,14 @@ class Facts:
     blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
 
 
+class Checkpoint(NamedTuple):
+    """All that the next round needs."""
+
+    theta: Tensor
+    state: Tree  # of the server's rule
+    memory: Tree  # of the clients
+
+
 class Round(NamedTuple):
     """What an engine yields after each round.
 
@@ -465,5 +512,5 @@ class Round(NamedTuple):
     t: int
     model: Tensor  # to evaluate and to hand out
     cohort: np.ndarray
-    aggregate: Tree  # () where nobody came
-    checkpoint: Tree  # (theta, state, memory): all that the next round needs
+    aggregate: Tree  # () if no client took part
+    checkpoint: Checkpoint

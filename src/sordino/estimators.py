@@ -22,7 +22,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 import sordino
 from sordino.core import Unit
-from sordino.data.sources import Dataset, preprocess
+from sordino.data.preprocess import preprocess
+from sordino.data.sources import Dataset
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.privacy import spending

@@ -1,9 +1,9 @@
-"""Messages between machines: a short JSON head, then the bytes of arrays. Nothing in them is ever executed.
+"""Messages between machines: a short JSON head, then the bytes of arrays. Nothing in a message is executed.
 
     b"SRD1" | length of the head, 4 bytes | head | arrays, one after another
 
-The head holds `kind`, `fields` (what JSON holds; bytes as hex) and `arrays` (name, type, shape). A reader knows every
-size before it makes anything, and refuses what does not add up to the last byte.
+The head holds `kind`, `fields` (JSON values; bytes as hex) and `arrays` (name, type, shape). A reader knows every size
+before it allocates anything, and rejects a message whose sizes do not add up to its last byte.
 """
 
 from __future__ import annotations
@@ -19,87 +19,122 @@ import torch
 
 from sordino.core import Tree
 from sordino.errors import WireError
-from sordino.tree import leaves, tree_map
+from sordino.tree import Skeleton, flatten, unflatten
 
 MAGIC = b"SRD1"
-HEAD = 2**22  # bytes of a head at most
-MOST = 2**31  # bytes of a message at most; a reader may set less
-DEPTH = 8  # of lists and tables in a head, and of trees
-ARRAYS = 4096  # of a message at most
+MAX_HEAD_BYTES = 2**22
+MAX_MESSAGE_BYTES = 2**31  # a reader may set a lower limit
+MAX_DEPTH = 8  # of nested lists and objects in a head
+MAX_ARRAYS = 4096
+MAX_AXES = 4
 TYPES = {"f4": np.float32, "f8": np.float64, "i8": np.int64, "u4": np.uint32, "u1": np.uint8}
+NOT_A_HEAD = "message: the head must hold kind, fields and arrays, nested at most 8 deep."
 
 
 class Message(NamedTuple):
+    """A decoded message."""
+
     kind: str
     fields: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
 def encode(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
+    """A message as bytes.
+
+    Args:
+        kind: What the message is.
+        fields: JSON values by name.
+        arrays: Arrays by name; their types must be in `TYPES`.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        WireError: An array has another type, a field is NaN or infinite, or the head is too long.
+
+    >>> decode(encode("hello", {"t": 1}, {"x": np.zeros(2)})).arrays["x"]
+    array([0., 0.])
+    """
     listed, bodies = [], []
     for name, array in (arrays or {}).items():
         code = np.asarray(array).dtype.str.lstrip("<>|=")
         if code not in TYPES:
-            raise WireError(f"{name}: arrays of {code} are not sent.")
+            raise WireError(f"{name}: arrays of type {code} cannot be sent; convert to one of {', '.join(TYPES)}.")
         body = np.ascontiguousarray(array, dtype=np.dtype(TYPES[code]).newbyteorder("<"))
         listed.append([name, code, list(np.shape(array))])
         bodies.append(body.tobytes())
     try:
-        said = {"kind": kind, "fields": dict(fields), "arrays": listed}
-        head = json.dumps(said, separators=(",", ":"), allow_nan=False).encode()
+        content = {"kind": kind, "fields": dict(fields), "arrays": listed}
+        head = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
-        raise WireError("message: NaN and infinities are sent in arrays only.") from None
-    if len(head) > HEAD:
-        raise WireError(f"message: a head of {len(head):,} bytes; {HEAD:,} are the most.")
+        raise WireError("message: fields cannot hold NaN or infinity; send them in an array.") from None
+    if len(head) > MAX_HEAD_BYTES:
+        raise WireError(f"message: the head has {len(head):,} bytes; the limit is {MAX_HEAD_BYTES:,}.")
     return b"".join([MAGIC, struct.pack("<I", len(head)), head, *bodies])
 
 
-def decode(data: bytes, most: int = MOST) -> Message:
+def decode(data: bytes, most: int = MAX_MESSAGE_BYTES) -> Message:
+    """A message from bytes that anybody may have sent.
+
+    Args:
+        data: The bytes.
+        most: The largest message to accept, in bytes.
+
+    Returns:
+        The message.
+
+    Raises:
+        WireError: The bytes are not a message.
+    """
     if len(data) > most:
-        raise WireError(f"message: {len(data):,} bytes; {most:,} are the most.")
+        raise WireError(f"message: {len(data):,} bytes; the limit is {most:,}.")
     if len(data) < 8 or data[:4] != MAGIC:
-        raise WireError("message: it does not begin like one.")
+        raise WireError(f"message: it must start with {MAGIC!r} and the length of its head.")
     (size,) = struct.unpack("<I", data[4:8])
-    if size > min(HEAD, len(data) - 8):
-        raise WireError("message: its head is longer than it.")
+    if size > min(MAX_HEAD_BYTES, len(data) - 8):
+        raise WireError(f"message: a head of {size:,} bytes does not fit into the message.")
     try:
-        head = json.loads(data[8 : 8 + size].decode(), parse_constant=_no_number)
+        head = json.loads(data[8 : 8 + size].decode(), parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"message: its head cannot be read ({type(error).__name__}).") from None
-    if not isinstance(head, dict) or head.keys() != {"kind", "fields", "arrays"} or not _shallow(head, DEPTH):
-        raise WireError("message: its head is not made of kind, fields and arrays.")
+        raise WireError(f"message: the head cannot be read ({type(error).__name__}).") from None
+    if not isinstance(head, dict) or head.keys() != {"kind", "fields", "arrays"} or not _shallow(head, MAX_DEPTH):
+        raise WireError(NOT_A_HEAD)
     kind, fields, listed = head["kind"], head["fields"], head["arrays"]
-    if not (isinstance(kind, str) and isinstance(fields, dict) and isinstance(listed, list) and len(listed) <= ARRAYS):
-        raise WireError("message: its head is not made of kind, fields and arrays.")
+    if not (isinstance(kind, str) and isinstance(fields, dict) and isinstance(listed, list)):
+        raise WireError(NOT_A_HEAD)
+    if len(listed) > MAX_ARRAYS:
+        raise WireError(f"message: {len(listed):,} arrays; the limit is {MAX_ARRAYS:,}.")
     arrays, at = dict[str, np.ndarray](), 8 + size
     for item in listed:
-        name, code, shape = _described(item)
+        name, code, shape = _array_header(item)
         if name in arrays:
-            raise WireError(f"message: two arrays are named {name[:40]!r}.")
+            raise WireError(f"message: two arrays have the name {name[:40]!r}.")
         dtype = np.dtype(TYPES[code]).newbyteorder("<")
         length = dtype.itemsize * math.prod(shape)
         if length > len(data) - at:
-            raise WireError(f"message: the array {name[:40]!r} is longer than it.")
+            raise WireError(f"message: the array {name[:40]!r} does not fit into the message.")
         arrays[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape).astype(TYPES[code])
         at += length
     if at != len(data):
-        raise WireError("message: bytes are left over.")
+        raise WireError(f"message: {len(data) - at:,} bytes follow the last array.")
     return Message(kind, fields, arrays)
 
 
-def _described(item: Any) -> tuple[str, str, tuple[int, ...]]:
-    fine = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str) and item[1] in list(TYPES)
-    shape = item[2] if fine else None
-    if not isinstance(shape, list) or len(shape) > 4:
-        raise WireError("message: an array is not described by name, type and shape.")
-    # Axes of length 0 count as 1 here: numpy refuses what would not fit in memory without them.
-    if any(type(k) is not int or not 0 <= k <= MOST for k in shape) or math.prod(max(k, 1) for k in shape) > MOST:
-        raise WireError("message: an array's shape is no shape.")
+def _array_header(item: Any) -> tuple[str, str, tuple[int, ...]]:
+    valid = isinstance(item, list) and len(item) == 3 and isinstance(item[0], str) and item[1] in list(TYPES)
+    shape = item[2] if valid else None
+    if not isinstance(shape, list) or len(shape) > MAX_AXES:
+        raise WireError(f"message: an array needs a name, a type of {', '.join(TYPES)} and at most {MAX_AXES} axes.")
+    # Axes of length 0 count as 1 here: numpy rejects a shape whose other axes would not fit into memory.
+    total = math.prod(max(k, 1) if type(k) is int else 1 for k in shape)
+    if any(type(k) is not int or not 0 <= k <= MAX_MESSAGE_BYTES for k in shape) or total > MAX_MESSAGE_BYTES:
+        raise WireError(f"message: axes must be whole numbers, 0 or more, with a product up to {MAX_MESSAGE_BYTES:,}.")
     return item[0], item[1], tuple(shape)
 
 
-def _no_number(word: str) -> float:
-    raise ValueError(word)  # NaN and infinities are not JSON
+def _reject_constant(constant: str) -> float:
+    raise ValueError(constant)  # NaN and infinities are not JSON
 
 
 def _shallow(node: Any, depth: int) -> bool:
@@ -109,22 +144,35 @@ def _shallow(node: Any, depth: int) -> bool:
     return True
 
 
-def from_tree(tree: Tree, name: str) -> tuple[Any, dict[str, np.ndarray]]:
-    """A skeleton for the fields, and the tensors as arrays named after it."""
-    numbers = iter(range(2**31))
-    skeleton = tree_map(lambda _: next(numbers), tree)
-    return skeleton, {f"{name}{i}": leaf.detach().cpu().numpy() for i, leaf in enumerate(leaves(tree))}
+def from_tree(tree: Tree, name: str) -> tuple[Skeleton, dict[str, np.ndarray]]:
+    """A tree as parts of a message.
+
+    Args:
+        tree: The tree.
+        name: Prefix of the arrays' names.
+
+    Returns:
+        The nesting, for the fields, and the tensors as arrays `name0`, `name1`, …
+    """
+    skeleton, tensors = flatten(tree)
+    return skeleton, {f"{name}{i}": tensor.detach().cpu().numpy() for i, tensor in enumerate(tensors)}
 
 
 def to_tree(skeleton: Any, arrays: Mapping[str, np.ndarray], name: str) -> Tree:
-    numbers = iter(range(2**31))
+    """The tree that `from_tree` took apart, of plain tuples; `tree.rebuild` restores NamedTuples.
 
-    def build(node: Any) -> Tree:
-        if isinstance(node, list):
-            return tuple(build(part) for part in node)
-        # In order, each once: a small skeleton that names one array a million times would fill the memory.
-        if type(node) is not int or node != next(numbers) or f"{name}{node}" not in arrays:
-            raise WireError(f"message: {name} names an array that is not there, or not in order.")
-        return torch.from_numpy(arrays[f"{name}{node}"].copy())
+    Args:
+        skeleton: The nesting, as the sender gave it.
+        arrays: The message's arrays.
+        name: Prefix of the arrays' names.
 
-    return build(skeleton)
+    Returns:
+        The tree.
+
+    Raises:
+        WireError: The nesting names an array that is missing, or names arrays out of order.
+    """
+    try:
+        return unflatten(skeleton, lambda i: torch.from_numpy(arrays[f"{name}{i}"].copy()))
+    except (ValueError, KeyError) as error:
+        raise WireError(f"message: '{name}' names a missing array, or arrays out of order ({error}).") from None

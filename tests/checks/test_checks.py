@@ -161,7 +161,7 @@ def test_every_registered_method_keeps_its_contracts(name):
     assert {report.adjacency for report in reports} == (set(Adjacency) if private else {""})
     for report in reports:
         assert report.passed, report.problems
-        assert checks.REACH * report.claimed <= report.worst_found <= report.claimed
+        assert checks.REQUIRED_SHARE * report.claimed <= report.worst_found <= report.claimed
         assert report.engines_max_diff <= checks.TOLERANCE
         if "gradient" in report.query and name == "dp-fedgd":
             assert report.worst_found >= 0.99 * report.claimed

@@ -159,14 +159,14 @@ def test_a_failed_download_leaves_nothing_behind(
     reason: str,
 ) -> None:
     if path == "/silent":
-        monkeypatch.setattr(fetch, "PATIENCE", 0.2)
+        monkeypatch.setattr(fetch, "SILENCE_SECONDS", 0.2)
     with pytest.raises(SordinoError, match=reason):
         locate(published(server[0] + path, checksum=checksum), ("a9a",))
     assert list((cache / "a9a").iterdir()) == []
 
 
 def test_a_download_has_an_end(cache: Path, server: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "LONGEST", -1.0)
+    monkeypatch.setattr(fetch, "MAX_SECONDS", -1.0)
     with pytest.raises(SordinoError, match="not done after"):
         locate(published(f"{server[0]}/a9a"), ("a9a",))
     assert list((cache / "a9a").iterdir()) == []

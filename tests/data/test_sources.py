@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sordino.data.sources import apportion, generator, hold_out, load, whiten
+from sordino.data.preprocess import whiten
+from sordino.data.sources import load
+from sordino.data.splits import apportion, generator, hold_out
 from sordino.errors import SordinoError
 
 

@@ -50,6 +50,7 @@ def broken(folder):
             if EXTERNAL.match(link):
                 continue
             place, anchor = urldefrag(link)
+            place = place.partition("?")[0]
             target = (path.parent / unquote(place)).resolve() if place else path
             lost = anchor and target in pages and unquote(anchor) not in pages[target].anchors
             if lost or not target.is_file():

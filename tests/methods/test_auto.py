@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from sordino.core import Facts, Trust, Unit
+from sordino.data.preprocess import FEATURES_THRESHOLD, RADIUS, by_record, of_roots, preprocess
 from sordino.data.records import Records
-from sordino.data.sources import FEW, RADIUS, by_record, of_roots, preprocess
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.methods.auto import EARLY
+from sordino.methods.auto import EARLY_ROUNDS
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.rules import estimate_covariance, kalman
+from sordino.rules.kalman import KalmanState, spectrum
 from tests import support
 
 MODEL = Linear(3, 4)
@@ -63,14 +64,14 @@ def noised(A, std, seed):
 
 def test_without_noise_the_spectrum_is_the_matrix():
     A = moments(federation())
-    value, V = kalman.spectrum(A, torch.tensor(0.0), 100.0)
+    value, V = spectrum(A, torch.tensor(0.0), 100.0)
     assert torch.allclose(V * value @ V.T, A)
 
 
 def test_noise_is_told_from_what_stands_above_it_and_the_rest_shares_the_trace():
     rows, std, v = 60, 0.002, 0.3
     A = torch.diag(torch.cat([torch.full((rows - 1,), (1 - v) / (rows - 1)), torch.tensor([v])])).double()
-    found = [kalman.spectrum(noised(A, 8 * std, seed), torch.tensor(8 * std), 1.0)[0] for seed in range(200)]
+    found = [spectrum(noised(A, 8 * std, seed), torch.tensor(8 * std), 1.0)[0] for seed in range(200)]
     top = torch.stack([value.max() for value in found])
     error = float(top.std()) / math.sqrt(len(top))
     raw = torch.stack([torch.linalg.eigvalsh(noised(A, 8 * std, seed)).max() for seed in range(200)])
@@ -85,9 +86,9 @@ def test_noise_is_told_from_what_stands_above_it_and_the_rest_shares_the_trace()
 def test_under_pure_noise_all_directions_are_alike():
     rows = 40
     A = torch.eye(rows).double() / rows
-    value, _ = kalman.spectrum(noised(A, 0.05, 1), torch.tensor(0.05), 1.0)
+    value, _ = spectrum(noised(A, 0.05, 1), torch.tensor(0.05), 1.0)
     assert value.max() < 12 * value.min()  # the largest noise may just pass the edge
-    value, _ = kalman.spectrum(noised(A, 50.0, 3), torch.tensor(50.0), 1.0)
+    value, _ = spectrum(noised(A, 50.0, 3), torch.tensor(50.0), 1.0)
     assert value.sum() <= 1 + 1e-12
     assert value.min() > 0
 
@@ -192,7 +193,9 @@ def test_models_of_several_parameters_are_refused():
     rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0)
     with pytest.raises(SordinoError, match="linear"):
         rule.init(
-            torch.zeros(5), Facts(3, np.array(SIZES), 5, 3.0, 0.1, ((2, 2), (1,))), (torch.eye(2), torch.ones(()))
+            torch.zeros(5),
+            Facts(3, np.array(SIZES), 5, 3.0, 0.1, ((2, 2), (1,))),
+            KalmanState(torch.eye(2), torch.ones(2), torch.ones(2), torch.ones(())),
         )
 
 
@@ -205,8 +208,8 @@ def test_what_is_promised_is_spent_and_early_rounds_get_more(early, trust):
     plan = plan_for(federation(), 71, trust=trust, epsilon=2.0, early_share=early)
     assert math.isclose(spending.epsilon(plan), 2.0, rel_tol=1e-6)
     part = np.diff(spending.mu_after_each_round(plan) ** 2, prepend=0) / spending.mu(plan) ** 2
-    late = [(0.95 - early) / (70 - EARLY)] * (70 - EARLY)
-    assert np.allclose(part, [0.05] + ([early / EARLY] * EARLY + late if early else [0.95 / 70] * 70))
+    late = [(0.95 - early) / (70 - EARLY_ROUNDS)] * (70 - EARLY_ROUNDS)
+    assert np.allclose(part, [0.05] + ([early / EARLY_ROUNDS] * EARLY_ROUNDS + late if early else [0.95 / 70] * 70))
     first, last_ = calibration.stage_facts(plan, 1), calibration.stage_facts(plan, len(plan.stages) - 1)
     whole = first.aggregate_std**-2 * first.rounds + last_.aggregate_std**-2 * last_.rounds * bool(early)
     said = first.aggregate_std * math.sqrt((early or 0.95) / 0.95 / first.rounds)
@@ -239,13 +242,13 @@ def test_records_say_all_that_is_known_of_them():
 
 def test_few_features_keep_their_scale():
     x = np.array([[0.5, -0.5], [30.0, 40.0]], np.float32)
-    assert x.shape[1] < FEW
+    assert x.shape[1] < FEATURES_THRESHOLD
     assert np.allclose(by_record(x), [[0.5 * RADIUS / math.sqrt(2), -0.5 * RADIUS / math.sqrt(2)], [6, 8]])
 
 
 def test_public_statistics_of_roots_are_those_of_a_log_normal():
     rng = np.random.default_rng(0)
-    z = rng.normal(size=(200_000, FEW)) @ (np.eye(FEW) + 0.1) * 0.3
+    z = rng.normal(size=(200_000, FEATURES_THRESHOLD)) @ (np.eye(FEATURES_THRESHOLD) + 0.1) * 0.3
     x = np.exp(z).astype(np.float32)
     mean, cov = of_roots(x.mean(0), np.cov(x.T))
     assert np.allclose(mean, np.sqrt(x).mean(0), rtol=0.01)

@@ -42,7 +42,7 @@ def test_engines_agree(model, batch):
     fast = list(simulate.run(plan, model, data, Seeded(1), theta=theta, shares=True))
     for a, b in zip(slow, fast, strict=True):
         torch.testing.assert_close(a.model, b.model, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(a.checkpoint[1][0], b.checkpoint[1][0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(a.checkpoint.state.log_clip, b.checkpoint.state.log_clip, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("model", [MODEL, net()], ids=["linear", "network"])
@@ -51,7 +51,7 @@ def test_the_clip_finds_the_median(model):
     plan = plan_for(data, epsilon=float("inf"), rounds=300, clip=50.0, lr=1e-9)
     theta = model.init().double()
     *_, last = simulate.run(plan, model, data, Noiseless(0), theta=theta)
-    found = float(last.checkpoint[1][0].exp())
+    found = float(last.checkpoint.state.log_clip.exp())
     grads = torch.stack([torch.func.grad(model.loss)(theta, x, y) for x, y in zip(data.x, data.y, strict=True)])
     assert abs(float((grads.norm(dim=1) <= found).double().mean()) - 0.5) < 0.02
 

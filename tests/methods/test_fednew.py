@@ -435,7 +435,7 @@ def test_runs_are_an_axis(name, options):
 @pytest.mark.parametrize("trust", ["secure-aggregation", "trusted-server"])
 def test_duals_are_hidden_from_sums(name, unit, trust):
     records = federation(SOFTMAX)
-    with pytest.raises(SordinoError, match=r"hidden client state.*duals = false does without"):
+    with pytest.raises(SordinoError, match=r"hidden client state.*duals = false avoids them"):
         plan_for(name, records, unit=unit, trust=trust)
     plan = plan_for(name, records, unit=unit, trust=trust, duals=False)
     assert plan.proved

@@ -79,7 +79,7 @@ def test_controls_are_the_mean_of_the_noised_local_gradients(records):
     """c_i after a round is zeta / (K lr), the mean of K noised gradients; the server's c is their weighted mean."""
     plan = plan_for("dp-scaffold", records, rounds=3, steps=2, local_lr=0.3)
     for this_round in reference.run(plan, MODEL, records, Seeded(1)):
-        _, (c, _), memory = this_round.checkpoint
+        c, memory = this_round.checkpoint.state.control, this_round.checkpoint.memory
         mean = sum(w * c_i for w, c_i in zip(plan.weights, memory, strict=True))
         torch.testing.assert_close(c, mean, rtol=1e-10, atol=1e-12)
 
@@ -145,7 +145,7 @@ def test_the_pull_follows_from_what_was_released(records):
         else:
             pull *= 0.9
         pull, last = min(max(pull, 0.05), 5.0), this_round.aggregate
-        assert float(this_round.checkpoint[1][0]) == pytest.approx(pull)
+        assert float(this_round.checkpoint.state.pull) == pytest.approx(pull)
 
 
 @pytest.mark.parametrize(

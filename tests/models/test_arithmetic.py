@@ -11,7 +11,7 @@ from torch import nn
 from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import arithmetic, per_example
-from sordino.models.arithmetic import ROWS, RUN, blank, exact_arithmetic, in_chunks, row_sums
+from sordino.models.arithmetic import FLOAT32_TERMS, FLOAT64_TERMS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.torch_model import TorchModel
 from tests.support import tiers
 
@@ -117,9 +117,9 @@ def test_nor_within_a_block(threads):
     """Within the rows of one float32 block, rounding does move the sum: by more than 1e-6, and less than SAFETY."""
     net, clip = two_classes(), math.sqrt(2)
     flat, worst = TorchModel(net, mode="tape"), 0.0
-    for first in range(2, ROWS):
+    for first in range(2, FLOAT32_TERMS):
         for u in (2.0**-23, 2.0**-22, 2.0**-21, 2.0**-20):
-            x, y = torch.full((ROWS, 1), 1e5), torch.zeros(ROWS, dtype=torch.long)
+            x, y = torch.full((FLOAT32_TERMS, 1), 1e5), torch.zeros(FLOAT32_TERMS, dtype=torch.long)
             x[first::2], x[first + 1 :: 2], y[first + 1 :: 2] = 1.2 * u, 0.8 * u, 1
             worst = max(worst, moved(lambda *rows: flat.clipped_sum(flat.init(), Shard(*rows), clip), x, y)[0])
     assert worst <= clip
@@ -240,8 +240,8 @@ def test_many_chunks_are_added_in_two_levels(monkeypatch):
 
     in_chunks(total, 10, 4, add)
     assert seen == [(True, 0, 4), (True, 4, 8), (True, 8, 10)]
-    in_chunks(total, 2 * RUN + 1, 1, add)
-    assert float(total) == 10 + 2 * RUN + 1
+    in_chunks(total, 2 * FLOAT64_TERMS + 1, 1, add)
+    assert float(total) == 10 + 2 * FLOAT64_TERMS + 1
     assert not any(direct for direct, *_ in seen[3:])
     in_chunks(total, 10**6, 2**14, lambda *_: None)
     for n, step in ((2**23, 1), (2**26, 2**14)):
@@ -359,7 +359,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 
 @on_gpu
 @pytest.mark.parametrize("mode", ["tape", "two-pass", "vmap"])
-@pytest.mark.parametrize("step", [1, ROWS, 256, 2**14])
+@pytest.mark.parametrize("step", [1, FLOAT32_TERMS, 256, 2**14])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_rounding_moves_nothing_on_a_gpu(mode, step, tf32):
     flat, clip = TorchModel(two_classes(), mode=mode), math.sqrt(2)

@@ -9,7 +9,7 @@ from torch.func import grad, jacrev, vmap
 
 from sordino.core import SAFETY, Shard
 from sordino.models import linear
-from sordino.models.linear import NUMBERS, Linear, Loss
+from sordino.models.linear import NUMERIC_LOSSES, Linear, Loss
 
 CLIP = 0.6
 OPTIONS = {
@@ -100,7 +100,7 @@ def test_sums_are_of_matrices_cut_one_by_one(kind, bias, options, name):
     assert not agree(summed(name, model, theta, shard, 2 * clip), cut), "doubled clip"
     whole = matrices.sum(0)
     assert not agree(whole * (clip * len(matrices) / whole.norm()).clamp_max(1), cut), "the sum cut as one"
-    if options and name != "gram" and not (kind in NUMBERS and set(options) == {"class_weights"}):
+    if options and name != "gram" and not (kind in NUMERIC_LOSSES and set(options) == {"class_weights"}):
         plain = summed(name, Linear(3, model.outputs, kind, bias), theta, shard, math.inf)
         unmoved = name == "curvature" and set(options) == {"residual"}  # a Hessian knows no bound on the residual
         assert agree(plain, whole) is unmoved
@@ -333,7 +333,7 @@ def test_sums_are_streamed(kind, bias, name, monkeypatch):
         monkeypatch.setattr(linear, helper, lambda rows, *a, f=plain: held.append(rows.shape[-2]) or f(rows, *a))
     for chunk in (1, 7, 25, 64):
         held.clear()
-        monkeypatch.setattr(linear, "STREAM", chunk)
+        monkeypatch.setattr(linear, "MATRIX_CHUNK_RECORDS", chunk)
         for each in (shard, shard._replace(length=shard.x.norm(dim=-1))):
             assert agree(summed(name, model, theta, each, CLIP), whole, 1e-12)
         assert max(held) == min(chunk, 50)
@@ -362,7 +362,7 @@ def by_autograd(model, theta, shard, clip, scale):
 def test_weights_and_bounds_come_before_the_clip(kind, bias, options):
     model, theta, shard = problem(kind, bias, m=9, **options)
     plain = Linear(3, model.outputs, kind, bias)
-    same = not options or (kind in NUMBERS and set(options) == {"class_weights"})
+    same = not options or (kind in NUMERIC_LOSSES and set(options) == {"class_weights"})
     for clip in (CLIP, math.inf):
         want = by_autograd(model, theta, shard, clip, 1.0)
         assert agree(model.clipped_sum(theta, shard, clip), want, 1e-10)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.func import grad, vmap
 
 from sordino.core import SAFETY, Shard
-from sordino.models.linear import NUMBERS, Linear, Loss
+from sordino.models.linear import NUMERIC_LOSSES, Linear, Loss
 
 KINDS = st.sampled_from(list(Loss))
 CLIPS = st.one_of(st.floats(-3, 3).map(lambda e: 10**e), st.just(math.inf))
@@ -118,7 +118,7 @@ def test_other_ways_to_clip_are_told_apart(kind, bias):
     assert agree(got, want)
     assert not agree(model.clipped_sum(theta, shard, 2 * clip), want), "doubled clip"
     assert not agree(-got, want), "wrong sign"
-    assert agree(replace(model, class_weights=None).clipped_sum(theta, shard, clip), want) is (kind in NUMBERS)
+    assert agree(replace(model, class_weights=None).clipped_sum(theta, shard, clip), want) is (kind in NUMERIC_LOSSES)
     rows = shard.mask.unsqueeze(-1) * gradients(model, theta, shard)
     bound = clip * (1 - SAFETY)
     mean = rows.mean(0)
@@ -129,7 +129,7 @@ def test_other_ways_to_clip_are_told_apart(kind, bias):
         assert not agree(each.sum(0).flatten(), want), "every class clipped on its own"
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", NUMERIC_LOSSES)
 def test_class_weights_do_not_touch_numbers(kind):
     model, theta, shard = problem(kind, True, True)
     assert agree(
@@ -204,7 +204,7 @@ def test_predictions_and_scores(kind, bias):
     for x, parameters, lead in ((one, theta, (7,)), (shard.x, theta, (3, 7)), (one, runs, (2, 7))):
         predicted, scored = model.predict(parameters, x), model.scores(parameters, x)
         assert predicted.shape == lead
-        if kind in NUMBERS:
+        if kind in NUMERIC_LOSSES:
             assert torch.equal(predicted, scored)
             continue
         assert scored.shape == (*lead, max(model.outputs, 2))

@@ -15,7 +15,7 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.models.torch_model import BUDGET, TorchModel, group_norm
+from sordino.models.torch_model import CHUNK_BYTES, TorchModel, group_norm
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -313,7 +313,7 @@ def test_batch_norm_converts():
 
 def test_memory_is_bounded_by_chunks(monkeypatch):
     flat, most = TorchModel(mlp(), mode="tape"), []
-    monkeypatch.setitem(BUDGET, "cpu", 3 * 4 * (flat._rest + flat.size))
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 3 * 4 * (flat._rest + flat.size))
     inner = flat._add
     monkeypatch.setattr(flat, "_add", lambda *given: (most.append(given[3].mask.numel()), inner(*given)))
     flat.clipped_sum(flat.init(), Shard(torch.randn(2, 8, 6), torch.zeros(2, 8).long(), torch.ones(2, 8)), 1.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sordino.core import Facts
 from sordino.errors import SordinoError
 from sordino.rules import chain, ema, fisher, scale
+from sordino.rules.fisher import FisherState
 
 FACTS = Facts(3, np.array([4, 5, 6]), 50, 3.0, 0.1)
 
@@ -43,7 +44,7 @@ class Case:
     def h(self, v):
         rule, theta = fisher(rho=self.rho, beta=0.5), torch.zeros_like(v)
         _, *rest = rule.init(theta, FACTS, ())
-        step, (after, *_) = rule.update(v, (2 * self.m - v, *rest), theta, 3)
+        step, (after, *_) = rule.update(v, FisherState(2 * self.m - v, *rest), theta, 3)
         torch.testing.assert_close(after, self.m)
         return step
 
@@ -220,7 +221,7 @@ def test_the_fisher_rule_keeps_the_same_average():
     state = rule.init(theta, FACTS, ())
     for t, g in enumerate(gs):
         _, state = rule.update(g, state, theta, t)
-    torch.testing.assert_close(state[0], walk(ema(0.7), gs)[-1])
+    torch.testing.assert_close(state.momentum, walk(ema(0.7), gs)[-1])
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes

@@ -20,11 +20,11 @@ def call(capsys, *words):
 def test_the_safe_regime_is_the_inequality():
     at = estimation.setup("logistic")
     world = theory.population(at.model, 1.0)
-    case = theory.Case((400,) * 20, 1.0, world, 3.0, 2.25, 3.0)
+    case = theory.Scenario((400,) * 20, 1.0, world, 3.0, 2.25, 3.0)
     smallest = float(world.curvature.min())
     assert theory.needed_records(case) == pytest.approx(8 * math.sqrt(5) * math.sqrt(2) * 2.25 / smallest)
     for mu, n in [(1.0, 405), (1.0, 415), (3.0, 130), (3.0, 140)]:
-        here = theory.Case((5000, n), mu, world, 3.0, 2.25, 3.0)
+        here = theory.Scenario((5000, n), mu, world, 3.0, 2.25, 3.0)
         assert theory.safe(here) == (n >= theory.needed_records(case) / mu)
 
 
@@ -43,7 +43,7 @@ def test_fednewton_is_not_advised_where_it_is_unsafe():
 def test_the_numbers_are_those_of_the_closed_forms():
     found = advise((900,) * 30, 5, mu=0.7)
     at = estimation.setup("logistic")
-    case = theory.Case((900,) * 30, 0.7, theory.population(at.model, 1.0), at.clip, at.curvature_clip, at.lr)
+    case = theory.Scenario((900,) * 30, 0.7, theory.population(at.model, 1.0), at.clip, at.curvature_clip, at.lr)
     for name, entry in found["methods"].items():
         option = best(case, name)
         assert (entry["error"], entry["rounds"]) == (option.error, option.rounds)
@@ -66,7 +66,7 @@ def test_advice_is_near_what_is_measured():
     """The recommended numbers of steps, simulated: the error expected is the error seen."""
     found = advise((400,) * 20, 5, mu=3.0)
     name, steps = "fedsgd", found["methods"]["fedsgd"]["rounds"]
-    cell = estimation.Cell("logistic", "equal", 20, 3.0, iterations=steps)
+    cell = estimation.DesignPoint("logistic", "equal", 20, 3.0, iterations=steps)
     errors = estimation.simulate_cell(cell, 40, methods=[name])[name]
     se = errors.std(ddof=1) / math.sqrt(len(errors))
     assert abs(errors.mean() - found["methods"][name]["error"]) < 4 * se + 0.15 * errors.mean()

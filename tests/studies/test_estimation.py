@@ -16,7 +16,7 @@ from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Address
 from sordino.privacy.plan import Plan
 from sordino.studies import estimation, estimation_report, theory
-from sordino.studies.estimation import Cell, cells, simulate_cell, sizes
+from sordino.studies.estimation import DesignPoint, cells, simulate_cell, sizes
 from tests.support import tiers
 
 MNIST = Path(__file__).parents[3] / "shared" / "data"
@@ -75,19 +75,21 @@ def test_every_method_keeps_its_promise():
 
 
 def test_rows_are_a_function_of_addresses():
-    one, two = estimation.Rows(7, 4), estimation.Rows(7, 4)
+    one, two = estimation.NormalRows(7, 4), estimation.NormalRows(7, 4)
     at = [Address(i, t, q, k) for i in range(4) for t in range(2) for q in range(2) for k in range(2)]
     first = {a: one.normal(a, (3,)) for a in at}
     for a in reversed(at):
         assert (two.normal(a, (3,)) == first[a]).all()
     assert len({tuple(v) for v in first.values()}) == len(at)
-    big = np.concatenate([estimation.Rows(s, 50).normal(Address(i, 0, 0), (20,)) for s in range(4) for i in range(50)])
+    big = np.concatenate(
+        [estimation.NormalRows(s, 50).normal(Address(i, 0, 0), (20,)) for s in range(4) for i in range(50)]
+    )
     assert abs(big.mean()) < 4 / math.sqrt(big.size)
     assert abs(big.var() - 1) < 4 * math.sqrt(2 / big.size)
 
 
 def test_chunks_change_nothing(monkeypatch, small):
-    cell = Cell("poisson", "lognormal", 6, 2.0, iterations=4)
+    cell = DesignPoint("poisson", "lognormal", 6, 2.0, iterations=4)
     whole = simulate_cell(cell, 5)
     monkeypatch.setattr(estimation, "AT_ONCE", 2 * sum(cell.sizes))
     parts = simulate_cell(cell, 5)
@@ -112,7 +114,7 @@ def test_the_pooled_estimate_is_the_root_of_the_score(kind):
 
 @pytest.mark.parametrize("law", tiers(["equal", "lognormal"], 1))
 def test_errors_are_as_predicted_where_predictions_hold(law):
-    cell = Cell("logistic", law, 20, 3.0, iterations=40)
+    cell = DesignPoint("logistic", law, 20, 3.0, iterations=40)
     found, known = simulate_cell(cell, 60), cell.predicted()
     for name, terms in known.items():
         allowed = 4 * se(found[name]) + 0.1 * terms.total  # 4 SE, and a tenth for what the expansion leaves out
@@ -120,14 +122,15 @@ def test_errors_are_as_predicted_where_predictions_hold(law):
     world = cell.case.world
     fisher = float(world.times @ (1 / world.fisher)) / sum(cell.sizes)
     assert abs(found["pooled"].mean() - fisher) < 4 * se(found["pooled"])
-    noiseless = Cell("logistic", law, 20, 9.0, iterations=40).predicted()["fedsgd"].total
+    noiseless = DesignPoint("logistic", law, 20, 9.0, iterations=40).predicted()["fedsgd"].total
     assert abs(found["fedsgd"].mean() - noiseless) > 4 * se(found["fedsgd"])
 
 
 def test_more_steps_help_and_then_hurt():
     """With noise the error has a least; without, every step helps."""
     found = [
-        simulate_cell(Cell("logistic", "equal", 20, 1.0, iterations=k), 40, methods=["fedsgd"]) for k in (2, 6, 80)
+        simulate_cell(DesignPoint("logistic", "equal", 20, 1.0, iterations=k), 40, methods=["fedsgd"])
+        for k in (2, 6, 80)
     ]
     few, some, many = (f["fedsgd"] for f in found)
     assert few.mean() - some.mean() > 4 * math.hypot(se(few), se(some))
@@ -140,7 +143,7 @@ def test_more_steps_help_and_then_hurt():
         ends.append(estimation.estimates(plan, at.model, records, [(r,) for r in range(4)]))
     left = [(end - ends[-1]).square().sum(-1).mean().item() for end in ends]
     assert left[0] > left[1] > left[2] > left[3] == 0
-    case = Cell("logistic", "equal", 20, 1.0).case
+    case = DesignPoint("logistic", "equal", 20, 1.0).case
     curve = [theory.fedsgd(case, k).total for k in (1, 2, 4, 8, 16, 64, 256)]
     assert min(curve) not in (curve[0], curve[-1])
 
@@ -160,7 +163,7 @@ def test_the_bias_of_fedavg_grows_with_the_square_of_the_clients():
     slope = np.polyfit(np.log(m), np.log(bias), 1)[0]
     assert 1.6 < slope < 2.6
     world = theory.population(estimation.setup("logistic").model, 1.0)
-    case = theory.Case((200,) * 100, math.inf, world, 3.0, 2.25, 3.0)
+    case = theory.Scenario((200,) * 100, math.inf, world, 3.0, 2.25, 3.0)
     assert theory.fedavg(case, 40, 1).bias == pytest.approx(bias[0], rel=0.5)
     assert theory.fedsgd(case, 40).bias < 1e-4 * bias[0]
 
@@ -168,8 +171,8 @@ def test_the_bias_of_fedavg_grows_with_the_square_of_the_clients():
 @pytest.mark.parametrize(
     ("cell", "repetitions"),
     [
-        pytest.param(Cell("logistic", "equal", 200, 3.0, 20_000), 12, marks=pytest.mark.soak),
-        (Cell("poisson", "equal", 20, 1.0), 40),
+        pytest.param(DesignPoint("logistic", "equal", 200, 3.0, 20_000), 12, marks=pytest.mark.soak),
+        (DesignPoint("poisson", "equal", 20, 1.0), 40),
     ],
     ids=["many small clients", "a large bound on the Hessian"],
 )
@@ -181,7 +184,7 @@ def test_fednewton_fails_where_it_is_said_to(cell, repetitions):
 
 
 def test_fednewton_wins_where_it_is_safe():
-    cell = Cell("logistic", "equal", 20, 3.0)
+    cell = DesignPoint("logistic", "equal", 20, 3.0)
     found = simulate_cell(cell, 30, methods=["fedsgd", "fednewton"])
     newton, sgd = found["fednewton"], found["fedsgd"]
     assert sgd.mean() - newton.mean() > 4 * math.hypot(se(newton), se(sgd))
@@ -204,7 +207,7 @@ def test_the_command_prints_a_table_and_writes_what_it_says(capsys, tmp_path, sm
         assert point["methods"].keys() == {*estimation.LABELS, "pooled"}
         assert (point["rate_with_log"] is None) == (point["mu"] >= 1)
         parts = point["predicted"]["fedsgd"]
-        assert sum(parts[k] for k in theory.Terms._fields) == pytest.approx(parts["total"], rel=1e-2)
+        assert sum(parts[k] for k in theory.ErrorTerms._fields) == pytest.approx(parts["total"], rel=1e-2)
     page = (out / "estimation.md").read_text()
     assert "a rate, not a certificate" in page
     assert "Gap" in page

@@ -36,13 +36,13 @@ def quadratic(slope=SLOPE, length=1.0):
 
 
 def case(world, lr, sizes=(RECORDS,) * CLIENTS, mu=MU):
-    return theory.Case(tuple(sizes), mu, world, CLIP, DIM * float(world.slope.max()), lr)
+    return theory.Scenario(tuple(sizes), mu, world, CLIP, DIM * float(world.slope.max()), lr)
 
 
 def errors(method, rounds, records, length=1.0, runs=1000, mu=MU):
     plan = Plan(method, rounds, records.sizes, estimation.promise(mu))
     start = torch.zeros(runs, DIM, dtype=torch.float64)
-    sources = [estimation.Rows(seed, CLIENTS) for seed in range(runs)]
+    sources = [estimation.NormalRows(seed, CLIENTS) for seed in range(runs)]
     *_, last = simulate.run(plan, SQUARES, records, sources, theta=start)
     e = last.model.clone()
     e[:, 0] -= length
@@ -107,7 +107,7 @@ def test_other_models_have_no_prediction():
 
 def test_one_dimension_has_nothing_across():
     world = theory.population(estimation.setup("logistic", 1).model, 1.0)
-    terms = theory.fednewton(theory.Case((500,) * 10, 3.0, world, 1.4, 0.5, 3.0), 20)
+    terms = theory.fednewton(theory.Scenario((500,) * 10, 3.0, world, 1.4, 0.5, 3.0), 20)
     assert world.dim == 1
     assert 0 < terms.total < 0.1
 
@@ -232,7 +232,7 @@ def gaussian_mean(name, mu, options, rounds, runs=300, clients=8, n=25):
     records = Records(torch.ones(runs, clients * n, 1, dtype=torch.float64), y, np.arange(clients + 1) * n)
     plan = Plan(build(name, clip=3.0, **options), rounds, records.sizes, estimation.promise(mu))
     model = Linear(1, 1, Loss.SQUARES, bias=False, residual=3.0)
-    sources = [estimation.Rows(seed, clients) for seed in range(runs)]
+    sources = [estimation.NormalRows(seed, clients) for seed in range(runs)]
     start = torch.zeros(runs, 1, dtype=torch.float64)
     *_, last = simulate.run(plan, model, records, sources, theta=start)
     return (last.model[:, 0] - 0.3).square().numpy()

@@ -11,7 +11,7 @@ from sordino.methods import REGISTRY
 from sordino.privacy import spending
 from sordino.privacy.accounting import gaussian
 from sordino.studies import grids, private_tuning
-from sordino.studies.tune import Case, tune, validated
+from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -45,7 +45,7 @@ def test_test_records_are_not_looked_at(digits):
     spoilt = digits._replace(x_test=digits.x_test * np.nan, y_test=digits.y_test * 0)
     grid = {"lr": (0.1, 1.0, 4.0)}
     for how in ("grid", "halving"):
-        (a,), (b,) = (tune([Case(BASE, grid)], validated(each), how=how) for each in (digits, spoilt))
+        (a,), (b,) = (tune([TuningCase(BASE, grid)], validated(each), how=how) for each in (digits, spoilt))
         assert a == b
 
 
@@ -54,7 +54,7 @@ def test_the_grid_finds_the_best_of_all(digits):
 
     held = validated(digits)
     grid = {"lr": (0.05, 0.5, 2.0, 40.0)}
-    (best,) = tune([Case(BASE, grid)], held)
+    (best,) = tune([TuningCase(BASE, grid)], held)
     alone = {lr: run_many([Spec.of({**BASE, "lr": lr})], held)[0].scores[9] for lr in grid["lr"]}
     assert best.score == pytest.approx(max(alone.values()))
     assert alone[best.options["lr"]] == max(alone.values())
@@ -65,19 +65,19 @@ def test_the_grid_finds_the_best_of_all(digits):
 def test_halving_trains_few_to_the_end_and_loses_little(digits):
     ticks, held = [], validated(digits)
     grid = {"lr": (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 50.0)}
-    case = Case({**BASE, "rounds": 27}, grid)
+    case = TuningCase({**BASE, "rounds": 27}, grid)
     (best,), (whole,) = tune([case], held, how="halving", tick=ticks.append), tune([case], held)
     assert sum(ticks) == 9 + 3 + 1
     assert best.tried == 9
     assert whole.score - 0.1 <= best.score <= whole.score
     with pytest.raises(SordinoError, match="equally many rounds"):
-        tune([Case(BASE, grid), Case({**BASE, "rounds": 5}, grid)], validated(digits), how="halving")
+        tune([TuningCase(BASE, grid), TuningCase({**BASE, "rounds": 5}, grid)], validated(digits), how="halving")
 
 
 def test_optuna_goes_on_where_its_storage_stands(digits, tmp_path):
     pytest.importorskip("optuna")
     storage, ticks = f"sqlite:///{tmp_path}/o.db", []
-    case = Case(BASE, {"lr": (0.05, 5.0), "tail": (0.0, 0.5)})
+    case = TuningCase(BASE, {"lr": (0.05, 5.0), "tail": (0.0, 0.5)})
     (first,) = tune([case], validated(digits), how="optuna", trials=5, storage=storage, tick=ticks.append)
     (second,) = tune([case], validated(digits), how="optuna", trials=8, storage=storage, tick=ticks.append)
     assert sum(ticks) == 8

@@ -81,7 +81,7 @@ def test_units_and_trust_models(unit, trust, digits):
 def test_chunks_of_runs_and_of_records_change_nothing(digits, monkeypatch):
     specs = [spec(method="dp-fedsofim", seed=s, lr=lr) for s in (1, 2) for lr in (0.5, 1.0, 2.0)]
     whole = run_many(specs, digits)
-    monkeypatch.setitem(softmax_batched.CHUNK, "cpu", 500)
+    monkeypatch.setitem(softmax_batched.CHUNK_NUMBERS, "cpu", 500)
     for trained, again in zip(whole, run_many(specs, digits, most=4), strict=True):
         torch.testing.assert_close(trained.theta, again.theta, rtol=1e-9, atol=1e-11)
 

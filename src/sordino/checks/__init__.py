@@ -23,7 +23,7 @@ from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay
 from sordino.checks.fixtures import claims
 from sordino.checks.mutants import WRONG_TWINS, breaks
-from sordino.checks.search import REACH, TRIALS, Found, sensitivity
+from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.core import Adjacency, Method
 from sordino.methods import REGISTRY, entry
@@ -124,7 +124,7 @@ def _searched(
     search = partial(sensitivity, adjacency=adjacency, trials=trials, seed=seed)
     by_model = [search(method, model) for model in models]
     for again in range(1, RETRIES):  # elsewhere, where no model's search came near enough
-        if all(max(found.reached for found in query) >= REACH for query in zip(*by_model, strict=True)):
+        if all(max(found.reached for found in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
             break
         by_model += [search(method, model, seed=seed + again) for model in models]
     mutants = [twin for twin in WRONG_TWINS["sensitivity"] if breaks(twin, method)]
@@ -142,7 +142,7 @@ def _unseen(contract: str, twin: Callable[..., Any]) -> str:
 
 
 __all__ = [
-    "REACH",
+    "REQUIRED_SHARE",
     "TOLERANCE",
     "WRONG_TWINS",
     "Found",

@@ -57,7 +57,7 @@ def greedy(stage: Stage) -> Stage:
             asked.append((name, partial(method, *args, **kwargs)))
             return method(*args, **kwargs)
 
-        message = stage.local.compute(Through(ask, declared, noted), broadcast, memory, cache)
+        message: Tree = stage.local.compute(Through(ask, declared, noted), broadcast, memory, cache)
         for name, again in dict(asked).items():
             for _ in range(declared[name] - sum(other == name for other, _ in asked) + 1):
                 again()

@@ -15,12 +15,12 @@ from sordino import core
 from sordino.core import Adjacency, Divisor, Method, Tree, Trust
 from sordino.data.records import Records
 from sordino.errors import SordinoError
-from sordino.models.linear import NUMBERS
+from sordino.models.linear import NUMERIC_LOSSES
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
 
-SIZES = (1, 2, 5, 7, 8)  # a client of one record, and three of unequal size that share a padded batch
+CLIENT_SIZES = (1, 2, 5, 7, 8)  # a client of one record, and three of unequal size that share a padded batch
 
 
 class Space(NamedTuple):
@@ -32,7 +32,7 @@ class Space(NamedTuple):
     @staticmethod
     def of(model: Any) -> Space:
         try:
-            numbers = getattr(model, "kind", None) in NUMBERS
+            numbers = getattr(model, "kind", None) in NUMERIC_LOSSES
             return Space(model.features, 0 if numbers else max(2, model.outputs))
         except AttributeError as missing:
             raise SordinoError(f"model: the checks must know what records it takes; {missing}.") from None
@@ -49,7 +49,10 @@ class Space(NamedTuple):
 
     def records(self, rng: np.random.Generator) -> Records:
         """A federation of moderate records."""
-        x, client = rng.normal(size=(sum(SIZES), self.features)), np.repeat(np.arange(len(SIZES)), SIZES)
+        x, client = (
+            rng.normal(size=(sum(CLIENT_SIZES), self.features)),
+            np.repeat(np.arange(len(CLIENT_SIZES)), CLIENT_SIZES),
+        )
         return Records.of(x, self.labels(rng, len(x)).clamp(-3, 3), client, dtype=torch.float64)
 
 
@@ -85,7 +88,7 @@ def short_plan(
     free = min([3, *(len(noise.decoder) for noise in noises if isinstance(noise, core.Correlated))])
     rounds = sum(free if stage.rounds is None else stage.rounds for stage in method.stages)
     privacy = core.Privacy(epsilon if claims(method) else math.inf, unit=method.unit, adjacency=adjacency, trust=trust)
-    return Plan(method, rounds, SIZES, privacy, Participation.parse(participation), divisor, uncertified=True)
+    return Plan(method, rounds, CLIENT_SIZES, privacy, Participation.parse(participation), divisor, uncertified=True)
 
 
 def bits(tree: Tree) -> tuple[bytes, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
     return _every(method, greedy), model
 
 
-def has_moods(method: Method, model: Any) -> tuple[Method, Any]:
+def adds_hidden_randomness(method: Method, model: Any) -> tuple[Method, Any]:
     """The server draws random numbers that are not in its state."""
     hidden = torch.Generator().manual_seed(0)
 
@@ -68,24 +68,31 @@ def has_moods(method: Method, model: Any) -> tuple[Method, Any]:
     return _every(method, change), model
 
 
-def remembers_the_unsaid(method: Method, model: Any) -> tuple[Method, Any]:
+class TwoMemories(NamedTuple):
+    """The memory of the method, and what the mutant stores beside it."""
+
+    inner: Tree
+    unsaid: Tree
+
+
+def stores_unnoised_message(method: Method, model: Any) -> tuple[Method, Any]:
     """Clients keep the message as it was before the engine noised it, in a corner of their own."""
 
     def change(stage: Stage) -> Stage:
         local = stage.local
         corner: list[Tree] = [()]
 
-        def compute(ask: core.Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
-            corner[0] = local.compute(ask, broadcast, memory[0], cache)
+        def compute(ask: core.Ask, broadcast: Broadcast, memory: TwoMemories, cache: Tree) -> Tree:
+            corner[0] = local.compute(ask, broadcast, memory.inner, cache)
             return corner[0]
 
-        def update_memory(message: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
-            return local.update_memory(message, broadcast, memory[0]), corner[0]
+        def update_memory(message: Tree, broadcast: Broadcast, memory: TwoMemories) -> TwoMemories:
+            return TwoMemories(local.update_memory(message, broadcast, memory.inner), corner[0])
 
-        def init(theta: Tensor, before: Tree) -> Tree:
-            return local.init(theta, before[0] if before else ()), ()
+        def init(theta: Tensor, before: Tree) -> TwoMemories:
+            return TwoMemories(local.init(theta, before.inner if isinstance(before, TwoMemories) else ()), ())
 
-        return stage._replace(local=core.Local(compute, update_memory, init, local.prepare))
+        return stage._replace(local=local._replace(compute=compute, update_memory=update_memory, init=init))
 
     return _every(method, change), model
 
@@ -95,19 +102,20 @@ def mixes_clients(method: Method, model: Any) -> tuple[Method, Any]:
 
     def change(stage: Stage) -> Stage:
         def compute(*args: Any) -> Tree:
-            return tree_map(lambda leaf: leaf / (1 + leaf.norm()), stage.local.compute(*args))
+            message: Tree = stage.local.compute(*args)
+            return tree_map(lambda leaf: leaf / (1 + leaf.norm()), message)
 
         return stage._replace(local=stage.local._replace(compute=compute))
 
     return _every(method, change), model
 
 
-def looks_around(method: Method, model: Any) -> tuple[Method, Any]:
+def scales_by_batch_maximum(method: Method, model: Any) -> tuple[Method, Any]:
     """The model scales by the largest entry it is handed, and the fast engine hands it several clients' at once."""
     return method, careless(model, lambda sums, shard, clip: sums(shard, clip) / shard.x.abs().max())
 
 
-def keeps_in_step(method: Method, model: Any) -> tuple[Method, Any]:
+def clips_all_shorter_if_one_is_long(method: Method, model: Any) -> tuple[Method, Any]:
     """One record far away, and all are cut a little shorter."""
 
     def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
@@ -121,7 +129,7 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
     def change(stage: Stage) -> Stage:
         def compute(ask: core.Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
-            message = stage.local.compute(ask, broadcast, memory, cache)
+            message: Tree = stage.local.compute(ask, broadcast, memory, cache)
             return tree_map(lambda leaf: leaf / broadcast.theta.dim(), message)
 
         return stage._replace(local=stage.local._replace(compute=compute))
@@ -131,17 +139,17 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 WRONG_TWINS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
     "sensitivity": (half_claimed, some_unclipped, mean_clipped),
-    "apart": (keeps_in_step,),
+    "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
-    "replay": (has_moods, remembers_the_unsaid),
-    "engines": (mixes_clients, looks_around, counts_axes),
+    "replay": (adds_hidden_randomness, stores_unnoised_message),
+    "engines": (mixes_clients, scales_by_batch_maximum, counts_axes),
 }
 
 
 def breaks(twin: Callable[..., Any], method: Method) -> bool:
     """A careless model harms no method whose finished messages are clipped; and users are served one by one, so that
     nothing can be mixed."""
-    if twin in (mixes_clients, looks_around):
+    if twin in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.USER
     if twin not in WRONG_TWINS["sensitivity"]:
         return True

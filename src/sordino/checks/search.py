@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.checks.fixtures import SIZES, Space, Through, bits, same, short_plan
+from sordino.checks.fixtures import CLIENT_SIZES, Space, Through, bits, same, short_plan
 from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.engines import reference
@@ -21,11 +21,11 @@ from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
-REACH = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
+REQUIRED_SHARE = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
 SLACK = 1e-9
 TRIALS, STEPS = 40, 10  # of the search for one query: restarts, and hill climbing after each
-LEMMA = 6  # times as many steps: a lemma's worst case is more than one long record
-ODD = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
+LEMMA_STEPS_FACTOR = 6  # times as many steps: a lemma's worst case is more than one long record
+EXTREME_VALUES = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
 
 Call = tuple[int, int]  # (number of the query, which of its calls)
 
@@ -52,10 +52,10 @@ class Found(NamedTuple):
             return [f"sensitivity: {self.query} is not finite, or the message tells more than it, with {self.where}"]
         if self.beyond:
             return [f"sensitivity: {self.query} claims {self.claimed:.6g}, moved by {self.worst:.6g} with {self.where}"]
-        if self.worst < REACH * self.claimed:
+        if self.worst < REQUIRED_SHARE * self.claimed:
             return [
                 f"sensitivity: the search moved {self.query} by {self.worst:.6g} of {self.claimed:.6g} only, and must "
-                f"reach {REACH:.0%} of it; tighten the bound, or improve the search"
+                f"reach {REQUIRED_SHARE:.0%} of it; tighten the bound, or improve the search"
             ]
         return []
 
@@ -79,11 +79,13 @@ def sensitivity(
         for number, query in enumerate(stage.queries):
             if query.noise is None:
                 continue
-            patience = steps if query.bound is None else LEMMA * steps
-            worst = Found(f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, SIZES[0]), 0.0, "")
+            patience = steps if query.bound is None else LEMMA_STEPS_FACTOR * steps
+            worst = Found(
+                f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, CLIENT_SIZES[0]), 0.0, ""
+            )
             for trial in range(trials):
-                client = trial % len(SIZES)
-                claimed = query.sensitivity(adjacency, method.unit, SIZES[client])
+                client = trial % len(CLIENT_SIZES)
+                claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
                 scene = pasts[search.rng.integers(len(pasts))]
                 size = (0.0, 0.1, 100.0, None)[trial % 4]  # of theta, wherever noise may have led it; None: as it came
                 if size is not None:
@@ -109,7 +111,9 @@ class Scene(NamedTuple):
 
 def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
     """Of each round of a noised run."""
-    theta, state, memory = model.init().to(records.x), (), ((),) * plan.clients
+    theta = model.init().to(records.x)
+    state: Tree = ()
+    memory: tuple[Tree, ...] = ((),) * plan.clients
     for round_plan, after in zip(
         round_plans(plan, model), reference.run(plan, model, records, Seeded(seed)), strict=True
     ):
@@ -119,11 +123,12 @@ def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Itera
         yield Scene(
             plan.stage_of(round_plan.t), round_plan, Broadcast(theta, round_plan.stage.rule.broadcast(state)), memory
         )
-        theta, state, memory = after.checkpoint
+        theta, state = after.checkpoint.theta, after.checkpoint.state
+        memory = tuple(after.checkpoint.memory)
 
 
 @dataclass(frozen=True)
-class World(Records):
+class ClientRecords(Records):
     """The data of the one client that is looked at. A record may be absent; the public size stays."""
 
     absent: int | None = None
@@ -147,20 +152,20 @@ class Search(NamedTuple):
 
     def climb(self, scene: Scene, client: int, number: int, steps: int, lemma: bool = False) -> tuple[float, str]:
         """How far a release moves, from random neighbours uphill; and a word on where."""
-        rows = SIZES[client]
+        rows = CLIENT_SIZES[client]
         row = int(self.rng.integers(rows))
         pair = [*self.space.draw(self.rng, rows), *self.space.draw(self.rng, rows)]
         if lemma and self.rng.random() < 0.5:
             pair[0][torch.arange(rows) != row] = 0
         if self.rng.random() < 0.2:
-            pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(ODD)
+            pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(EXTREME_VALUES)
         past: dict[Call, Tensor] = {}
         first = self.worlds(pair, row)[0]  # puts its noised answers on record
         _release(self.model, scene, client, past, first, Seeded(int(self.rng.integers(2**32))))
 
         seen: dict[Any, tuple[dict[Call, Tensor], Tree]] = {}
 
-        def release(world: World, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
+        def release(world: ClientRecords, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
             """Made once: many a nudge leaves one world, or both, as they were."""
             key = world.absent, bits((world.x, world.y, scene.memory[client]))
             if key not in seen:
@@ -206,18 +211,18 @@ class Search(NamedTuple):
         mine = tree_map(lean, scene.memory[client])
         return scene._replace(memory=(*scene.memory[:client], mine, *scene.memory[client + 1 :]))
 
-    def worlds(self, pair: list[Tensor], row: int) -> tuple[World, World | None]:
+    def worlds(self, pair: list[Tensor], row: int) -> tuple[ClientRecords, ClientRecords | None]:
         x, y, other_x, other_y = pair
         ends = np.array([0, len(y)])
-        here = World(x, y, ends)
+        here = ClientRecords(x, y, ends)
         if self.unit is Unit.USER:
-            return here, None if self.adjacency is Adjacency.ADD_REMOVE else World(other_x, other_y, ends)
+            return here, None if self.adjacency is Adjacency.ADD_REMOVE else ClientRecords(other_x, other_y, ends)
         x, y = x.clone(), y.clone()
         if self.adjacency is Adjacency.ADD_REMOVE:
             x[row], y[row] = 0, 0  # as padding is: nothing of the record may be left, not even behind the mask
-            return here, World(x, y, ends, absent=row)
+            return here, ClientRecords(x, y, ends, absent=row)
         x[row], y[row] = other_x[row], other_y[row]
-        return here, World(x, y, ends)
+        return here, ClientRecords(x, y, ends)
 
     def nudged(self, pair: list[Tensor], row: int) -> list[Tensor]:
         """A record longer or shorter, turned, relabelled, mirrored in the other world (perhaps as a shorter one with a
@@ -246,7 +251,7 @@ class Search(NamedTuple):
 
 
 def _release(
-    model: core.Model, scene: Scene, i: int, past: dict[Call, Tensor], world: World, noise: Seeded | None = None
+    model: core.Model, scene: Scene, i: int, past: dict[Call, Tensor], world: ClientRecords, noise: Seeded | None = None
 ) -> tuple[dict[Call, Tensor], Tree]:
     """What client i would release, before its noise, and its message. Answers that are noised, it hears as they are on
     record; those that are not yet on it are put there (with `noise`, as they would be heard)."""
@@ -274,4 +279,6 @@ def _release(
         message = ask.finish(local.compute(listening, scene.broadcast, scene.memory[i], cache))
     except RuntimeError:  # a client that stops has told something
         message = scene.broadcast.theta * math.nan
-    return {(numbers[Kind.DELTA], 0): message} if Kind.DELTA in numbers else sums, message
+    return {(numbers[Kind.DELTA], 0): message} if isinstance(
+        message, Tensor
+    ) and Kind.DELTA in numbers else sums, message

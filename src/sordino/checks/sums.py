@@ -22,9 +22,9 @@ from sordino.models.linear import Linear, Loss
 
 ROWS = (10_000, 100_000, 1_000_000)
 BLOCKS = (1, 384)  # one of a pair at the head of each: kernels that add up blocks of records round between them
-CLIP = 1.0
-LONG = 1e4  # of the records that bring the sum up to a power of two: each is cut to the clip
-SHORT = 1e-3  # of a record that is not cut
+SUM_CLIP = 1.0
+LONG_RECORD = 1e4  # of the records that bring the sum up to a power of two: each is cut to the clip
+SHORT_RECORD = 1e-3  # of a record that is not cut
 
 Sum = Callable[[Shard], Tensor]
 
@@ -53,13 +53,13 @@ def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bo
         model(linear) for linear in (Linear(1, 1, Loss.LOGISTIC), Linear(1, 2), Linear(2, 1, Loss.LOGISTIC))
     )
     two, four, three = (torch.zeros(size, device=device) for size in (2, 4, 3))
-    yield "logistic gradient", False, lambda shard: logistic.clipped_sum(two, shard, CLIP)
-    yield "softmax gradient", False, lambda shard: softmax.clipped_sum(four, shard, CLIP)
-    yield "scaled gradient", False, lambda shard: logistic.clipped_sum(two, shard, CLIP, torch.ones_like(two))
-    yield "gradient of two runs", False, lambda shard: softmax.clipped_sum(four.expand(2, -1), shard, CLIP)[0]
-    yield "gram", True, lambda shard: pair.gram_sum(doubled(shard), CLIP)
-    yield "curvature", True, lambda shard: pair.curvature_sum(three, doubled(shard), CLIP)
-    yield "fisher", True, lambda shard: pair.fisher_sum(three, doubled(shard), CLIP)
+    yield "logistic gradient", False, lambda shard: logistic.clipped_sum(two, shard, SUM_CLIP)
+    yield "softmax gradient", False, lambda shard: softmax.clipped_sum(four, shard, SUM_CLIP)
+    yield "scaled gradient", False, lambda shard: logistic.clipped_sum(two, shard, SUM_CLIP, torch.ones_like(two))
+    yield "gradient of two runs", False, lambda shard: softmax.clipped_sum(four.expand(2, -1), shard, SUM_CLIP)[0]
+    yield "gram", True, lambda shard: pair.gram_sum(doubled(shard), SUM_CLIP)
+    yield "curvature", True, lambda shard: pair.curvature_sum(three, doubled(shard), SUM_CLIP)
+    yield "fisher", True, lambda shard: pair.fisher_sum(three, doubled(shard), SUM_CLIP)
 
 
 def doubled(shard: Shard) -> Shard:
@@ -71,16 +71,16 @@ def doubled(shard: Shard) -> Shard:
 def pair(rows: int, term: float, gain: float, root: bool, block: int, device: str) -> Shard:
     """Records whose sum, in one float32 accumulator, hangs on the first of them.
 
-    Some of length LONG, each of which adds `term` to the entry that is looked at, bring it just above a power of two.
-    Those that follow come in pairs of 0.6 and -0.4 units in the last place: they add up to nothing below the power of
-    two, and to one unit per pair above. `root`: terms are squares of records. `gain`: a short record's term, over that.
+    Some of length LONG_RECORD, each of which adds `term` to the entry that is looked at, bring it just above a power of
+    two. Those that follow come in pairs of 0.6 and -0.4 units in the last place: they add up to nothing below the power
+    of two, and to one unit per pair above. `root`: terms are squares of records. `gain`: a short record's term over it.
     """
     power = 2.0 ** math.floor(math.log2(0.55 * rows * term))
     path = np.cumsum(np.full(rows, term, np.float32), dtype=np.float32)  # in order, as one accumulator would
     first = int(np.searchsorted(path, power)) + 1
     unit = power * 2.0**-23
     x, y = np.zeros((rows, 1), np.float32), np.zeros(rows, np.int64)
-    x[:first] = LONG
+    x[:first] = LONG_RECORD
     heads = np.arange(-(-first // block) * block, rows, block)
     for those, size, label in ((heads[0::2], 0.6 * unit, 0), (heads[1::2], 0.4 * unit, 1)):
         x[those, 0], y[those] = math.sqrt(size / gain) if root else size / gain, label
@@ -101,14 +101,14 @@ def sums(
             float(
                 total(Shard(*(torch.tensor(part, device=device) for part in ([[size]], [0], [1.0])))).flatten()[entry]
             )
-            for size in (LONG, SHORT)
+            for size in (LONG_RECORD, SHORT_RECORD)
         )
-        gain = short / (SHORT**2 if semidefinite else SHORT)
+        gain = short / (SHORT_RECORD**2 if semidefinite else SHORT_RECORD)
         for n, block in itertools.product(rows, BLOCKS):
             here = pair(n, abs(term), abs(gain), semidefinite, block, device)
             before = total(here).double()
             for adjacency, there in neighbours(here, 0):
-                claim = CLIP if adjacency is Adjacency.ADD_REMOVE else (2**0.5 if semidefinite else 2) * CLIP
+                claim = SUM_CLIP if adjacency is Adjacency.ADD_REMOVE else (2**0.5 if semidefinite else 2) * SUM_CLIP
                 moved = float((before - total(there).double()).norm()) / claim
                 worst[adjacency] = max(worst[adjacency], (moved, n))
         yield from (Sums(name, adjacency, n, moved) for adjacency, (moved, n) in worst.items())

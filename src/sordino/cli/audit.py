@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.core import Adjacency, Method, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 
@@ -67,14 +67,14 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from rich.console import Console
-    from rich.progress import track
-
     jobs = list(_jobs(arguments))
     if not jobs:
         raise SordinoError("audit: no method is certified for these options; change --batch, --unit or --adjacency.")
-    bar = track(jobs, "auditing", console=Console(stderr=True))
-    found: list[Any] = [job() for job in bar]
+    found: list[Any] = []
+    with bar("auditing", len(jobs)) as progress:
+        for job in jobs:
+            found.append(job())
+            progress()
     if not emit(arguments, [{**each._asdict(), "broken": each.broken} for each in found]):
         (_one_run_table if arguments.one_run else _table)(found)
         _tell(found)

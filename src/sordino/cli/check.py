@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.errors import SordinoError
 
 
@@ -27,7 +28,6 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from rich.console import Console
-    from rich.progress import track
 
     from sordino import plugins
     from sordino.checks import check, check_sums
@@ -45,11 +45,14 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.all or arguments.sums:
         with shown.status("checking sums"):
             reports += check_sums(device=arguments.device)
-    for name in track(names, "checking", console=shown, disable=not names):
-        own = check(name)
-        reports += own
-        if name not in REGISTRY:
-            plugins.remember(plugins.found(plugins.METHODS)[name], ok=all(report.passed for report in own))
+    with bar("checking", len(names)) if names else nullcontext() as progress:
+        for name in names:
+            own = check(name)
+            reports += own
+            if name not in REGISTRY:
+                plugins.remember(plugins.found(plugins.METHODS)[name], ok=all(report.passed for report in own))
+            if progress is not None:
+                progress()
     if not emit(arguments, [report._asdict() for report in reports]):
         table(
             ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),

@@ -6,10 +6,11 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, plain, table
+from sordino.cli.show import Bar, add_json, bar, check_json, command, console, emit, plain, table
 from sordino.cli.sweep import check_device
 from sordino.errors import SordinoError, nearest
 
@@ -87,8 +88,8 @@ def _simulate(arguments: argparse.Namespace, mus: list[float], repetitions: int)
     points = estimation.cells(arguments.design, [arguments.model], mus, arguments.sizes)
     estimation.setup(arguments.model), points[0].sizes  # a wrong word is told before any work
     total = sum(estimation.pieces(cell, repetitions) for cell in points)
-    with _bar(total) as progress:
-        options = {"seed": arguments.seed, "device": arguments.device, "progress": progress}
+    with bar("estimating", total) as progress:
+        options = {"seed": arguments.seed, "device": arguments.device, "progress": _advance(progress)}
         found = list(estimation.measure(points, repetitions, **options))
     return {**_about(arguments, repetitions), "points": found}
 
@@ -104,9 +105,11 @@ def _mnist(arguments: argparse.Namespace, mus: list[float], repetitions: int) ->
     data = estimation.mnist(arguments.data, binary=binary)
     options: dict[str, Any] = {"binary": binary, "repetitions": repetitions, "seed": arguments.seed}
     found = []
-    with _bar(len(mus) * len(estimation.LABELS)) as progress:
+    with bar("estimating", len(mus) * len(estimation.LABELS)) as progress:
         for mu in mus:
-            accuracies = estimation.mnist_accuracies(data, mu, device=arguments.device, progress=progress, **options)
+            accuracies = estimation.mnist_accuracies(
+                data, mu, device=arguments.device, progress=_advance(progress), **options
+            )
             found.append(estimation.mnist_point(mu, accuracies))
     pooled = estimation.mnist_pooled(data, binary=binary, steps=500)
     return {**_about(arguments, repetitions), "pooled": pooled, "points": found}
@@ -119,26 +122,14 @@ def _about(arguments: argparse.Namespace, repetitions: int) -> dict[str, Any]:
     return {"command": command, "version": sordino.__version__, "design": arguments.design, "samples": repetitions}
 
 
-class _bar:  # noqa: N801
-    """A bar on stderr, moved on by calling it."""
+def _advance(progress: Bar) -> Callable[[str], None]:
+    """One step of the bar, which shows what was done last."""
 
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def advance(done: str) -> None:
+        progress()
+        progress.update(shown=done)
 
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self.progress = Progress(*columns, console=Console(stderr=True))
-        self.task = self.progress.add_task("", total=total)
-
-    def __enter__(self) -> _bar:
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def __call__(self, done: str) -> None:
-        self.progress.update(self.task, advance=1, description=done)
+    return advance
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.cli.show import add_json, bar, check_json, command, console, emit
 from sordino.cli.sweep import check_device
 from sordino.errors import SordinoError
 
@@ -125,21 +125,16 @@ def _channels(text: str | None, flag: str, positive: bool = False) -> tuple[floa
 
 def _extract(arguments: argparse.Namespace, module: Any, parts: Any, normal: dict[str, Any]) -> list[Any]:
     """Both parts, with a bar on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from sordino.data.backbones import extract
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(arguments.data, total=sum(map(len, parts)))
+    with bar(arguments.data, sum(map(len, parts))) as progress:
         return [
             extract(
                 module,
                 part,
                 arguments.batch,
                 arguments.device,
-                lambda count: progress.advance(task, count),
+                progress,
                 size=arguments.size,
                 **normal,
             )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.errors import SordinoError
 
 
@@ -105,21 +105,16 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             print(f"{time.strftime('%H:%M:%S')}  {_sentence(line, rounds)}", file=sys.stderr, flush=True)
             yield line
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting link and sites", total=None, shown="")
+    with bar("starting link and sites") as progress:
         for line in lines:
             if line["what"] == "waiting":
-                progress.update(task, description=f"waiting for {', '.join(line['sites'])}")
+                progress.update(description=f"waiting for {', '.join(line['sites'])}")
             elif line["what"] == "begun":
-                progress.update(task, description=line["method"], total=line["rounds"], completed=line["start"])
+                progress.update(description=line["method"], total=line["rounds"], completed=line["start"])
             elif line["what"] == "round":
-                progress.update(task, completed=line["t"] + 1, shown=_score(line))
+                progress.update(completed=line["t"] + 1, shown=_score(line))
             elif line["what"] not in ("finished", "failed"):
-                progress.console.print(_sentence(line, None), markup=False)
+                progress.print(_sentence(line, None))
             yield line
 
 

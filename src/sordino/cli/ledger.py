@@ -71,12 +71,12 @@ def _seen(counted: bool, witness: dict[str, Any] | None) -> str:
         return f"the chain is unbroken and holds the {witness['rows']} rows that certificate.json names"
     if counted:
         return (
-            "the chain is unbroken and as long as the file itself counts; whoever can write the file could have cut "
-            "both: compare the head with a certificate"
+            "the chain is unbroken and has as many rows as the file records; whoever can write the file could have cut "
+            "both, so compare the head with a certificate"
         )
     return (
-        "the chain is unbroken as far as it goes; the file counts no rows, so that rows cut from its end cannot be "
-        "seen here: compare the head with a certificate"
+        "the chain is unbroken; the file does not record its number of rows, so rows cut from its end cannot be "
+        "noticed here: compare the head with a certificate"
     )
 
 
@@ -101,25 +101,40 @@ def _show(arguments: argparse.Namespace) -> int:
         "delta": delta,
         "accounts": [{"who": who, "epsilon": epsilon} for who, epsilon in people.items()],
         "runs": [
-            {"who": who, "run": run, "rounds": len({r.round for r in own}), "first": own[0].time, "last": own[-1].time}
+            {
+                "who": who,
+                "run": run,
+                "rounds": len({r.round for r in own}),
+                "releases": sum(r.times for r in own),
+                "first": own[0].time,
+                "last": own[-1].time,
+            }
             for (who, run), own in runs.items()
         ],
     }
     if not emit(arguments, document):
         page = console()
         for epsilon, limit in limits:
-            page.print(f"limit: ε = {epsilon:g} at δ = {limit:g}, over all runs", markup=False)
+            page.print(f"limit over all runs: ε = {epsilon:g} at δ = {limit:g}", markup=False)
         table(["account", f"ε at δ = {delta:g}"], [[who, f"{epsilon:.4g}"] for who, epsilon in people.items()])
+        page.print()
         table(
-            ["account", "run", "rounds", "first", "last"],
+            ["account", "run", "releases", "first", "last"],
             [
-                [str(r["who"]), str(r["run"]), str(r["rounds"]), str(r["first"])[:19], str(r["last"])[:19]]
+                [str(r["who"]), str(r["run"])[:16], str(r["releases"]), _time(r["first"]), _time(r["last"])]
                 for r in document["runs"]
             ],
         )
-        said = document["seen"] or problems[0]
-        page.print(f"{len(rows)} rows, head {head[:16]}: {said}", markup=False, soft_wrap=True)
+        state = document["seen"] or f"BROKEN: {problems[0]}"
+        page.print()
+        page.print(f"{len(rows)} rows, head {head[:16]}", markup=False)
+        page.print(state, markup=False)
     return 0 if not problems else 1
+
+
+def _time(text: Any) -> str:
+    """Date and time to the minute."""
+    return str(text)[:16].replace("T", " ")
 
 
 def _export(arguments: argparse.Namespace) -> int:

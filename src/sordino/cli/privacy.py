@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.cli.show import add_json, check_json, command, console, emit, facts
 from sordino.core import Adjacency, Trust, Unit
 from sordino.errors import SordinoError
 
@@ -96,20 +96,23 @@ def act(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(plan: Any, found: dict[str, Any]) -> None:
+def _tell(plan: Any, account: dict[str, Any]) -> None:
     from sordino.privacy import spending
 
-    page, privacy = console(), plan.privacy
-    shown = "" if spending.samples(plan) else f"   (μ = {found['mu']:.6g})"
-    page.print(f"ε = {found['epsilon']:.6g} at δ = {privacy.delta:g}{shown}")
-    page.print(f"noise          {found['noise']:.6g} × clip on the sum of {plan.clients} clients")
-    page.print(f"client noise   {found['client_noise']:.6g} × clip on each client's own message")
-    if found["aggregate_std"] is not None:
-        page.print(f"aggregate std  {found['aggregate_std']:.6g} per coordinate of the averaged gradient")
-    right = 100 * found["guess"]
-    page.print(
-        f"In words: whether {WHO[privacy.unit]} {CHANGE[privacy.adjacency]} makes no outcome of the {plan.rounds} "
-        f"rounds more than e^ε = {math.exp(min(found['epsilon'], 700)):.3g} times as likely, but for a slack of δ. An "
-        f"adversary who sees {SEEN[privacy.trust]} and must guess between two equally likely cases is right at most "
-        f"{right:.3g} % of the time."
+    privacy, epsilon = plan.privacy, account["epsilon"]
+    mu = "" if spending.samples(plan) else f" (μ = {account['mu']:.4g})"
+    rows = [
+        ("ε", f"{epsilon:.6g} at δ = {privacy.delta:g}{mu}"),
+        ("noise", f"{account['noise']:.6g} × clip on the sum of {plan.clients} clients"),
+        ("client noise", f"{account['client_noise']:.6g} × clip on each client's message"),
+    ]
+    if account["aggregate_std"] is not None:
+        rows.append(("aggregate std", f"{account['aggregate_std']:.4g} per coordinate of the averaged gradient"))
+    facts(rows)
+    console().print(
+        f"In words: nothing that the {plan.rounds} rounds release becomes more than e^ε = "
+        f"{math.exp(min(epsilon, 700)):.3g} times as likely if {WHO[privacy.unit]} {CHANGE[privacy.adjacency]}, up to "
+        f"a slack of δ. An adversary who sees {SEEN[privacy.trust]} and guesses whether that happened, both cases "
+        f"being equally likely, is right at most {100 * account['guess']:.3g} % of the time.",
+        markup=False,
     )

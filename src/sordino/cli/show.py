@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,52 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Bar:
+    """A progress bar on stderr. Call it with the number of things done since the last call."""
+
+    def __init__(self, progress: Any, task: Any) -> None:
+        self._progress, self._task = progress, task
+
+    def __call__(self, done: int = 1) -> None:
+        self._progress.advance(self._task, done)
+
+    def update(self, **fields: Any) -> None:
+        """Set `description`, `total`, `completed`, or `shown`: a text after the bar."""
+        self._progress.update(self._task, **fields)
+
+    def print(self, text: str) -> None:
+        """A line above the bar."""
+        self._progress.console.print(text, markup=False)
+
+
 @contextmanager
-def bar(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Progress on stderr; call what it gives with the number of things done."""
+def bar(what: str, total: int | None = None, *, timed: bool = True) -> Iterator[Bar]:
+    """A progress bar on stderr.
+
+    Args:
+      what: the text before it.
+      total: things to do; None where that is not known yet.
+      timed: show the time that has passed. It depends on the records, so private data have no time.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        *([TimeElapsedColumn()] if timed else []),
+    ]
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda done: progress.advance(task, done)
+        yield Bar(progress, progress.add_task(what, total=total, shown=""))
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> None:
+    """Names and values, aligned in two columns."""
+    page, width = console(), max(len(name) for name, _ in rows)
+    for name, value in rows:
+        page.print(f"{name:<{width}}  {value}", markup=False)
 
 
 def console() -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.cli.show import add_json, check_json, command, console, emit, facts
 
 
 def add(commands: Any) -> None:
@@ -46,17 +46,22 @@ def act(arguments: argparse.Namespace) -> int:
         "not_compared": verdict.gaps,
     }
     if not emit(arguments, document):
-        page = console()
-        page.print(
-            f"claimed ε {verdict.claimed:.6g}, recomputed from the raw numbers {verdict.recomputed:.6g} (dp-accounting)"
+        facts(
+            [
+                ("ε claimed", f"{verdict.claimed:.6g}"),
+                ("ε recomputed", f"{verdict.recomputed:.6g} (from the raw numbers, by dp-accounting)"),
+                ("certified", "yes" if verdict.certified else "no: the certificate says so itself"),
+                ("signed by", verdict.signed or "nobody"),
+                *(("mismatch", problem) for problem in verdict.problems),
+                *(("not compared", missing) for missing in verdict.gaps),
+            ]
         )
-        for problem in verdict.problems:
-            page.print("mismatch: " + problem, style="red", markup=False)
-        for missing in verdict.gaps:
-            page.print(f"not compared: {missing}", markup=False)
-        if not verdict.problems:
-            says = "certified" if verdict.certified else "it says of itself: not certified"
-            page.print(f"[green]holds[/] ({says}). {_whose(verdict)}", soft_wrap=True)
+        page = console()
+        if verdict.problems:
+            count = len(verdict.problems)
+            page.print(f"[bold red]FAILED[/]: {count} mismatch{'es' if count > 1 else ''}")
+        else:
+            page.print(f"[bold green]holds[/]: {_whose(verdict)}")
     return 0 if not verdict.problems else 1
 
 
@@ -68,9 +73,9 @@ def _against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
 
 
 def _whose(verdict: Any) -> str:
-    """What the signature adds: numbers that agree can be made up by anybody, all files together."""
+    """What the signature adds: anybody can invent files whose numbers agree."""
     if not verdict.signed:
-        return "The numbers agree, but it is not signed: anybody can make up spec, certificate and ledger that agree"
+        return "the numbers agree. Nobody signed the certificate, so anybody could have made files that agree."
     if verdict.known:
-        return f"The numbers agree, and {verdict.signed} signed them: the key that --key names"
-    return f"The numbers agree; signed by {verdict.signed}; pass --key to check whose it is"
+        return "the numbers agree, and the key that --key names signed them."
+    return "the numbers agree. Pass --key to check who signed them."

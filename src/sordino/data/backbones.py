@@ -22,8 +22,8 @@ from sordino.data.catalog import Pictures
 from sordino.errors import SordinoError, nearest
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as most published weights expect
-LEAST = 32  # pixels a side: smaller images are padded with black
-HEADS = ("fc.", "linear.", "classifier.")  # what networks call their classifying layer
+MIN_SIDE_PIXELS = 32  # pixels a side: smaller images are padded with black
+CLASSIFIER_PREFIXES = ("fc.", "linear.", "classifier.")  # what networks call their classifying layer
 
 
 # -------------------------------------------------------------------------------------------------------- the networks
@@ -214,7 +214,7 @@ def _state(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise SordinoError(f"weights: '{path}' holds no state dict; save module.state_dict().")
     named = {str(key).removeprefix("module."): value for key, value in found.items()}
-    return {key: value for key, value in named.items() if not key.startswith(HEADS)}
+    return {key: value for key, value in named.items() if not key.startswith(CLASSIFIER_PREFIXES)}
 
 
 def _existing(path: Path, field: str) -> Path:
@@ -278,7 +278,7 @@ def prepared(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     if size is not None:
         x = functional.interpolate(x, (size, size), mode="bilinear", antialias=True, align_corners=False)
     else:
-        broadcast, right = (max(0, LEAST - side) for side in x.shape[2:])
+        broadcast, right = (max(0, MIN_SIDE_PIXELS - side) for side in x.shape[2:])
         x = functional.pad(x, (right // 2, right - right // 2, broadcast // 2, broadcast - broadcast // 2))
     centre, scale = (torch.tensor(values, device=x.device).view(1, -1, 1, 1) for values in (mean, std))
     return (x - centre) / scale

@@ -20,7 +20,7 @@ from sordino.data import formats, glue
 from sordino.data.fetch import Published, Remote, Store, locate
 from sordino.errors import SordinoError, nearest
 
-CHUNK = 4096  # images that are decoded at a time
+IMAGES_CHUNK = 4096  # images that are decoded at a time
 
 
 class Pictures(Protocol):
@@ -97,9 +97,9 @@ def flat(x: Pictures) -> np.ndarray:
     if isinstance(x, np.ndarray) and x.dtype == np.float32:
         return x
     out = np.empty((len(x), math.prod(x.shape[1:])), np.float32)
-    for start in range(0, len(x), CHUNK):
-        part = x[start : start + CHUNK]
-        out[start : start + CHUNK] = part.reshape(len(part), -1) / np.float32(255)
+    for start in range(0, len(x), IMAGES_CHUNK):
+        part = x[start : start + IMAGES_CHUNK]
+        out[start : start + IMAGES_CHUNK] = part.reshape(len(part), -1) / np.float32(255)
     return out
 
 

@@ -22,9 +22,9 @@ from sordino import files
 from sordino.data.formats import PACKED, reading, unpack
 from sordino.errors import SordinoError
 
-PATIENCE = 30.0  # seconds that a server may keep silent
-LONGEST = 3600.0  # seconds that one file may take
-CHUNK = 1 << 20
+SILENCE_SECONDS = 30.0  # seconds that a server may keep silent
+MAX_SECONDS = 3600.0  # seconds that one file may take
+DOWNLOAD_CHUNK_BYTES = 1 << 20
 ARCHIVES = (".zip", ".tar.gz")
 
 
@@ -225,19 +225,19 @@ def _download(url: str, remote: Remote, folder: Path) -> Path:
     with files.replacing(path) as part:
         with (
             open(part, "wb") as out,
-            urllib.request.urlopen(request, timeout=PATIENCE) as answer,
+            urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer,
             Progress(*columns, console=Console(stderr=True)) as progress,
         ):
             length = int(answer.headers.get("Content-Length") or 0)
             task = progress.add_task(remote.file, total=length or None)
-            while chunk := answer.read(CHUNK):
+            while chunk := answer.read(DOWNLOAD_CHUNK_BYTES):
                 out.write(chunk)
                 checksum.update(chunk)
                 digest.update(chunk)
                 done += len(chunk)
                 progress.update(task, completed=done)
-                if time.monotonic() - start > LONGEST:
-                    raise TimeoutError(f"not done after {LONGEST:.0f} s")
+                if time.monotonic() - start > MAX_SECONDS:
+                    raise TimeoutError(f"not done after {MAX_SECONDS:.0f} s")
         if length and done != length:
             raise ValueError(f"{done} bytes came of {length}")
         if published and checksum.hexdigest() != published:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.data.sources import Dataset, apportion, generator, parse_number
+from sordino.data.sources import Dataset
+from sordino.data.splits import apportion, generator, parse_number
 from sordino.errors import SordinoError, nearest
 
 PARTITIONS = ("iid", "dirichlet", "classes", "by-column", "by-site", "counts")

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Broadcast, Model, Round, Shard, Tree, nothing
+from sordino.core import Broadcast, Checkpoint, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records
 from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
@@ -74,7 +74,7 @@ def run(
     clients = range(plan.clients)
     state: Tree = ()
     memory: list[Tree] = [() for _ in clients]
-    recalled = False
+    resumed = False
     for round_plan in round_plans(plan, model):
         local, rule = round_plan.stage.local, round_plan.stage.rule
         if round_plan.t == round_plan.first:
@@ -87,14 +87,15 @@ def run(
         cohort = [int(i) for i in round_plan.cohort]
         # A secret cohort hides who was absent, so every client pays at the sampling rate.
         payers = list(clients) if plan.amplified else cohort
-        messages = {i: recall(ledger, run_id, i, round_plan.t, records.x) for i in cohort}
-        total = recall(ledger, run_id, SUM, round_plan.t, records.x)
-        recalled |= total is not None or any(message is not None for message in messages.values())
+        recalled = {i: recall(ledger, run_id, i, round_plan.t, records.x, local.message) for i in cohort}
+        messages = {i: message for i, message in recalled.items() if message is not None}
+        total = recall(ledger, run_id, SUM, round_plan.t, records.x, local.message)
+        resumed |= total is not None or bool(messages)
         unpaid: list[int] = []
         if ledger is not None and total is None:
             unpaid = [i for i in payers if not ledger.charged(run_id, f"client {i}", round_plan.t)]
             ledger.afford([entry for i in unpaid for entry in charges(plan, i, round_plan.t, run_id)])
-        if total is None and recalled and any(messages[i] is None for i in cohort):
+        if total is None and resumed and len(messages) < len(cohort):
             check_stream(plan, round_plan.t, source)
 
         def compute(
@@ -126,7 +127,7 @@ def run(
                     ledger.charge([Charge(SUM, round_plan.t, "sum", 0.0, 1.0, 1, run_id)], pack(aggregate))
         else:
             for i in cohort:
-                if messages[i] is None:
+                if i not in messages:
                     messages[i] = compute(i)[0]
                     if ledger is not None:
                         ledger.charge(charges(plan, i, round_plan.t, run_id), pack(messages[i]))
@@ -136,7 +137,8 @@ def run(
         if cohort or (round_plan.noise_on_sum and plan.amplified):
             step, state = rule.update(aggregate, state, theta, round_plan.step)
             theta = theta + step
-        yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, (theta, state, tuple(memory)))
+        checkpoint = Checkpoint(theta, state, tuple(memory))
+        yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, checkpoint)
 
 
 def noised_sum(
@@ -174,10 +176,10 @@ def noised_sum(
     return tree_map(released, *messages)
 
 
-def recall(ledger: Ledger | None, run_id: str, i: int | str, t: int, like: Tensor) -> Tree | None:
+def recall(ledger: Ledger | None, run_id: str, i: int | str, t: int, like: Tensor, template: Tree) -> Tree | None:
     """The message that client i (or the sum, by name) already released in round t; None if there is none."""
     stored = ledger.release(run_id, i if isinstance(i, str) else f"client {i}", t) if ledger is not None else None
-    return None if stored is None else tree_map(lambda leaf: leaf.to(like), unpack(stored))
+    return None if stored is None else tree_map(lambda leaf: leaf.to(like), unpack(stored, template))
 
 
 def oracle(

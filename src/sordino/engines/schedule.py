@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Facts, Model, Stage, keep
+from sordino.core import Checkpoint, Facts, Model, Stage, Tree, keep
 from sordino.errors import SordinoError
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Address, Source
@@ -54,7 +54,7 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
     """
     t, sizes = 0, np.asarray(plan.sizes)
     for s, (stage, rounds) in enumerate(zip(plan.stages, plan.stage_rounds, strict=True)):
-        first, facts = t, replace(calibration.stage_facts(plan, s), shapes=model.shapes, blocks=parameter_blocks(model))
+        first, facts = t, stage_facts(plan, model, s)
         stds, step = [calibration.client_std(plan, s, k) for k in range(len(stage.queries))], 0
         sum_stds = [np.asarray(calibration.aggregate_std(plan, s, k)) for k in range(len(stage.queries))]
         on_sum = noise_is_added_to_sum(plan, stage)
@@ -66,6 +66,37 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
                 yield RoundPlan(t, first, step, stage, facts, cohort, sizes, client_stds, sum_stds, *batches, on_sum)
             step += bool(len(plan.cohorts[t])) or (on_sum and plan.amplified)
         t = first + rounds
+
+
+def stage_facts(plan: Plan, model: Model, s: int) -> Facts:
+    """The public facts of stage s, with the model's shapes and blocks."""
+    return replace(calibration.stage_facts(plan, s), shapes=model.shapes, blocks=parameter_blocks(model))
+
+
+def per_client(theta: Tensor, clients: int) -> Tensor:
+    """One copy of theta per client; the axis of clients comes before the last."""
+    return theta.unsqueeze(-2).expand(*theta.shape[:-1], clients, theta.shape[-1])
+
+
+def checkpoint_template(plan: Plan, model: Model, theta: Tensor, start: int) -> Checkpoint:
+    """A checkpoint with the NamedTuples that a run of the plan has before round `start`; its numbers mean nothing.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        theta: Parameters, with an axis of runs if there is one.
+        start: The round that follows the checkpoint.
+
+    Returns:
+        The template, for `tree.rebuild`.
+    """
+    state: Tree = ()
+    memory: Tree = ()
+    for s in range(plan.stage_of(start - 1) + 1 if start else 0):
+        local, rule = plan.stages[s].local, plan.stages[s].rule
+        state = rule.init(theta, stage_facts(plan, model, s), state)
+        memory = local.init(per_client(theta, plan.clients), memory)
+    return Checkpoint(theta, state, memory)
 
 
 def round_plans_of_runs(plans: Sequence[Plan], model: Model, start: int) -> Iterator[RoundPlan]:

@@ -4,8 +4,8 @@ Two paths, chosen once per stage by tracing the local rule:
 
 - *fused*: every client sends its noised gradient at the broadcast theta and nothing else. Then the cohort is one
   matrix and a round is two matrix products, whatever the number of clients.
-- *batched*: anything else. Clients of like size are padded into a batch and the local rule runs once for all. At user
-  level clients are served one by one: what one holds must not decide the shapes in which others are computed.
+- *batched*: anything else. Clients of similar size are padded into a batch and the local rule runs once for all. At
+  user level clients are computed one by one, because the size of one must not decide the shapes used for others.
 
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
@@ -36,6 +36,7 @@ from torch import Tensor
 from sordino.core import (
     SAMPLED,
     Broadcast,
+    Checkpoint,
     Kind,
     Model,
     Query,
@@ -54,7 +55,9 @@ from sordino.engines.schedule import (
     RoundPlan,
     assign_slots,
     check_stream,
+    checkpoint_template,
     dropout_seed,
+    per_client,
     round_plans,
     round_plans_of_runs,
 )
@@ -65,7 +68,7 @@ from sordino.privacy.mechanisms.gaussian import Draw, stack
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted
 from sordino.privacy.plan import Plan
-from sordino.tree import tree_map
+from sordino.tree import rebuild, tree_map
 
 NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it
 
@@ -112,7 +115,8 @@ def run(
     state: Tree = ()
     memory: Tree = ()
     if checkpoint:
-        theta, state, memory = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
+        stored = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
+        theta, state, memory = rebuild(stored, checkpoint_template(plan, model, theta, start))
     sources = [each.fresh() for each in (source if isinstance(source, Sequence) else [source])]
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
         raise SordinoError(f"source: got {len(sources)} for theta of shape {tuple(theta.shape)}; give one per run.")
@@ -138,7 +142,9 @@ def run(
                 aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
             step, state = rule.update(aggregate, state, theta, round_plan.step)
             theta = theta + step
-        yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, (theta, state, memory))
+        yield Round(
+            round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, Checkpoint(theta, state, memory)
+        )
 
 
 class BatchedClients:
@@ -168,14 +174,16 @@ class BatchedClients:
         return np.asarray(self.influence / (np.asarray(self.plan.sizes) * self.plan.rates))
 
     def spread(self, theta: Tensor) -> Tensor:
-        """One copy of theta a client."""
-        return theta.unsqueeze(-2).expand(*theta.shape[:-1], self.plan.clients, theta.shape[-1])
+        """One copy of theta per client."""
+        return per_client(theta, self.plan.clients)
 
     def prepare(self, round_plan: RoundPlan) -> Tree:
         """Every client's cache, stacked in order of clients."""
         if round_plan.stage.local.prepare is nothing:
             return ()
-        parts = [round_plan.stage.local.prepare(self._oracle(round_plan, c, s, preparing=True)) for c, s in self._whole]
+        parts: list[Tree] = [
+            round_plan.stage.local.prepare(self._oracle(round_plan, c, s, preparing=True)) for c, s in self._whole
+        ]
         order = torch.from_numpy(np.argsort(np.concatenate([clients for clients, _ in self._whole])))
         order, axis = order.to(self.records.x.device), self.data_axes
         return tree_map(lambda *leaf: torch.cat(leaf, axis).index_select(axis, order), *parts)
@@ -240,7 +248,7 @@ class BatchedClients:
         return self._whole if len(round_plan.cohort) == self.plan.clients else self._held(round_plan.cohort)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
-        """All at once, or at user level one by one: there a client's size is its own affair."""
+        """All clients in one batch; at user level one by one, because a client's size is private there."""
         return list(clients.reshape(-1, 1)) if self.plan.privacy.unit is Unit.USER else [clients]
 
     def _held(self, clients: np.ndarray) -> list[tuple[np.ndarray, Any]]:
@@ -295,7 +303,7 @@ class BatchedClients:
         return noised(total, noise, width, secret=self.secret).to(self.records.x)
 
     def _laid(self, numbers: np.ndarray) -> Tensor:
-        """On the device, once: to ask for the same again does not stop its queue."""
+        """The numbers on the device, copied once: a repeated copy would stall the device's queue."""
         key = numbers.tobytes()
         if key not in self._known:
             self._known[key] = torch.from_numpy(np.ascontiguousarray(numbers)).to(self.records.x.device)
@@ -310,13 +318,11 @@ class BatchedClients:
         query = round_plan.stage.queries[number]
         if not self._at_once(query):
             return self._draw(round_plan, number, 0, np.array([COHORT]), shape).summed(self.lead)
-        block, here = (
-            round_plan.t // NOISE_BLOCK,
-            (round_plan.t // NOISE_BLOCK, number, *shape),
-        )  # stages differ in shape
-        if self._ahead[0] != here:
+        block = round_plan.t // NOISE_BLOCK
+        key = (block, number, *shape)  # stages differ in shape
+        if self._ahead[0] != key:
             at = [Address(COHORT, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
-            self._ahead = here, self._counted(at, shape)
+            self._ahead = key, self._counted(at, shape)
         noise = self._ahead[1][round_plan.t % NOISE_BLOCK]
         return Draw.plain(noise if self.lead else noise[0])
 

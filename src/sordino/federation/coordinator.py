@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from sordino import files, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum
-from sordino.engines.schedule import RoundPlan, round_plans
-from sordino.errors import SordinoError, StoppedError, WireError
+from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
+from sordino.errors import SordinoError, StoppedError
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about
@@ -38,10 +38,18 @@ from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Secure
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
-from sordino.tree import leaves, pack, tree_map, unpack
+from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 
 log = logging.getLogger("sordino.coordinator")
 MOST_LOST_ROUNDS = 3  # rounds in a row without a result before the run stops
+
+
+class Stored(NamedTuple):
+    """The coordinator's checkpoint."""
+
+    done: Tensor  # rounds done
+    theta: Tensor
+    state: Tree
 
 
 def serve(transport: Transport, folder: Path) -> None:
@@ -176,7 +184,8 @@ class Coordinator:
             return None
         try:
             update = wire.to_tree(reply.fields.get("tree"), reply.arrays, "update")
-        except WireError:
+            update = rebuild(update, round_plan.stage.local.message)
+        except SordinoError:
             return None
         if not leaves(update) or not all(leaf.is_floating_point() for leaf in leaves(update)):
             return None
@@ -191,14 +200,16 @@ class Coordinator:
     # ---------------------------------------------------------------------------------------------------------- storing
 
     def _store(self, done: int, theta: Tensor, state: Tree) -> None:
-        files.write(self.out / "checkpoint", pack((torch.tensor([done]), theta, state)))
+        files.write(self.out / "checkpoint", pack(Stored(torch.tensor([done]), theta, state)))
 
     def _restore(self) -> tuple[int, Tensor, Tree]:
         path = self.out / "checkpoint"
         if not path.exists():
             return 0, self.model.init().to(self.terms.number), ()
-        done, theta, state = unpack(path.read_bytes())
-        return int(done[0]), theta, state
+        stored = unpack(path.read_bytes(), Stored(torch.zeros(1), torch.zeros(1), ()))
+        done = int(stored.done[0])
+        template = checkpoint_template(self.plan, self.model, stored.theta, done)
+        return done, stored.theta, rebuild(stored.state, template.state)
 
     def _last_model(self, theta: Tensor, state: Tree) -> Tensor:
         return self.plan.stages[-1].rule.model(theta, state)

@@ -7,7 +7,7 @@ import json
 import secrets
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +32,16 @@ from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
-from sordino.tree import leaves, pack, tree_map, unpack
+from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 
 ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
+
+
+class Stored(NamedTuple):
+    """What a site stores of its memory."""
+
+    numbers: Tensor  # the next round, and the first round of the memory's stage
+    memory: Tree
 
 
 class SiteRun:
@@ -146,27 +153,45 @@ class SiteRun:
         place of a vector would count as several models at once, all with the same noise."""
         extras = wire.to_tree(message.fields["extras"], message.arrays, "extras")
         parts = leaves(extras)
-        if [tuple(part.shape) for part in parts] != self._extras_shapes(round_plan.first):
+        template = self._extras_template(round_plan.first)
+        if [tuple(part.shape) for part in parts] != [tuple(part.shape) for part in leaves(template)]:
             raise Refused("malformed", "the extras do not have the method's shapes")
         if not all(part.is_floating_point() for part in parts):
             raise Refused("malformed", "the extras are not floating-point numbers")
         extras = tree_map(lambda part: part.to(self.terms.number), extras)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(extras)):
             raise Refused("malformed", "the extras are not finite")
+        try:
+            extras = rebuild(extras, template) if parts else template
+        except SordinoError:
+            raise Refused("malformed", "the extras are not nested as the method's are") from None
         known = {"theta", *(f"extras{k}" for k in range(len(parts)))}
         if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
             raise Refused("malformed", "the message has unknown arrays")
         return extras
 
-    def _extras_shapes(self, first: int) -> list[tuple[int, ...]]:
-        """The shapes of the extras in the stage that begins in round `first`."""
-        theta, state, begins = self.model.init().to(self.terms.number), (), 0
+    def _extras_template(self, first: int) -> Tree:
+        """What the server sends beside theta in the stage that begins in round `first`, with its shapes and fields."""
+        theta, begins = self.model.init().to(self.terms.number), 0
+        state: Tree = ()
         for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
             state = stage.rule.init(theta, next(round_plans(self.plan, self.model, begins)).facts, state)
             if begins == first:
                 break
             begins += rounds
-        return [tuple(part.shape) for part in leaves(stage.rule.broadcast(state))]
+        extras: Tree = stage.rule.broadcast(state)
+        return extras
+
+    def _memory_template(self, first: int) -> Tree:
+        """A site's memory in the stage that begins in round `first`, with its fields."""
+        theta, begins = self.model.init().to(self.terms.number), 0
+        memory: Tree = ()
+        for stage, rounds in zip(self.plan.stages, self.plan.stage_rounds, strict=True):
+            memory = stage.local.init(theta, memory)
+            if begins == first:
+                break
+            begins += rounds
+        return memory
 
     def compute(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
         """The noised update: a tree, or integers under secure aggregation."""
@@ -200,14 +225,14 @@ class SiteRun:
             memory = round_plan.stage.local.init(broadcast.theta, memory)
         if not self.terms.secure:
             memory = round_plan.stage.local.update_memory(update, broadcast, memory)
-        files.write(self.folder / "pending", pack((torch.tensor([t + 1, round_plan.first]), memory)))
+        files.write(self.folder / "pending", pack(Stored(torch.tensor([t + 1, round_plan.first]), memory)))
 
     def settle(self, ledger: Ledger, who: str) -> None:
         """Make the pending memory valid if its round was charged. A kill may have come between the two."""
         pending = self.folder / "pending"
         if pending.exists():
-            numbers, _ = unpack(pending.read_bytes())
-            if ledger.charged(self.terms.run, who, int(numbers[0]) - 1):
+            stored = unpack(pending.read_bytes(), Stored(torch.zeros(2), ()))
+            if ledger.charged(self.terms.run, who, int(stored.numbers[0]) - 1):
                 files.move(pending, self.folder / "memory")
 
     def look(self, t: int, broadcast: Broadcast) -> None:
@@ -225,8 +250,9 @@ class SiteRun:
         path = self.folder / "memory"
         if not path.exists():
             return 0, -1, ()
-        numbers, memory = unpack(path.read_bytes())
-        return int(numbers[0]), int(numbers[1]), memory
+        stored = unpack(path.read_bytes(), Stored(torch.zeros(2), ()))
+        done, first = int(stored.numbers[0]), int(stored.numbers[1])
+        return done, first, rebuild(stored.memory, self._memory_template(first))
 
     # ---------------------------------------------------------------------------------------------- secure aggregation
 

@@ -1,4 +1,4 @@
-"""One file a method family, reading like the paper's pseudocode. This is the one registry."""
+"""The methods, one file per family, and their registry."""
 
 from __future__ import annotations
 
@@ -288,14 +288,14 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
         >>> build("dp-fedadam", lr=0.1).name
         'dp-fedadam'
     """
-    found = entry(name)
-    if unit not in found.units:
-        raise SordinoError(f"unit: {name} exists at {' and '.join(found.units)} level, not '{unit}'.")
+    registered = entry(name)
+    if unit not in registered.units:
+        raise SordinoError(f"unit: {name} exists at {' and '.join(registered.units)} level, not '{unit}'.")
     for key in options:
-        if key not in found.options:
-            raise SordinoError(f"{key}: {name} has no such option.{nearest(key, found.options)}")
-    made = found.factory(unit=Unit(unit), **options)
-    return made if name in REGISTRY else plugins.judged(made, plugins.found(plugins.METHODS)[name])
+        if key not in registered.options:
+            raise SordinoError(f"{key}: {name} has no such option.{nearest(key, registered.options)}")
+    method = registered.factory(unit=Unit(unit), **options)
+    return method if name in REGISTRY else plugins.judged(method, plugins.found(plugins.METHODS)[name])
 
 
 __all__ = ["REGISTRY", "Entry", "build", "entry"]

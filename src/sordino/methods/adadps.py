@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import Ask, Broadcast, Local, Method, Rule, Shard, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Shard, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
-from sordino.rules.basic import check_decay, moving, stateless
+from sordino.rules.basic import check_decay, moving
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Public:
     def statistics(of: str | Path | Mapping[str, Any]) -> Public:
         """`second_moment`, or `mean` and `std` or `cov`, of public features: an .npz, or arrays by name."""
         try:
-            found = dict(np.load(of, allow_pickle=False) if isinstance(of, str | Path) else of)
-            part = {name: torch.as_tensor(array).double() for name, array in found.items()}
+            arrays = dict(np.load(of, allow_pickle=False) if isinstance(of, str | Path) else of)
+            part = {name: torch.as_tensor(array).double() for name, array in arrays.items()}
             if "second_moment" not in part:
                 variance = part["std"].square() if "std" in part else part["cov"].diag()
                 part["second_moment"] = part["mean"].square() + variance
@@ -41,7 +41,7 @@ class Public:
             needs = "give an .npz or a dict of arrays second_moment, or mean and std or cov, that anybody may see"
             raise SordinoError(f"public: no statistics ({type(error).__name__}: {error}); {needs}.") from None
         if (moments := part["second_moment"]).dim() != 1 or not (torch.isfinite(moments) & (moments >= 0)).all():
-            raise SordinoError("public: second moments must be a vector of finite numbers, 0 or more, one a feature.")
+            raise SordinoError("public: second moments must be a vector of finite numbers, 0 or more, one per feature.")
         return Public(moments)
 
     @staticmethod
@@ -78,12 +78,47 @@ def adadps(
 ) -> Method:
     """y <- y - local_lr clip(g / A), K times from theta; A = sqrt(v) + eps of public data. Without any, dp-fedavg.
 
-    public: an .npz of public features' second_moment, or mean and std or cov; or a `Public`. beta: memory of v, the
-    squared gradients of public records. Other options as in dp-fedavg.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message. At record level the gradient is divided
+            by A before the clip.
+        lr: Step size of the server.
+        local_lr: Step size of the local steps.
+        steps: Local steps per round, K.
+        noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
+            At user level the update is always noised once.
+        public: Public side information: an .npz with the features' second_moment, or mean and std or cov; or a
+            `Public`; empty for none.
+        beta: Decay of v, the squared gradients of public records, in [0, 1).
+        eps: Added to sqrt(v); bounds 1 / A.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
+            Otherwise: the clipped update, noised once per round.
+        Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
+            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+        Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
+            = final or at user level.
+        Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
+            the sum cannot be counted. A is public, so the clip bounds every record; the certificate states the
+            assumption that the side information is public.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-adadps", eps=0.5)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     check_decay("beta", beta)
     if not 1e-12 <= eps < math.inf:
-        raise SordinoError(f"eps: {eps} must lie in [1e-12, inf): it bounds 1 / A where public data are silent.")
+        raise SordinoError(f"eps: {eps} must lie in [1e-12, inf): it bounds 1 / A where the public gradient is zero.")
     if not isinstance(public, str | Public):
         raise SordinoError(
             f"public: {type(public).__name__} is not declared public; see Public.statistics, Public.records."
@@ -100,13 +135,18 @@ def adadps(
             y = y - local_lr * ask.gradient(y, scale=scale)
         return y - broadcast.theta
 
-    def update(u: Tree, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        return lr * u, moving(v, side.squares(theta + lr * u), beta) if side and side.model else v
+    def update(u: Tensor, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+        if side is not None and side.model is not None and isinstance(v, Tensor):
+            v = moving(v, side.squares(theta + lr * u), beta)
+        return lr * u, v
 
-    rule, assumes = Rule(stateless, update), tuple[str, ...]()
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+        return () if side is None else side.squares(theta, facts.shapes)
+
+    def divisor(v: Tree) -> Tree:
+        return v.sqrt() + eps if isinstance(v, Tensor) else ()
+
+    rule, assumes = Rule(init, update, divisor), tuple[str, ...]()
     if side is not None:
-        rule = Rule(
-            lambda theta, facts, _: side.squares(theta, facts.shapes), update, broadcast=lambda v: v.sqrt() + eps
-        )
         assumes = ("The side information that gradients are divided by is public.",)
     return Method("dp-adadps", unit, (Stage(Local(compute), rule, queries),), proves, CAVEAT, assumes)

@@ -1,14 +1,14 @@
-"""DP-FedAdamW, and DP-LocalAdamW, which it mends: AdamW inside each client, every gradient of it noised.
+"""DP-FedAdamW and its simpler form DP-LocalAdamW: AdamW steps at each client, every gradient noised.
 
-Moments are made of noised gradients alone, so that sending them costs nothing. Clients of unlike sizes have unlike
-noise: its part of v is carried as b by v's own recursion, and is Phi (its weight divided out) where all are alike. What
-is sent of v and b are changes, so that a round to which few came changes them little.
+Moments are computed from noised gradients, so sending them costs nothing. Clients of different sizes add different
+noise: the noise's part of v is tracked as b, by the same recursion as v. Clients send the changes of v and b, so a
+round with few participants changes them little.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Rule, Stage, Tree, Trust, Unit
 from sordino.errors import SordinoError, nearest
@@ -20,6 +20,34 @@ from sordino.rules.blocks import block_means, count, expand
 
 CAVEAT = "AdamW's local steps are not linear in a client's own noise; that sums of messages hide more is not proved."
 WORDS = {"schedule": ("cosine", "constant"), "aggregate": ("block", "none"), "align": ("additive", "convex", "none")}
+
+
+class AdamWMessage(NamedTuple):
+    """What a client sends."""
+
+    delta: Tensor  # y - theta
+    moments: Tree  # change of the block means of v; () if v starts from zero every round
+    noise: Tree  # change of the noise's part of v; () likewise
+
+
+EMPTY_MESSAGE = AdamWMessage((), (), ())  # type: ignore[arg-type]
+
+
+class AdamWExtras(NamedTuple):
+    """What the server sends beside theta."""
+
+    rate: Tensor  # the step size of this round
+    direction: Tensor  # Delta_G, the mean update of the last round per step
+    moments: Tensor  # block means of v
+    noise: Tensor  # the noise's part of v
+    steps_done: Tensor  # J, local steps that v has averaged
+
+
+class AdamWState(NamedTuple):
+    """The server's state."""
+
+    extras: AdamWExtras
+    rounds: Tensor
 
 
 def localadamw(
@@ -36,7 +64,38 @@ def localadamw(
 ) -> Method:
     """y <- y - lr (m^ / (sqrt(v^) + tau) + decay y), K times from theta; theta <- theta + mean(y - theta).
 
-    m^, v^: Adam's moments, from zero in every round. steps: K. tau: bounds steps. schedule: of lr, cosine or constant.
+    m^ and v^ are Adam's moments, which start from zero in every round.
+
+    Args:
+        unit: Whose data are protected; only records.
+        clip: Bound on the norm of a record's gradient.
+        lr: Step size of the local steps.
+        steps: Local steps per round, K.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        tau: Added to the root of v^; bounds the steps.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The K noised gradients of each round and client; the update and the moments follow from them.
+        Sensitivity: clip if a record joins or leaves; 2 clip if it is replaced; per gradient.
+        Proved for: record level; untrusted-server.
+        Reason: AdamW's steps are not linear in a client's noise, so the noise of other clients in the sum cannot be
+            counted.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-localadamw", steps=2)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     own: dict[str, Any] = {"lr": lr, "steps": steps, "beta1": beta1, "beta2": beta2, "tau": tau, "decay": decay}
     bare = fedadamw(unit=unit, clip=clip, schedule=schedule, aggregate="none", correct=False, align="none", **own)
@@ -62,9 +121,44 @@ def fedadamw(
 ) -> Method:
     """y <- y - lr (m^ / (sqrt(max(v^ - Phi, v_floor)) + tau) + decay y + gamma Delta_G), K times; v by block means.
 
-    aggregate: v goes on from last round's block means, or from zero (none). correct: take off Phi, the noise's variance
-    (v_floor 0: 1e-8, or Phi if less; noise alone takes half of v^ there, so let tau bound steps). align: additive, none
-    or convex (the step weighs 1 - gamma). Delta_G: last round's -mean(y - theta) / (K lr). Others as in dp-localadamw.
+    Delta_G is the last round's -mean(y - theta) / (K lr).
+
+    Args:
+        unit: Whose data are protected; only records.
+        clip: Bound on the norm of a record's gradient.
+        lr: Step size of the local steps.
+        steps: Local steps per round, K.
+        beta1: Decay of the first moment, in [0, 1).
+        beta2: Decay of the second moment, in [0, 1).
+        tau: Added to the root of v^; bounds the steps.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
+        aggregate: `block` continues v from the last round's block means; `none` starts from zero.
+        correct: Subtract Phi, the variance of the noise, from v^.
+        v_floor: Lower bound of v^ - Phi; 0 stands for 1e-8, or for Phi if that is less. Noise alone takes half of v^ to
+            the floor, so let tau bound the steps.
+        align: `additive`, `convex` (the step weighs 1 - gamma) or `none`.
+        gamma: Weight of Delta_G, in [0, 1).
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The K noised gradients of each round and client; the update and the moments follow from them.
+        Sensitivity: clip if a record joins or leaves; 2 clip if it is replaced; per gradient.
+        Proved for: record level; untrusted-server.
+        Reason: AdamW's steps are not linear in a client's noise, so the noise of other clients in the sum cannot be
+            counted.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-fedadamw", gamma=0.2)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     for name, word in (("schedule", schedule), ("aggregate", aggregate), ("align", align)):
         if word not in WORDS[name]:
@@ -79,7 +173,7 @@ def fedadamw(
     def eta(t: float, rounds: float) -> float:
         return lr * (1 + math.cos(math.pi * t / rounds)) / 2 if schedule == "cosine" else lr
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+    def compute(ask: Ask, broadcast: Broadcast[AdamWExtras], memory: Tree, cache: Tree) -> AdamWMessage:
         (rate, pull, means, noise, J), y, blocks = broadcast.extras, broadcast.theta, ask.facts.blocks
         m, v, b, phi = torch.zeros_like(y), expand(means, blocks), noise, ask.std(Kind.GRADIENT).square()
         for k in range(1, steps + 1):
@@ -89,20 +183,25 @@ def fedadamw(
             second = denoised(v / gathered, b / gathered, v_floor or phi.clamp(max=1e-8)) if correct else v / gathered
             step = m / (1 - beta1**k) / (second.sqrt() + tau)
             y = y - rate * (own * step + weight * pull + decay * y)
-        kept = (block_means(v, blocks) - means, b - noise)
-        return y - broadcast.theta, *(kept if aggregate == "block" else ())
+        if aggregate == "none":
+            return AdamWMessage(y - broadcast.theta, (), ())
+        return AdamWMessage(y - broadcast.theta, block_means(v, blocks) - means, b - noise)
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+    def init(theta: Tensor, facts: Facts, before: Tree) -> AdamWState:
         zero, rounds = torch.zeros_like(theta[..., :1]), torch.tensor(facts.rounds)
         means = zero.expand(*theta.shape[:-1], count(facts.blocks))
-        return zero + eta(0, facts.rounds), torch.zeros_like(theta), means, zero, zero, rounds
+        extras = AdamWExtras(zero + eta(0, facts.rounds), torch.zeros_like(theta), means, zero, zero)
+        return AdamWState(extras, rounds)
 
-    def update(said: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        (delta, *changes), (rate, _, *carried, J, rounds) = said, state
-        if aggregate == "block":
-            carried, J = [(old + new).clamp_min(0) for old, new in zip(carried, changes, strict=True)], J + steps
-        return delta, (0 * rate + eta(t + 1, float(rounds)), -delta / (steps * rate), *carried, J, rounds)
+    def update(mean: AdamWMessage, state: AdamWState, theta: Tensor, t: int) -> tuple[Tensor, AdamWState]:
+        rate, _, moments, noise, J = state.extras
+        if isinstance(mean.moments, Tensor) and isinstance(mean.noise, Tensor):
+            moments, noise = (moments + mean.moments).clamp_min(0), (noise + mean.noise).clamp_min(0)
+            J = J + steps
+        direction, rate = -mean.delta / (steps * rate), 0 * rate + eta(t + 1, float(state.rounds))
+        return mean.delta, AdamWState(AdamWExtras(rate, direction, moments, noise, J), state.rounds)
 
     queries, _ = local_steps(unit, clip, steps, "per-step")
-    stage = Stage(Local(compute), Rule(init, update, broadcast=lambda state: state[:-1]), queries)
+    local = Local(compute, message=EMPTY_MESSAGE)
+    stage = Stage(local, Rule(init, update, broadcast=lambda state: state.extras), queries)
     return Method("dp-fedadamw", unit, (stage,), frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CAVEAT)

@@ -1,26 +1,27 @@
-"""One pass of ADMM a round on the Newton system: what FedNew and its private forms share (DP-FedNew, PoPETs 2025).
+"""One ADMM pass per round on the Newton system, which FedNew and its private forms share (DP-FedNew, PoPETs 2025).
 
     v_i = g_i - lambda_i + rho y,   y_i = (H_i + (alpha + rho) I)^-1 v_i,   y = mean y_i,   theta <- theta - lr y
     lambda_i <- lambda_i + rho (y_i - y), with y_i as it was sent
 
 User level: y_i is clipped and noised. Record level: `shift` bounds how far one record moves y_i. The duals are hidden
 client state, so sums of messages depend on more than what was seen: proved against an untrusted server only, and under
-every trust model without duals. A client that was away updates its dual by the y it hears when it is back.
+every trust model without duals. A client that was absent updates its dual by the y it receives when it returns.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from sordino.core import Adjacency, Ask, Broadcast, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit, nothing
 from sordino.lazy import Tensor, torch
 from sordino.rules.basic import zeros
 from sordino.rules.limits import LIMITS
 
-CAVEAT = "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false does without."
+CAVEAT = "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false avoids them."
 UNSOUND = "Rescaling by xi moves with the data without bound near |g| = limit; limit_by = projection is sound."
-ROUNDING = 1e-6  # of the longest message: what float32 may add to a difference
+FLOAT32_SLACK = 1e-6  # of the longest message: what float32 may add to a difference
 
 
 def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error: float = 0.0) -> Lemma:
@@ -34,13 +35,20 @@ def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error:
 
     def bound(m: int, adjacency: Adjacency) -> float:
         h, times = curvature_clip / m, 1 if adjacency is Adjacency.ADD_REMOVE else 2
-        slack = 2 * error + ROUNDING * limit / gamma
+        slack = 2 * error + FLOAT32_SLACK * limit / gamma
         return times * clip / (gamma * m) + limit * h / (gamma * (gamma + h)) + slack
 
     return Lemma("one record moves a damped Newton direction", bound)
 
 
-Solve = Callable[[Ask, Tensor, Tensor, Tree], Tensor]  # (ask, theta, v, cache) -> (H + gamma I)^-1 v
+class DualMemory(NamedTuple):
+    """What a client stores."""
+
+    dual: Tensor  # lambda_i
+    sent: Tensor  # y_i as it was last sent
+
+
+Solve = Callable[[Ask, Tensor, Tensor, Any], Tensor]  # (ask, theta, v, cache) -> (H + gamma I)^-1 v
 
 
 def admm(
@@ -56,26 +64,43 @@ def admm(
     duals: bool = True,
     prepare: Callable[[Ask], Tree] = nothing,
 ) -> Method:
-    """The pass itself; memory is (lambda_i, y_i as last sent), and the server's word is y."""
+    """One ADMM pass per round: clients receive y and send y_i.
 
-    def dual(broadcast: Broadcast, memory: Tree) -> Tensor:
+    Args:
+        name: The method's name.
+        unit: Record or user level.
+        queries: What a client asks: gradient and curvature without noise, and the noised direction.
+        solve: Solves for the direction.
+        lr: Step size of the server.
+        rho: Weight of the pull towards the common direction.
+        limit: Bound on the norm of the right side v_i.
+        limit_by: How v_i is kept within the limit, a key of `LIMITS`.
+        duals: Keep dual variables at the clients.
+        prepare: Builds a client's cache.
+
+    Returns:
+        The method.
+    """
+
+    def dual(broadcast: Broadcast[Tensor], memory: DualMemory) -> Tensor:
         if not duals:
             return torch.zeros_like(broadcast.theta)
-        lam, sent = memory
-        said: Tensor = lam + rho * (sent - broadcast.extras)
-        return said
+        return memory.dual + rho * (memory.sent - broadcast.extras)
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+    def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: DualMemory, cache: Tree) -> Tensor:
         v = LIMITS[limit_by](ask.gradient(broadcast.theta), rho * broadcast.extras - dual(broadcast, memory), limit)
         return solve(ask, broadcast.theta, v, cache)
 
-    def update_memory(sent: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
-        return dual(broadcast, memory), sent
+    def update_memory(sent: Tensor, broadcast: Broadcast[Tensor], memory: DualMemory) -> DualMemory:
+        return DualMemory(dual(broadcast, memory), sent)
 
-    def start(theta: Tensor, before: Tree) -> Tree:
-        return torch.zeros_like(theta), torch.zeros_like(theta)
+    def update(y: Tensor, last: Tensor, theta: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        return -lr * y, y
 
-    rule = Rule(zeros, lambda y, state, theta, t: (-lr * y, y), broadcast=lambda y: y)
+    def start(theta: Tensor, before: Tree) -> DualMemory:
+        return DualMemory(torch.zeros_like(theta), torch.zeros_like(theta))
+
+    rule = Rule(zeros, update, broadcast=lambda y: y)
     trusts = [t for t in Trust if not duals or t is Trust.UNTRUSTED_SERVER] if limit_by == "projection" else []
     local = Local(compute, update_memory, start, prepare) if duals else Local(compute, prepare=prepare)
     caveat = CAVEAT if limit_by == "projection" else UNSOUND

@@ -10,16 +10,50 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
-FARTHEST = 20.0  # of log C from where it began
+MAX_LOG_CHANGE = 20.0  # log C stays this near to its start
+
+
+class GradientAndCount(NamedTuple):
+    """What a client sends."""
+
+    gradient: Tensor  # in units of C
+    below: Tensor  # part of its gradients up to C, less 1/2
+
+
+class ClipState(NamedTuple):
+    """The server's state."""
+
+    log_clip: Tensor  # log C
+    inner: Tree  # the state of the method's own rule
+
+
+EMPTY_MESSAGE = GradientAndCount((), ())  # type: ignore[arg-type]
 
 
 def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float = 0.2, share: float = 0.05) -> Method:
-    """The same method of one gradient a round; C <- C exp(-pace (part below C - quantile)). quantile 0: as it was."""
+    """Let the clip C of a method with one gradient per round follow a quantile of the gradients' norms.
+
+    C <- C exp(-pace (part of norms below C - quantile)).
+
+    Args:
+        method: The method, at record level.
+        clip: C in the first round.
+        quantile: Part of the gradients that stays unclipped, in (0, 1); 0 returns the method unchanged.
+        pace: Step size of log C.
+        share: Part of mu squared for the counts.
+
+    Returns:
+        The method with a clip that adapts.
+
+    Raises:
+        SordinoError: The quantile is out of range, or the method is at user level.
+    """
     if not quantile:
         return method
     if not 0 < quantile < 1:
@@ -30,24 +64,26 @@ def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float =
         raise SordinoError("quantile: the clip of a user's message is fixed; leave quantile at 0.")
     (stage,) = method.stages
     inner = stage.rule
-    within = math.log(clip) - FARTHEST, math.log(clip) + FARTHEST
+    within = math.log(clip) - MAX_LOG_CHANGE, math.log(clip) + MAX_LOG_CHANGE
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+    def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> GradientAndCount:
         unit = (-broadcast.extras.clamp(*within)).exp().expand_as(broadcast.theta)
-        return ask.gradient(broadcast.theta, scale=unit), ask.count(broadcast.theta, unit)
+        return GradientAndCount(ask.gradient(broadcast.theta, scale=unit), ask.count(broadcast.theta, unit))
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        return torch.full_like(theta[..., :1], math.log(clip)), inner.init(theta, facts, before)
+    def init(theta: Tensor, facts: Facts, before: Tree) -> ClipState:
+        return ClipState(torch.full_like(theta[..., :1], math.log(clip)), inner.init(theta, facts, before))
 
-    def update(said: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        (g, below), (C, own) = said, state
-        step, own = inner.update(C.exp() * g, own, theta, t)
-        C = C - pace * (below + 0.5 - quantile)
-        return step, (C.clamp(*within), own)
+    def update(mean: GradientAndCount, state: ClipState, theta: Tensor, t: int) -> tuple[Tensor, ClipState]:
+        step, inner_state = inner.update(state.log_clip.exp() * mean.gradient, state.inner, theta, t)
+        log_clip = state.log_clip - pace * (mean.below + 0.5 - quantile)
+        return step, ClipState(log_clip.clamp(*within), inner_state)
 
-    rule = Rule(init, update, broadcast=lambda state: state[0], model=lambda theta, state: inner.model(theta, state[1]))
+    rule = Rule(
+        init, update, broadcast=lambda state: state.log_clip, model=lambda theta, state: inner.model(theta, state.inner)
+    )
+    local = Local(compute, message=EMPTY_MESSAGE)
     queries = (replace(stage.queries[0], clip=1.0, share=1 - share), Query(Kind.COUNT, 0.5, share=share))
-    told = "The clip, 1 in its own units, is multiplied by a length that follows the noised counts."
+    assumption = "The clip, 1 in its own units, is multiplied by a length that follows the noised counts."
     return method._replace(
-        stages=(stage._replace(local=Local(compute), rule=rule, queries=queries),), assumes=(*method.assumes, told)
+        stages=(stage._replace(local=local, rule=rule, queries=queries),), assumes=(*method.assumes, assumption)
     )

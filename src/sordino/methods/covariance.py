@@ -1,9 +1,9 @@
-"""Methods that put the covariance of the features in the place of the Hessian: DP-FedFC and DP-FedNew-FC.
+"""Methods that use the covariance of the features in place of the Hessian: DP-FedFC and DP-FedNew-FC.
 
 FedFC spends one release on the covariance, in a round of its own, and preconditions gradients by its inverse. Each
-record adds u u^T, cut to norm C: replacing it costs sqrt(2) C, for these are positive semi-definite; so does replacing
-a user's clipped covariance. Every release is linear, so every trust model is proved.
-FedNew-FC keeps the covariance at the client, where it is factorised once; nothing is spent on it.
+record adds u u^T, cut to norm C: replacing it costs sqrt(2) C, because these are positive semi-definite; so does
+replacing a user's clipped covariance. Every release is linear, so every trust model is proved. FedNew-FC keeps the
+covariance at the client, where it is factorised once; nothing is spent on it.
 """
 
 from __future__ import annotations
@@ -28,41 +28,70 @@ def fedfc(
 ) -> Method:
     """A = noised mean of u u^T, once; theta <- theta - lr (A + gamma I)^-1 G.
 
-    clip: of a record's gradient, or of a user's preconditioned one. covariance_clip: of a record's u u^T, or of a
-    user's mean of them. gamma: ridge. covariance_share: of mu squared; 0: as much as any other release.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's preconditioned gradient.
+        covariance_clip: Bound on the norm of a record's u u^T, or of a user's mean of them.
+        lr: Step size of the server.
+        gamma: Ridge that is added to A, above 0.
+        covariance_share: Part of mu squared for A; 0 gives it as much as any other release.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The noised mean of u u^T in the first round, then one noised gradient per round.
+        Sensitivity: Covariance: covariance_clip, or sqrt(2) covariance_clip if a unit is replaced. Gradient: clip, or 2
+            clip.
+        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Reason: Every release is linear. Two positive semi-definite matrices of norm C differ by at most sqrt(2) C,
+            because their inner product is not negative.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-fedfc", covariance_clip=2.0)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.8284271247461903
     """
     checked("projection", clip=clip, covariance_clip=covariance_clip, lr=lr, gamma=gamma)
     if not 0 <= covariance_share < 1:
         raise SordinoError(f"covariance_share: {covariance_share} must lie in [0, 1).")
     user, share = unit is Unit.USER, covariance_share or None
 
-    def look(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+    def release_gram(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         return ask.gram().flatten(-2) if user else ask.gram()
 
-    def invert(theta: Tensor, facts: Facts, A: Tree) -> Tree:
+    def invert(theta: Tensor, facts: Facts, A: Tree) -> Tensor:
         eye = torch.eye(rows(facts)).to(theta)
-        if isinstance(A, tuple):  # nobody came
+        if isinstance(A, tuple):  # no client took part in the first stage
             return eye
         return floored_inverse(A.reshape(*theta.shape[:-1], *eye.shape) + gamma * eye, gamma)
 
-    def walk(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+    def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
         g = ask.gradient(broadcast.theta)
         return times(broadcast.extras, g) if user else g
 
-    def update(g: Tree, P: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    def update(g: Tensor, P: Tensor, theta: Tensor, t: int) -> tuple[Tensor, Tensor]:
         return -lr * (g if user else times(P, g)), P
 
-    seen: tuple[Query, ...]
-    asked: tuple[Query, ...]
+    covariance: tuple[Query, ...]
+    gradients: tuple[Query, ...]
     if user:
-        seen = (Query(Kind.GRAM, noise=None), Query(Kind.DELTA, covariance_clip, share=share, psd=True))
-        asked = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, clip))
+        covariance = (Query(Kind.GRAM, noise=None), Query(Kind.DELTA, covariance_clip, share=share, psd=True))
+        gradients = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, clip))
     else:
-        seen = (Query(Kind.GRAM, covariance_clip, share=share, psd=True),)
-        asked = (Query(Kind.GRADIENT, clip),)
-    keep_it = Rule(stateless, lambda A, state, theta, t: (torch.zeros_like(theta), A))
+        covariance = (Query(Kind.GRAM, covariance_clip, share=share, psd=True),)
+        gradients = (Query(Kind.GRADIENT, clip),)
+    store_covariance = Rule(stateless, lambda A, state, theta, t: (torch.zeros_like(theta), A))
     rule = Rule(invert, update, broadcast=lambda P: P) if user else Rule(invert, update)
-    stages = (Stage(Local(look), keep_it, seen, rounds=1), Stage(Local(walk), rule, asked))
+    stages = (
+        Stage(Local(release_gram), store_covariance, covariance, rounds=1),
+        Stage(Local(compute), rule, gradients),
+    )
     return Method("dp-fedfc", unit, stages, frozenset((unit, trust) for trust in Trust))
 
 
@@ -74,7 +103,7 @@ def rows(facts: Facts) -> int:
 
 
 def times(P: Tensor, g: Tensor) -> Tensor:
-    """P times g, read as one column an output."""
+    """P times g, read as a matrix with one column per output."""
     return (P @ g.reshape(*g.shape[:-1], P.shape[-1], -1)).flatten(-2)
 
 
@@ -91,14 +120,43 @@ def dp_fednew_fc(
 ) -> Method:
     """dp-fednew with the client's own mean of u u^T for its Hessian.
 
-    covariance_clip: of a record's u u^T, at record level. Others as in dp-fednew.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's direction.
+        covariance_clip: Bound on the norm of a record's u u^T; record level.
+        limit: Bound on the norm of the right side; record level.
+        lr: Step size of the server.
+        alpha: Damping of the covariance, above 0.
+        rho: Weight of the pull towards the common direction, above 0.
+        duals: Keep dual variables at the clients.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The direction y_i, noised once per round and client. Gradient and covariance stay at the client
+            without noise.
+        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records. User level: clip if a user
+            joins or leaves; 2 clip if it is replaced.
+        Proved for: record and user level; untrusted-server. With duals = False: untrusted-server, secure-aggregation
+            and trusted-server.
+        Reason: Dual variables are hidden client state; what sums of messages reveal about them is not proved.
+
+    Example:
+        >>> from sordino.methods import build
+        >>> method = build("dp-fednew-fc", duals=False)
+        >>> sorted(str(trust) for _, trust in method.proves)
+        ['secure-aggregation', 'trusted-server', 'untrusted-server']
     """
     checked("projection", clip=clip, covariance_clip=covariance_clip, limit=limit, lr=lr, alpha=alpha, rho=rho)
 
-    def factorise(ask: Ask) -> Tree:
+    def factorise(ask: Ask) -> Tensor:
         return torch.cholesky_inverse(damped(ask.gram(), alpha + rho))
 
-    def solve(ask: Ask, theta: Tensor, v: Tensor, inverse: Tree) -> Tensor:
+    def solve(ask: Ask, theta: Tensor, v: Tensor, inverse: Tensor) -> Tensor:
         return times(inverse, v)
 
     queries = answers(unit, Kind.GRAM, clip, limit, covariance_clip, alpha + rho)

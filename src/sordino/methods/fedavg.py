@@ -17,7 +17,7 @@ from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 
 NOISE = ("per-step", "final")
-CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; counting them on sums promises too much."
+CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; what sums of messages hide is not proved."
 
 
 def local_steps(
@@ -71,8 +71,38 @@ def fedavg(
 ) -> Method:
     """y <- y - local_lr g, K times from theta; theta <- theta + lr mean(y - theta).
 
-    steps: K. noise_at: per-step (record level only), or final, whose noise does not shrink with a client's records.
-    tail: as in dp-fedgd.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message.
+        lr: Step size of the server.
+        local_lr: Step size of the local steps.
+        steps: Local steps per round, K.
+        noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
+            At user level the update is always noised once.
+        tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
+            Otherwise: the clipped update, noised once per round.
+        Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
+            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+        Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
+            = final or at user level.
+        Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
+            the sum cannot be counted.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-fedavg", steps=3)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     last = [average(tail)] if tail else []
     return local_sgd("dp-fedavg", unit, clip, local_lr, steps, noise_at, scale(lr), *last)
@@ -90,6 +120,37 @@ def fedavg_ls(
 ) -> Method:
     """dp-fedavg, the mean update smoothed by (I - strength L)^-1 on the server.
 
-    strength: of the smoothing; 0 is dp-fedavg. Other options as there.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message.
+        lr: Step size of the server.
+        local_lr: Step size of the local steps.
+        steps: Local steps per round, K.
+        noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
+            At user level the update is always noised once.
+        strength: Strength of the smoothing; 0 is dp-fedavg.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
+            Otherwise: the clipped update, noised once per round.
+        Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
+            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+        Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
+            = final or at user level.
+        Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
+            the sum cannot be counted. Smoothing is post-processing.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-fedavg-ls", strength=2.0)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     return local_sgd("dp-fedavg-ls", unit, clip, local_lr, steps, noise_at, smooth(strength), scale(lr))

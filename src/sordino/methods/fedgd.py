@@ -43,9 +43,36 @@ def server_gradient(
 def fedgd(
     *, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail: float = 0.0, quantile: float = 0.0
 ) -> Method:
-    """theta <- theta - lr G.
+    """theta <- theta - lr G, G the noised mean gradient.
 
-    lr: the step. tail: the part of the rounds whose iterates are averaged into the model handed out (0: none).
-    quantile: of the gradients' norms, which the clip then follows from where it begins; paid for (0: it stays).
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message.
+        lr: Step size of the server.
+        tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
+        quantile: Part of the gradients that an adaptive clip leaves unclipped (record level; it takes 5 % of mu
+            squared); 0 keeps the clip fixed.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Per round and client, the noised sum of clipped per-record gradients (record level), or the client's
+            clipped mean gradient with noise (user level).
+        Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced. With a quantile, 1 or 2 in units of the
+            clip, and 1/2 or 1 for the count of short gradients.
+        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Reason: A release depends on earlier ones only through the broadcast model, and the server only post-processes
+            sums of releases.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-fedgd", clip=1.5)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        3.0
     """
     return adaptive_clip(server_gradient("dp-fedgd", unit, clip, lr, (), tail), clip, quantile)

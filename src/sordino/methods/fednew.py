@@ -50,7 +50,29 @@ def checked(limit_by: str, solver: str = "direct", **above_zero: float | Tensor)
 def fednew(*, unit: Unit = Unit.RECORD, lr: float = 1.0, alpha: float = 0.1, rho: float = 1.0) -> Method:
     """theta <- theta - lr y, y one ADMM pass at (mean H_i + alpha I)^-1 mean g_i. No noise: run it with epsilon = inf.
 
-    alpha: damping. rho: pull of the clients' directions together.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        lr: Step size of the server.
+        alpha: Damping of the Hessian, above 0.
+        rho: Weight of the pull towards the common direction, above 0.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The direction y_i of each client, without noise.
+        Sensitivity: Not bounded.
+        Proved for: nothing.
+        Reason: FedNew is the method that dp-fednew makes private; a plan refuses it unless epsilon is inf.
+
+    Example:
+        >>> from sordino.methods import build
+        >>> method = build("fednew", lr=0.5)
+        >>> method.proves
+        frozenset()
     """
     checked("projection", alpha=alpha, rho=rho, lr=lr)
     inside = Query(Kind.GRADIENT, noise=None), Query(Kind.CURVATURE, noise=None)
@@ -73,9 +95,39 @@ def dp_fednew(
 ) -> Method:
     """theta <- theta - lr y, y the noised mean of (H_i + (alpha + rho) I)^-1 (g_i - lambda_i + rho y).
 
-    clip: of a record's gradient, or of a user's direction. alpha, rho: as in fednew. duals: off, sums are proved too.
-    solver: direct, or cg, which builds no Hessian. Record level only: curvature_clip of a record's Hessian, limit, the
-    longest right side, and limit_by, projection or paper-xi (not private).
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's direction.
+        curvature_clip: Bound on a record's Hessian (Frobenius norm); record level.
+        limit: Bound on the norm of the right side; record level.
+        lr: Step size of the server.
+        alpha: Damping of the Hessian, above 0.
+        rho: Weight of the pull towards the common direction, above 0.
+        duals: Keep dual variables at the clients.
+        limit_by: How the right side is kept within the limit: `projection`, or `paper-xi`, which is not private.
+        solver: `direct`, or `cg`, which builds no Hessian.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The direction y_i, noised once per round and client. Gradient and curvature stay at the client without
+            noise.
+        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records. User level: clip if a user
+            joins or leaves; 2 clip if it is replaced.
+        Proved for: record and user level; untrusted-server. With duals = False: untrusted-server, secure-aggregation
+            and trusted-server.
+            With limit_by = paper-xi: nothing.
+        Reason: Dual variables are hidden client state; what sums of messages reveal about them is not proved.
+
+    Example:
+        >>> from sordino.methods import build
+        >>> method = build("dp-fednew", duals=False)
+        >>> sorted(str(trust) for _, trust in method.proves)
+        ['secure-aggregation', 'trusted-server', 'untrusted-server']
     """
     checked(limit_by, solver, clip=clip, curvature_clip=curvature_clip, limit=limit, lr=lr, alpha=alpha, rho=rho)
     gamma = alpha + rho

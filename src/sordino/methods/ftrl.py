@@ -48,9 +48,38 @@ def ftrl(
 ) -> Method:
     """theta_t = theta_0 - lr sum_{s <= t} G_s, the noise of the sums from a tree, a banded matrix or a schedule.
 
-    mechanism: tree, banded (for cyclic:b, b >= band, where sums alone are seen), schedule (the best for full
-    participation) or independent. honaker: how a tree's nodes are combined, full, below or none. restart: rounds of a
-    tree; 0: one tree. band: of the matrix. momentum: heavy ball, forgotten at a restart. tail: as in dp-fedgd.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message.
+        lr: Step size of the server.
+        mechanism: `tree`, `banded` (for cyclic:b with b >= band, where only sums are visible), `schedule` (the best for
+            full participation) or `independent`.
+        honaker: How the nodes of a tree are combined: `full`, `below` or `none`.
+        restart: Rounds per tree; 0 for one tree.
+        band: Width of the banded matrix, at least 1.
+        momentum: Heavy-ball momentum; it starts again at a restart.
+        tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The stream of one gradient per round and client, with noise that is correlated over rounds.
+        Sensitivity: Of the whole stream: the norm of the sum of the encoder's columns (absolute values) over the
+            rounds in which a unit takes part, times clip (joins or leaves) or 2 clip (is replaced).
+        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Reason: Only the noise is correlated: the released stream is a function of one Gaussian release of the encoded
+            stream. Where only sums are visible, all clients add to one stream.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-ftrl", mechanism="tree")
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     for name, word, known in (("mechanism", mechanism, MECHANISMS), ("honaker", honaker, ESTIMATES)):
         if word not in known:

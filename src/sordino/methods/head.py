@@ -29,8 +29,38 @@ def newton_head(
 ) -> Method:
     """K local steps, then theta_i = theta - damping (F_i + ridge I)^-1 g_i on the last layer; that, `blocks` times.
 
-    ridge: added to the Fisher matrix F, whose negative eigenvalues count as 0. Rounds beyond 2 blocks are Newton steps.
-    Others as in fednewton.
+    Args:
+        unit: Whose data are protected; only records.
+        clip: Bound on the norm of a record's gradient.
+        local_lr: Step size of the local steps.
+        local_steps: Local steps of a block, K.
+        local_share: Part of mu squared for all local steps, in (0, 1).
+        curvature_share: Part of mu squared for all Fisher matrices; the gradients of the Newton steps get the rest.
+        ridge: Added to the Fisher matrix F, whose negative eigenvalues count as 0; above 0.
+        damping: Length of the Newton step, above 0.
+        blocks: Repetitions of both; rounds beyond 2 blocks are Newton steps.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Per block: the K noised gradients of its first round, then a noised gradient and a noised Fisher
+            matrix of the last layer per round.
+        Sensitivity: Gradient: clip, or 2 clip if a record is replaced. Fisher matrix: clip^2, or sqrt(2) clip^2,
+            because g g^T is positive semi-definite.
+        Proved for: record level; untrusted-server.
+        Reason: Local steps and the inverse of a noised matrix are not linear in the noise; what their sums hide is not
+            proved.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("fednewton-head", blocks=2)
+        >>> method.stages[1].queries[1].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        1.4142135623730951
     """
     rest = 1 - local_share - curvature_share
     if not (curvature_share > 0 and rest > 1e-6):

@@ -1,6 +1,6 @@
 """Federated M-estimation under Gaussian DP: FedSGD, FedAvg, FedHybrid and FedNewton (arXiv 2605.18656).
 
-All releases are noised per client. FedSGD's is one linear query a round, so that sums hide as much as they do in
+All releases are noised per client. FedSGD releases one linear query per round, so sums hide as much as they do in
 DP-FedGD; local steps and the inverse of a client's own Hessian are not linear: proved against an untrusted server only.
 Hessians are positive semi-definite, so replacing a record moves their sum by sqrt(2) of the clip; their noise is
 symmetric, and eigenvalues that it pushed too low are raised to a floor, which is post-processing.
@@ -22,7 +22,31 @@ NONLINEAR = "Local steps and local Newton steps are not linear in their noise; w
 def fedsgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail: float = 0.0) -> Method:
     """theta <- theta - lr sum_i w_i g_i, w_i = n_i / N: dp-fedgd with the pooled divisor.
 
-    lr: below 2 over the largest curvature. tail: as in dp-fedgd.
+    Args:
+        unit: Whose data are protected; only records.
+        clip: Bound on the norm of a record's gradient.
+        lr: Step size of the server, below 2 over the largest curvature.
+        tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Per round and client, the noised sum of clipped per-record gradients.
+        Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced.
+        Proved for: record level; untrusted-server, secure-aggregation and trusted-server.
+        Reason: A release depends on earlier ones only through the broadcast model, and the server only post-processes
+            sums of releases.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("fedsgd", clip=0.5)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        1.0
     """
     return server_gradient("fedsgd", unit, clip, lr, (), tail)
 
@@ -30,7 +54,33 @@ def fedsgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail
 def fedavg_gdp(*, unit: Unit = Unit.RECORD, clip: float = 1.0, local_lr: float = 2.0, steps: int = 10) -> Method:
     """y <- y - local_lr g, K times at each client; theta <- sum_i w_i y_i.
 
-    steps: K. Few rounds and many steps bias the estimate by about m^2 d^2 / N^2 in squared error.
+    Args:
+        unit: Whose data are protected; only records.
+        clip: Bound on the norm of a record's gradient.
+        local_lr: Step size of the local steps.
+        steps: Local steps per round, K. Few rounds with many steps bias the estimate by about m^2 d^2 / N^2 in squared
+            error.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The K noised gradients of each round and client.
+        Sensitivity: clip if a record joins or leaves; 2 clip if it is replaced; per gradient.
+        Proved for: record level; untrusted-server. With steps = 1: untrusted-server, secure-aggregation and
+            trusted-server.
+        Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
+            the sum cannot be counted.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("fedavg-gdp", steps=5)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     return local_sgd("fedavg-gdp", unit, clip, local_lr, steps, "per-step", scale(1.0))
 
@@ -55,7 +105,34 @@ def fedhybrid(
 ) -> Method:
     """One round of K local steps with half of mu squared, then gradient steps with the other half.
 
-    lr, local_lr: of the gradient and the local steps. local_steps: K. local_share: of mu squared, for the local round.
+    Args:
+        unit: Whose data are protected; only records.
+        clip: Bound on the norm of a record's gradient.
+        lr: Step size of the gradient steps.
+        local_lr: Step size of the local steps.
+        local_steps: Local steps of the first round, K.
+        local_share: Part of mu squared for the first round, in (0, 1).
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The K noised gradients of the first round, then one noised gradient per round.
+        Sensitivity: clip if a record joins or leaves; 2 clip if it is replaced; per gradient.
+        Proved for: record level; untrusted-server. With local_steps = 1: untrusted-server, secure-aggregation and
+            trusted-server.
+        Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
+            the sum cannot be counted.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("fedhybrid", local_steps=5)
+        >>> method.stages[1].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     start = local_round(clip, local_lr, local_steps, local_share)
     rest = Stage(Local(gradient), chain(scale(-lr)), (Query(Kind.GRADIENT, clip, share=1 - local_share),))
@@ -77,8 +154,37 @@ def fednewton(
 ) -> Method:
     """One round of K local steps, then theta_i = theta - H_i^-1 g_i at each client, averaged by w_i.
 
-    curvature_clip: bound on one record's Hessian (Frobenius). local_share, curvature_share: of mu squared, the gradient
-    gets the rest. floor: smallest eigenvalue of H_i. step_cap: longest local Newton step; 0: any.
+    Args:
+        unit: Whose data are protected; only records.
+        clip: Bound on the norm of a record's gradient.
+        curvature_clip: Bound on a record's Hessian (Frobenius norm).
+        local_lr: Step size of the local steps.
+        local_steps: Local steps of the first round, K.
+        local_share: Part of mu squared for the first round, in (0, 1).
+        curvature_share: Part of mu squared for the Hessians; the gradients of the Newton rounds get the rest.
+        floor: Lower bound of the eigenvalues of H_i, above 0.
+        step_cap: Longest Newton step of a client; 0 for any.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: The K noised gradients of the first round, then a noised gradient and a noised Hessian per round.
+        Sensitivity: Gradient: clip, or 2 clip if a record is replaced. Hessian: curvature_clip, or sqrt(2)
+            curvature_clip, because Hessians are positive semi-definite.
+        Proved for: record level; untrusted-server.
+        Reason: Local steps and the inverse of a noised matrix are not linear in the noise; what their sums hide is not
+            proved.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("fednewton", floor=0.1)
+        >>> method.stages[1].queries[1].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        1.4142135623730951
     """
     rest = 1 - local_share - curvature_share
     if not (curvature_share > 0 and rest > 1e-6):

@@ -6,12 +6,22 @@ updates that point against each other raise it, agreeing ones lower it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
 
-RATE, REACH = 0.1, 10.0  # mu changes by a tenth a round, and stays within a factor of ten of where it began
+RATE = 0.1  # by which mu changes per round
+MAX_FACTOR = 10.0  # mu stays within this factor of its start
+
+
+class ProxState(NamedTuple):
+    """The server's state."""
+
+    pull: Tensor  # mu
+    last_update: Tensor  # the mean update of the round before
 
 
 def adafedprox(
@@ -26,7 +36,38 @@ def adafedprox(
 ) -> Method:
     """y <- y - local_lr (g + mu (y - theta)), K times; mu grows where successive updates disagree.
 
-    mu: its start. steps, noise_at: as in dp-fedavg.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message.
+        lr: Step size of the server.
+        local_lr: Step size of the local steps.
+        mu: Strength of the pull towards theta in the first round, above 0.
+        steps: Local steps per round, K.
+        noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
+            At user level the update is always noised once.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
+            Otherwise: the clipped update, noised once per round.
+        Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
+            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+        Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
+            = final or at user level.
+        Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
+            the sum cannot be counted. The pull holds no data, and mu follows from noised aggregates.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-adafedprox", mu=0.2)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     if not isinstance(mu, Tensor) and not mu > 0:
         raise SordinoError(f"mu: {mu} must be above 0; dp-fedavg has no pull.")
@@ -34,23 +75,22 @@ def adafedprox(
     queries, proves = local_steps(unit, clip, steps, noise_at)
     one = sends_gradient(queries)
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        if one:  # at theta nothing pulls
+    def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
+        if one:  # the pull is zero at theta
             return ask.gradient(broadcast.theta)
         y, pull = broadcast.theta, broadcast.extras
         for _ in range(steps):
             y = y - local_lr * (ask.gradient(y) + pull * (y - broadcast.theta))
         return y - broadcast.theta
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        return torch.zeros_like(theta[..., :1]) + mu, torch.zeros_like(theta)
+    def init(theta: Tensor, facts: Facts, before: Tree) -> ProxState:
+        return ProxState(torch.zeros_like(theta[..., :1]) + mu, torch.zeros_like(theta))
 
-    def update(u: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        pull, last = state
+    def update(u: Tensor, state: ProxState, theta: Tensor, t: int) -> tuple[Tensor, ProxState]:
         u = -local_lr * u if one else u
-        against = (u * last).sum(-1, keepdim=True) < 0
-        pull = (pull * torch.where(against, 1 + RATE, 1 - RATE)).clamp(mu / REACH, mu * REACH)
-        return lr * u, (pull, u)
+        against = (u * state.last_update).sum(-1, keepdim=True) < 0
+        pull = (state.pull * torch.where(against, 1 + RATE, 1 - RATE)).clamp(mu / MAX_FACTOR, mu * MAX_FACTOR)
+        return lr * u, ProxState(pull, u)
 
-    rule = Rule(init, update, broadcast=lambda state: state[0])
+    rule = Rule(init, update, broadcast=lambda state: state.pull)
     return Method("dp-adafedprox", unit, (Stage(Local(compute), rule, queries),), proves, CAVEAT)

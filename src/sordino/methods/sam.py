@@ -1,7 +1,7 @@
 """DP-FedSAM: local steps along the gradient at the worst point nearby (sharpness-aware minimisation).
 
 Record level: both gradients of a step are about the same minibatch, both are noised and both are paid for, 2 K releases
-a round: the noise grows by the root of two. Without ascent (rho = 0) the first is not asked for. User level, the
+per round: the noise grows by the root of two. Without ascent (rho = 0) the first is not asked for. User level, the
 published form: local steps without noise, then the update is clipped as one vector (each of L tensors on its own would
 let a user reach clip sqrt(L)) and released once, so that there the second gradient is free.
 """
@@ -16,7 +16,7 @@ from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import CAVEAT, local_steps
 from sordino.rules import scale
 
-SMALLEST = 1e-12  # norm that the ascent is divided by
+MIN_NORM = 1e-12  # norm that the ascent is divided by
 
 
 def fedsam(
@@ -32,7 +32,39 @@ def fedsam(
 ) -> Method:
     """y <- y - local_lr (g(y + rho g / |g|) + decay y), K times from theta; theta <- theta + lr mean(y - theta).
 
-    rho: length of the ascent; 0 is dp-fedavg. decay: of the weights. steps: K. noise_at: as in dp-fedavg.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message.
+        lr: Step size of the server.
+        local_lr: Step size of the local steps.
+        rho: Length of the ascent; 0 is dp-fedavg.
+        decay: Weight decay.
+        steps: Local steps per round, K.
+        noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
+            At user level the update is always noised once.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: Record level, per-step: the 2 K noised gradients of each round (K with rho = 0). Otherwise: the
+            clipped update, noised once per round.
+        Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
+            clip or 2 clip for a user; always 2 clip for a record.
+        Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with noise_at = final, at
+            user level, or with steps = 1 and rho = 0.
+        Reason: Both gradients of a step are about the same minibatch and are counted as one joint release. Noised steps
+            are not linear in the noise, so sums are not counted for them.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-fedsam", rho=0.1)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     for name, value in (("rho", rho), ("decay", decay)):
         if not 0 <= value < math.inf:
@@ -44,7 +76,7 @@ def fedsam(
             worst, batch = y, ask.sample()
             if rho:
                 g = ask.gradient(y, on=batch)
-                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(SMALLEST)
+                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(MIN_NORM)
             y = y - local_lr * (ask.gradient(worst, on=batch) + decay * y)
         return y - broadcast.theta
 

@@ -34,10 +34,44 @@ def sofim(
 ) -> Method:
     """theta <- theta - lr H G, H = (rho I + M M^T)^-1, M a moving average of G.
 
-    lr, rho: only lr / rho matters while |M|^2 is far below rho. beta: memory of M. apply_to: what H multiplies,
-    gradient (the paper's formula) or momentum. bias_correction: divide M by 1 - beta^(t+1). warm_start: rounds over
-    which the rank-one part is faded in. ema_rounds, ema_scale: step along M alone at first. structure: rank-one, rank-k
-    (of `rank`), block or kronecker. steps, local_lr: local steps before each release. tail: as in dp-fedgd.
+    Args:
+        unit: Whose data are protected, one record or one user (a whole client).
+        clip: Bound on the norm of a record's gradient, or of a user's message.
+        lr: Step size of the server; only lr / rho matters while |M|^2 is far below rho.
+        rho: Damping of the Fisher estimate, above 0.
+        beta: Decay of M, in [0, 1).
+        apply_to: What H multiplies: `gradient` (the formula of the paper) or `momentum` (M).
+        bias_correction: Divide M by 1 - beta^(t+1).
+        warm_start: Rounds over which the rank-one part is faded in; 0 for none.
+        ema_rounds: First rounds that step along M alone.
+        ema_scale: Scale of these steps: `rho` (M / rho) or `unit` (M).
+        structure: Fisher estimate: `rank-one`, `rank-k`, `block` or `kronecker`.
+        rank: k of `rank-k`.
+        steps: Local steps before each release.
+        local_lr: Step size of the local steps.
+        tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: An option is out of its range.
+
+    Guarantee:
+        Released: As dp-fedgd: one noised gradient per round and client. With K > 1 local steps, the K noised gradients
+            of the round (record level) or the clipped mean local gradient with noise (user level).
+        Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced.
+        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server. With K > 1 at record
+            level, untrusted-server only.
+        Reason: The Fisher estimate is computed from the noised aggregate, which is post-processing. K > 1 noised steps
+            are not linear in a client's noise, so sums are not counted there.
+
+    Example:
+        >>> from sordino.core import Adjacency, Unit
+        >>> from sordino.methods import build
+        >>> method = build("dp-fedsofim", rho=0.5)
+        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
+        2.0
     """
     if not isinstance(local_lr, Tensor) and not local_lr > 0:
         raise SordinoError(f"local_lr: {local_lr} must be above 0.")

@@ -2,18 +2,18 @@
 
 A float32 sum in one accumulator has no useful sensitivity bound: a changed record changes how every later addition
 rounds. The sums here keep rounding local. Let t_1 … t_n be the terms, float vectors of norm at most
-C' = C (1 - SAFETY), where t_j depends on record j and on theta alone. `row_sums` adds at most ROWS terms in float32
-(u = 2^-24) and everything beyond in float64 (v = 2^-53). Neighbouring data differ in one term, so the computed sums
-differ by at most the sum of
+C' = C (1 - SAFETY), where t_j depends on record j and on theta alone. `row_sums` adds up to k = FLOAT32_TERMS terms in
+float32 (u = 2^-24) and everything beyond in float64 (v = 2^-53). Neighbouring data differ in one term, so the computed
+sums differ by at most the sum of
 
 - C', the change of the term itself (2 C' if one record is replaced by another: the account then pays for 2 C);
-- 2 * ROWS * ROWS * u * C' = 2^-15 C': only the block of the changed record changes, and either version of its
-  float32 sum is off by at most gamma_ROWS times the sum of its ROWS norms, in whatever order it is added;
+- 2 * k * k * u * C' = 2^-15 C': only the block of the changed record changes, and either version of its float32 sum is
+  off by at most gamma_k times the sum of its k norms, in whatever order it is added;
 - 2 * depth * n * v * C' <= 2^-16 C' for the float64 additions, of which each number passes at most `depth`. `in_chunks`
   enforces this bound.
 
 Together at most C' (1 + 4.6e-5) < C, because SAFETY = 2^-14 = 6.1e-5. The remaining 1.5e-5 covers the rounding of the
-clip factors to float32 (2^-24 each) and the float64 products of `examples.total` (6e-6 at most).
+clip factors to float32 (2^-24 each) and the float64 products of `per_example.total` (6e-6 at most).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from sordino.errors import SordinoError
 
-ROWS = 16  # terms that are added in float32
-RUN = 1024  # float64 numbers that are added one after another before their sum is added to the total
+FLOAT32_TERMS = 16  # terms that are added in float32
+FLOAT64_TERMS = 1024  # float64 numbers that are added one after another before their sum is added to the total
 PRODUCT_DRIFT = 5e-5  # the share of the clip by which sums made of float64 products alone may move; SAFETY is 6.1e-5
 DRIFT = 2.0**-16  # the share of the clip by which the float64 additions may move a sum
 
@@ -163,16 +163,18 @@ def _write(values: _Values) -> None:
 def row_sums(factor: Tensor, rows: Tensor) -> Tensor:
     """Sum of factor times row over the n rows of each group: (groups, n) and (groups, n, width) to (groups, width).
 
-    Blocks of ROWS rows are added in the type of `rows`, float32 at least, and blocks in float64. Blocks depend on the
-    shapes alone. Entries of `rows` must be finite, also those of rows whose factor is zero.
+    Blocks of FLOAT32_TERMS rows are added in the type of `rows`, float32 at least, and blocks in float64. Blocks depend
+    on the shapes alone. Entries of `rows` must be finite, also those of rows whose factor is zero.
     """
     groups, n, width = rows.shape
-    whole = n - n % ROWS if groups == 1 or n % ROWS == 0 else 0
-    blocks = rows[:, :whole].reshape(groups * whole // ROWS, ROWS, width)  # a view
-    found = torch.bmm(factor[:, :whole].reshape(-1, 1, ROWS), blocks)
-    total = found.view(groups, whole // ROWS, width).sum(1, dtype=torch.float64)
-    for start in range(whole, n, ROWS):
-        total += torch.bmm(factor[:, None, start : start + ROWS], rows[:, start : start + ROWS]).squeeze(1)
+    whole = n - n % FLOAT32_TERMS if groups == 1 or n % FLOAT32_TERMS == 0 else 0
+    blocks = rows[:, :whole].reshape(groups * whole // FLOAT32_TERMS, FLOAT32_TERMS, width)  # a view
+    found = torch.bmm(factor[:, :whole].reshape(-1, 1, FLOAT32_TERMS), blocks)
+    total = found.view(groups, whole // FLOAT32_TERMS, width).sum(1, dtype=torch.float64)
+    for start in range(whole, n, FLOAT32_TERMS):
+        total += torch.bmm(
+            factor[:, None, start : start + FLOAT32_TERMS], rows[:, start : start + FLOAT32_TERMS]
+        ).squeeze(1)
     return total
 
 
@@ -209,21 +211,21 @@ def product_rows(n: int, wished: int) -> int:
 def in_chunks(total: Tensor, n: int, step: int, add: Callable[[Tensor, slice], None]) -> None:
     """Call add(into, rows) for chunks of at most `step` of n rows, so that float64 sums stay shallow.
 
-    `into` is the float64 total, or the sum of RUN chunks, which is then added to it: no number passes more than
-    RUN + n / (RUN * step) additions.
+    `into` is the float64 total, or the sum of FLOAT64_TERMS chunks, which is then added to it: no number passes more
+    than FLOAT64_TERMS + n / (FLOAT64_TERMS * step) additions.
 
     Raises:
       SordinoError: n is so large that rounding in float64 could move a sum by more than DRIFT of the clip.
     """
-    depth = min(n, step) / ROWS + RUN + n / (RUN * step)
+    depth = min(n, step) / FLOAT32_TERMS + FLOAT64_TERMS + n / (FLOAT64_TERMS * step)
     if 2 * depth * n * 2.0**-53 > DRIFT:
         raise SordinoError(
             f"records: {n:,} in chunks of {step}: rounding could move their sum by more than the clip allows. Divide "
             "them among several clients, or use larger chunks."
         )
-    for first in range(0, n, RUN * step):
-        last = min(n, first + RUN * step)
-        into = total if n <= RUN * step else torch.zeros_like(total)
+    for first in range(0, n, FLOAT64_TERMS * step):
+        last = min(n, first + FLOAT64_TERMS * step)
+        into = total if n <= FLOAT64_TERMS * step else torch.zeros_like(total)
         for start in range(first, last, step):
             add(into, slice(start, min(last, start + step)))
         if into is not total:

@@ -26,14 +26,11 @@ from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError
 from sordino.models import kernel
 from sordino.models.arithmetic import exact_arithmetic, product_rows
-from sordino.models.softmax_batched import clipped_sums
+from sordino.models.softmax_batched import MIN_PROBABILITY, clipped_sums
 
 LOG2_E = math.log2(math.e)
-LEAST = (
-    1e-30  # of a record's length and of a residual: what is smaller has too few digits for its norm, and counts as 0
-)
-SURE = 1e-20  # probabilities below it count as 0: products with them would be subnormal, which is slow
-FARTHEST = 1e15  # of a scale; squares of what is larger would overflow
+MIN_NORM = 1e-30  # of a record and of a residual; a smaller number has too few digits for its norm and counts as 0
+MAX_SCALE = 1e15  # of a public scale; the square of a larger one overflows
 
 
 class Loss(StrEnum):
@@ -44,13 +41,13 @@ class Loss(StrEnum):
 
 
 Sum = TypeVar("Sum", Tensor, Tensor | None)
-NUMBERS = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
-STREAM = 1024  # records whose terms of a sum of matrices are held at once
-LARGE = 2**16  # numbers of one client's terms from which on clients are served one by one: more would leave the cache
-KERNEL_ROWS = 2**16  # records of one slice of the compiled kernel, at most
-CACHE = 2**19  # numbers that are made of the records of one product
-BLOCK = 2**19  # numbers of one block of products of two features
-TILES = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
+NUMERIC_LOSSES = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
+MATRIX_CHUNK_RECORDS = 1024  # records whose matrices are held at once
+CLIENT_NUMBERS_THRESHOLD = 2**16  # clients with more numbers in their terms are computed one by one, within the cache
+KERNEL_CHUNK_RECORDS = 2**16  # in one slice of the compiled kernel
+PRODUCT_CHUNK_NUMBERS = 2**19  # in one matrix product
+PAIR_CHUNK_NUMBERS = 2**19  # in one block of products of feature pairs
+SYMMETRIC_BLOCKS = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
 
 @dataclass(frozen=True)
@@ -139,14 +136,14 @@ class Linear:
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """Class indices, or values for least squares, or rates."""
         z = self.logits(theta, torch.as_tensor(x).to(theta))
-        if self.kind in NUMBERS:
+        if self.kind in NUMERIC_LOSSES:
             return self._value(z)[..., 0]
         return (z[..., 0] > 0).long() if self.kind is Loss.LOGISTIC else z.argmax(-1)
 
     def scores(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """Probabilities of the classes, or what is predicted."""
         z = self.logits(theta, torch.as_tensor(x).to(theta))
-        if self.kind in NUMBERS:
+        if self.kind in NUMERIC_LOSSES:
             return self._value(z)[..., 0]
         if self.kind is Loss.SOFTMAX:
             return z.softmax(-1)
@@ -171,14 +168,14 @@ class Linear:
 
         def compiled(part: Shard) -> Tensor | None:
             length = self._length(part)
-            mask = part.mask if self.bias else torch.where(length >= LEAST, part.mask, 0.0)
+            mask = part.mask if self.bias else torch.where(length >= MIN_NORM, part.mask, 0.0)
             return kernel.clipped_sum(
                 *(theta, part.x, part.y, mask, length),
                 outputs=self.outputs,
                 kind=str(self.kind),
                 bias=self.bias,
                 clip_bound=bound,
-                class_weights=self.class_weights if self.kind not in NUMBERS else None,
+                class_weights=self.class_weights if self.kind not in NUMERIC_LOSSES else None,
                 radius=self.radius,
                 residual=self.residual,
                 cap=self.cap,
@@ -186,7 +183,11 @@ class Linear:
 
         if (
             scale is None
-            and (total := sum_over(shard, compiled, kernel.MOST_SLICES * product_rows(shard.x.shape[-2], KERNEL_ROWS)))
+            and (
+                total := sum_over(
+                    shard, compiled, kernel.MOST_SLICES * product_rows(shard.x.shape[-2], KERNEL_CHUNK_RECORDS)
+                )
+            )
             is not None
         ):
             return total
@@ -236,7 +237,7 @@ class Linear:
             weights = torch.cat([p * rest, *(-p[..., a : a + 1] * p[..., a + 1 :] for a in range(self.outputs))], -1)
             return weighted_outer(u, weights)
 
-        if shard.x.dim() == 3 and theta.dim() == 2 and shard.x.shape[-2] * self.size > LARGE:
+        if shard.x.dim() == 3 and theta.dim() == 2 and shard.x.shape[-2] * self.size > CLIENT_NUMBERS_THRESHOLD:
             each = zip(theta.expand(len(shard.x), -1), clients_of(shard), strict=True)
             return torch.stack([self.curvature_sum(mine, own, clip) for mine, own in each])
         sums = sum_over(shard, total)
@@ -269,7 +270,7 @@ class Linear:
             part = self._usable(part)
             length = self._length(part)
             r = self._residual(theta, part, length)
-            r = torch.where(r.abs() < LEAST, r.new_zeros(()), r)
+            r = torch.where(r.abs() < MIN_NORM, r.new_zeros(()), r)
             norm = torch.linalg.vector_norm(r, dim=-1, dtype=torch.float64) * length.double()
             # In float64: u times its factor may be too small for float32, and r as large as to make up for it.
             u = self._long(part._replace(x=part.x.double()), bounded(norm.square(), clip))
@@ -300,7 +301,7 @@ class Linear:
         """Records at a time, from shapes alone: what is made of them stays in cache."""
         lead = max(math.prod(theta.shape[:-1]), math.prod(shard.x.shape[:-2]))
         width = lead * (self.features + self.outputs)
-        return product_rows(shard.x.shape[-2], max(STREAM, CACHE // width))
+        return product_rows(shard.x.shape[-2], max(MATRIX_CHUNK_RECORDS, PRODUCT_CHUNK_NUMBERS // width))
 
     def _finite(self, theta: Tensor, part: Shard) -> tuple[Tensor, Tensor, Tensor]:
         """Features, residuals and lengths, all zero for a record that has anything else than finite numbers.
@@ -309,10 +310,10 @@ class Linear:
         would change how the others are rounded, and a small clip makes rounding as large as itself.
         """
         length = self._length(part)
-        fine = torch.isfinite(length) & (length >= LEAST)
+        fine = torch.isfinite(length) & (length >= MIN_NORM)
         x = torch.where(fine.unsqueeze(-1), part.x, part.x.new_zeros(()))
         residual = self._residual(theta, part._replace(x=x), torch.where(fine, length, 1.0))
-        residual = torch.where(residual.abs() < LEAST, residual.new_zeros(()), residual)
+        residual = torch.where(residual.abs() < MIN_NORM, residual.new_zeros(()), residual)
         fine = fine & torch.isfinite(residual).all(-1)
         return x, torch.where(fine.unsqueeze(-1), residual, residual.new_zeros(())), length.masked_fill(~fine, 0)
 
@@ -333,7 +334,7 @@ class Linear:
     def _usable(self, shard: Shard) -> Shard:
         """Records that are not finite count as absent."""
         whole = self._length(shard)
-        fine = torch.isfinite(whole) & (whole >= LEAST)
+        fine = torch.isfinite(whole) & (whole >= MIN_NORM)
         x = torch.where(fine.unsqueeze(-1), shard.x, shard.x.new_zeros(()))
         length = None if shard.length is None else shard.length.masked_fill(~fine, 0)
         return Shard(x, shard.y, shard.mask * fine, length)
@@ -364,7 +365,7 @@ class Linear:
             curve = {Loss.LOGISTIC: z.sigmoid() * (-z).sigmoid(), Loss.SQUARES: torch.ones_like(z)}
             weight = curve[self.kind] if self.kind in curve else self._value(z)
             weight, size = weight.nan_to_num(0), torch.ones_like(weight, dtype=torch.float64)
-        if self.class_weights is not None and self.kind not in NUMBERS:
+        if self.class_weights is not None and self.kind not in NUMERIC_LOSSES:
             weight = weight * self.class_weights.to(weight)[shard.y.long()]
         length = self._length(shard)
         weight = weight.double() * self._mallows(length).double()
@@ -385,13 +386,13 @@ class Linear:
             r = self.logits(theta * LOG2_E, shard.x)
             r = r.sub_(r.amax(-1, keepdim=True)).exp2_()  # cheaper than exp
             r.mul_(r.sum(-1, keepdim=True).reciprocal_())
-            torch.threshold_(r, SURE, 0.0)
+            torch.threshold_(r, MIN_PROBABILITY, 0.0)
             labels = shard.y.unsqueeze(-1).expand(*r.shape[:-1], 1)
             r.scatter_add_(-1, labels, r.new_full((), -1.0).expand(labels.shape))
         else:
             z = self.logits(theta, shard.x)
             r = (z.sigmoid_() if self.kind is Loss.LOGISTIC else self._value(z)).sub_(shard.y.unsqueeze(-1).to(z))
-        if self.class_weights is not None and self.kind not in NUMBERS:
+        if self.class_weights is not None and self.kind not in NUMERIC_LOSSES:
             r.mul_(self.class_weights.to(r)[shard.y.long()].unsqueeze(-1))
         if math.isfinite(self.residual):
             norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
@@ -409,7 +410,7 @@ class Linear:
 
 def usable(scale: Tensor) -> Tensor:
     """A scale comes from outside, and may be anything; whatever is made of it, the clip must hold."""
-    return scale.nan_to_num(0, FARTHEST, -FARTHEST).clamp(-FARTHEST, FARTHEST)
+    return scale.nan_to_num(0, MAX_SCALE, -MAX_SCALE).clamp(-MAX_SCALE, MAX_SCALE)
 
 
 def bounded(norm: Tensor, clip: float) -> Tensor:
@@ -422,11 +423,11 @@ def bounded(norm: Tensor, clip: float) -> Tensor:
 
 def outer(rows: Tensor) -> Tensor:
     """Sum over records of the outer product of each row with itself, in float64. The product is symmetric: of its
-    TILES x TILES blocks, those below the diagonal are copied."""
+    SYMMETRIC_BLOCKS x SYMMETRIC_BLOCKS blocks, those below the diagonal are copied."""
     rows = rows.double()
     size = rows.shape[-1]
     sums = rows.new_empty(*rows.shape[:-2], size, size)
-    step = -(-size // TILES) if size >= 64 * TILES else size
+    step = -(-size // SYMMETRIC_BLOCKS) if size >= 64 * SYMMETRIC_BLOCKS else size
     for start in range(0, size, step):
         here, beyond = slice(start, start + step), slice(start + step, None)
         sums[..., here, start:] = rows[..., here].transpose(-1, -2) @ rows[..., start:]
@@ -440,7 +441,7 @@ def weighted_outer(rows: Tensor, weights: Tensor) -> Tensor:
     columns, weights = rows.double().transpose(-1, -2).contiguous(), weights.double().transpose(-1, -2)
     size, n = columns.shape[-2:]
     sums = weights.new_empty(*weights.shape[:-1], size, size)
-    step = max(1, min(size, BLOCK // (size * n)))
+    step = max(1, min(size, PAIR_CHUNK_NUMBERS // (size * n)))
     for start in range(0, size, step):
         products = columns[..., start : start + step, None, :] * columns[..., None, start:, :]
         block = weights @ products.flatten(-3, -2).transpose(-1, -2)
@@ -469,7 +470,7 @@ def sum_over(shard: Shard, total: Callable[[Shard], Sum], rows: int | None = Non
     """Of `total` over parts of a shard, some records at a time; None if `total` has no answer."""
     x, y, mask, length = shard
     n = x.shape[-2]
-    rows = product_rows(n, STREAM) if rows is None else rows
+    rows = product_rows(n, MATRIX_CHUNK_RECORDS) if rows is None else rows
     parts = (
         Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k])
         for k in (slice(start, start + rows) for start in range(0, n, rows))

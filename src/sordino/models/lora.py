@@ -20,7 +20,7 @@ from sordino.errors import SordinoError
 from sordino.models.per_example import RULES, Tape, linear, tape
 
 TARGETS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "qkv", "in_proj", "c_attn")
-HEADS = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
+HEAD_NAMES = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
 RATES = ("attention_dropout", "drop_prob", "dropout_prob", "dropout_p", "dropout", "attn_drop")  # kept as plain numbers
 PREFIX = "base_model.model."  # of every name in PEFT's files
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -282,7 +282,7 @@ def _heads(
     module: nn.Module, linears: dict[str, nn.Module], wanted: Sequence[str], head: Sequence[str] | None
 ) -> list[str]:
     """Linear layers within the modules that `head` names, and no adapted ones."""
-    words = HEADS if head is None else tuple(head)
+    words = HEAD_NAMES if head is None else tuple(head)
     if not words:
         return []
     names = dict(module.named_modules())

@@ -11,7 +11,11 @@ from sordino.errors import SordinoError, nearest
 from sordino.models.torch_model import TorchModel
 
 NETS = ("mlp", "cnn", "resnet18-gn")
-IMAGES = {64: (8, 8, 1), 784: (28, 28, 1), 3072: (32, 32, 3)}  # what rows of so many features are: as `data` lays them
+IMAGE_SHAPES = {
+    64: (8, 8, 1),
+    784: (28, 28, 1),
+    3072: (32, 32, 3),
+}  # what rows of so many features are: as `data` lays them
 
 
 class Channels(nn.Module):
@@ -30,7 +34,7 @@ def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None 
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, NETS)}")
     if shape is not None and math.prod(shape) != features:
         raise SordinoError(f"shape: {shape} holds {math.prod(shape)} numbers, but a row has {features}.")
-    known = IMAGES.get(features) if name != "mlp" and shape is None else None
+    known = IMAGE_SHAPES.get(features) if name != "mlp" and shape is None else None
     if name == "mlp":
         shape = (features,)
     elif known is not None:

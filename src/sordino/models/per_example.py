@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sordino.errors import SordinoError
-from sordino.models.arithmetic import ROWS
+from sordino.models.arithmetic import FLOAT32_TERMS
 
 # (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While
 # a rule runs, the module holds the parameters of the call: the trained ones are plain tensors, no `nn.Parameter`s.
@@ -28,11 +28,11 @@ Rule = Callable[[nn.Module, Tensor, Tensor, int], Iterable[tuple[str, Tensor]]]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> summed loss
 Owned = list[tuple[nn.Module, dict[str, str]]]  # modules that own trained parameters: name in the module -> full name
 
-MOVED = 10  # multiplications in the time that writing, measuring and summing one entry of a gradient takes
-LARGE = 1e30  # norm of a layer's input
-WIDE = 512  # numbers whose squares are added before float64 takes over
-TOGETHER = 1024  # examples of one product in float64
-HELD = {"cpu": 2**20, "cuda": 2**26}  # numbers of its factors
+WRITE_COST_THRESHOLD = 10  # multiplications that take as long as writing, measuring and summing one gradient entry
+MAX_INPUT_NORM = 1e30  # norm of a layer's input
+FLOAT32_CHUNK_SQUARES = 512  # numbers whose squares are added before float64 takes over
+FLOAT64_CHUNK_EXAMPLES = 1024  # examples of one product in float64
+FACTOR_CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**26}  # numbers of its factors
 
 
 class Use(NamedTuple):
@@ -293,7 +293,7 @@ def short(use: Use, n: int) -> bool:
     positions, given, made = extent(use, n)
     if getattr(use.module, "groups", 1) > 1:
         return False
-    return positions**2 * (given + made) + positions * given * made < (positions + MOVED) * given * made
+    return positions**2 * (given + made) + positions * given * made < (positions + WRITE_COST_THRESHOLD) * given * made
 
 
 def single(use: Use, n: int) -> bool:
@@ -333,7 +333,7 @@ def squares(use: Use, n: int) -> Tensor:
     entries, ends = size(a.flatten(1)) if "weight" in use.names else None, size(g.flatten(1))
     whole = ends * float(positions * ("bias" in use.names))
     if entries is not None:
-        entries = entries.masked_fill(entries > LARGE**2, math.inf)
+        entries = entries.masked_fill(entries > MAX_INPUT_NORM**2, math.inf)
         whole = whole + ends * entries
     if positions == 1:
         return whole
@@ -357,15 +357,15 @@ def total(use: Use, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
     cancel, so this is not bounded by the clip C itself; but `squares` is at least slack |a|^2 |g|^2, hence
     factor |a| |g| <= C / sqrt(slack). `short` lets p positions through only if p^2 (given + made) < 10 given made, so
     p^2 < 2.5 (given + made) and slack > 2^-23 p^2 / 2.5. The error is then below m p 2^-53 * m C * 4580 / p, and twice
-    that for two neighbours is 1e-12 m^2 C: 1e-6 C for m = TOGETHER = 1024. One position cannot cancel: 2e-10 C. Where
-    a and g are float64 themselves, slack is 2^29 times smaller and m = ROWS: 6e-6 C.
+    that for two neighbours is 1e-12 m^2 C: 1e-6 C for m = FLOAT64_CHUNK_EXAMPLES = 1024. One position cannot cancel:
+    2e-10 C. Where a and g are float64 themselves, slack is 2^29 times smaller and m = FLOAT32_TERMS: 6e-6 C.
     """
     groups, n = factor.shape
     a, g = factors(use, groups * n)
     positions, given, made = extent(use, groups * n)
     entries = groups * positions * (given + made)
-    most = ROWS if g.dtype is torch.float64 else TOGETHER
-    step = max(1, min(most, HELD.get(a.device.type, HELD["cpu"]) // max(1, entries)))
+    most = FLOAT32_TERMS if g.dtype is torch.float64 else FLOAT64_CHUNK_EXAMPLES
+    step = max(1, min(most, FACTOR_CHUNK_NUMBERS.get(a.device.type, FACTOR_CHUNK_NUMBERS["cpu"]) // max(1, entries)))
     found: dict[str, Tensor] = {}
     for start in range(0, n, step):
         rows = slice(start, start + step)
@@ -400,29 +400,30 @@ def measure(part: Tensor) -> Tensor:
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Side by side, filled up with zeros to a multiple of WIDE."""
-    rest = -sum(part.shape[1] for part in parts) % WIDE
+    """Side by side, filled up with zeros to a multiple of FLOAT32_CHUNK_SQUARES."""
+    rest = -sum(part.shape[1] for part in parts) % FLOAT32_CHUNK_SQUARES
     return torch.cat([*parts, parts[0].new_zeros(len(parts[0]), rest)], 1)
 
 
 def bound(rows: Tensor) -> Tensor:
     """Upper bounds of squared norms of rows, in float64, from one pass over them; `measure` would copy them first.
 
-    WIDE squares are added in float32 at least (u = 2^-24), blocks of WIDE in float64. In whatever order a block is
-    added, its norm squared falls short by at most (WIDE + 4) u of itself (WIDE for the squares and their sum, 1 for the
-    root, twice because it is squared again), and each square by the smallest normal number. (WIDE + 8) eps = 6.2e-5 of
+    w = FLOAT32_CHUNK_SQUARES squares are added in float32 at least (u = 2^-24), blocks of w in float64. In whatever
+    order a block is added, its norm squared falls short by at most (w + 4) u of itself (w for the squares and their
+    sum, 1 for the root, twice because it is squared again), and each square by the smallest normal number.
+    (w + 8) eps = 6.2e-5 of
     it, twice that, is added; the rest of it exceeds what 2e5 blocks, or 1e8 entries, lose in float64: 2e-11. A block
     whose squares overflow makes its row's norm infinite.
     """
     kind = torch.promote_types(rows.dtype, torch.float32)
     width = rows.shape[1]
-    whole = width - width % WIDE
-    blocks = rows[:, :whole].reshape(len(rows), whole // WIDE, WIDE)  # a view
+    whole = width - width % FLOAT32_CHUNK_SQUARES
+    blocks = rows[:, :whole].reshape(len(rows), whole // FLOAT32_CHUNK_SQUARES, FLOAT32_CHUNK_SQUARES)  # a view
     found: Tensor = torch.linalg.vector_norm(blocks, dim=2, dtype=kind).double().square().sum(1)
     if whole < width:
         found = found + torch.linalg.vector_norm(rows[:, whole:], dim=1, dtype=kind).double().square()
     about = torch.finfo(kind)
-    return found * (1 + (WIDE + 8) * about.eps) + width * about.tiny
+    return found * (1 + (FLOAT32_CHUNK_SQUARES + 8) * about.eps) + width * about.tiny
 
 
 # -------------------------------------------------------------------------------------------------------- results
@@ -483,7 +484,7 @@ class Room:
         mine = {name for part, names in owned if getattr(part, "taped", False) for name in names.values()}
         self.shapes = {name: p.shape for name, p in params.items() if name in mine}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
-        self.sizes.append(-sum(self.sizes) % WIDE)  # rows then start where kernels like it
+        self.sizes.append(-sum(self.sizes) % FLOAT32_CHUNK_SQUARES)  # rows then start where kernels like it
 
     def make(self, n: int, like: Tensor, kind: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         rows = torch.zeros(n, sum(self.sizes), dtype=kind, device=like.device)

@@ -134,7 +134,7 @@ def _net(name: str, features: int, classes: int, *, seed: int = 0) -> TorchModel
     from sordino.models import nets
 
     _needs_classes(name, classes)
-    if name != "mlp" and features not in nets.IMAGES:
+    if name != "mlp" and features not in nets.IMAGE_SHAPES:
         raise SordinoError(
             f"model: {name} reads images of 8 x 8, 28 x 28 or 32 x 32 x 3 numbers; these rows have {features}. "
             "Use mlp, or a linear model."

@@ -19,10 +19,10 @@ from torch import Tensor
 from sordino.core import Shard
 from sordino.models.arithmetic import product_rows
 
-CHUNK = {"cpu": 2**20, "cuda": 2**28}  # numbers held at once
-STREAM = 512  # records of a chunk, at least
-UNROLLED = 32  # classes that a compiled kernel goes through one by one
-SURE = 1e-20  # probabilities below it count as 0: products with them would be subnormal, which is slow
+CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**28}  # numbers held at once
+MIN_CHUNK_RECORDS = 512  # records of a chunk, at least
+MAX_UNROLLED_CLASSES = 32  # classes that a compiled kernel goes through one by one
+MIN_PROBABILITY = 1e-20  # probabilities below it count as 0: products with them would be subnormal, which is slow
 
 
 def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outputs: int) -> Tensor:
@@ -35,11 +35,11 @@ def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outp
     pad = -width % 4 if theta.is_cuda else 0  # kernels for rows of whole vectors are faster
     W = torch.nn.functional.pad(W, (0, 0, 0, pad))
     total = torch.zeros_like(W, dtype=torch.float64)
-    held = CHUNK.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))
-    step = product_rows(rows, max(STREAM, held))
+    held = CHUNK_NUMBERS.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))
+    step = product_rows(rows, max(MIN_CHUNK_RECORDS, held))
     fine = torch.isfinite(length)  # a length that is not finite tells of an x that is not
     mask, length = torch.where(fine, shard.mask, 0.0), torch.where(fine, length, 1.0)
-    cut = _compiled() if theta.is_cuda and outputs <= UNROLLED else cut_residuals
+    cut = _compiled() if theta.is_cuda and outputs <= MAX_UNROLLED_CLASSES else cut_residuals
     for first in range(0, rows, step):
         here = slice(first, first + step)
         x = torch.where(fine[..., here].unsqueeze(-1), shard.x[..., here, :], 0.0)
@@ -57,7 +57,7 @@ def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outp
 def cut_residuals(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, bound: float) -> Tensor:
     """Residuals in float64, from logits to base 2 (records x classes x runs), times each record's factor."""
     r = z.sub_(z.amax(-2, keepdim=True)).exp2_()
-    r = torch.threshold_(r.mul_(r.sum(-2, keepdim=True).reciprocal_()), SURE, 0.0)
+    r = torch.threshold_(r.mul_(r.sum(-2, keepdim=True).reciprocal_()), MIN_PROBABILITY, 0.0)
     classes = torch.arange(r.shape[-2], device=r.device)
     r = r.sub_((y.unsqueeze(-1) == classes).to(r.dtype).unsqueeze(-1)).double()
     factor = mask.unsqueeze(-1).double()
@@ -71,7 +71,8 @@ def cut_residuals(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, bound: flo
 def unrolled(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, bound: float) -> Tensor:
     """`cut_residuals`, class by class and without sums along an axis, so that it compiles to one pass over memory.
 
-    Squares are added in float32: of at most UNROLLED of them the sum falls short by 2e-6 of itself, well within SAFETY.
+    Squares are added in float32: the sum of at most MAX_UNROLLED_CLASSES of them falls short by 2e-6 of itself, well
+    within SAFETY.
     """
     logits = z.unbind(-2)
     top = functools.reduce(torch.maximum, logits)

@@ -19,16 +19,16 @@ from torch.nn.functional import threshold
 from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError, nearest
 from sordino.models import per_example, probe
-from sordino.models.arithmetic import ROWS, blank, exact_arithmetic, in_chunks, row_sums
+from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.cuda_graphs import GraphCache
 from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure, summed
 
 MODES = ("auto", "tape", "two-pass", "vmap")
-BUDGET = {"cpu": 2**29, "cuda": 2**33}  # bytes of a chunk's gradients and activations
-ROOMY = 256  # examples of a chunk on a CPU: more would leave its caches
-MANY = 64  # times as many records on an accelerator
-MOST = 2**14  # examples of a chunk anywhere: see `arithmetic.in_chunks`
-FEW, SMALL = 16, 2**20  # records and parameters up to which a call costs more than what it does
+CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**33}  # gradients and activations of one chunk
+CPU_CHUNK_EXAMPLES = 256  # a larger chunk leaves the caches
+ACCELERATOR_CHUNK_FACTOR = 64  # an accelerator takes this many times the CPU's chunk
+MAX_CHUNK_EXAMPLES = 2**14  # on any device: see `arithmetic.in_chunks`
+RECORDS_THRESHOLD, PARAMETERS_THRESHOLD = 16, 2**20  # up to these the overhead of a call exceeds its work
 
 
 class Place(NamedTuple):
@@ -120,9 +120,9 @@ class TorchModel:
             if not probe.agrees(self):
                 raise SordinoError("module: torch.func cannot follow it, nor can the rules; see examples.RULES.")
         self.few = 0  # records a group up to which groups with thetas of their own go through torch.func together
-        if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= SMALL:
+        if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= PARAMETERS_THRESHOLD:
             chosen, self.mode = self.mode, "vmap"
-            self.few, self.mode = FEW * probe.agrees(self), chosen
+            self.few, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
 
     def init(self, generator: torch.Generator | None = None) -> Tensor:
         """The module's own parameters, as they were given."""
@@ -173,7 +173,7 @@ class TorchModel:
         """Sum of g g^T over gradients g by the last linear layer, each cut to Frobenius norm `clip`: g to its root.
 
         Products of float32 numbers are exact in float64, so a chunk of m records is off by at most m 2^-53 times the
-        sum of its norms: m^2 2^-53 <= 2^-25 clips, because m <= MOST.
+        sum of its norms: m^2 2^-53 <= 2^-25 clips, because m <= MAX_CHUNK_EXAMPLES.
         """
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
@@ -201,7 +201,7 @@ class TorchModel:
         groups, n, apart = len(x), x.shape[1], len(theta) > 1
         # One theta, or layers that take several, or torch.func: all groups in one pass. Elsewhere one after another.
         # Where launching costs more than computing.
-        mode = "vmap" if apart and n <= self.few * (MANY if x.is_cuda else 1) else self.mode
+        mode = "vmap" if apart and n <= self.few * (ACCELERATOR_CHUNK_FACTOR if x.is_cuda else 1) else self.mode
         mode = "tape" if mode == "two-pass" and scale is not None else mode  # entries differ: the gradients are needed
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
         most = self._rows(theta, mode)
@@ -214,7 +214,7 @@ class TorchModel:
 
         for k in parts(groups, most if together else 1):
             step = max(1, most // len(x[k]))
-            in_chunks(total[k], n, step - step % ROWS if step > ROWS else step, partial(add, k))
+            in_chunks(total[k], n, step - step % FLOAT32_TERMS if step > FLOAT32_TERMS else step, partial(add, k))
         return total.reshape(*lead, -1)
 
     def _add(
@@ -308,10 +308,10 @@ class TorchModel:
     def _rows(self, theta: Tensor, mode: str) -> int:
         """Examples at once."""
         if self.chunk is not None:
-            return min(self.chunk, MOST)
+            return min(self.chunk, MAX_CHUNK_EXAMPLES)
         each = theta.element_size() * (self._rest + (self._held if mode == "two-pass" else self.size))
-        fit = BUDGET.get(theta.device.type, BUDGET["cpu"]) // each
-        return max(1, min(fit, MOST if theta.is_cuda else ROOMY))
+        fit = CHUNK_BYTES.get(theta.device.type, CHUNK_BYTES["cpu"]) // each
+        return max(1, min(fit, MAX_CHUNK_EXAMPLES if theta.is_cuda else CPU_CHUNK_EXAMPLES))
 
     def _on(self, theta: Tensor, *, training: bool) -> Place:
         """The module where theta is, frozen parameters and all; these keep their type if the trained ones do."""

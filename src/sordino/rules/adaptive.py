@@ -13,6 +13,7 @@ in pure noise it settles near 2.4 Phi, of which the correction takes Phi.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError, nearest
@@ -21,6 +22,14 @@ from sordino.rules.basic import check_decay, debias, moving
 
 Moment = Callable[[Tensor, Tensor, "float | Tensor"], Tensor]
 CORRECTION = ("none", "subtract-floor")
+
+
+class Moments(NamedTuple):
+    """The state of Adam and Yogi."""
+
+    first: Tensor
+    second: Tensor
+    noise: Tree  # the noise's variance, if it is subtracted from the second moment; else ()
 
 
 def denoised(v: Tensor, phi: Tensor, floor: float | Tensor) -> Tensor:
@@ -50,18 +59,17 @@ def _moments(
     if not decay >= 0:
         raise SordinoError(f"decay: {decay} must be 0 or more.")
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        m, v = torch.zeros_like(theta), torch.zeros_like(theta) + tau**2
-        return (m, v, torch.as_tensor(facts.aggregate_std**2, dtype=torch.float64).to(theta)) if subtract else (m, v)
+    def init(theta: Tensor, facts: Facts, before: Tree) -> Moments:
+        variance = torch.as_tensor(facts.aggregate_std**2, dtype=torch.float64).to(theta) if subtract else ()
+        return Moments(torch.zeros_like(theta), torch.zeros_like(theta) + tau**2, variance)
 
-    def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        m, v, *phi = state
-        m, v = moving(m, g, beta1), second(v, g.square(), beta2)
+    def update(g: Tensor, state: Moments, theta: Tensor, t: int) -> tuple[Tensor, Moments]:
+        m, v, noise = moving(state.first, g, beta1), second(state.second, g.square(), beta2), state.noise
         top, bottom = (debias(m, beta1, t), debias(v, beta2, t)) if bias_correction else (m, v)
-        for noise in phi:
+        if isinstance(noise, Tensor):
             bottom = denoised(bottom, noise if bias_correction else noise * (1 - beta2 ** (t + 1)), floor)
         step = top / (bottom.sqrt() + tau)
-        return step + decay * theta if decay else step, (m, v, *phi)
+        return step + decay * theta if decay else step, Moments(m, v, noise)
 
     return Rule(init, update)
 

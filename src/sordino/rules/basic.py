@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
+
+
+class TailAverage(NamedTuple):
+    """The state of `average`."""
+
+    mean: Tensor  # of the iterates so far
+    first_round: Tensor  # from which iterates are averaged
 
 
 def stateless(theta: Tensor, facts: Facts, before: Tree) -> Tree:
     return ()
 
 
-def zeros(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+def zeros(theta: Tensor, facts: Facts, before: Tree) -> Tensor:
     return torch.zeros_like(theta)
 
 
 def chain(*rules: Rule) -> Rule:
     """Apply rules in order, each to what the one before it made of the aggregate."""
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+    def init(theta: Tensor, facts: Facts, before: Tree) -> tuple[Tree, ...]:
         return tuple(rule.init(theta, facts, before) for rule in rules)
 
-    def update(g: Tree, states: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    def update(g: Tensor, states: tuple[Tree, ...], theta: Tensor, t: int) -> tuple[Tensor, tuple[Tree, ...]]:
         new = []
         for rule, state in zip(rules, states, strict=True):
             g, state = rule.update(g, state, theta, t)
             new.append(state)
         return g, tuple(new)
 
-    def broadcast(states: Tree) -> Tree:
+    def broadcast(states: tuple[Tree, ...]) -> Tree:
         return tuple(rule.broadcast(state) for rule, state in zip(rules, states, strict=True))
 
-    def model(theta: Tensor, states: Tree) -> Tensor:
+    def model(theta: Tensor, states: tuple[Tree, ...]) -> Tensor:
         for rule, state in zip(rules, states, strict=True):
             theta = rule.model(theta, state)
         return theta
@@ -63,7 +72,7 @@ def ema(beta: float | Tensor, *, bias_correction: bool = False) -> Rule:
 
     check_decay("beta", beta)
 
-    def update(g: Tree, m: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    def update(g: Tensor, m: Tensor, theta: Tensor, t: int) -> tuple[Tensor, Tensor]:
         m = moving(m, g, beta)
         return (debias(m, beta, t) if bias_correction else m), m
 
@@ -75,7 +84,7 @@ def heavy_ball(beta: float | Tensor, restart: int = 0) -> Rule:
 
     check_decay("momentum", beta)
 
-    def update(g: Tree, m: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    def update(g: Tensor, m: Tensor, theta: Tensor, t: int) -> tuple[Tensor, Tensor]:
         m = g if restart and t % restart == 0 else beta * m + g
         return m, m
 
@@ -90,13 +99,12 @@ def average(last: float) -> Rule:
     if not 0 < last <= 1:
         raise SordinoError(f"average: {last} must lie in (0, 1], the part of the rounds whose iterates are averaged.")
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+    def init(theta: Tensor, facts: Facts, before: Tree) -> TailAverage:
         first = facts.rounds - max(1, round(last * facts.rounds))
-        return theta, torch.tensor(float(first))
+        return TailAverage(theta, torch.tensor(float(first)))
 
-    def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        mean, first = state
-        seen = max(t - int(first), 0) + 1
-        return g, (mean + (theta + g - mean) / seen, first)
+    def update(g: Tensor, state: TailAverage, theta: Tensor, t: int) -> tuple[Tensor, TailAverage]:
+        iterates = max(t - int(state.first_round), 0) + 1
+        return g, state._replace(mean=state.mean + (theta + g - state.mean) / iterates)
 
-    return Rule(init, update, model=lambda theta, state: state[0])
+    return Rule(init, update, model=lambda theta, state: state.mean)

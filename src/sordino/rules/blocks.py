@@ -48,7 +48,7 @@ def transformer_blocks(parameters: Sequence[tuple[str, Sequence[int]]], heads: i
     heady = [name for name, _ in parameters if SPLIT.search(name) or FUSED.search(name)]
     names = list(dict.fromkeys(owner[1] for name in heady if (owner := LAYER.match(name))))
     if not names:
-        raise SordinoError("parameters: no attention was found by name; a model without one has one block a tensor.")
+        raise SordinoError("parameters: no attention was found by name; a model without one has one block per tensor.")
     of_layer = [heads] * len(names) if isinstance(heads, int) else list(heads)
     if len(of_layer) != len(names):
         raise SordinoError(f"heads: {len(of_layer)} numbers for {len(names)} layers; give one, or one for each.")

@@ -10,6 +10,8 @@ one are in `structures`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import Tensor, torch
@@ -18,6 +20,14 @@ from sordino.rules.structures import STRUCTURES, block, by_parameter, kronecker,
 
 APPLY_TO = ("gradient", "momentum")
 EMA_SCALE = ("rho", "unit")
+
+
+class FisherState(NamedTuple):
+    """The state of `fisher`."""
+
+    momentum: Tensor  # M, the moving average of aggregates
+    past: Tensor  # the last momenta, for rank-k
+    shapes: Tensor  # rows and columns of each parameter
 
 
 def fisher(
@@ -56,18 +66,17 @@ def fisher(
     if rank < 1:
         raise SordinoError(f"rank: {rank} must be at least 1.")
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+    def init(theta: Tensor, facts: Facts, before: Tree) -> FisherState:
         past = theta.new_zeros(*theta.shape[:-1], rank if structure == "rank-k" else 0, theta.shape[-1])
-        return torch.zeros_like(theta), past, matrices(facts.shapes, theta.shape[-1])
+        return FisherState(torch.zeros_like(theta), past, matrices(facts.shapes, theta.shape[-1]))
 
-    def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
-        m, past, shapes = state
-        m = moving(m, g, beta)
+    def update(g: Tensor, state: FisherState, theta: Tensor, t: int) -> tuple[Tensor, FisherState]:
+        m, past, shapes = moving(state.momentum, g, beta), state.past, state.shapes
         mhat = debias(m, beta, t) if bias_correction else m
         if structure == "rank-k":
             past = torch.cat([past[..., 1:, :], mhat.unsqueeze(-2)], -2)
         if t < ema_rounds:
-            return (mhat / rho if ema_scale == "rho" else mhat), (m, past, shapes)
+            return (mhat / rho if ema_scale == "rho" else mhat), FisherState(m, past, shapes)
         v = g if apply_to == "gradient" else mhat
         fade = min(1.0, t / warm_start) if warm_start else 1.0
         if structure == "rank-k":
@@ -76,6 +85,6 @@ def fisher(
             less = rank_one(mhat, v, rho)
         else:
             less = by_parameter(block if structure == "block" else kronecker, shapes)(mhat, v, rho)
-        return v / rho - fade * less, (m, past, shapes)
+        return v / rho - fade * less, FisherState(m, past, shapes)
 
     return Rule(init, update)

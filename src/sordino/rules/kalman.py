@@ -13,14 +13,24 @@ releases are averaged. `doubt` is about h, which falls as the model fits: it kee
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero where features are constant
-REACH = 2.0  # a logit at which softmax is about to saturate
-LEAST = 1e-20  # of P, which without noise falls for ever
+SATURATING_LOGIT = 2.0  # a logit at which softmax begins to saturate
+MIN_VARIANCE = 1e-20  # of P, which falls without end where there is no noise
+
+
+class KalmanState(NamedTuple):
+    """The state of `estimate_covariance` and `kalman`, along the eigenvectors of A."""
+
+    vectors: Tensor  # V, the eigenvectors of A
+    curvature: Tensor  # h; after `estimate_covariance`, the eigenvalues of A
+    variance: Tensor  # P, what is not known yet of theta*
+    noise: Tensor  # variance of the noise on G; after `estimate_covariance`, the std of the noise on A
 
 
 def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
@@ -43,55 +53,74 @@ def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
 
 
 def estimate_covariance(most: float) -> Rule:
-    """Take in A. The state is what `kalman` goes on from, and of length one until somebody came."""
+    """Store the spectrum of the noised covariance A for `kalman`.
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        one = theta.new_ones(1)
-        return one.view(1, 1), one, one, torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
+    Args:
+        most: Bound on |u|^2.
 
-    def update(A: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    Returns:
+        A rule that leaves theta unchanged. If no client takes part, its vectors stay a 1 x 1 placeholder.
+    """
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> KalmanState:
+        one, std = theta.new_ones(1), torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
+        return KalmanState(one.view(1, 1), one, one, std)
+
+    def update(A: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         rows = math.isqrt(A[(0,) * (theta.dim() - 1)].numel())
-        value, V = spectrum(A.reshape(*theta.shape[:-1], rows, rows), state[3], most)
-        return torch.zeros_like(theta), (V, value, value.reciprocal(), state[3])
+        value, V = spectrum(A.reshape(*theta.shape[:-1], rows, rows), state.noise, most)
+        return torch.zeros_like(theta), KalmanState(V, value, value.reciprocal(), state.noise)
 
     return Rule(init, update)
 
 
 def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float | None = 1.0) -> Rule:
-    """The steps above, for a model of one matrix, after a stage of `curved`.
+    """The steps of this module, for a model of one matrix, after a stage of `estimate_covariance`.
 
-    most: of |u|^2. prior: std of a logit before anything is known, to which every eigenvector adds alike. It is raised
-    until the noise of all steps would carry a logit to REACH: the class that is chosen does not depend on the scale, so
-    steps that keep the model nearer to zero gain nothing. part: that this stage has of all gradients' budget; None for
-    one that goes on from another.
+    Args:
+        clip: Clip of a record's gradient.
+        most: Bound on |u|^2.
+        prior: Standard deviation of a logit before training; every eigenvector contributes equally. It is raised until
+            the noise of all steps would move a logit by SATURATING_LOGIT: the predicted class does not depend on the
+            scale of the logits, so a smaller model gains nothing.
+        doubt: Doubt about the curvature; 0 averages all rounds equally.
+        part: This stage's part of the budget of all gradients; None for a stage that continues another.
+
+    Returns:
+        The rule.
+
+    Raises:
+        SordinoError: The stage before is not `estimate_covariance` or `kalman`, or the model is not one matrix.
     """
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
-        (V, value, P, error), (rows, outputs) = before, matrix_of(facts)
+    def init(theta: Tensor, facts: Facts, before: Tree) -> KalmanState:
+        if not isinstance(before, KalmanState):
+            raise SordinoError("stages: kalman must follow estimate_covariance or kalman.")
+        V, value, (rows, outputs) = before.vectors, before.curvature, matrix_of(facts)
         nu = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
         if part is None:
-            return V, value, P, nu.square()
-        if V.shape[-1] != rows:  # nobody came
-            value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), error, most)
+            return before._replace(noise=nu.square())
+        if V.shape[-1] != rows:  # no client took part in the stage before
+            value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
         length = value.sum(-1, keepdim=True).sqrt()  # of u, in the square mean
         residual = math.sqrt(1 - 1 / outputs)  # |p - y| at zero
-        h = value / outputs * (clip / (residual * length).clamp_min(clip))  # a gradient that is cut is curved less
-        whole = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
-        moved = whole * length / h.mean(-1, keepdim=True)  # by which it moves a logit
-        return V, h, (REACH * moved).clamp_min(prior**2) / (rows * value), nu.square()
+        h = value / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
+        mean_noise = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
+        moved = mean_noise * length / h.mean(-1, keepdim=True)  # how far that noise moves a logit
+        return KalmanState(V, h, (SATURATING_LOGIT * moved).clamp_min(prior**2) / (rows * value), nu.square())
 
-    def update(g: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         V, h, P, variance = state
-        noise = variance / (h.square() * P.clamp_min(LEAST))  # over signal
+        noise = variance / (h.square() * P.clamp_min(MIN_VARIANCE))  # relative to the signal
         K = 1 / (h * (1 + noise))
         along = V.transpose(-1, -2) @ g.reshape(*g.shape[:-1], V.shape[-1], -1)
-        return -(V @ (K.unsqueeze(-1) * along)).flatten(-2), (V, h, P * (1 - 1 / (1 + doubt + noise)), variance)
+        return -(V @ (K.unsqueeze(-1) * along)).flatten(-2), state._replace(variance=P * (1 - 1 / (1 + doubt + noise)))
 
     return Rule(init, update)
 
 
 def matrix_of(facts: Facts) -> tuple[int, int]:
     if len(facts.shapes) != 1 or len(facts.shapes[0]) != 2:
-        raise SordinoError("model: steps are derived for linear models, of one matrix of parameters; use dp-fedadam.")
+        raise SordinoError("model: these steps need a linear model with one matrix of parameters; use dp-fedadam.")
     rows, outputs = facts.shapes[0]
     return rows, outputs

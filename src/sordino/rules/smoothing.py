@@ -21,7 +21,7 @@ def smooth(strength: float) -> Rule:
     if not 0 <= strength < math.inf:
         raise SordinoError(f"strength: {strength} must be 0 or more; 0 leaves everything as it is.")
 
-    def update(u: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    def update(u: Tensor, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         d = u.shape[-1]
         k = torch.arange(d // 2 + 1, device=u.device, dtype=u.dtype)
         eigenvalue = 1 + 2 * strength - 2 * strength * torch.cos(2 * math.pi * k / d)

@@ -59,13 +59,13 @@ def kronecker(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
 
 
 def by_parameter(shrink: Shrink, shapes: Tensor) -> Shrink:
-    """Apply to each parameter of theta, read as a matrix of the shape given."""
+    """Apply `shrink` to each parameter of theta, read as a matrix of its shape."""
 
     def whole(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
         parts, start = [], 0
         for rows, columns in shapes.long().tolist():
-            here = slice(start, start + rows * columns)
-            a, b = (each[..., here].reshape(*each.shape[:-1], rows, columns) for each in (m, v))
+            block_of_theta = slice(start, start + rows * columns)
+            a, b = (each[..., block_of_theta].reshape(*each.shape[:-1], rows, columns) for each in (m, v))
             parts.append(shrink(a, b, rho).flatten(-2))
             start += rows * columns
         return torch.cat(parts, -1)

@@ -27,14 +27,14 @@ class Option(NamedTuple):
     method: str
     rounds: int
     settings: dict[str, int]
-    terms: theory.Terms
+    terms: theory.ErrorTerms
 
     @property
     def error(self) -> float:
         return self.terms.cautious
 
 
-def best(case: theory.Case, method: str) -> Option:
+def best(case: theory.Scenario, method: str) -> Option:
     """Over the number of steps, and of rounds where that is free."""
     tries: dict[str, Callable[[int], list[Option]]] = {
         "fedsgd": lambda k: [Option(method, k, {}, theory.fedsgd(case, k))],
@@ -66,7 +66,7 @@ def advise(
     budget = gaussian.mu(epsilon, delta) if mu is None and epsilon is not None else float(mu or 0)
     at = setup(model, dim)
     world = theory.population(at.model, at.length)
-    case = theory.Case(tuple(sizes), budget, world, at.clip, at.curvature_clip, at.lr)
+    case = theory.Scenario(tuple(sizes), budget, world, at.clip, at.curvature_clip, at.lr)
     options = {name: best(case, name) for name in LABELS}
     safe = theory.safe(case)
     chosen = _choose([option for name, option in options.items() if safe or name != "fednewton"])
@@ -104,7 +104,9 @@ def _choose(options: Sequence[Option]) -> Option:
     return min((o for o in options if o.error <= CLOSE * least), key=lambda o: (o.rounds, o.error))
 
 
-def _why(case: theory.Case, options: dict[str, Option], chosen: Option, safe: bool, statistical: float) -> list[str]:
+def _why(
+    case: theory.Scenario, options: dict[str, Option], chosen: Option, safe: bool, statistical: float
+) -> list[str]:
     name, parts = LABELS[chosen.method], chosen.terms
     of = {
         "statistical": "sampling, which no method can avoid",

@@ -31,7 +31,7 @@ from sordino.settings import parse_setting
 from sordino.studies import private_tuning
 from sordino.studies.grids import UNTUNED, preset
 from sordino.studies.statistics import mcnemar, pack, unpack
-from sordino.studies.tune import Case, tune, validated
+from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
 from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import RUN_KEYS, Spec
@@ -121,7 +121,7 @@ def settle(
     **search: Any,
 ) -> dict[str, Any]:
     """Every contestant's best setting for every budget: the `tuning` part of a document."""
-    cases: list[tuple[Contestant, float, Case]] = []
+    cases: list[tuple[Contestant, float, TuningCase]] = []
     for each in who:
         at = each.values(base, 1.0)
         tried = {
@@ -130,7 +130,7 @@ def settle(
             if key not in each.options
         }
         for epsilon in epsilons:
-            cases.append((each, epsilon, Case({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
+            cases.append((each, epsilon, TuningCase({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
     open_ = [case for case in cases if case[2].grid]
     dataset = validated(resolve(Spec.of(open_[0][2].values)).read_data(), validation) if open_ else None
     found = tune([case for *_, case in open_], dataset, how=how, **search) if dataset else []

@@ -71,7 +71,7 @@ def setup(kind: str, dim: int = DIM) -> Setup:
 
 
 @dataclass(frozen=True)
-class Cell:
+class DesignPoint:
     """One point of a figure."""
 
     kind: str
@@ -86,10 +86,10 @@ class Cell:
         return sizes(self.law, self.clients, self.total)
 
     @property
-    def case(self) -> theory.Case:
+    def case(self) -> theory.Scenario:
         at = setup(self.kind)
         world = theory.population(at.model, at.length)
-        return theory.Case(self.sizes, self.mu, world, at.clip, at.curvature_clip, at.lr)
+        return theory.Scenario(self.sizes, self.mu, world, at.clip, at.curvature_clip, at.lr)
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Cell:
         law, kind = LAWS.index(self.law), int(self.kind == "poisson")
         return (kind, law, self.clients, round(1000 * self.mu), self.total or 0, self.iterations)
 
-    def predicted(self) -> dict[str, theory.Terms]:
+    def predicted(self) -> dict[str, theory.ErrorTerms]:
         """By method, from the closed forms."""
         case, half = self.case, self.iterations // 2
         return {
@@ -129,21 +129,21 @@ def sizes(law: str, clients: int, total: int | None = None) -> tuple[int, ...]:
     return tuple(n.tolist())
 
 
-def cells(design: str, kinds: Sequence[str], mus: Sequence[float], law: str = "equal") -> list[Cell]:
+def cells(design: str, kinds: Sequence[str], mus: Sequence[float], law: str = "equal") -> list[DesignPoint]:
     """The points of a design."""
     if design in LAWS:
-        return [Cell(kind, design, m, mu) for kind in kinds for mu in mus for m in CLIENTS]
+        return [DesignPoint(kind, design, m, mu) for kind in kinds for mu in mus for m in CLIENTS]
     if design == "fixed-total":
-        return [Cell(kind, law, m, mu, TOTAL) for kind in kinds for mu in mus for m in SPLITS]
+        return [DesignPoint(kind, law, m, mu, TOTAL) for kind in kinds for mu in mus for m in SPLITS]
     if design == "iterations":
-        return [Cell(kind, law, 40, mu, iterations=k) for kind in kinds for mu in mus for k in STEPS]
+        return [DesignPoint(kind, law, 40, mu, iterations=k) for kind in kinds for mu in mus for k in STEPS]
     raise SordinoError(f"design: '{design}' is unknown.{nearest(design, DESIGNS)}")
 
 
 # ---------------------------------------------------------------------------------------------------- simulation
 
 
-class Rows:
+class NormalRows:
     """Seeded noise, drawn for all clients of a release at once: cheaper where clients are many and vectors short."""
 
     private = False
@@ -153,7 +153,7 @@ class Rows:
         self.key: tuple[Any, ...] = ()
         self.block = np.zeros(0)
 
-    def fresh(self) -> Rows:
+    def fresh(self) -> NormalRows:
         return self
 
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
@@ -206,7 +206,7 @@ def promise(mu: float) -> Privacy:
 
 def estimates(plan: Plan, model: Linear, records: Records, seeds: Sequence[Sequence[int]]) -> Tensor:
     """One estimate a seed."""
-    sources = [Rows(int(np.random.SeedSequence(s).generate_state(1, np.uint64)[0]), plan.clients) for s in seeds]
+    sources = [NormalRows(int(np.random.SeedSequence(s).generate_state(1, np.uint64)[0]), plan.clients) for s in seeds]
     theta = torch.zeros(len(sources), model.size, device=records.x.device)
     for this_round in simulate.run(plan, model, records, sources, theta=theta):
         theta = this_round.model
@@ -226,7 +226,7 @@ def pooled(kind: str, records: Records, steps: int = 12) -> Tensor:
 
 
 def simulate_cell(
-    cell: Cell,
+    cell: DesignPoint,
     repetitions: int,
     *,
     seed: int = 0,
@@ -255,12 +255,12 @@ def simulate_cell(
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-def pieces(cell: Cell, repetitions: int) -> int:
+def pieces(cell: DesignPoint, repetitions: int) -> int:
     """How often `simulate_cell` reports progress."""
     return math.ceil(repetitions / max(1, AT_ONCE // sum(cell.sizes))) * (len(LABELS) + 1)
 
 
-def point(cell: Cell, errors: dict[str, np.ndarray]) -> dict[str, Any]:
+def point(cell: DesignPoint, errors: dict[str, np.ndarray]) -> dict[str, Any]:
     """What is said of one point: each method's error with its standard error, and what is known beforehand."""
     return {
         "samples": len(next(iter(errors.values()))),
@@ -269,7 +269,7 @@ def point(cell: Cell, errors: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-def foretold(cell: Cell) -> dict[str, Any]:
+def foretold(cell: DesignPoint) -> dict[str, Any]:
     """The point itself, the predictions, and the rates."""
     case = cell.case
     bound = theory.information_bound(cell.sizes, cell.mu, case.world.fisher, case.world.times)
@@ -306,7 +306,7 @@ def rounded(value: float) -> float:
     return float(f"{float(value):.4g}")
 
 
-def measure(points: Sequence[Cell], repetitions: int, **options: Any) -> Iterator[dict[str, Any]]:
+def measure(points: Sequence[DesignPoint], repetitions: int, **options: Any) -> Iterator[dict[str, Any]]:
     """Every point, simulated."""
     if repetitions < 2:
         raise SordinoError(f"repetitions: {repetitions} must be at least 2; a standard error needs them.")

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sordino.core import Privacy, Trust, Unit
-from sordino.data.sources import Dataset, generator
+from sordino.data.sources import Dataset
+from sordino.data.splits import generator
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.privacy.accounting import gaussian, selection

@@ -35,14 +35,14 @@ class Score(NamedTuple):
         return f"{100 * self.mean:.1f}" + ("" if self.std is None else f" ± {100 * self.std:.1f}")
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     text: str
     mark: str = ""  # "best", or "near": within the best one's standard deviation
 
 
 class Table(NamedTuple):
     head: list[str]
-    rows: list[list[Cell]]
+    rows: list[list[TableCell]]
     note: str = ""
 
 
@@ -95,15 +95,15 @@ def curve(runs: Sequence[Document], key: str = "accuracy") -> list[Score]:
     return [score(values) for values in zip(*(run[key] for run in runs), strict=True)]
 
 
-def marked(scores: Sequence[Score | None]) -> list[Cell]:
+def marked(scores: Sequence[Score | None]) -> list[TableCell]:
     """The best, and those that its own standard deviation does not tell from it."""
     known = [s for s in scores if s is not None]
     if not known:
-        return [Cell(NONE)] * len(scores)
+        return [TableCell(NONE)] * len(scores)
     best = max(s.mean for s in known)
     slack = max(s.std or 0.0 for s in known if s.mean == best)
     marks = ("" if s is None else "best" if s.mean == best else "near" * (s.mean >= best - slack) for s in scores)
-    return [Cell(NONE if s is None else str(s), mark) for s, mark in zip(scores, marks, strict=True)]
+    return [TableCell(NONE if s is None else str(s), mark) for s, mark in zip(scores, marks, strict=True)]
 
 
 def mean_of(rows: Iterable[Sequence[float | None]]) -> list[float | None]:
@@ -141,9 +141,9 @@ def payment(shares: dict[tuple[str, Epsilon], list[float | None]]) -> dict[tuple
 # -------------------------------------------------------------------------------------------------------- the tables
 
 
-def table(head: list[str], names: Sequence[str], columns: Sequence[Sequence[Cell]], note: str = "") -> Table:
+def table(head: list[str], names: Sequence[str], columns: Sequence[Sequence[TableCell]], note: str = "") -> Table:
     """Methods down, columns across."""
-    rows = [[Cell(name), *(column[i] for column in columns)] for i, name in enumerate(names)]
+    rows = [[TableCell(name), *(column[i] for column in columns)] for i, name in enumerate(names)]
     return Table(head, rows, note)
 
 
@@ -212,9 +212,9 @@ def to_target(document: Document) -> Table | None:
     return table(head, names, columns, note)
 
 
-def _reached(means: Sequence[float], goal: float, printed: Sequence[int]) -> Cell:
+def _reached(means: Sequence[float], goal: float, printed: Sequence[int]) -> TableCell:
     first = reached(means, goal)
-    return Cell(NONE if first is None else f"{first} / {reached(means, goal, printed) or NONE}")
+    return TableCell(NONE if first is None else f"{first} / {reached(means, goal, printed) or NONE}")
 
 
 def costs(document: Document) -> Table:
@@ -232,7 +232,12 @@ def costs(document: Document) -> Table:
         digits = max(0, 1 - math.floor(math.log10(seconds.mean))) if seconds.mean > 0 else 0
         took = " ± ".join(f"{value:.{digits}f}" for value in seconds if value is not None)
         rows.append(
-            [Cell(name), *(Cell(_count(v and v / rounds)) for v in sent), *(Cell(_count(v)) for v in sent), Cell(took)]
+            [
+                TableCell(name),
+                *(TableCell(_count(v and v / rounds)) for v in sent),
+                *(TableCell(_count(v)) for v in sent),
+                TableCell(took),
+            ]
         )
     note = (
         "Bytes of one client; seconds of the whole simulation, mean ± standard deviation over all runs of the method."
@@ -257,7 +262,7 @@ def pairs(document: Document) -> dict[str, Table]:
         a, b, p = pair["a"], pair["b"], pair["p"]
         better = "neither" if p >= SIGNIFICANT else a if pair["n10"] > pair["n01"] else b
         shown = [a, b, str(pair["seed"]), f"{pair['n10']:,}", f"{pair['n01']:,}", f"{pair['chi2']:.2f}", _p(p), better]
-        found.setdefault(named(pair["epsilon"]), Table(head, [], note)).rows.append([*map(Cell, shown)])
+        found.setdefault(named(pair["epsilon"]), Table(head, [], note)).rows.append([*map(TableCell, shown)])
     return found
 
 
@@ -273,7 +278,7 @@ def by_class(document: Document) -> dict[str, Table]:
     note = "In brackets: difference from the same method without noise or, failing that, at its largest ε."
     for epsilon in epsilons(runs):
         rows = [
-            [Cell(name), *_costing(shares[name, epsilon], cost.get((name, epsilon)))]
+            [TableCell(name), *_costing(shares[name, epsilon], cost.get((name, epsilon)))]
             for name in labels(runs)
             if (name, epsilon) in shares
         ]
@@ -282,11 +287,11 @@ def by_class(document: Document) -> dict[str, Table]:
     return tables
 
 
-def _costing(values: Sequence[float | None], cost: Sequence[float | None] | None) -> list[Cell]:
+def _costing(values: Sequence[float | None], cost: Sequence[float | None] | None) -> list[TableCell]:
     cells = [NONE if v is None else f"{100 * v:.1f}" for v in values]
     if cost is not None:
         cells = [c if d is None else f"{c} ({_signed(d)})" for c, d in zip(cells, cost, strict=True)]
-    return [*map(Cell, cells)]
+    return [*map(TableCell, cells)]
 
 
 def _signed(difference: float) -> str:
@@ -309,7 +314,7 @@ def client_epsilon(document: Document) -> dict[str, dict[str, Table]]:
             for start, stop in zip(starts, [*starts[1:], len(spent)], strict=True):
                 clients = f"{start}" if stop == start + 1 else f"{start} to {stop - 1}"
                 values = (NONE if v is None else f"{v:.4g}" for v in spent[start])
-                rows.append([Cell(clients), *map(Cell, values)])
+                rows.append([TableCell(clients), *map(TableCell, values)])
             more = f" The first {MOST_CLIENTS} of {len(rows):,} rows." if len(rows) > MOST_CLIENTS else ""
             tables[named(epsilon)] = Table(["client", *some], rows[:MOST_CLIENTS], f"{NONE}: no bound.{more}")
     return found
@@ -364,7 +369,7 @@ def sensitivity(document: Document) -> dict[str, Table]:
     return {
         sweep.vary: Table(
             ["method", *(_value(v) for v in sweep.values)],
-            [[Cell(name), *marked(line)] for name, line in sweep.lines.items()],
+            [[TableCell(name), *marked(line)] for name, line in sweep.lines.items()],
             note,
         )
         for sweep in sweeps(document)
@@ -375,11 +380,11 @@ def tuning(document: Document) -> Table | None:
     """What was chosen, and out of how many."""
     rows = [
         [
-            Cell(choice["method"]),
-            Cell(named(choice["epsilon"])),
-            Cell(_options(choice["options"]) or "defaults"),
-            Cell(NONE if choice["score"] is None else f"{100 * choice['score']:.1f}"),
-            Cell(str(choice["tried"])),
+            TableCell(choice["method"]),
+            TableCell(named(choice["epsilon"])),
+            TableCell(_options(choice["options"]) or "defaults"),
+            TableCell(NONE if choice["score"] is None else f"{100 * choice['score']:.1f}"),
+            TableCell(str(choice["tried"])),
         ]
         for choice in document["tuning"]["settings"]
     ]
@@ -493,7 +498,7 @@ def title(document: Document) -> str:
     return f"Comparison on {document['data']['name']}"
 
 
-def _bold(cell: Cell) -> str:
+def _bold(cell: TableCell) -> str:
     words = _plain(cell.text)
     return f"**{words}**" if cell.mark == "best" else f"≈ {words}" if cell.mark == "near" else words
 

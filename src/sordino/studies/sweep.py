@@ -19,7 +19,7 @@ from sordino.settings import parse_setting
 from sordino.studies import private_tuning
 from sordino.studies.compare import as_command
 from sordino.studies.grids import Grid, preset, product
-from sordino.studies.tune import Case, tune, validated
+from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.artifacts import save_model
 from sordino.training.batch import run_many
 from sordino.training.resolved import resolve
@@ -77,7 +77,9 @@ def sweep(
     if how != "grid":
         if seeds > 1:
             raise SordinoError("--seeds: halving and optuna look at one seed; use --search grid, or leave it out.")
-        best = tune([Case(base, grid)], dataset, how=how, trials=trials, storage=storage, device=device, tick=tick)[0]
+        best = tune(
+            [TuningCase(base, grid)], dataset, how=how, trials=trials, storage=storage, device=device, tick=tick
+        )[0]
         row = {"setting": best.options, "mean": best.score, "std": None, "scores": [best.score]}
         return _found(values, grid, [row], best.tried, how)
     settings = list(product(grid))

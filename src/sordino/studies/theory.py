@@ -146,7 +146,7 @@ def _labels(kind: Loss, logit: Array) -> Iterator[tuple[int, Array]]:
 # ------------------------------------------------------------------------------------------------ predicted errors
 
 
-class Terms(NamedTuple):
+class ErrorTerms(NamedTuple):
     """The parts of E|theta - theta_0|^2."""
 
     statistical: float
@@ -166,7 +166,7 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class Scenario:
     """Clients, a budget of mu, a population, and the bounds and the step of the methods."""
 
     sizes: tuple[int, ...]
@@ -222,19 +222,19 @@ def gathered(slope: Array | float, lr: float, steps: int) -> Array:
     return np.asarray(lr**2 * np.where(near, steps, (1 - keep**steps) / np.where(near, 1, 1 - keep)))
 
 
-def bent(case: Case, variance: Array, steps: int) -> float:
+def bent(case: Scenario, variance: Array, steps: int) -> float:
     """How far the curvature of the score moves the mean of an iterate with these variances: to -T : C / 2h, in time."""
     world = case.world
     grown = 1 - (1 - case.lr * world.slope[0]) ** steps
     return float(-0.5 * grown * (world.third * world.times * variance).sum() / world.slope[0])
 
 
-def fedsgd(case: Case, steps: int) -> Terms:
+def fedsgd(case: Scenario, steps: int) -> ErrorTerms:
     """K noisy gradient steps from 0."""
     return _terms(case, gradient_state(case, steps))
 
 
-def gradient_state(case: Case, steps: int, part: float = 1.0, start: State | None = None) -> State:
+def gradient_state(case: Scenario, steps: int, part: float = 1.0, start: State | None = None) -> State:
     """After noisy gradient steps from 0, or from where the stage before ended."""
     world = case.world
     sampling = world.spread / (world.slope**2 * case.records)
@@ -247,7 +247,7 @@ def gradient_state(case: Case, steps: int, part: float = 1.0, start: State | Non
     return State(bias, way, sampling, noise, float(keep @ (world.times * start.noise)))
 
 
-def local_state(case: Case, steps: int, rounds: int = 1, part: float = 1.0) -> State:
+def local_state(case: Scenario, steps: int, rounds: int = 1, part: float = 1.0) -> State:
     """R rounds of K noisy local steps, averaged: FedSGD's noise, and the mean of every client's own bias."""
     world, sizes = case.world, np.asarray(case.sizes, float)
     average = gradient_state(case, steps * rounds, part)
@@ -257,17 +257,17 @@ def local_state(case: Case, steps: int, rounds: int = 1, part: float = 1.0) -> S
     return average._replace(bias=bias)
 
 
-def fedavg(case: Case, steps: int, rounds: int) -> Terms:
+def fedavg(case: Scenario, steps: int, rounds: int) -> ErrorTerms:
     """R rounds of K local steps."""
     return _terms(case, local_state(case, steps, rounds))
 
 
-def fedhybrid(case: Case, local_steps: int, steps: int) -> Terms:
+def fedhybrid(case: Scenario, local_steps: int, steps: int) -> ErrorTerms:
     """K1 local steps with half of mu^2, then K2 gradient steps with the other half."""
     return _terms(case, gradient_state(case, steps, 0.5, local_state(case, local_steps, 1, 0.5)))
 
 
-def fednewton(case: Case, local_steps: int) -> Terms:
+def fednewton(case: Scenario, local_steps: int) -> ErrorTerms:
     """K1 local steps with half of mu^2, then one local Newton step with a quarter on g and a quarter on H.
 
     To second order in the Hessian's noise: it holds where `safe` does, and is far too low elsewhere.
@@ -284,7 +284,7 @@ def fednewton(case: Case, local_steps: int) -> Terms:
     shrink = float(weight @ s2) * ((times / h).sum() + 1 / h) / (2 * h)
     left = (1 - world.slope / h + shrink) ** 2 * start.square
     bias = _newton_bend(world, start) + world.root - world.length
-    return Terms(
+    return ErrorTerms(
         float(times @ sampling),
         float(times @ (gradient + hessian)),
         bias**2 + _newton_scatter(world, start) + float(times @ left),
@@ -305,26 +305,26 @@ def _newton_scatter(world: Population, start: State) -> float:
     return float(along + across * b**2 * (c[0] + shift) * c[1] / world.slope[1] ** 2)
 
 
-def hessian_noise(case: Case) -> Array:
+def hessian_noise(case: Scenario) -> Array:
     """s_H of every client: 2 sqrt(2) C_H / (mu n_i), for positive semi-definite Hessians and a quarter of mu^2."""
     return 2 * math.sqrt(2) * case.curvature_bound / (case.mu * np.asarray(case.sizes, float))
 
 
-def needed_records(case: Case) -> float:
+def needed_records(case: Scenario) -> float:
     """The fewest records of a client for which FedNewton is safe: 8 sqrt(d) Delta_H / (mu lambda_min)."""
     smallest = float(case.world.curvature[case.world.times > 0].min())
     return 8 * math.sqrt(case.world.dim) * math.sqrt(2) * case.curvature_bound / (case.mu * smallest)
 
 
-def safe(case: Case) -> bool:
+def safe(case: Scenario) -> bool:
     """The noise on every client's Hessian stays below half its smallest eigenvalue."""
     return min(case.sizes) >= needed_records(case)
 
 
-def _terms(case: Case, state: State) -> Terms:
+def _terms(case: Scenario, state: State) -> ErrorTerms:
     times = case.world.times
     sampling, noise = float(times @ state.sampling), float(times @ state.noise)
-    return Terms(sampling, noise, state.bias**2, state.way**2 + state.rest, 2 * state.bias * state.way)
+    return ErrorTerms(sampling, noise, state.bias**2, state.way**2 + state.rest, 2 * state.bias * state.way)
 
 
 # --------------------------------------------------------------------------------------------------- lower bounds
@@ -375,7 +375,7 @@ class Descent(NamedTuple):
         return self.clip**2 + (1 - self.beta) * self.dim * self.noise**2
 
 
-class Verdict(NamedTuple):
+class BoundCheck(NamedTuple):
     """A theorem's bound, what is known without it, and the factor by which one term alone exceeds that."""
 
     bound: float
@@ -408,20 +408,20 @@ def _descent(c: Descent) -> tuple[float, float]:
     return pair(2 * float(minimize_scalar(cost, bounds=(1e-9, 1 - 1e-9), method="bounded").x) / c.rho)
 
 
-def sofim_convex(c: Descent, rounds: int, gap: float) -> Verdict:
+def sofim_convex(c: Descent, rounds: int, gap: float) -> BoundCheck:
     """Theorem 4.21, on E F(theta_T) - F*. Without it: F - F* <= G_max^2 / (2 mu) wherever |grad F| <= G_max."""
     descent, gamma = _descent(c)
     r = 1 - 2 * c.convex * c.lr * descent
     if not 0 < r < 1:
         raise SordinoError(f"lr: {c.lr} leaves the theorem's range; it needs lr < {1 / (2 * c.convex * descent):.3g}.")
     bound = r**rounds * gap + (1 - r**rounds) * gamma / (2 * c.convex * descent)
-    return Verdict(bound, c.steepest**2 / (2 * c.convex), c.momentum / c.rho)
+    return BoundCheck(bound, c.steepest**2 / (2 * c.convex), c.momentum / c.rho)
 
 
-def sofim_stationary(c: Descent, rounds: int, gap: float) -> Verdict:
+def sofim_stationary(c: Descent, rounds: int, gap: float) -> BoundCheck:
     """Theorem 4.31, on the mean squared gradient of T rounds. Without it: G_max^2, by assumption."""
     descent, gamma = _descent(c)
-    return Verdict(gap / (c.lr * descent * rounds) + gamma / descent, c.steepest**2, c.momentum / c.rho)
+    return BoundCheck(gap / (c.lr * descent * rounds) + gamma / descent, c.steepest**2, c.momentum / c.rho)
 
 
 def fednew_rate(alpha: float, rho: float, clients: int, lipschitz: float) -> float:
@@ -462,6 +462,6 @@ def fednew_error(
     return float(np.mean(errors[rounds // 2 :]))
 
 
-def plain(terms: Terms) -> dict[str, Any]:
+def plain(terms: ErrorTerms) -> dict[str, Any]:
     """For JSON."""
     return {**terms._asdict(), "total": terms.total}

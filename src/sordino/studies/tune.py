@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.data.sources import Dataset, generator, hold_out
+from sordino.data.sources import Dataset
+from sordino.data.splits import generator, hold_out
 from sordino.errors import SordinoError, nearest
 from sordino.studies.grids import Grid, product, size
 from sordino.training.batch import run_many
@@ -24,7 +25,7 @@ KEEP, RUNGS = 3, 3  # halving keeps a third at each rung, after a ninth and a th
 BATCH = 16  # trials that Optuna hands out at once
 
 
-class Case(NamedTuple):
+class TuningCase(NamedTuple):
     """One method under one budget: the keys of its run, and the values to try for some."""
 
     values: dict[str, Any]
@@ -54,7 +55,7 @@ def validated(dataset: Dataset, fraction: float = 0.1, seed: int = 0) -> Dataset
 
 
 def tune(
-    cases: Sequence[Case],
+    cases: Sequence[TuningCase],
     dataset: Dataset,
     *,
     how: str = "grid",
@@ -107,7 +108,7 @@ def _rungs(cases: Sequence[dict[str, Any]]) -> Iterator[int | None]:
     yield None
 
 
-def _optuna(case: Case, dataset: Dataset, trials: int, storage: str | None, device: str, tick: Tick) -> Tuned:
+def _optuna(case: TuningCase, dataset: Dataset, trials: int, storage: str | None, device: str, tick: Tick) -> Tuned:
     try:
         import optuna
     except ImportError:

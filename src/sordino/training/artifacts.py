@@ -168,7 +168,8 @@ def restore(folder: RunFolder, identity: str) -> Progress:
         )
     if len(history) != done:
         raise SordinoError(f"resume: '{metrics}' lacks some of the {done} rounds done; start a new run.")
-    return Progress(done, tree[0], tree[1], history) if done else Progress(0, tree, None, history)
+    model = tree[1] if done else None
+    return Progress(done, tree[0], model, history) if isinstance(model, Tensor) else Progress(0, tree, None, history)
 
 
 def add_timing(folder: RunFolder, done: int, seconds: float) -> None:

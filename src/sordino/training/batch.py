@@ -142,7 +142,7 @@ def _train(runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, 
         rule = plans[0].stages[plans[0].stage_of(this_round.t)].rule
         sent += numbers(this_round.aggregate) // len(runs)
         received += numbers((this_round.checkpoint[0], rule.broadcast(this_round.checkpoint[1]))) // len(runs)
-        if bare:
+        if bare and isinstance(this_round.aggregate, Tensor):
             norms.append(this_round.aggregate.double().square().sum(-1).reshape(-1))
         if this_round.t + 1 == last:
             break

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sordino.data.sources import preprocess, read_features
+from sordino.data.preprocess import preprocess
+from sordino.data.sources import read_features
 from sordino.data.text import tokenize
 from sordino.errors import SordinoError
 from sordino.models import registry

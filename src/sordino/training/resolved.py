@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
-from sordino.data.sources import BUILT_IN, SUFFIXES, Dataset, load
+from sordino.data.readers import reader_of
+from sordino.data.sources import Dataset, load
+from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
 from sordino.methods import build, entry
@@ -310,7 +312,7 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
 def _benchmark(data: str) -> bool:
     """Whether the data are a built-in or published set."""
     name = re.split(r"[(:]", data, maxsplit=1)[0].strip()
-    return (name in BUILT_IN or data in catalog.NAMES) and Path(data).suffix.lower() not in SUFFIXES
+    return (name in BUILT_IN or data in catalog.NAMES) and reader_of(Path(data)) is None
 
 
 def _whole_path(name: str) -> str:

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.audit import lower_bounds as statistics
-from sordino.checks.audit.observer import VICTIM, Attack, World, watched
+from sordino.checks.audit.observer import VICTIM, Attack, AttackedRecords, watched
 from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, Unit
 from sordino.engines.oracle import MATRICES
 from sordino.errors import SordinoError
@@ -62,13 +62,13 @@ BATCH = 10_000  # runs at once
 CANARIES = 2_000  # of an audit in one run
 MATRIX_CANARIES = 300  # where a release has an entry for every pair of them
 PILOT = 8  # runs that choose the canary
-ENOUGH = 0.99  # of every claim: no other canary is tried
-TRIES = 3  # a bound above the certificate is looked for again, with fresh noise, before anybody is accused
-SIZES = (4, 3, 3)  # the victim is the largest client: where only sums are seen, it moves them most
+SUFFICIENT_SHARE = 0.99  # of every claim: no other canary is tried
+MAX_TRIES = 3  # a bound above the certificate is looked for again, with fresh noise, before anybody is accused
+CLIENT_RECORDS = (4, 3, 3)  # the victim is the largest client: where only sums are seen, it moves them most
 LEMMA_SIZES = (100, 100, 100)  # where a lemma bounds a message: with fewer records noise fills its ball
-SPARSE = 8  # records of the victim, of which a minibatch at a rate holds a part
+SAMPLED_RECORDS = 8  # records of the victim, of which a minibatch at a rate holds a part
 RUNS_IN_MEMORY = 300_000  # records of all runs at once
-LONG, SHORT, LABEL = 10.0, 0.01, 1e6  # of canaries: every gradient is far beyond its clip
+LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # of canaries: every gradient is far beyond its clip
 MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 
 
@@ -160,7 +160,7 @@ def audit(
     if not drawn:
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
     found: list[tuple[float, float, statistics.Bound]] = []
-    while len(found) < TRIES and (not found or max(found[-1][:2]) > certified):
+    while len(found) < MAX_TRIES and (not found or max(found[-1][:2]) > certified):
         zero, one = (scores(attack, world, runs, sources, noise_factor) for world in (0, 1))
         plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
         sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
@@ -209,12 +209,12 @@ def one_run(
     if any(query.kind in MATRICES for stage in method.stages for query in stage.queries):
         canaries = min(canaries, MATRIX_CANARIES)
     check_arguments("canaries", canaries, noise_factor, seed)
-    plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *SIZES[1:]))
+    plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *CLIENT_RECORDS[1:]))
     attack, sources = _crowded(plan, canaries, dtype), _sources(seed, plan)
     certified, delta = spending.epsilon(plan), privacy.delta
     guesses = statistics.best_guesses(canaries, spending.mu(plan), delta=delta, confidence=confidence)
     found: list[tuple[float, int]] = []
-    while len(found) < TRIES and (not found or found[-1][0] > certified):
+    while len(found) < MAX_TRIES and (not found or found[-1][0] > certified):
         uniforms = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
         told = _told(attack, uniforms, next(sources), noise_factor)
         sure = told.abs().argsort(descending=True)[:guesses]
@@ -278,8 +278,8 @@ def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
 
 def check_arguments(name: str, count: int, noise_factor: float, seed: int | None) -> None:
     """Of an audit: how many runs or canaries, and which noise."""
-    if count < statistics.FEWEST:
-        raise SordinoError(f"{name}: {count} tell nothing; use at least {statistics.FEWEST}, better 1,000.")
+    if count < statistics.MIN_SCORES:
+        raise SordinoError(f"{name}: {count} tell nothing; use at least {statistics.MIN_SCORES}, better 1,000.")
     if not 0 < noise_factor < math.inf:
         raise SordinoError(f"noise_factor: {noise_factor} must be a number above 0; 1 is the noise that ships.")
     noise_from(seed)
@@ -302,11 +302,11 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
     """
     one, two, three = torch.eye(3, dtype=torch.float64)
     records = {
-        "long": (LONG * one, LABEL),
-        "long mirrored": (LONG * one, -LABEL),
-        "short": (SHORT * one, LABEL),
-        "short mirrored": (SHORT * one, -LABEL),
-        "turned": (LONG * two, LABEL),
+        "long": (LONG_CANARY * one, CANARY_LABEL),
+        "long mirrored": (LONG_CANARY * one, -CANARY_LABEL),
+        "short": (SHORT_CANARY * one, CANARY_LABEL),
+        "short mirrored": (SHORT_CANARY * one, -CANARY_LABEL),
+        "turned": (LONG_CANARY * two, CANARY_LABEL),
     }
     joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.USER
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
@@ -317,15 +317,15 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         companies = {"": None}
     else:
         companies = {
-            "": (SHORT * three, 0.0),
-            ", hostile company": (LONG * one, -LABEL / 10),
-            ", company that pushes": (SHORT * one, -LABEL),
+            "": (SHORT_CANARY * three, 0.0),
+            ", hostile company": (LONG_CANARY * one, -CANARY_LABEL / 10),
+            ", company that pushes": (SHORT_CANARY * one, -CANARY_LABEL),
         }
         if _proved_by_lemma(plan.method):
             companies = dict(reversed(companies.items()))
     for (kind, others), (before, after) in itertools.product(companies.items(), pairs):
         pair = [records[after if joins else before], records[after]]
-        alike = others is not None and (_samples(plan) or others[1] == -LABEL)
+        alike = others is not None and (_samples(plan) or others[1] == -CANARY_LABEL)
         there, here = (_world(plan, record, record if others is None else others, alike, dtype) for record in pair)
         if joins and not whole:
             there = _without_first(there)
@@ -355,8 +355,8 @@ def _proved_by_lemma(method: Method) -> bool:
 def _sizes(method: Method, sampling: Sampling) -> tuple[int, ...]:
     """Of the clients. Of minibatches the victim's canary is in every second one, or in as many as the rate says."""
     if sampling.kind == FULL:
-        return LEMMA_SIZES if _proved_by_lemma(method) else SIZES
-    return (2 * math.ceil(sampling.amount) if sampling.amount >= 1 else SPARSE,) * 2
+        return LEMMA_SIZES if _proved_by_lemma(method) else CLIENT_RECORDS
+    return (2 * math.ceil(sampling.amount) if sampling.amount >= 1 else SAMPLED_RECORDS,) * 2
 
 
 def _sources(seed: int | None, plan: Plan) -> Iterator[Source]:
@@ -385,7 +385,7 @@ def _best(plan: Plan, model: core.Model, sources: Iterator[Source], dtype: torch
         information = sum(told.values())
         if best is None or information > best[1]:
             best = attack, information
-        if best[1] > 0.999 * spending.mu(plan) ** 2 and min(reached.values()) > ENOUGH:
+        if best[1] > 0.999 * spending.mu(plan) ** 2 and min(reached.values()) > SUFFICIENT_SHARE:
             break
     if best is None:
         raise SordinoError(f"method: {plan.method.name} releases nothing finite of any canary; it cannot be audited.")
@@ -430,7 +430,7 @@ def _claimed(plan: Plan) -> dict[tuple[int, int], float]:
 
 def _world(
     plan: Plan, first: tuple[Tensor, float], others: tuple[Tensor, float], alike: bool, dtype: torch.dtype
-) -> World:
+) -> AttackedRecords:
     """The victim holds `first` and copies of `others`; the other clients hold copies too where clients are `alike`,
     else small records of their own."""
     rows = [first, *[others] * (plan.sizes[VICTIM] - 1)]
@@ -440,36 +440,36 @@ def _world(
         rest, labels = others[0].expand_as(rest), torch.full_like(labels, others[1])
     x = torch.cat([torch.stack([x for x, _ in rows]), rest])
     y = torch.cat([x.new_tensor([y for _, y in rows]), labels])
-    return World(x.to(dtype), y.to(dtype), np.cumsum([0, *plan.sizes]))
+    return AttackedRecords(x.to(dtype), y.to(dtype), np.cumsum([0, *plan.sizes]))
 
 
-def _without_first(world: World) -> World:
+def _without_first(world: AttackedRecords) -> AttackedRecords:
     """The victim's first record is absent, and nothing of it is left behind the mask."""
     x, y, present = world.x.clone(), world.y.clone(), torch.ones(world.sizes[VICTIM], dtype=torch.float64)
     x[0], y[0], present[0] = 0, 0, 0
-    return World(x, y, world.starts, present)
+    return AttackedRecords(x, y, world.starts, present)
 
 
 def _crowded(plan: Plan, canaries: int, dtype: torch.dtype) -> Attack:
     """All canaries in one state, against all of them in the other."""
     x = torch.zeros(sum(plan.sizes), canaries, dtype=dtype)
-    x[:canaries] = LONG * torch.eye(canaries, dtype=dtype)
+    x[:canaries] = LONG_CANARY * torch.eye(canaries, dtype=dtype)
     y = torch.zeros(len(x), dtype=dtype)
-    y[:canaries] = LABEL
-    here = World(x, y, np.cumsum([0, *plan.sizes]))
+    y[:canaries] = CANARY_LABEL
+    here = AttackedRecords(x, y, np.cumsum([0, *plan.sizes]))
     there = _in_states(here, plan, torch.zeros(canaries, dtype=torch.bool))
     return Attack("crowd", plan, Linear(canaries, 1, Loss.SQUARES, bias=False), (there, here))
 
 
-def _in_states(here: World, plan: Plan, uniforms: Tensor) -> World:
+def _in_states(here: AttackedRecords, plan: Plan, uniforms: Tensor) -> AttackedRecords:
     """Canaries whose coin is 0 leave, or are mirrored."""
     x, y, count = here.x.clone(), here.y.clone(), len(uniforms)
     if plan.privacy.adjacency is Adjacency.REPLACE_ONE:
         y[:count] *= 2.0 * uniforms - 1
-        return World(x, y, here.starts)
+        return AttackedRecords(x, y, here.starts)
     x[:count] *= uniforms.unsqueeze(-1)
     y[:count] *= uniforms
-    return World(x, y, here.starts, uniforms.double())
+    return AttackedRecords(x, y, here.starts, uniforms.double())
 
 
 def _told(attack: Attack, uniforms: Tensor, source: Source, noise_factor: float) -> Tensor:

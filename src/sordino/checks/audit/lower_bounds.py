@@ -29,8 +29,8 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
 CONFIDENCE = 0.95
-FEWEST = 20  # scores a world
-CHOOSING = 0.25  # the part of the scores that chooses the threshold; the bound comes from the others
+MIN_SCORES = 20  # scores a world
+CHOOSING_PART = 0.25  # the part of the scores that chooses the threshold; the bound comes from the others
 CANDIDATES = 400  # thresholds to choose from
 
 Scores = NDArray[np.float64]
@@ -189,7 +189,7 @@ def _rates(zero: Scores, one: Scores, thresholds: Scores) -> tuple[Scores, Score
 
 
 def _split(scores: Scores) -> tuple[Scores, Scores]:
-    first = int(CHOOSING * len(scores))
+    first = int(CHOOSING_PART * len(scores))
     return scores[:first], scores[first:]
 
 
@@ -198,8 +198,8 @@ def _scores(zero: ArrayLike, one: ArrayLike, delta: float, confidence: float) ->
     _check(delta, confidence)
     worlds = [np.asarray(scores, dtype=float).ravel() for scores in (zero, one)]
     runs = min(map(len, worlds))
-    if runs < FEWEST:
-        raise SordinoError(f"runs: {runs} a world tell nothing; use at least {FEWEST}, better 1,000.")
+    if runs < MIN_SCORES:
+        raise SordinoError(f"runs: {runs} a world tell nothing; use at least {MIN_SCORES}, better 1,000.")
     if not all(np.isfinite(scores).all() for scores in worlds):
         raise SordinoError("scores: some are not finite; the attack must give every run a number.")
     return worlds[0][:runs], worlds[1][:runs]

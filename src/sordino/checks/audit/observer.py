@@ -37,7 +37,7 @@ VICTIM = 0  # the client in whose data the worlds differ
 
 
 @dataclass(frozen=True)
-class World(Records):
+class AttackedRecords(Records):
     """A federation in which some of the victim's records may be absent; the sizes stay as declared."""
 
     present: Tensor | None = None  # 1 or 0 for each of the victim's records
@@ -65,7 +65,7 @@ class Attack(NamedTuple):
     name: str
     plan: Plan
     model: core.Model
-    worlds: tuple[World, World]
+    worlds: tuple[AttackedRecords, AttackedRecords]
     leaves: bool = False  # in world 0 the whole victim is gone: it sends noise alone
 
 
@@ -101,7 +101,7 @@ def watched(
     runs: int,
     noise_factor: float = 1.0,
     *,
-    records: World | None = None,
+    records: AttackedRecords | None = None,
 ) -> Watch:
     """Play `runs` runs of one world under observation, or of `records` that lie between the two."""
     watch, common = Watch(attack, world), Common(source.fresh(), runs, noise_factor)
@@ -112,6 +112,13 @@ def watched(
     for round_plan in simulate.run(plan, attack.model, records, sources, theta=theta, shares=True):
         watch.hear(plan.stage_of(round_plan.t), round_plan.aggregate)
     return watch
+
+
+class WatchedMemory(NamedTuple):
+    """A client's memory, with the client's number beside it."""
+
+    inner: Tree
+    number: Tensor
 
 
 class Watch:
@@ -185,19 +192,20 @@ class Watch:
         """Clients remember their number besides, so that the observer knows whom it sees."""
         local = stage.local
 
-        def init(theta: Tensor, before: Tree) -> Tree:
+        def init(theta: Tensor, before: Tree) -> WatchedMemory:
             number = torch.arange(self.plan.clients).to(theta).view(1, -1, 1).expand(*theta.shape[:-1], 1)
-            return local.init(theta, before[0] if before else ()), number
+            inner = before.inner if isinstance(before, WatchedMemory) else ()
+            return WatchedMemory(local.init(theta, inner), number)
 
-        def update_memory(message: Tree, broadcast: Broadcast, memory: Tree) -> Tree:
-            return local.update_memory(message, broadcast, memory[0]), memory[1]
+        def update_memory(message: Tree, broadcast: Broadcast, memory: WatchedMemory) -> WatchedMemory:
+            return memory._replace(inner=local.update_memory(message, broadcast, memory.inner))
 
-        def compute(ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
-            clients = memory[1][0, :, 0].long().cpu().numpy()
-            return self._work(s, local, clients, ask, broadcast, memory[0], cache)
+        def compute(ask: Any, broadcast: Broadcast, memory: WatchedMemory, cache: Tree) -> Tree:
+            clients = memory.number[0, :, 0].long().cpu().numpy()
+            return self._work(s, local, clients, ask, broadcast, memory.inner, cache)
 
         kept = keep if local.update_memory is keep else update_memory
-        return stage._replace(local=Local(compute, kept, init, local.prepare))
+        return stage._replace(local=local._replace(compute=compute, update_memory=kept, init=init))
 
     def _work(
         self, s: int, local: Local, clients: np.ndarray, ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree
@@ -206,7 +214,8 @@ class Watch:
             str(query.kind): k for k, query in enumerate(self.plan.stages[s].queries) if query.noise is not None
         }
         if not self.weights[clients].any():
-            return local.compute(ask, broadcast, memory, cache)
+            unweighted: Tree = local.compute(ask, broadcast, memory, cache)
+            return unweighted
         if Kind.DELTA in released:
             return self._message(s, released[Kind.DELTA], local, clients, ask, broadcast, memory, cache)
         noiseless = [self._noiseless(s, clients, ask, world) for world in (0, 1)]
@@ -219,7 +228,7 @@ class Watch:
             self._note(s, released[name], clients, answer, either, self._divisor(s, released[name], clients))
             return answer
 
-        message = local.compute(Through(ask, released, heard), broadcast, memory, cache)
+        message: Tree = local.compute(Through(ask, released, heard), broadcast, memory, cache)
         self._heard = ask.released(message) if self.plan.only_sums_visible else []
         return message
 
@@ -233,9 +242,9 @@ class Watch:
         broadcast: Broadcast,
         memory: Tree,
         cache: Tree,
-    ) -> Tree:
+    ) -> Tensor:
         """A message that is noised as a whole, by the oracle once the rule has made it: overheard there."""
-        message = local.compute(ask, broadcast, memory, cache)
+        message: Tensor = local.compute(ask, broadcast, memory, cache)
         either = []
         extras, kept = broadcast.extras, memory
         if any(query.bound is not None for query in self.plan.stages[s].queries):  # answers of a lemma are float64
@@ -246,7 +255,8 @@ class Watch:
             said = local.compute(
                 hushed, broadcast._replace(extras=extras), kept, self._cache(s, local, clients, ask, world)
             )
-            either.append(self._there(noiseless.finish(said), clients, world))
+            finished: Any = noiseless.finish(said)
+            either.append(self._there(finished, clients, world))
         if self.plan.only_sums_visible:
             finish, self._heard = ask.finish, [number]
             ask.finish = lambda message: self._there(finish(message), clients, self.world)

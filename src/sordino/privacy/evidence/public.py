@@ -185,17 +185,18 @@ class Line(NamedTuple):
 
 
 CONSOLE = (
-    Line(r".+ on .+: \d+ clients(, [\d,]+ records \([\d,]+ to [\d,]+ each\))?, \d+ rounds", "As in certificate.json."),
-    Line(r".+ on .+: \d+ clients(, [\d,]+ records \([\d,]+ to [\d,]+ each\))?, \d+ rounds, [\d.]+ s", OPEN, True),
-    Line(r"partition .+: a client's labels have KL .+ classes, on average", OPEN, True),
-    Line(r"final (accuracy|mse) [-+.e\d]+%?( on [\d,]+ test records)?", TESTED),
-    Line(r"warning: that is no better than a constant guess\. .+", TESTED),
-    Line(r"note: batch .+ is all that clients .+ hold; sampling hides nothing of theirs", PLAN),
-    Line(r"clients: 0 .+", CERTIFICATE["client_names"]),
-    Line(r"certified: ε = .+ at δ = .+ level, .+", ACCOUNT),
-    Line(r"not certified: .+ \(ε = .+ level, .+\)", ACCOUNT),
-    Line(r"signed by .+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
-    Line(r"written to .+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
+    Line(r"run +.+ on .+, \d+ rounds", PLAN),
+    Line(r"run +.+ on .+, \d+ rounds in [\d.]+ s", OPEN, True),
+    Line(r"clients +\d+( with [\d,]+ records \([\d,]+ to [\d,]+ each\))?", "As in certificate.json."),
+    Line(r"labels +partition .+ classes are missing", OPEN, True),
+    Line(r"names +0 .+", CERTIFICATE["client_names"]),
+    Line(r"(result +accuracy|error +mse) [-+.e\d]+%?( on [\d,]+ test records)?", TESTED),
+    Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
+    Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
+    Line(r"signed by +.+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
+    Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
+    Line(r"warning: the model is no better than a constant guess\. .+", TESTED),
+    Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
     Line(r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
     Line(
         r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))? *\d+:\d\d:\d\d\s*", "Progress on stderr. " + OPEN, True

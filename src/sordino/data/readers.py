@@ -1,0 +1,227 @@
+"""Readers of data files, by suffix. To add a format, write a `Reader` and register its suffix."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sordino.data.schema import check_features
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import optional
+
+LABELS = ("label", "y", "target", "class")  # columns taken for the label if the caller names none
+
+
+class Raw(NamedTuple):
+    """What a reader hands over: nothing is checked yet, and the test part may be missing."""
+
+    x: np.ndarray
+    y: np.ndarray
+    site: np.ndarray | None = None
+    x_test: np.ndarray | None = None
+    y_test: np.ndarray | None = None
+    classes: tuple[str, ...] | None = None  # given: the labels are class indices already
+    features: Sequence[str] | None = None
+
+
+class Reader(NamedTuple):
+    """How files of one format are read.
+
+    Attributes:
+        records: (path, label column, client column) -> records, labels and clients.
+        features: (path, column names, number of features) -> features alone, to predict from. The names are empty if
+            the model was trained without any.
+    """
+
+    records: Callable[[Path, str | None, str | None], Raw]
+    features: Callable[[Path, Sequence[str], int], np.ndarray]
+
+
+READERS: dict[str, Reader] = {}
+
+
+def register(suffix: str, reader: Reader) -> None:
+    """Let `load`, `predict` and the command line read files with this suffix.
+
+    Args:
+        suffix: The file name's end, such as `.csv`.
+        reader: The reader.
+
+    Raises:
+        SordinoError: The suffix does not start with a dot, or has a reader already.
+    """
+    if not suffix.startswith(".") or suffix != suffix.lower():
+        raise SordinoError(f"suffix: '{suffix}' must start with a dot and be lower case, such as .csv.")
+    if suffix in READERS:
+        raise SordinoError(f"suffix: '{suffix}' has a reader already; choose another suffix.")
+    READERS[suffix] = reader
+
+
+def reader_of(path: Path) -> Reader | None:
+    """The reader of a file, by its suffix; None if there is none."""
+    return READERS.get(path.suffix.lower())
+
+
+def suffixes() -> str:
+    """The registered suffixes, for messages.
+
+    >>> suffixes()
+    '.npz, .csv, .parquet'
+    """
+    return ", ".join(READERS)
+
+
+def read_arrays(path: Path, field: str) -> dict[str, np.ndarray]:
+    """All arrays of an .npz; never unpickles."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        plain = "save plain arrays with numpy.savez (pickled objects are not read)"
+        raise SordinoError(f"{field}: '{path}' cannot be read as .npz ({error}); {plain}.") from None
+
+
+def read_npz(path: Path, label: str | None, client: str | None) -> Raw:
+    arrays = read_arrays(path, "data")
+    if label is not None:
+        raise SordinoError("label: an .npz names its labels `y` or `y_train` and `y_test`; leave label out.")
+    if client is not None and client not in arrays:
+        raise SordinoError(f"client: '{path}' has no array '{client}'.{nearest(client, arrays)}")
+    site = arrays.get(client or "client")
+    if site is not None and site.ndim != 1:
+        raise SordinoError(f"client: the array has shape {site.shape}; give one client per training record.")
+    split = ("x_train", "y_train", "x_test", "y_test")
+    if all(name in arrays for name in split):
+        return Raw(arrays["x_train"], arrays["y_train"], site, arrays["x_test"], arrays["y_test"])
+    if "x" in arrays and "y" in arrays:
+        return Raw(arrays["x"], arrays["y"], site)
+    raise SordinoError(f"data: '{path}' holds {sorted(arrays)}; it needs {', '.join(split)}, or x, y.")
+
+
+def npz_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
+    """`x` or `x_test` of an .npz."""
+    arrays = read_arrays(path, "data")
+    x = next((arrays[name] for name in ("x", "x_test") if name in arrays), None)
+    if x is None:
+        raise SordinoError(f"data: '{path}' holds {sorted(arrays)}; it needs x or x_test.")
+    return check_features(x, "x")
+
+
+def read_table(path: Path, label: str | None, client: str | None) -> Raw:
+    table = open_table(path)
+    # A data frame's saved index is a name of the row, not a feature of it.
+    names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
+    if len(set(names)) < len(names) or "" in names:
+        twice = sorted({name for name in names if names.count(name) > 1 or not name})
+        raise SordinoError(f"data: column names {twice} in '{path}' are empty or repeated; name each column once.")
+    if label is None:
+        found = [name for name in LABELS if name in names]
+        if len(found) != 1:
+            why = f"columns {found} could each be it" if found else f"no column is called {', '.join(LABELS)}"
+            raise SordinoError(f"label: {why}; name the label column of '{path}'. Columns: {', '.join(names)}.")
+        label = found[0]
+    for field, name in (("label", label), ("client", client)):
+        if name is not None and name not in names:
+            raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
+    if label == client:
+        raise SordinoError(f"client: '{client}' is the label column already; name another.")
+    _check_text(path, table, names)
+    features = [name for name in names if name not in (label, client)]
+    numeric = {name: _numeric(table.column(name)) for name in features}
+    words = [name for name, values in numeric.items() if values is None]
+    if words:
+        raise SordinoError(
+            f"data: feature columns {words} of '{path}' are not numeric; encode or drop them "
+            "(or name one as the label or the client column)."
+        )
+    x = np.empty((table.num_rows, len(features)), np.float32)
+    with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values
+        for j, name in enumerate(features):
+            x[:, j] = numeric[name]
+    site = None if client is None else _words(table.column(client), "client", client)
+    return Raw(x, _words(table.column(label), "label", label), site, features=features)
+
+
+def table_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
+    """The named columns of a table, or its first `count`; other columns are ignored."""
+    table = open_table(path)
+    names = list(columns) or table.column_names[:count]
+    if missing := [name for name in names if name not in table.column_names]:
+        raise SordinoError(f"data: '{path}' lacks the columns {missing} that the model was trained on.")
+    _check_text(path, table, names)
+    numeric = [_numeric(table.column(name)) for name in names]
+    if any(values is None for values in numeric):
+        raise SordinoError(f"data: columns of '{path}' that the model needs are not numeric.")
+    return check_features(np.stack([np.asarray(values, np.float32) for values in numeric], 1), "x", names)
+
+
+def open_table(path: Path) -> Any:
+    pa = optional("pyarrow", "tables", f"data: '{path}'")  # here, not above: the library itself runs without it
+    import pyarrow.csv
+    import pyarrow.parquet  # noqa: F401
+
+    try:
+        if path.suffix.lower() == ".csv":
+            with open(path, "rb") as file:
+                if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    raise _not_utf8(path, "it begins as UTF-16 does")
+            table = pa.csv.read_csv(path)
+        else:
+            table = pa.parquet.ParquetFile(path).read()  # one file: no columns made up from folder names
+    except (pa.ArrowException, OSError) as error:
+        raise SordinoError(f"data: '{path}' cannot be read ({error}); check that it is a true {path.suffix}.") from None
+    try:
+        table.column_names  # noqa: B018
+    except UnicodeDecodeError:
+        raise _not_utf8(path, "a column's name has other bytes") from None
+    return table
+
+
+def _check_text(path: Path, table: Any, names: Sequence[str]) -> None:
+    """pyarrow reads a column of a .csv that is not UTF-8 as bytes."""
+    import pyarrow as pa
+
+    for name in names:
+        if path.suffix.lower() == ".csv" and pa.types.is_binary(table.column(name).type):
+            raise _not_utf8(path, f"column '{name}' has other bytes")
+
+
+def _not_utf8(path: Path, why: str) -> SordinoError:
+    return SordinoError(
+        f"data: '{path}' is not UTF-8 text ({why}); save it as UTF-8. Where it is Latin-1 (Windows, Western Europe): "
+        "iconv -f latin1 -t utf-8 OLD.csv > NEW.csv"
+    )
+
+
+def _numeric(column: Any) -> np.ndarray | None:
+    """A column as numbers, missing ones as NaN; None where it is not numeric."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_boolean(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
+        column = column.cast(pa.float64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return None
+    return np.asarray(column.to_numpy())
+
+
+def _words(column: Any, field: str, name: str) -> np.ndarray:
+    """A label or client column, as numbers or strings; a missing entry is an error."""
+    missing, values = column.null_count, _numeric(column)
+    if values is None:
+        values = column.to_numpy()
+        missing = missing or np.count_nonzero(values == "")
+    if missing:
+        raise SordinoError(f"{field}: {missing} entries of column '{name}' are missing; fill or drop those records.")
+    return values.astype(str) if values.dtype == object else np.asarray(values)
+
+
+register(".npz", Reader(read_npz, npz_features))
+register(".csv", Reader(read_table, table_features))
+register(".parquet", Reader(read_table, table_features))

@@ -1,0 +1,64 @@
+"""Seeded streams, and the division of records into parts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sordino.errors import SordinoError
+
+
+def generator(seed: int, purpose: str) -> np.random.Generator:
+    """A stream of its own for each purpose, so that one seed serves them all without repeating draws."""
+    if seed < 0:
+        raise SordinoError(f"seed: {seed} must not be negative.")
+    return np.random.default_rng([seed, *purpose.encode()])
+
+
+def parse_number(text: str, field: str, otherwise: str, *, whole: bool = False) -> float:
+    """A finite number (`whole`: an int), or the error `field: otherwise`."""
+    try:
+        number = int(text) if whole else float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise SordinoError(f"{field}: {otherwise}.")
+    return number
+
+
+def apportion(weights: np.ndarray, total: int) -> np.ndarray:
+    """`total` divided in proportion to `weights`, by largest remainders; at least one each."""
+    exact = total * (weights / weights.sum())
+    sizes: np.ndarray = np.floor(exact).astype(np.int64)
+    sizes[np.argsort(sizes - exact, kind="stable")[: total - sizes.sum()]] += 1
+    for empty in np.flatnonzero(sizes == 0):
+        sizes[sizes.argmax()] -= 1
+        sizes[empty] = 1
+    return sizes
+
+
+def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Which records are for testing: `fraction` of each stratum to within one, and never all of it."""
+    sizes = np.bincount(strata)
+    ends = sizes.cumsum()
+    # The running total is rounded, for many small strata would each round to nothing.
+    quota = np.minimum(np.diff(np.rint(ends * fraction), prepend=0), np.maximum(sizes - 1, 0))
+    order = np.lexsort((rng.random(len(strata)), strata))
+    chosen = np.zeros(len(strata), bool)
+    chosen[order] = np.arange(len(strata)) - np.repeat(ends - sizes, sizes) < np.repeat(quota, sizes)
+    if not chosen.any():
+        raise SordinoError(f"test_fraction: {fraction} of {len(strata)} records leaves no test part; raise it.")
+    return chosen
+
+
+def hold_out_clients(whose: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Which records are for testing: all of some clients, `fraction` of their number to within one, at least one."""
+    clients = len(np.bincount(whose))
+    chosen = max(1, round(fraction * clients))
+    if clients - chosen < 2:
+        raise SordinoError(
+            f"test_fraction: {fraction:g} of {clients} clients, held out as a whole, leaves {clients - chosen} to "
+            "train on, and 2 are needed; lower it, bring more clients, or bring a test part (x_test, y_test)."
+        )
+    return np.isin(whose, rng.permutation(clients)[:chosen])
