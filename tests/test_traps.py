@@ -584,7 +584,7 @@ def test_local_steps_that_are_not_counted():
 
         return method(compute, Query(Kind.GRADIENT, 1.0, calls=count), rule=scale(1.0))
 
-    assert "declared for 1 calls" in checks.asks(steps(1), SOFTMAX)[0]
+    assert "declares 1 calls" in checks.asks(steps(1), SOFTMAX)[0]
     assert checks.asks(steps(5), SOFTMAX) == []
     few, all_of_them = (plan_for(steps(count)) for count in (1, 5))
     np.testing.assert_allclose(
@@ -757,7 +757,7 @@ def test_a_correlated_stream_with_a_new_key(tmp_path):
                 if goes_on:
                     assert len(list(run)) == left
                 else:
-                    with pytest.raises(SordinoError, match="began with a key that is gone, so that round 1"):
+                    with pytest.raises(SordinoError, match="key that is not stored, so round 1"):
                         list(run)
         whole = list(simulate.run(plan, SOFTMAX, records, Seeded(3)))
         rest = list(simulate.run(plan, SOFTMAX, records, Seeded(3), start=2, checkpoint=whole[1].checkpoint))

@@ -94,7 +94,7 @@ def test_one_source_in_two_runs_does_not_cancel(engine):
 
 def test_every_run_of_an_axis_needs_its_own_source():
     records = small()
-    with pytest.raises(SordinoError, match="every run needs its own"):
+    with pytest.raises(SordinoError, match="give one per run"):
         next(simulate.run(plan_for(records), Linear(3, 2), records, Secure(), theta=torch.zeros(3, 8)))
 
 

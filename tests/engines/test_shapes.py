@@ -298,7 +298,7 @@ def test_runs_are_an_axis(records):
 def test_asking_more_than_declared_raises(records):
     greedy = Method("greedy", Unit.RECORD, (Stage(Local(walk(3)), sgd(), (Query(Kind.GRADIENT, 1.0, 2),)),), PC)
     for engine in (reference, simulate):
-        with pytest.raises(OverspentError, match="declared for 2 calls"):
+        with pytest.raises(OverspentError, match="declares 2 calls"):
             next(engine.run(plan_for(greedy, records), MODEL, records, Seeded(0)))
 
 

@@ -531,7 +531,7 @@ def test_a_secret_run_does_not_go_on(records):
     plan = plan_for(records.sizes)
     whole = list(simulate.run(plan, MODEL, records, Secure()))
     for t in range(5):
-        with pytest.raises(SordinoError, match=f"began with a key that is gone, so that round {t + 1}"):
+        with pytest.raises(SordinoError, match=f"key that is not stored, so round {t + 1}"):
             list(simulate.run(plan, MODEL, records, Secure(), start=t + 1, checkpoint=whole[t].checkpoint))
     assert len(list(simulate.run(plan, MODEL, records, Secure()))) == 6, "a new one may begin"
     fresh = plan_for(records.sizes, name="dp-fedgd")
@@ -549,7 +549,7 @@ def test_a_secret_run_with_a_ledger_does_not_go_on(participation, records, tmp_p
             return [this_round.model for this_round in itertools.islice(round_plans, rounds)], len(ledger)
 
     said, rows = run(Secure(), "secret.db", 3)
-    with pytest.raises(SordinoError, match="began with a key that is gone, so that round 3"):
+    with pytest.raises(SordinoError, match="key that is not stored, so round 3"):
         run(Secure(), "secret.db", 6)
     again, still_rows = run(Secure(), "secret.db", 3)
     assert still_rows == rows, "nothing was made anew"

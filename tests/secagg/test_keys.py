@@ -29,7 +29,7 @@ def test_an_identity_comes_back_from_its_file(tmp_path):
 
 def test_a_file_is_never_overwritten(tmp_path):
     A.save(tmp_path / "id")
-    with pytest.raises(SordinoError, match="there already"):
+    with pytest.raises(SordinoError, match="exists"):
         B.save(tmp_path / "id")
     assert Identity.load(tmp_path / "id") == A
 

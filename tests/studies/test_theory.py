@@ -124,7 +124,7 @@ def test_aggregate_noise_is_free_of_the_sizes(law):
     assert calibration.aggregate_std(plan, 0) ** 2 == pytest.approx(formula, rel=1e-9)
     assert case(theory.quadratic(SLOPE, TIMES, SLOPE), 1.0, sizes, mu).noise(steps) == pytest.approx(formula)
     other = Plan(build("fedsgd", clip=CLIP), steps, sizes, estimation.promise(mu), divisor=Divisor.CLIENT_MEAN)
-    assert (other.aggregate_std(0) ** 2 == pytest.approx(formula, rel=1e-3)) == (law == "equal")
+    assert (calibration.aggregate_std(other, 0) ** 2 == pytest.approx(formula, rel=1e-3)) == (law == "equal")
 
 
 @pytest.mark.parametrize("law", estimation.LAWS)

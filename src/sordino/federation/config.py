@@ -71,26 +71,25 @@ class SiteConfig(_File):
             raise SordinoError(f"name: '{self.name}' must be letters, digits, dots and dashes.")
         if not (0 < self.epsilon <= MOST_EPSILON and 0 < self.delta <= MOST_DELTA):
             raise SordinoError(
-                f"epsilon, delta: the limit over all runs must lie in (0, {MOST_EPSILON:g}] and (0, {MOST_DELTA:g}]."
+                f"epsilon, delta: {self.epsilon:g} and {self.delta:g}; the limit over all runs must lie in "
+                f"(0, {MOST_EPSILON:g}] and (0, {MOST_DELTA:g}]."
             )
         if self.run_epsilon is not None and not 0 < self.run_epsilon <= self.epsilon:
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."
             )
-        for name, words, known in (
+        for name, listed, known in (
             ("adjacency", (self.adjacency,), list(Adjacency)),
             ("models", self.models, list(registry.REGISTRY)),
+            ("methods", self.methods, list(REGISTRY)),
         ):
-            for word in words:
-                if word not in known:
-                    raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, known)}")
-        for word in self.methods:
-            if word not in REGISTRY:
-                raise SordinoError(f"methods: '{word}' is unknown.{nearest(word, REGISTRY)}")
-        for word in self.trust:
-            if word not in (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER):
+            for value in listed:
+                if value not in known:
+                    raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, known)}")
+        for value in self.trust:
+            if value not in (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER):
                 raise SordinoError(
-                    f"trust: '{word}' must be secure-aggregation or untrusted-server.{nearest(word, list(Trust)[:2])}"
+                    f"trust: '{value}' must be secure-aggregation or untrusted-server.{nearest(value, list(Trust)[:2])}"
                 )
 
 

@@ -133,7 +133,7 @@ class Terms:
             ),
             (
                 all(type(e) in (int, float) and 0 < e < MOST_EPSILON for e in self.requested_epsilons.values()),
-                "a requested epsilon is not in (0, 10000)",
+                f"a requested epsilon is not in (0, {MOST_EPSILON:g})",
             ),
             (type(self.features) is int and 0 < self.features < 2**24, "features is not a positive integer below 2^24"),
             (

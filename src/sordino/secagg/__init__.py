@@ -1,5 +1,8 @@
-"""Sums of vectors that nobody but their owners sees: pairwise masks (Bonawitz et al. 2017). No network code: functions
-over messages. A round is `offer`, `masked`, `reveal` at the sites and `open_sum` at the server; see `round`."""
+"""Secure aggregation with pairwise masks (Bonawitz et al. 2017): the server sees the sum of vectors and no single one.
+
+It has no network code, only functions over messages. A round is `offer`, `masked` and `reveal` at the sites and
+`open_sum` at the server; see `round`.
+"""
 
 from sordino.secagg.keys import Card, Identity, Roster
 from sordino.secagg.messages import Masked, Offer, Reveal, offers_sha256, read_masked, read_offer, read_reveal

@@ -1,4 +1,4 @@
-"""Keys from keys (HKDF-SHA256, X25519), and keystream from keys (ChaCha20)."""
+"""Key derivation (HKDF-SHA256), key agreement (X25519) and keystreams (ChaCha20)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ZEROS = bytes(4 * _CHUNK)
 
 
 def joined(*parts: str | bytes | int) -> bytes:
-    """Each part behind its length: two lists of parts never give the same bytes."""
+    """Each part after its length, so that two different lists never give the same bytes."""
     whole = bytearray()
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -29,18 +29,22 @@ def joined(*parts: str | bytes | int) -> bytes:
 
 
 def derive(key: bytes, *purpose: str | bytes | int, salt: bytes = b"", size: int = 32) -> bytes:
-    """A key for one purpose; those of other purposes tell nothing of it."""
+    """A key for one purpose. Keys for other purposes reveal nothing about it."""
     info = joined("sordino secagg", *purpose)
     return HKDF(algorithm=SHA256(), length=size, salt=salt or None, info=info).derive(key)
 
 
 def public(private: bytes) -> bytes:
-    """Of an X25519 key."""
+    """The public key of an X25519 private key."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
 def agree(private: bytes, theirs: bytes) -> bytes:
-    """What two X25519 keys have in common. A low-order public key would make that a constant: refused."""
+    """The shared secret of two X25519 keys.
+
+    Raises:
+      SordinoError: the public key is of low order, which would make the secret a constant.
+    """
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError:
@@ -48,7 +52,7 @@ def agree(private: bytes, theirs: bytes) -> bytes:
 
 
 def low_order(theirs: bytes) -> bool:
-    """Private keys are multiples of 8 once clamped, so any one of them finds out."""
+    """Whether a public key is of low order. Clamped private keys are multiples of 8, so any of them shows it."""
     try:
         agree(bytes(32), theirs)
     except SordinoError:
@@ -57,12 +61,12 @@ def low_order(theirs: bytes) -> bool:
 
 
 def stream(key: bytes, size: int) -> bytes:
-    """The first bytes of the keystream. The nonce is zero: every key here is derived for a single stream."""
+    """The first `size` bytes of the keystream. The nonce is zero because every key is derived for one stream."""
     return Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(size))
 
 
 def add_stream(total: Words, key: bytes, sign: int) -> None:
-    """total ± keystream modulo 2^32, in place, chunk by chunk."""
+    """Add or subtract the keystream modulo 2^32, in place, chunk by chunk."""
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     words = np.empty(min(_CHUNK, total.size), dtype="<u4")
     for at in range(0, total.size, _CHUNK):

@@ -1,7 +1,7 @@
-"""Who a site is: two long-term keys, and the roster in which all sites know each other's public halves.
+"""The identity of a site: two long-term keys, and the roster with the public keys of all sites.
 
-Sites trust the roster alone for keys, and pass it to each other by other ways than the server: a server that chose the
-keys could sit between any two sites.
+Sites take keys only from the roster, and exchange the roster by other ways than the server: a server that chose the
+keys could read the messages between any two sites.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sordino.errors import SordinoError, nearest
 from sordino.privacy.evidence import signing
 from sordino.secagg.derive import low_order, public
 
-SITES = 256  # of a roster at most: every site reads every other's offer, of a size that grows with their number
-LONGEST = 2**17  # bytes of a roster's file
+SITES = 256  # most sites of a roster: every site reads the offer of every other, and offers grow with their number
+LONGEST = 2**17  # most bytes of a roster's file
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -67,18 +67,18 @@ class Identity:
         return Card(self.name, signs.hex(), public(self.box_key).hex())
 
     def sign(self, data: bytes) -> bytes:
-        """Ed25519 draws nothing: the same data give the same signature."""
+        """Sign data. Ed25519 is deterministic: the same data gives the same signature."""
         return Ed25519PrivateKey.from_private_bytes(self.sign_key).sign(data)
 
     def save(self, path: str | Path) -> None:
-        """To a new file that its owner alone may read; one that is there is never overwritten."""
+        """Write a new file that only its owner may read. An existing file is never overwritten."""
         text = f"# secret: it stays with '{self.name}'\n" + _lines(
             Card(self.name, self.sign_key.hex(), self.box_key.hex())
         )
         try:
             files.create(Path(path), text.encode())
         except FileExistsError:
-            raise SordinoError(f"identity: '{path}' is there already; keep it, or choose another path.") from None
+            raise SordinoError(f"identity: '{path}' exists; keep it, or choose another path.") from None
         except OSError as error:
             raise SordinoError(f"identity: '{path}' cannot be written ({error.strerror}).") from None
 
@@ -90,15 +90,15 @@ class Identity:
         tables = _tables(data, "identity")
         if len(tables) != 1 or tables[0].keys() != set(Card._fields):
             raise SordinoError(f"identity: '{path}' does not hold name, sign and box; restore it from a copy.")
-        found = Card(**tables[0])
+        keys = Card(**tables[0])
         for key in ("sign", "box"):
-            _check_hex(getattr(found, key), f"identity: {key}")
-        return Identity(found.name, bytes.fromhex(found.sign), bytes.fromhex(found.box))
+            _check_hex(getattr(keys, key), f"identity: {key}")
+        return Identity(keys.name, bytes.fromhex(keys.sign), bytes.fromhex(keys.box))
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The sites, in an order that all share: it numbers the shares and settles the signs of masks."""
+    """The sites in an order that all parties share: it numbers the shares and determines the signs of masks."""
 
     sites: tuple[Card, ...]
 
@@ -130,7 +130,7 @@ class Roster:
         return self.sites[self.position(name)]
 
     def sha256(self) -> str:
-        """Of names, keys and order; sites compare it before a run."""
+        """The hash of names, keys and order. Sites compare it before a run."""
         return self._sha256
 
     @cached_property
@@ -139,7 +139,7 @@ class Roster:
 
     @staticmethod
     def lines(card: Card) -> str:
-        """A site's part of the file."""
+        """One site's section of the file."""
         return f"[[site]]\n{_lines(card)}"
 
     def toml(self) -> str:
@@ -154,7 +154,7 @@ class Roster:
 
     @staticmethod
     def parse(data: bytes) -> Roster:
-        """From TOML, of which only `[[site]]`, `key = "text"` and comments are read: in time linear in its length."""
+        """Read a subset of TOML in linear time: `[[site]]`, `key = "text"` and comments."""
         cards = []
         for number, table in enumerate(_tables(data, "roster", header="[[site]]"), 1):
             if table.keys() != set(Card._fields):
@@ -179,7 +179,7 @@ def _file(path: str | Path, what: str) -> bytes:
 
 
 def _tables(data: bytes, what: str, header: str = "") -> list[dict[str, str]]:
-    """The tables under each header; without one, a single table."""
+    """One table per header, or a single table without a header."""
     if len(data) > LONGEST:
         raise SordinoError(f"{what}: {LONGEST:,} bytes are the most.")
     try:
@@ -194,10 +194,10 @@ def _tables(data: bytes, what: str, header: str = "") -> list[dict[str, str]]:
         if header and bare.partition("#")[0].rstrip() == header:
             tables.append({})
             continue
-        found = _LINE.fullmatch(bare)
-        if found is None or not tables or found[1] in tables[-1]:
+        setting = _LINE.fullmatch(bare)
+        if setting is None or not tables or setting[1] in tables[-1]:
             raise SordinoError(f'{what}: line {number} should be {header or "a setting"}, or a new key = "text".')
-        tables[-1][found[1]] = found[2] if found[2] is not None else found[3]
+        tables[-1][setting[1]] = setting[2] if setting[2] is not None else setting[3]
     return tables
 
 
@@ -230,7 +230,7 @@ def _check_card(card: Card) -> None:
 
 
 def _signs(key: bytes) -> bool:
-    """Is it a point of the curve, written in the one way, and of large order? Under one of low order anyone signs."""
+    """Whether it is a canonical point of the curve of large order. Anyone can sign under a key of low order."""
     y = int.from_bytes(key, "little") % 2**255
     if y >= _FIELD or y in (0, 1, _FIELD - 1, _EIGHTH, _FIELD - _EIGHTH):
         return False
@@ -252,11 +252,11 @@ def read_signer(path: str | Path) -> signing.Signer:
         ) from None
     if re.search(r"^\s*box\s*=", text, re.MULTILINE):
         return signing.of_site(Identity.load(Path(path)))
-    found = signing.CARD.search(text)
-    if found is None:
+    match = signing.CARD.search(text)
+    if match is None:
         raise SordinoError(
             f"--sign-with: '{path}' holds no signing key (sign = \"64 hex digits\"); name an identity.key."
         )
     if not files.is_private(Path(path)):
         raise SordinoError(f"--sign-with: others may read '{path}'; run chmod 600 on it, if they have not yet.")
-    return signing.RunKey(bytes.fromhex(found[1]))
+    return signing.RunKey(bytes.fromhex(match[1]))

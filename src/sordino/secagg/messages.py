@@ -1,8 +1,8 @@
 """The three messages of a round, signed: an offer, a masked vector, a reveal.
 
-Each is a wire message whose last array is an Ed25519 signature of all the bytes before it. All say which run, plan,
-roster, threshold, round and sender they are of, so that none serves elsewhere. A reader gives back what it has checked
-to the last field, or raises SordinoError.
+Each is a wire message whose last array is an Ed25519 signature of all the bytes before it. Each names its run, plan,
+roster, threshold, round and sender, so it is valid nowhere else. A reader returns a message after it has checked every
+field, or raises SordinoError.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Offer(NamedTuple):
     boxes: NDArray[np.uint8]  # for each peer in the roster's order, the sender left out: its shares, encrypted
 
     def box(self, sender: int, receiver: int) -> bytes:
-        """Of two positions in the roster."""
+        """The box between two positions in the roster."""
         return bytes(self.boxes[receiver - (receiver > sender)])
 
 
 class Masked(NamedTuple):
     vector: Words
     offers_sha256: str
-    seal: str  # a signature of which offers the vector was masked with, as hex: short enough to pass on
+    seal: str  # a signature over the offers that the vector was masked with, as hex
 
 
 class Reveal(NamedTuple):
@@ -54,13 +54,13 @@ class Reveal(NamedTuple):
 
 
 def offers_sha256(offers: Mapping[str, bytes]) -> str:
-    """Of all offers of a round, sorted by name."""
+    """The hash of all offers of a round, sorted by name."""
     parts = [part for name in sorted(offers) for part in (name, hashlib.sha256(offers[name]).digest())]
     return hashlib.sha256(joined("offers", *parts)).hexdigest()
 
 
 def commitment(session: Session, round: int, name: str, seed: bytes) -> bytes:
-    """It hides the seed, which is 32 random bytes, and fits no other."""
+    """A commitment to the seed: it hides the seed, which is 32 random bytes, and binds to it."""
     return hashlib.sha256(joined("seed", session.context, round, name, seed)).digest()
 
 
@@ -100,7 +100,7 @@ def read_offer(session: Session, round: int, sender: str, data: bytes) -> Offer:
 
 
 def read_masked(session: Session, round: int, sender: str, data: bytes, dimension: int | None = None) -> Masked:
-    """Where the dimension is known beforehand, longer messages are not even decoded."""
+    """dimension: if it is known, longer messages are not decoded."""
     most = 4 * (DIMENSION if dimension is None else dimension)
     names = ("offers_sha256", "dimension", "seal"), ("vector",)
     message, refuse = _read(session, "secagg-masked", round, sender, data, _HEAD, most, *names)
@@ -120,7 +120,7 @@ def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Revea
     head, body = _HEAD + _NAME * sites, shamir.SIZE * sites
     message, refuse = _read(session, "secagg-reveal", round, sender, data, head, body, *names)
     offers = _hex(message, "offers_sha256", 32, refuse).hex()
-    found, listed = list[dict[str, int]](), list[str]()
+    shares, listed = list[dict[str, int]](), list[str]()
     for field, array in zip(names[0][1:], names[1], strict=True):
         sited = message.fields[field]
         if not isinstance(sited, list) or len(sited) > sites or not all(isinstance(name, str) for name in sited):
@@ -129,21 +129,21 @@ def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Revea
         values = [int.from_bytes(row.tobytes(), "little") for row in rows]
         if not all(value < shamir.PRIME for value in values):
             raise refuse(f"its {array} are no shares")
-        found.append(dict(zip(sited, values, strict=True)))
+        shares.append(dict(zip(sited, values, strict=True)))
         listed += sited
     if not set(listed) <= set(session.roster.names):
         raise refuse("it names sites that are not in the roster")
     if len(set(listed)) != len(listed):
         raise refuse("it names a site twice: of each, one kind of share may be revealed")
     _verify(session, sender, data, refuse)
-    return Reveal(offers, *found)
+    return Reveal(offers, *shares)
 
 
 def check_seal(session: Session, round: int, sender: str, offers: str, seal: object) -> None:
-    """Did the sender mask with these offers?"""
+    """Check the sender's signature that it masked with these offers."""
     try:
-        given = bytes.fromhex(seal) if isinstance(seal, str) and len(seal) == 128 and _HEX.fullmatch(seal) else b""
-        _key(session, sender).verify(given, _sealed(session, round, sender, offers))
+        signature = bytes.fromhex(seal) if isinstance(seal, str) and len(seal) == 128 and _HEX.fullmatch(seal) else b""
+        _key(session, sender).verify(signature, _sealed(session, round, sender, offers))
     except InvalidSignature:
         raise SordinoError(
             f"seal of '{sender}': it did not sign that it masked with the same offers; the server must show all sites "
@@ -194,7 +194,7 @@ def _read(
     fields: Sequence[str],
     arrays: Sequence[str],
 ) -> tuple[Message, _Refuse]:
-    """All but the signature, and the fields of each kind. A head of a few thousand bytes costs little to read."""
+    """Check everything but the signature and the fields of each kind. A head of a few kilobytes is cheap to read."""
     check_round(round)
     session.roster.position(sender)
     refuse = _Refuse(kind.removeprefix("secagg-"), sender)
@@ -204,7 +204,7 @@ def _read(
         raise refuse(f"its head is longer than the {head:,} bytes that it needs at most")
     try:
         message = decode(data, 8 + head + body + 64)
-    except ValueError as error:  # a WireError, or numpy's word on a shape that no array has
+    except ValueError as error:  # a WireError, or an error of numpy about an impossible shape
         raise refuse(str(error).removeprefix("message: ").rstrip(".")) from None
     common = _common(session, round, sender)
     if message.kind != kind or message.fields.keys() != {*common, *fields}:

@@ -1,15 +1,15 @@
-"""One round: sites mask their vectors so that the masks cancel in the sum, and only there.
+"""One round of secure aggregation: sites mask their vectors so that the masks cancel only in the sum.
 
-    site     offer      a fresh public key, and for every peer a share of its secret half and of a seed, encrypted
-    site     masked     vector + PRG(seed) ± PRG(what two keys have in common), for every peer with an offer
-    site     reveal     of each survivor a share of its seed, of each other a share of its key
-    server   open_sum   takes the seeds' streams off, and the masks that survivors share with those who dropped out
+    site     offer      a fresh public key, and for every peer an encrypted share of its private key and of a seed
+    site     masked     vector + PRG(seed) ± PRG(shared key of two sites), for every peer with an offer
+    site     reveal     for each survivor a share of its seed, for each dropped site a share of its key
+    server   open_sum   subtracts the streams of the seeds, and the masks between survivors and dropped sites
 
-An offer may travel with the reply of the round before, so a round takes two exchanges. What a site sends is a function
-of its secret, the round and what it was sent: after a crash it sends the same again. What it must keep on its disk
-before sending are `masked`'s bytes and `reveal`'s survivors, for two of either in one round would say too much: two
-vectors under one mask give their difference, and two lists of survivors both kinds of shares. For the same reason a
-round that fails is not tried again: the next one has other keys.
+An offer may travel with the reply of the previous round, so a round takes two exchanges. What a site sends depends on
+its secret, the round and the messages it received: after a crash it sends the same again. Before it sends them, the
+site must store the bytes of `masked` and the survivors of `reveal`, because two of either in one round reveal too much:
+two vectors under one mask give their difference, and two lists of survivors give both kinds of shares. For the same
+reason a failed round is not repeated: the next round has other keys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def offer(member: Member, round: int) -> bytes:
 
 
 def check(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
-    """Every offer is whole, and holds shares that this site can read, so that it can reveal them later."""
+    """Check that every offer is complete and holds shares that this site can decrypt, and so reveal later."""
     known = _known(member, round, offers)
     for peer in known:
         _shares(member, round, peer, known[peer])
@@ -68,8 +68,8 @@ def check(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, 
 
 
 def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: Words) -> Words:
-    """The vector under its masks, modulo 2^32. Use `masked`, unless the message is made elsewhere: a second vector
-    under the same masks would give the difference of both."""
+    """The masked vector, modulo 2^32. Use `masked` unless the message is written elsewhere: a second vector under the
+    same masks would reveal the difference of both."""
     session, known = member.session, check(member, round, offers)
     if not isinstance(vector, np.ndarray) or vector.dtype != np.uint32 or vector.ndim != 1:
         raise SordinoError("vector: it must be an array of uint32 with one axis.")
@@ -87,20 +87,20 @@ def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: Words)
 def masked(
     member: Member, round: int, offers: Mapping[str, bytes], vector: Words, before: bytes | None = None
 ) -> bytes:
-    """The message with `mask`'s vector. `before` is what this site made earlier in this round, from its store: the
-    same comes out again, or nothing."""
+    """The message with the masked vector. `before` is the stored message of this site in this round: the result is the
+    same bytes again, or an error."""
     hidden = mask(member, round, offers, vector)
-    made = write_masked(member, round, offers_sha256(offers), hidden)
-    if before is not None and before != made:
+    message = write_masked(member, round, offers_sha256(offers), hidden)
+    if before is not None and before != message:
         raise SordinoError(
             f"round: '{member.name}' masked another vector, or with other offers, in round {round} before; send "
-            "those bytes again, for two vectors under one mask tell their difference."
+            "those bytes again, because two vectors under one mask reveal their difference."
         )
-    return made
+    return message
 
 
 def seals(session: Session, round: int, masked: Mapping[str, bytes]) -> dict[str, str]:
-    """For the server to pass on with the survivors, as hex: each one's word on which offers it masked with."""
+    """The survivors' signatures over the offers that they masked with, as hex, for the server to pass on."""
     return {name: read_masked(session, round, name, data).seal for name, data in masked.items()}
 
 
@@ -112,12 +112,11 @@ def reveal(
     before: Sequence[str] | None = None,
     seals: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Of each peer in `offers` one share: of its seed if it survived, else of its key.
+    """One share for each peer in `offers`: of its seed if it survived, otherwise of its key.
 
-    `before` are the survivors that this site revealed for earlier in this round, from its store: another list is
-    refused, as it would give both kinds of shares of one peer. With `seals` (see `seals`) it is also made sure that
-    all survivors masked with these same offers; a server that shows its sites different offers could otherwise single
-    one out.
+    `before` is the stored list of survivors for which this site revealed shares in this round. Another list is refused,
+    because it would give both kinds of shares of one peer. `seals` proves that all survivors masked with the same
+    offers: a server that shows different offers to its sites could otherwise isolate one.
     """
     session, known = member.session, _known(member, round, offers)
     alive = {name for name in survivors if isinstance(name, str)}
@@ -132,7 +131,7 @@ def reveal(
     if before is not None and set(before) != alive:
         raise SordinoError(
             f"survivors: '{member.name}' revealed for other survivors in round {round} before; send that reveal "
-            "again, for a second list would open single vectors."
+            "again, because a second list would open single vectors."
         )
     digest = offers_sha256(offers)
     if seals is not None:
@@ -158,9 +157,9 @@ def open_sum(
     masked: Mapping[str, bytes],
     reveals: Mapping[str, bytes],
 ) -> Words:
-    """The sum of the survivors' vectors modulo 2^32; survivors are those in `masked`.
+    """The sum of the survivors' vectors modulo 2^32. The survivors are the sites in `masked`.
 
-    What was reconstructed is held against what was offered, so a wrong share cannot spoil the sum unnoticed.
+    Each reconstructed secret is compared with its offer, so a wrong share cannot change the sum unnoticed.
     """
     known, digest = _offers(session, round, offers), offers_sha256(offers)
     _enough(session, "masked", masked, known)
@@ -198,11 +197,11 @@ def _is_key(offered: Offer, key: bytes) -> bool:
 
 
 def _recover(session: Session, what: str, shares: dict[str, int], right: Callable[[bytes], bool]) -> bytes:
-    """From t shares. Where they do not fit and there is one to spare, each is left out in turn."""
+    """The secret from t shares. If they do not fit and there is one more, each is left out in turn."""
 
     def tried(names: Sequence[str]) -> bytes | None:
-        found = shamir.join([(session.roster.position(name) + 1, shares[name]) for name in names])
-        secret = found.to_bytes(32, "little") if found < 2**256 else b""
+        value = shamir.join([(session.roster.position(name) + 1, shares[name]) for name in names])
+        secret = value.to_bytes(32, "little") if value < 2**256 else b""
         return secret if secret and right(secret) else None
 
     names, t = list(shares), session.threshold
@@ -224,13 +223,13 @@ def _recover(session: Session, what: str, shares: dict[str, int], right: Callabl
 
 
 def _offers(session: Session, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
-    """Verified, in the roster's order."""
+    """The verified offers, in the roster's order."""
     _enough(session, "offers", offers, session.roster.names)
     return {name: read_offer(session, round, name, offers[name]) for name in _sorted(session, offers)}
 
 
 def _known(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
-    """Verified, and this site's own as it made it."""
+    """The verified offers, with this site's own unchanged."""
     if offers.get(member.name) != offer(member, round):
         raise SordinoError(
             f"offer of '{member.name}': it is missing, or not as this site made it; the server must show it unchanged."
@@ -239,15 +238,15 @@ def _known(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str,
 
 
 def _enough(
-    session: Session, what: str, given: Mapping[str, bytes], known: Sequence[str] | Mapping[str, object]
+    session: Session, what: str, messages: Mapping[str, bytes], known: Sequence[str] | Mapping[str, object]
 ) -> None:
-    for name in given:
+    for name in messages:
         if name not in known:
             session.roster.position(name)
             raise SordinoError(f"{what}: '{name}' took no part in the step before; leave it out.")
-    if len(given) < session.threshold:
+    if len(messages) < session.threshold:
         raise SordinoError(
-            f"{what}: there are {len(given)}, and {session.threshold} are needed; wait, or start the next round."
+            f"{what}: there are {len(messages)}, and {session.threshold} are needed; wait, or start the next round."
         )
 
 
@@ -269,9 +268,9 @@ def _box(
 ) -> tuple[ChaCha20Poly1305, bytes, bytes]:
     """Cipher, nonce and associated data of one box.
 
-    Nothing is drawn, so that a box made twice is the same; and no key and nonce ever serve two texts: both are derived
-    for one run, plan, round, sender, receiver and offered key, and from that key's secret the text follows. Even a site
-    that lost its secret and drew another offers another key.
+    There is no randomness, so a box encrypted twice is the same. A key and nonce never encrypt two texts: both are
+    derived for one run, plan, round, sender, receiver and offered key, and the secret of that key determines the text.
+    A site that lost its secret and drew another one offers another key.
     """
     about = joined("box", session.context, round, sender, receiver)
     both = derive(common, about, salt=offered, size=32 + 12)
@@ -279,7 +278,7 @@ def _box(
 
 
 def _shares(member: Member, round: int, dealer: str, theirs: Offer) -> tuple[int, int]:
-    """That this site holds of a dealer's ephemeral key and seed."""
+    """This site's shares of a dealer's ephemeral key and seed."""
     session = member.session
     if dealer == member.name:
         return member.shares(round)[member.position]
@@ -304,7 +303,7 @@ def _self_key(session: Session, round: int, name: str, seed: bytes) -> bytes:
 
 
 def _pair(session: Session, round: int, mine: str, peer: str, private: bytes, theirs: bytes) -> tuple[bytes, int]:
-    """The key of a pair's mask, the same for both, and the sign of the first: + for who comes earlier in the roster."""
+    """The key of a pair's mask, equal for both, and the sign for `mine`: + for the earlier site in the roster."""
     first, second = sorted((mine, peer), key=session.roster.position)
     key = derive(agree(private, theirs), "pair mask", session.context, round, first, second)
     return key, 1 if mine == first else -1

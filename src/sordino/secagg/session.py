@@ -19,7 +19,7 @@ _PLAN = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(frozen=True)
 class Session:
-    """What all sites and the server agree on: the run, its sites, how many shares open a secret, the plan's sha256."""
+    """What all sites and the server agree on: the run, its sites, the number of shares that open a secret, the plan."""
 
     run: str
     roster: Roster
@@ -40,11 +40,11 @@ class Session:
 
     @staticmethod
     def of(run: str, roster: Roster, plan: str, dropouts: int = 0, colluders: int = 0) -> Session:
-        """The threshold t that `dropouts` sites of a round may fall short of, where `colluders` work with the server.
+        """The session whose rounds survive `dropouts` missing sites, while `colluders` sites work with the server.
 
-        A server that has t shares of a site's self-mask and t of its key reads that site's vector. It may tell every
-        site another list of survivors, but an honest site reveals one kind of share of each peer, and colluders both:
-        n - colluders + 2 colluders shares at most. So 2t > n + colluders keeps the kinds apart.
+        A server with t shares of a site's self-mask and t shares of its key reads that site's vector. It may send every
+        site another list of survivors, but an honest site reveals one kind of share per peer, a colluding site both:
+        at most n - colluders + 2 colluders shares. So 2t > n + colluders keeps the server from having both.
         """
         sites = len(roster)
         for name, value in (("dropouts", dropouts), ("colluders", colluders)):
@@ -66,11 +66,11 @@ class Session:
 
     @cached_property
     def context(self) -> bytes:
-        """Part of every derived key: another run, plan, roster or threshold has other keys throughout."""
+        """Part of every derived key: another run, plan, roster or threshold has other keys."""
         return joined("session", self.run, self.plan, self.roster.sha256(), self.threshold)
 
     def points(self) -> range:
-        """Where the sites' shares are taken: position + 1, for the secret lies at 0."""
+        """The points of the sites' shares: position + 1, because the secret is the value at 0."""
         return range(1, len(self.roster) + 1)
 
 
@@ -83,8 +83,8 @@ def check_round(round: int) -> None:
 class Member:
     """A site in a run. `secret` is 32 bytes (`secrets.token_bytes(32)`) drawn for this run and kept on its disk.
 
-    A round's secrets are all derived from it, so a site that crashed makes the same messages again, byte for byte,
-    and there is never a second version of a key or a share. Anyone who has the secret has the site's masks.
+    All secrets of a round are derived from it, so after a crash a site writes the same messages again, byte for byte,
+    and there is never a second version of a key or a share. Whoever has the secret has the site's masks.
     """
 
     identity: Identity
@@ -98,7 +98,7 @@ class Member:
                 "was taken from."
             )
         if not isinstance(self.secret, bytes) or len(self.secret) != 32:
-            raise SordinoError("secret: 32 bytes are needed; draw them once a run with secrets.token_bytes(32).")
+            raise SordinoError("secret: 32 bytes are needed; draw them once per run with secrets.token_bytes(32).")
 
     @property
     def name(self) -> str:
@@ -109,15 +109,15 @@ class Member:
         return self.session.roster.position(self.name)
 
     def ephemeral(self, round: int) -> bytes:
-        """The round's X25519 key: what it has in common with a peer's is their mask."""
+        """The round's X25519 key. Its shared secret with a peer's key gives their mask."""
         return self._secret(round, "ephemeral")
 
     def seed(self, round: int) -> bytes:
-        """Of the self-mask, which covers the vector should the server learn the pairwise masks."""
+        """The seed of the self-mask, which hides the vector if the server learns the pairwise masks."""
         return self._secret(round, "seed")
 
     def shares(self, round: int) -> list[tuple[int, int]]:
-        """For every site of the roster, this one too: of the ephemeral key, and of the seed."""
+        """Shares of the ephemeral key and of the seed, for every site of the roster including this one."""
         ways = [
             shamir.deal(secret, self.session.threshold, self.session.points(), self._secret(round, f"{what} shares"))
             for what, secret in (("ephemeral", self.ephemeral(round)), ("seed", self.seed(round)))

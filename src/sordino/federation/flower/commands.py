@@ -79,22 +79,22 @@ def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, 
 def superlink_command(
     tls: Tls, secret: Path, *, host: str = LOOPBACK, port: int = 8000, database: Path | None = None
 ) -> list[str]:
-    words = ["flower-superlink", "--host", host, "--port", str(port), "--ssl-ca-certfile", str(tls.authority)]
-    words += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
-    words += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
-    words += ["--disable-runtime-dependency-installation"]
-    return words + (["--database", str(database)] if database else [])
+    command = ["flower-superlink", "--host", host, "--port", str(port), "--ssl-ca-certfile", str(tls.authority)]
+    command += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
+    command += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+    command += ["--disable-runtime-dependency-installation"]
+    return command + (["--database", str(database)] if database else [])
 
 
 def superexec_command(address: str, authority: Path, secret: Path) -> list[str]:
     """Flower's own executor. It runs, as its user, any bundle that comes through the control API."""
-    words = ["flower-superexec", "--runtime-api-address", address, "--root-certificates", str(authority)]
-    return [*words, "--superexec-auth-secret-file", str(secret)]
+    command = ["flower-superexec", "--runtime-api-address", address, "--root-certificates", str(authority)]
+    return [*command, "--superexec-auth-secret-file", str(secret)]
 
 
 def server_command(address: str, authority: Path, secret: Path) -> list[str]:
     """Our replacement for the executor: it runs the installed coordinator, whatever bundle a run comes with."""
-    words = [
+    command = [
         sys.executable,
         "-P",
         "-m",
@@ -104,24 +104,33 @@ def server_command(address: str, authority: Path, secret: Path) -> list[str]:
         "--authority",
         str(authority),
     ]
-    return [*words, "--secret", str(secret)]
+    return [*command, "--secret", str(secret)]
 
 
 def supernode_command(
     address: str, authority: Path, key: Path, secret: Path, *, port: int = 9094, idle: float | None = 0.2
 ) -> list[str]:
     """idle: seconds it sleeps when there is no work; None for Flower's own `flower-supernode`, which sleeps 3."""
-    words = ["flower-supernode"]
+    command = ["flower-supernode"]
     if idle is not None:  # started by path with -P, so that it does not import sordino
-        words = [sys.executable, "-P", str(Path(__file__).with_name("supernode.py")), "--idle", str(idle)]
-    words += ["--superlink", address, "--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
-    words += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
-    return [*words, "--host", LOOPBACK, "--port", str(port)]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("supernode.py")), "--idle", str(idle)]
+    command += ["--superlink", address, "--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
+    command += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+    return [*command, "--host", LOOPBACK, "--port", str(port)]
 
 
 def worker_command(handler: str, runtime: str, secret: Path, claim: Path) -> list[str]:
-    words = [sys.executable, "-P", "-m", "sordino.federation.flower.worker", "--runtime", runtime, "--handler", handler]
-    return [*words, "--secret", str(secret), "--claim", str(claim)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "sordino.federation.flower.worker",
+        "--runtime",
+        runtime,
+        "--handler",
+        handler,
+    ]
+    return [*command, "--secret", str(secret), "--claim", str(claim)]
 
 
 def register_command(public: Path) -> list[str]:

@@ -50,7 +50,7 @@ def certificates(folder: Path, *, hosts: Iterable[str] = (), days: int = 30) -> 
     def usage(*allowed: str) -> x509.KeyUsage:
         every = ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"]
         every += ["key_cert_sign", "crl_sign", "encipher_only", "decipher_only"]
-        return x509.KeyUsage(**{word: word in allowed for word in every})
+        return x509.KeyUsage(**{name: name in allowed for name in every})
 
     now = datetime.datetime.now(datetime.UTC)
     authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())

@@ -161,8 +161,8 @@ class LocalFederation(Processes):
 
     def start_node(self, name: str) -> subprocess.Popen[bytes]:
         keys = self.folder / "keys"
-        words = (self.address, self.tls.authority, keys / name, keys / f"{name}.secret")
-        command = supernode_command(*words, port=self.ports[name], idle=self.idle)
+        connection = (self.address, self.tls.authority, keys / name, keys / f"{name}.secret")
+        command = supernode_command(*connection, port=self.ports[name], idle=self.idle)
         return self.start(f"node-{name}", command, environment(self.folder / f"home-{name}"))
 
     def start_worker(self, name: str) -> subprocess.Popen[bytes]:
