@@ -11,7 +11,7 @@ from sordino.cli import main
 from sordino.errors import SordinoError
 from sordino.studies import compare, report, sweep
 from sordino.studies.statistics import unpack
-from sordino.training import run
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 BASE = {"data": "digits", "clients": 4, "rounds": 4}
@@ -45,7 +45,7 @@ def test_budgets_are_equal(made):
 
 def test_accuracies_by_class_and_client_add_up(made):
     for filed in made["runs"][:3]:
-        data = run.read(Spec.of({"data": "digits", "split_seed": filed["seed"]}))
+        data = resolve(Spec.of({"data": "digits", "split_seed": filed["seed"]})).read_data()
         right = unpack(filed["correct"], len(data.y_test))
         assert right.mean() == pytest.approx(filed["accuracy"][-1])
         held = np.bincount(data.y_test)
