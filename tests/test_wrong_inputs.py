@@ -204,8 +204,14 @@ def test_a_module_that_does_not_give_one_tensor(wrap):
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
         (["federate", "up", "--dropouts", "5"], "dropouts: 5 must lie in [0, 2]"),
         (["federate", "up", "--label", "x"], "label: 'digits' has no columns to name"),
-        (["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0"], "classes: 0; name two"),
-        (["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0,0"], "each once"),
+        (
+            ["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0"],
+            "classes: 0; list two or more",
+        ),
+        (
+            ["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0,0"],
+            "classes: 0, 0; list two or more different",
+        ),
         (["federate", "coordinate", "s", "--port", "99999"], "--port: 99999 must lie between 1 and 65535"),
         (
             ["federate", "join", "s.toml", "--link", "a:1", "--authority", "b", "--port", "0"],

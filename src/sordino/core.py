@@ -395,6 +395,11 @@ class Local(NamedTuple, Generic[MessageT, MemoryT, CacheT, ExtrasT]):
         prepare: (ask) -> cache, computed from data once per stage; a cache never leaves the client.
         message: A NamedTuple of () with the fields of the message, if it has several parts. A message that was stored
             or received is a plain tuple; `tree.rebuild` gives it these fields again.
+
+    Example:
+        >>> gradient = Local(lambda ask, broadcast, memory, cache: ask.gradient(broadcast.theta))
+        >>> gradient.init(None, ())
+        ()
     """
 
     compute: Callable[[Ask, Broadcast[ExtrasT], MemoryT, CacheT], MessageT]
@@ -413,6 +418,11 @@ class Rule(NamedTuple, Generic[MessageT, StateT]):
         update: (aggregate, state, theta, t) -> (step, state); the engine adds the step to theta.
         broadcast: (state) -> what clients receive beside theta.
         model: (theta, state) -> the model to hand out.
+
+    Example:
+        >>> descent = Rule(init=lambda theta, facts, before: (), update=lambda g, state, theta, t: (-0.5 * g, state))
+        >>> descent.update(2.0, (), 0.0, 0)
+        (-1.0, ())
     """
 
     init: Callable[[Tensor, Facts, Tree], StateT]

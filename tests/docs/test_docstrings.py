@@ -64,9 +64,7 @@ def missing(thing):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_is_documented(name, request):
-    if name in ("Local", "Rule"):
-        request.applymarker(pytest.mark.xfail(reason="their fields are being typed"))
+def test_a_public_name_is_documented(name):
     assert missing(public(name)) == [], f"sordino.{name}"
 
 

@@ -24,7 +24,7 @@ from sordino.federation.site_run import SiteRun
 from sordino.privacy import calibration
 from sordino.privacy.evidence import ledger as ledgers
 from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.secagg import Identity, Roster
 
 NORTH, FOUR = "north", tuple("abcd")
@@ -180,7 +180,7 @@ def test_a_run_that_the_ledger_cannot_pay_to_its_end_is_refused_at_its_beginning
     federation.configure(NORTH, epsilon=9.0, delta=1e-5)
     talk = talk(federation.site(NORTH), federation.terms())
     with talk.site.ledger() as ledger:  # enough is left for two of the three rounds
-        ledger.charge([Entry(talk.site.dataset_id, 0, "elsewhere", 1.0, 1.0, 1, "another run")])
+        ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.0, 1.0, 1, "another run")])
     refused(federation, talk.propose(), "budget")
     assert "oracle" not in touched
     assert list((federation.place(NORTH) / "runs").iterdir()) == []
@@ -259,7 +259,7 @@ def test_a_round_is_refused_when_the_ledger_was_spent_elsewhere_in_between(tiny,
     assert talk.propose().kind == "agreed"
     assert talk.round(0).kind == "update"
     with talk.site.ledger() as ledger:
-        ledger.charge([Entry(talk.site.dataset_id, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
+        ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
     touched.clear()
     refused(federation, talk.round(1), "budget")
     assert touched == []

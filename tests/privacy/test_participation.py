@@ -168,15 +168,15 @@ def test_a_coin_falls_below_its_rate_to_the_last_bit():
     rate = 0.3 * 2.0**-30
     top, low = divmod(int(Fraction(rate) * 2**128), 2**64)
     uniforms = Words((0, 0, [top, low - 1, top, low, top - 1, 2**64 - 1, top + 1, 0]))
-    assert participation._by_chance(uniforms, 0, 4, rate).tolist() == [0, 2]
+    assert participation._independent(uniforms, 0, 4, rate).tolist() == [0, 2]
     # A rate far below what 52 bits resolve keeps its chance, and is not rounded up: 2^-60 is 2^68 of 2^128.
     uniforms = Words((0, 0, [15, 2**64 - 1, 16, 0, 0, 0, 17, 0]))
-    assert participation._by_chance(uniforms, 0, 4, 2.0**-60).tolist() == [
+    assert participation._independent(uniforms, 0, 4, 2.0**-60).tolist() == [
         0,
         2,
     ]  # twins of (k + 1/2) / 2^52 never would
     uniforms = Words((0, 0, [0, 0, 0, 1]))
-    assert participation._by_chance(uniforms, 0, 2, 1e-300).tolist() == []
+    assert participation._independent(uniforms, 0, 2, 1e-300).tolist() == []
 
 
 def test_coins_of_a_rate():

@@ -568,7 +568,7 @@ def test_factors_for_fewer_rounds_are_refused():
     assert calibration.client_std(part, 0, 0)[0] < calibration.client_std(whole, 0, 0)[0], (
         "a part of the rounds costs less"
     )
-    with pytest.raises(SordinoError, match="a correlated query is called once a round"):
+    with pytest.raises(SordinoError, match="a correlated query is called once per round"):
         plan(method=method(stage(gradient(noise=correlated.banded(6, 2), calls=2))))
 
 

@@ -22,7 +22,7 @@ from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 from sordino.privacy.evidence.certificate import certificate, listed
 from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.evidence.verify import _check_bounds, verify
 from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Participation, Sampling
@@ -278,7 +278,7 @@ def test_a_limit_holds_for_what_was_paid_and_no_more(tmp_path):
 
 
 def entry(rate=1.0, sampler="", moved=1.0, std=1.0, times=4, round=0):
-    return Entry("a", round, "g", moved, std, times, "p", rate, sampler)
+    return Charge("a", round, "g", moved, std, times, "p", rate, sampler)
 
 
 def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):

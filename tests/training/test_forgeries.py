@@ -14,7 +14,7 @@ from sordino.core import Adjacency
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence.certificate import listed
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.evidence.signing import RunKey, signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.training import run
@@ -111,7 +111,7 @@ def rewrite(cert, out):
     with Ledger(out / "private" / "ledger.db", epsilon=cert["epsilon"], delta=cert["delta"]) as ledger:
         for group in cert["groups"]:
             who, adjacency = f"clients {group['clients']}", Adjacency(cert["adjacency"])
-            ledger.charge([Entry.of(r, who, 0, "plan", adjacency) for r in listed(group["releases"])])
+            ledger.charge([Charge.of(r, who, 0, "plan", adjacency) for r in listed(group["releases"])])
         cert["ledger"] = {"head": ledger.head(), "rows": len(ledger)}
 
 

@@ -112,9 +112,9 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
 def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method: Method) -> list[str]:
     """The minibatches asked for; --all leaves out what is not certified or not audited."""
     from sordino.checks.audit.attacks import unattacked
-    from sordino.privacy.participation import EVERYONE, Sampling
+    from sordino.privacy.participation import FULL, Sampling
 
-    asked = [arguments.batch or EVERYONE]
+    asked = [arguments.batch or FULL]
     if not arguments.all:
         return asked
     if name == SAMPLED and not arguments.batch and not arguments.one_run:

@@ -55,7 +55,7 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.methods import build
     from sordino.privacy import calibration, spending
     from sordino.privacy.accounting import events
-    from sordino.privacy.participation import EVERYONE, Sampling
+    from sordino.privacy.participation import FULL, Sampling
     from sordino.privacy.plan import Plan
 
     for name in ("clients", "rounds", "records"):
@@ -73,7 +73,7 @@ def act(arguments: argparse.Namespace) -> int:
     sizes = (arguments.records or 1,) * arguments.clients
     method = build("dp-fedgd", privacy.unit, clip=arguments.clip)
     sampling = Sampling.parse(arguments.batch)
-    if sampling.kind != EVERYONE and arguments.records is None and sampling.amount >= 1:
+    if sampling.kind != FULL and arguments.records is None and sampling.amount >= 1:
         raise SordinoError("--records: a minibatch is a part of a client's records; say how many there are.")
     plan = Plan(method, arguments.rounds, sizes, privacy, noise=arguments.noise, sampling=sampling)
     noise, own = calibration.summed_noise(plan)

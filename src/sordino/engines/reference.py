@@ -26,7 +26,7 @@ from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, 
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.random import COHORT, Address, Source
 from sordino.privacy.plan import Plan
@@ -124,7 +124,7 @@ def run(
                 if ledger is not None:
                     for i in unpaid:
                         ledger.charge(charges(plan, i, round_plan.t, run_id))
-                    ledger.charge([Entry(SUM, round_plan.t, "sum", 0.0, 1.0, 1, run_id)], pack(aggregate))
+                    ledger.charge([Charge(SUM, round_plan.t, "sum", 0.0, 1.0, 1, run_id)], pack(aggregate))
         else:
             for i in cohort:
                 if i not in messages:

@@ -29,7 +29,7 @@ from sordino.federation.site_data import SiteData
 from sordino.federation.site_run import SiteRun
 from sordino.federation.terms import RUN, Terms
 from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 
 log = logging.getLogger("sordino.site")
 MOST = 2**30  # bytes of a message
@@ -168,7 +168,7 @@ class Site(SiteData):
                 raise Refused("order", f"round {t} of run {run.terms.run}; the next is {run.next}")
             entries = [e._replace(who=self.dataset_id) for e in charges(run.plan, run.mine, t, run.terms.run)]
             if not entries:
-                entries = [Entry(self.dataset_id, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
+                entries = [Charge(self.dataset_id, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
             ledger.afford(entries)
             check_rules(self, run.terms)  # site.toml may have become stricter
             round_plan = next(round_plans(run.plan, run.model, t))

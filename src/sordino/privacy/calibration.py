@@ -176,12 +176,12 @@ def _in_steps(plan: Plan, noise: QueryNoise, integers: Integers, needed: np.ndar
     factor = integers.lengthened(sensitivity, noise.weight * needed) if plan.noise is None else 1.0
     noise = noise._replace(std=noise.std * factor, step=1 / (steps * noise.weight.max()))
     variance = integer_variance(plan, noise)
-    if variance < quantization.LEAST:
+    if variance < quantization.LEAST_STEP_VARIANCE:
         raise SordinoError(
-            f"noise: its variance is {variance:.3g} in integer steps; {quantization.LEAST:g} are needed."
+            f"noise: its variance is {variance:.3g} in integer steps; {quantization.LEAST_STEP_VARIANCE:g} are needed."
         )
     wraps = discrete_gaussian.wraps(largest * steps + plan.clients, variance, plan.clients, integers.dimension)
-    if wraps > quantization.WRAPS:
+    if wraps > quantization.MOST_WRAP_PROBABILITY:
         raise SordinoError("noise: the sums leave the range of integers too often; use untrusted-server.")
     return noise
 

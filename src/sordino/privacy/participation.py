@@ -1,4 +1,4 @@
-"""Who takes part in which round, and which of a client's records are asked."""
+"""Which clients take part in which round, and which of a client's records enter a minibatch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from sordino.errors import SordinoError, nearest
 from sordino.privacy.mechanisms.random import Address, Secure
 
-EVERYONE = "full"
+FULL = "full"
 
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part: everyone, a fixed number drawn anew each round, each client by a coin of its own, or fixed
-    cohorts in turn.
+    """Which clients take part: all, a fixed number drawn anew each round, each client independently at a rate, or
+    fixed cohorts in turn.
 
-    The schedule is drawn before the run, without looking at any data, so each client's number of rounds is known and is
-    what it pays for. Nothing is gained from the adversary not knowing the schedule: no amplification is claimed.
+    The schedule is drawn before the run and does not depend on data, so each client's number of rounds is known and is
+    what it pays for. No amplification is claimed for a schedule that the adversary does not know.
 
     Args:
         kind: `full`, `fixed`, `poisson` or `cyclic`.
@@ -35,12 +35,12 @@ class Participation:
         Participation(kind='cyclic', amount=4.0)
     """
 
-    kind: str = EVERYONE
+    kind: str = FULL
     amount: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in (EVERYONE, "fixed", "poisson", "cyclic"):
-            known = [EVERYONE, "fixed:5", "poisson:0.5", "cyclic:4"]
+        if self.kind not in (FULL, "fixed", "poisson", "cyclic"):
+            known = [FULL, "fixed:5", "poisson:0.5", "cyclic:4"]
             raise SordinoError(f"participation: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         if self.kind in ("fixed", "cyclic") and not (1 <= self.amount < 2**31 and self.amount == int(self.amount)):
             what = "clients" if self.kind == "fixed" else "cohorts"
@@ -63,20 +63,20 @@ class Participation:
             ) from None
 
     def __str__(self) -> str:
-        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount!r}".removesuffix(".0")
+        return self.kind if self.kind == FULL else f"{self.kind}:{self.amount!r}".removesuffix(".0")
 
     def rate(self, clients: int) -> float:
         """The expected fraction of clients in a round: a public constant, unlike the realised one."""
         if self.kind in ("fixed", "cyclic") and self.amount > clients:
             what = "clients" if self.kind == "fixed" else "cohorts"
             raise SordinoError(f"participation: {self} asks for {self.amount:g} {what}; there are {clients} clients.")
-        parts = {EVERYONE: 1.0, "fixed": self.amount / clients, "poisson": self.amount, "cyclic": 1 / self.amount}
+        parts = {FULL: 1.0, "fixed": self.amount / clients, "poisson": self.amount, "cyclic": 1 / self.amount}
         return parts[self.kind]
 
     def schedule(self, rounds: int, clients: int, seed: int) -> list[np.ndarray]:
-        """The participants of each round, drawn by ChaCha20 with a key made of all bits of the seed: whoever sees some
-        of the cohorts, but does not know the seed, learns nothing about the others."""
-        if self.kind == EVERYONE:
+        """The participants of each round, drawn by ChaCha20 with a key derived from all bits of the seed: an adversary
+        who sees some of the cohorts, but does not know the seed, learns nothing about the others."""
+        if self.kind == FULL:
             return [np.arange(clients)] * rounds
         if self.kind == "cyclic":
             cohorts = int(self.amount)
@@ -86,7 +86,7 @@ class Participation:
         uniforms = Secure(_key(seed))
         if self.kind == "fixed":
             return [_subset(uniforms, t, clients, int(self.amount)) for t in range(rounds)]
-        return [_by_chance(uniforms, t, clients, self.amount) for t in range(rounds)]
+        return [_independent(uniforms, t, clients, self.amount) for t in range(rounds)]
 
 
 def _key(seed: int) -> bytes:
@@ -103,9 +103,9 @@ def _subset(uniforms: Secure, t: int, clients: int, amount: int) -> np.ndarray:
     raise SordinoError(f"participation: {clients} clients are too many to order by words of 64 bits.")
 
 
-def _by_chance(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarray:
-    """Each client with this chance: whether its 128 bits, as a fraction, lie below the rate. That is exact for a rate
-    of 2^-75 or more, and never more likely than the rate for a smaller one."""
+def _independent(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarray:
+    """Each client independently: it takes part if its 128 bits, as a fraction, lie below the rate. The probability is
+    exact for a rate of 2^-75 or more, and at most the rate for a smaller one."""
     if rate == 1:
         return np.arange(clients)
     high, low = divmod(int(Fraction(rate) * 2**128), 2**64)
@@ -116,18 +116,18 @@ def _by_chance(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarra
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which records of a client a gradient is asked of: all, each by a coin of its own (`poisson:16`: 16 expected, or
-    `poisson:0.01`: that part of them), or exactly so many drawn without replacement (`fixed:16`).
+    """Which records of a client a gradient is asked of: all, each independently at a rate (`poisson:16`: 16 expected,
+    or `poisson:0.01`: that part of them), or a fixed number drawn without replacement (`fixed:16`).
 
     Divisors are expected sizes, which are public; how many records a Poisson minibatch holds stays with the client.
     """
 
-    kind: str = EVERYONE
+    kind: str = FULL
     amount: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in (EVERYONE, "poisson", "fixed"):
-            known = [EVERYONE, "poisson:16", "poisson:0.01", "fixed:16"]
+        if self.kind not in (FULL, "poisson", "fixed"):
+            known = [FULL, "poisson:16", "poisson:0.01", "fixed:16"]
             raise SordinoError(f"batch: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         whole = self.amount == int(self.amount) if 1 <= self.amount < 2**31 else False
         if self.kind == "fixed" and not whole:
@@ -139,7 +139,7 @@ class Sampling:
     def parse(text: str) -> Sampling:
         """`16` alone is `poisson:16`."""
         kind, colon, number = text.partition(":")
-        if kind == EVERYONE and not colon:
+        if kind == FULL and not colon:
             return Sampling()
         kind, number = (kind, number) if colon else ("poisson", kind)
         try:
@@ -150,20 +150,20 @@ class Sampling:
             raise SordinoError(f"batch: '{text}' lacks a number; write full, poisson:16 or fixed:16.") from None
 
     def __str__(self) -> str:
-        return self.kind if self.kind == EVERYONE else f"{self.kind}:{self.amount!r}".removesuffix(".0")
+        return self.kind if self.kind == FULL else f"{self.kind}:{self.amount!r}".removesuffix(".0")
 
     def rates(self, sizes: np.ndarray) -> np.ndarray:
         """The chance of each client's records to be in a minibatch; 1 where a client has no more than it asks for."""
-        if self.kind == EVERYONE:
+        if self.kind == FULL:
             return np.ones(len(sizes))
         part = self.kind == "poisson" and self.amount < 1
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
 
     def draw(self, uniforms: np.ndarray, rate: float) -> np.ndarray:
-        """The records of a minibatch, from one uniform coin per record; the rate is that of the client's public size.
+        """The records of a minibatch, from one uniform per record; the rate is that of the client's public size.
 
-        Coins are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn with
-        a greater chance than the rate, which is what the account is of. Equal coins are ordered by place.
+        Uniforms are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn
+        with a greater probability than the rate that is accounted for. Equal uniforms are ordered by place.
         """
         if rate == 1:
             return np.arange(len(uniforms))

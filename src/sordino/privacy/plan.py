@@ -37,7 +37,7 @@ from sordino.privacy.mechanisms import quantization
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.mechanisms.quantization import Integers
-from sordino.privacy.participation import EVERYONE, Participation, Sampling
+from sordino.privacy.participation import FULL, Participation, Sampling
 
 MOST_ROUNDS = 1_000_000
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
@@ -216,7 +216,7 @@ def unbounded_sampling(plan: Plan) -> str:
     """Why nothing is proved for this plan's minibatches; empty where it is proved, or where there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
     # At user level sizes are private, and must not decide what is refused.
-    if plan.sampling.kind == EVERYONE or (plan.privacy.unit is Unit.RECORD and not (plan.rates < 1).any()):
+    if plan.sampling.kind == FULL or (plan.privacy.unit is Unit.RECORD and not (plan.rates < 1).any()):
         return ""
     if any(q.bound is not None or _spans_rounds(q) for q in queries):
         return f"{plan.method.name}'s bound or noise speaks of all of a client's records; leave batch at full."
@@ -295,9 +295,9 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
         plan_mechanism(plan, query)
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: integers are added up under secure-aggregation, not {plan.privacy.trust}.")
-    if plan.participation.kind != EVERYONE:
+    if plan.participation.kind != FULL:
         raise SordinoError(f"participation: secure aggregation is over all sites here, not {plan.participation}.")
-    if plan.sampling.kind != EVERYONE:
+    if plan.sampling.kind != FULL:
         raise SordinoError(f"batch: discrete noise has no account of {plan.sampling}; leave batch at full.")
     if plan.noiseless:
         raise SordinoError("epsilon: secure aggregation without noise is not offered; give epsilon.")
@@ -320,7 +320,7 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
     if any(q.joint < 1 or q.calls % q.joint for q in stage.queries):
         raise SordinoError(f"{name}: a query's calls must be a multiple of those that share a minibatch (joint).")
     if any(q.calls != 1 for q in streams) or (streams and stage.local.prepare is not nothing):
-        raise SordinoError(f"{name}: a correlated query is called once a round, by clients without a cache of data.")
+        raise SordinoError(f"{name}: a correlated query is called once per round, by clients without a cache of data.")
 
 
 def _over(stage: Stage, rounds: int) -> Stage:

@@ -17,7 +17,7 @@ from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.mechanisms.laws import mechanism_of
-from sordino.privacy.participation import EVERYONE
+from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, plan_mechanism, unbounded_sampling
 
 
@@ -64,7 +64,7 @@ def participation_table(plan: Plan, stage: int, done: int | None = None) -> np.n
 def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Per client: the number of releases, and the factor by which correlated noise multiplies their sensitivity."""
     mechanism = mechanism_of(query.noise)
-    if (plan.participation.kind == EVERYONE or plan.amplified) and not mechanism.spans_rounds:
+    if (plan.participation.kind == FULL or plan.amplified) and not mechanism.spans_rounds:
         before = sum(plan.stage_rounds[:stage])
         rounds = min(max((plan.rounds if done is None else done) - before, 0), plan.stage_rounds[stage])
         return np.full(plan.clients, rounds * query.calls), np.ones(plan.clients)

@@ -35,7 +35,7 @@ from sordino.errors import SordinoError
 from sordino.models.registry import BuiltModel
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.evidence.signing import Signer, sha256, signed
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
@@ -142,7 +142,7 @@ def pay(run: PreparedRun, ledger: Ledger, identity: str) -> None:
     for group in spending.groups(run.plan):
         clients = f"clients {ranges(group.clients)}"
         if group.releases and not ledger.charged(identity, clients, 0):
-            ledger.charge([Entry.of(r, clients, 0, identity, run.plan.privacy.adjacency) for r in group.releases])
+            ledger.charge([Charge.of(r, clients, 0, identity, run.plan.privacy.adjacency) for r in group.releases])
 
 
 def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]]:

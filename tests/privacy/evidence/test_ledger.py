@@ -21,7 +21,7 @@ from sordino.cli import main
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence import ledger
-from sordino.privacy.evidence.ledger import GENESIS, Entry, Ledger
+from sordino.privacy.evidence.ledger import GENESIS, Charge, Ledger
 
 EPSILON, DELTA = 1.0, 1e-5
 TEXTS = ("who", "query", "plan", "time", "key", "payload_sha256", "previous", "hash")
@@ -29,7 +29,7 @@ FIELDS = (*TEXTS, "round", "times", "seq", "sensitivity", "std", "payload")
 
 
 def entry(who="ann", round=0, *, query="gradient", sensitivity=2.0, std=50.0, times=1, plan="p"):
-    return Entry(who, round, query, sensitivity, std, times, plan)
+    return Charge(who, round, query, sensitivity, std, times, plan)
 
 
 def tamper(path, *statements):
@@ -89,7 +89,7 @@ def test_rows_say_what_was_charged(written):
     with Ledger(written) as opened:
         rows = list(opened.rows())
         assert [row.seq for row in rows] == [1, 2, 3, 4, 5, 6]
-        assert Entry(*rows[4][:7]) == entry("bob", 0, query="gram", std=80.0, times=3)
+        assert Charge(*rows[4][:7]) == entry("bob", 0, query="gram", std=80.0, times=3)
         assert rows[0].payload_sha256 == hashlib.sha256(b"ann 0").hexdigest()
         assert rows[0].previous == GENESIS
         assert rows[0].time.endswith("+00:00")
@@ -409,7 +409,7 @@ def test_rows_cut_from_the_end_are_noticed_by_a_certificate(copy, left):
     tamper(copy, ("DELETE FROM entries WHERE seq > ?", left))
     assert [f"The file counts {count} rows and ends with row {left}: rows were cut off or rewritten."] == problems(copy)
     with Ledger(copy) as opened, pytest.raises(SordinoError, match="rows were cut off"):
-        opened.charge([Entry("late", 1, "q", 0.01, 1.0, 1, "other")])  # and would hide that they were
+        opened.charge([Charge("late", 1, "q", 0.01, 1.0, 1, "other")])  # and would hide that they were
     tamper(copy, ("DELETE FROM witness",))
     assert problems(copy) == []  # nothing in the file can tell any more, hence the certificate
     assert "No row has the expected hash" in problems(copy, expect_head=head)[0]
@@ -438,7 +438,7 @@ def test_a_row_rehashed_needs_all_that_follow_rehashed(copy):
 def test_a_chain_forged_throughout_is_noticed_by_a_certificate(copy, tmp_path):
     with Ledger(copy) as opened, Ledger(tmp_path / "forged.db") as forged:
         for row in opened.rows():
-            forged.charge([Entry(*row[:7])._replace(std=row.std * 10, round=row.seq)])
+            forged.charge([Charge(*row[:7])._replace(std=row.std * 10, round=row.seq)])
         assert forged.audit(expect_rows=len(opened)) == []
         assert "rewritten" in forged.audit(expect_head=opened.head())[0]
 
@@ -455,13 +455,13 @@ def test_a_row_without_sense_stops_further_charges(copy):
 TOGETHER = """
 import os, sys
 from sordino.errors import OverspentError
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 
 def work(path, std, worker):
     with Ledger(path, epsilon=1.0, delta=1e-5) as ledger:
         for round in range(1000):
             try:
-                ledger.charge([Entry("ann", round, "g", 2.0, std, 1, f"of {worker}")], b"%d" % worker)
+                ledger.charge([Charge("ann", round, "g", 2.0, std, 1, f"of {worker}")], b"%d" % worker)
             except OverspentError:
                 return 0
     return 1
@@ -483,7 +483,7 @@ for path in sys.argv[2:]:
 
 KILLED = """
 import hashlib, os, random, signal, sys, time
-from sordino.privacy.evidence.ledger import Entry, Ledger
+from sordino.privacy.evidence.ledger import Charge, Ledger
 
 pause = random.Random(5)
 for life in range(6):
@@ -493,7 +493,7 @@ for life in range(6):
         assert ledger.audit() == [] and len(ledger) % 2 == 0
         for round in range(len(ledger) // 2, 10**9):
             payload = os.urandom(5_000)
-            ledger.charge([Entry("ann", round, query, 1.0, 9.0, 1, "p") for query in ("g", "h")], payload)
+            ledger.charge([Charge("ann", round, query, 1.0, 9.0, 1, "p") for query in ("g", "h")], payload)
             os.write(1, f"{round} {hashlib.sha256(payload).hexdigest()}\\n".encode())
     time.sleep(pause.uniform(0.0, 0.25))
     os.kill(child, signal.SIGKILL)
@@ -584,6 +584,6 @@ def test_a_ledger_of_an_earlier_version_gets_its_witness_with_the_next_charge(co
         assert not opened.witnessed()
         assert opened.audit() == []
         assert opened.marked("plan") == 0
-        opened.charge([Entry("late", 1, "q", 0.01, 1.0, 1, "other")])
+        opened.charge([Charge("late", 1, "q", 0.01, 1.0, 1, "other")])
         assert opened.witnessed()
         assert opened.audit() == []

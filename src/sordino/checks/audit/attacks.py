@@ -54,7 +54,7 @@ from sordino.privacy.accounting.events import Release
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
 from sordino.privacy.mechanisms.random import source as noise_from
-from sordino.privacy.participation import EVERYONE, Sampling
+from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
 
 RUNS, ROUNDS = 10_000, 5  # a world; of the stage whose length is open
@@ -142,7 +142,7 @@ def audit(
     noise_factor: float = 1.0,
     seed: int | None = None,
     method: Method | None = None,
-    batch: str = EVERYONE,
+    batch: str = FULL,
     dtype: torch.dtype = torch.float32,
 ) -> Audit:
     """Attack a registered method, or the `method` given, with `runs` runs of each world.
@@ -232,7 +232,7 @@ def plan_for(
     rounds: int | None = None,
     method: Method | None = None,
     sizes: tuple[int, ...] | None = None,
-    batch: str = EVERYONE,
+    batch: str = FULL,
 ) -> Plan:
     """What is attacked: a short run. `rounds` is the length of the stage whose length is open. What is not proved is
     refused."""
@@ -260,7 +260,7 @@ def plan_for(
 
 def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
     """Why minibatches of this method are not audited; empty where they are, or none are drawn."""
-    if sampling.kind == EVERYONE:
+    if sampling.kind == FULL:
         return ""
     if method.unit is Unit.USER:
         return "at user level nothing is claimed for them, audit it with batch = full"
@@ -345,7 +345,7 @@ def _called(dtype: torch.dtype) -> str:
 
 
 def _samples(plan: Plan) -> bool:
-    return plan.sampling.kind != EVERYONE
+    return plan.sampling.kind != FULL
 
 
 def _proved_by_lemma(method: Method) -> bool:
@@ -354,7 +354,7 @@ def _proved_by_lemma(method: Method) -> bool:
 
 def _sizes(method: Method, sampling: Sampling) -> tuple[int, ...]:
     """Of the clients. Of minibatches the victim's canary is in every second one, or in as many as the rate says."""
-    if sampling.kind == EVERYONE:
+    if sampling.kind == FULL:
         return LEMMA_SIZES if _proved_by_lemma(method) else CLIENT_RECORDS
     return (2 * math.ceil(sampling.amount) if sampling.amount >= 1 else SAMPLED_RECORDS,) * 2
 

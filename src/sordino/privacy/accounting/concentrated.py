@@ -32,7 +32,7 @@ def rho(sensitivity: float, variance: float, terms: int, dimension: int) -> floa
     a c that depends on the place; by Poisson's formula that is constant to a factor of 1 ± 2η, η = Σ_j exp(-2π²r²j²).
     Adding up, the whole sum's density is N_Z(0, v)'s to a factor of e^±T, T = Σ_k log((1 + 2η)/(1 - 2η)) <= τ/2.
 
-    - Its loss is at most that of N_Z(0, v), linear in the place, plus 2T a coordinate, and of a linear function the
+    - Its loss is at most that of N_Z(0, v), linear in the place, plus 2T per coordinate, and of a linear function the
       sum's moments are sub-Gaussian of variance v: Rényi divergence <= α s²/2v + τd.
     - Or: the sum is T²/2-concentrated from N_Z(0, v), N_Z(0, v) is s²/2v from itself moved, and roots add up (Bun and
       Steinke 2016): α (s_j/√v + τ)²/2 in coordinate j, and Cauchy and Schwarz over coordinates.

@@ -18,7 +18,7 @@ import scipy  # its parts are imported when they are used
 from sordino.core import Correlated
 from sordino.errors import SordinoError
 
-MOST_ROUNDS = 4096  # the matrices are dense
+MOST_CORRELATED_ROUNDS = 4096  # the matrices are dense
 
 
 def independent(rounds: int) -> Correlated:
@@ -45,7 +45,7 @@ def schedule(rounds: int) -> Correlated:
 def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = False) -> Correlated:
     """Binary tree: every node noises the sum of its rounds, and few nodes make up a running sum.
 
-    A unit's single round moves one node a level. Its further rounds move the same nodes again: under full
+    A unit's single round moves one node per level. Its further rounds move the same nodes again: under full
     participation a node of m rounds moves by m, and adds m^2 to the squared sensitivity.
 
     `honaker` estimates a node from all nodes below it as well: the best to be had in its round, for no other finished
@@ -66,12 +66,12 @@ def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = F
 
 def levels(rounds: int, complete: bool = False) -> list[np.ndarray]:
     """The nodes of a tree from the leaves up, as rows [first round, round after the last]. `complete` as in `tree`."""
-    found, size = [], 1
+    nodes_by_level, size = [], 1
     while size < 2 * rounds if complete else size <= rounds:
         starts = np.arange(0, rounds if complete else rounds - size + 1, size)
-        found.append(np.stack([starts, np.minimum(starts + size, rounds)], axis=1))
+        nodes_by_level.append(np.stack([starts, np.minimum(starts + size, rounds)], axis=1))
         size *= 2
-    return found
+    return nodes_by_level
 
 
 def banded(rounds: int, band: int) -> Correlated:
@@ -110,8 +110,10 @@ def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
 
 
 def _check(rounds: int) -> None:
-    if not 1 <= rounds <= MOST_ROUNDS:
-        raise SordinoError(f"rounds: {rounds} must lie between 1 and {MOST_ROUNDS} where noise is correlated.")
+    if not 1 <= rounds <= MOST_CORRELATED_ROUNDS:
+        raise SordinoError(
+            f"rounds: {rounds} must lie between 1 and {MOST_CORRELATED_ROUNDS} where noise is correlated."
+        )
 
 
 def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:

@@ -154,10 +154,10 @@ class Poisson:
         return float(np.logaddexp(-self.mean, selected)) / (order - 1)
 
 
-Law: TypeAlias = NegativeBinomial | Poisson
+StoppingLaw: TypeAlias = NegativeBinomial | Poisson
 
 
-def epsilon(law: Law, mu: float, delta: float) -> float:
+def epsilon(law: StoppingLaw, mu: float, delta: float) -> float:
     """Of the best of K runs, each mu-Gaussian-DP: the least over all Renyi orders, converted tightly.
 
     Order l and divergence r give r + log((l-1)/l) - (log delta + log l)/(l-1) (Canonne, Kamath and Steinke 2020,
@@ -169,7 +169,7 @@ def epsilon(law: Law, mu: float, delta: float) -> float:
     return mu if mu == 0 or math.isinf(mu) else _cost(law, mu, delta)
 
 
-def _cost(law: Law, mu: float, delta: float) -> float:
+def _cost(law: StoppingLaw, mu: float, delta: float) -> float:
     def bound(log_above: float) -> float:
         above = math.exp(log_above)
         order = 1 + above
@@ -184,7 +184,7 @@ def _cost(law: Law, mu: float, delta: float) -> float:
     return max(0.0, min(values[best], float(least.fun)))
 
 
-def calibrate(law: Law, epsilon: float, delta: float) -> float:
+def calibrate(law: StoppingLaw, epsilon: float, delta: float) -> float:
     """The mu that each run may have for the best of K to be (epsilon, delta)-DP."""
     if not epsilon > 0:
         raise SordinoError(f"epsilon: {epsilon} must be above 0.")
@@ -202,7 +202,7 @@ def calibrate(law: Law, epsilon: float, delta: float) -> float:
     return low
 
 
-def draw(law: Law, rng: np.random.Generator | None = None) -> int:
+def draw(law: StoppingLaw, rng: np.random.Generator | None = None) -> int:
     """K; by default from the system's secure randomness. A generator is for experiments: whoever knows its seed knows
     K, and K is secret."""
     u = (secrets.randbits(52) + 0.5) / 2**52 if rng is None else float(rng.random())  # below 1 without rounding

@@ -1,9 +1,9 @@
-"""How many places a Poisson minibatch has.
+"""How many slots a Poisson minibatch has.
 
-What an answer is computed from must have the same shape whoever was drawn, because the shape of a matrix product
-decides how its rows are rounded (docs/numerics.md). So a minibatch has a public number of slots; records take them at
-random, and the others are masked. More records than slots come so rarely that it costs at most OVERFLOW of delta,
-which the account of Poisson sampling sets aside.
+An answer must be computed from a tensor of the same shape whichever records were drawn, because the shape of a
+matrix product decides how its rows are rounded (docs/numerics.md). So a minibatch has a public number of slots; records
+take them at random, and the others are masked. More records than slots are drawn so rarely that it costs at most
+OVERFLOW of delta, which the account of Poisson sampling sets aside.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def tail(epsilon: float, delta: float, draws: int) -> float:
 
 
 def slots(sizes: np.ndarray, rates: np.ndarray, tail: float) -> np.ndarray:
-    """The least number, at most all records, that as many coins exceed with log probability `tail` or less.
+    """The least number of slots that Poisson sampling exceeds with log probability `tail` or less.
 
-    By Chernoff's bound: more than m of n coins of rate q come up with probability at most exp(-n KL((m + 1) / n, q)).
+    By Chernoff's bound, more than m of n records are drawn at rate q with probability at most
+    exp(-n KL((m + 1) / n, q)).
     """
     pairs, which = np.unique(np.stack([sizes, rates], 1), axis=0, return_inverse=True)
-    found = []
+    numbers = []
     for n, q in pairs:
         least = math.floor(n * q)
         part = np.arange(least + 1, n) / n  # (m + 1) / n, above q and below 1
         enough = np.flatnonzero(-n * (rel_entr(part, q) + rel_entr(1 - part, 1 - q)) <= tail)
-        found.append(least + int(enough[0]) if q < 1 and len(enough) else int(n))
-    return np.array(found)[which.reshape(-1)]
+        numbers.append(least + int(enough[0]) if q < 1 and len(enough) else int(n))
+    return np.array(numbers)[which.reshape(-1)]

@@ -53,13 +53,15 @@ PRECISE_CELLS = 1 << 18  # at most, where double-double arithmetic takes the pla
 MOST_MU = 25.0  # beyond it sampling hides nothing that is worth a grid: the closed form without sampling holds
 MOST_LOSS = 600.0  # of one release: more counts as infinite
 _UNIT = 2.0**-52
-_ROUNDING = 1e-3  # of delta: where the bound on the transform's rounding is more, double-double arithmetic is used
+_ROUNDING_SHARE = (
+    1e-3  # of delta: where the bound on the transform's rounding is more, double-double arithmetic is used
+)
 _CUT = 1e-9  # of delta, to what lies beyond the grid
 _STEP = 1.02  # `path` skips points that have grown by less
 
 
 class Sampler(StrEnum):
-    """Who takes part in a release: everybody, each by a coin of its own, or a fixed number drawn at random."""
+    """Who takes part in a release: all, each independently at a rate, or a fixed number drawn at random."""
 
     FULL = "full"
     POISSON = "poisson"
@@ -104,13 +106,13 @@ def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjace
     for way in _ways(adjacency):
         if epsilon >= _most_loss(parts, mu, way):
             continue
-        found, level = 1.0, max(min(plain, 1e-5), 1e-100)
+        least, level = 1.0, max(min(plain, 1e-5), 1e-100)
         for _ in range(4):  # what is cut off should be small against the answer; each placing's answer holds
-            found = min(found, _delta_at(_curve(parts, mu, way, level, epsilon), epsilon))
-            if level / 100 <= found <= level * 100:
+            least = min(least, _delta_at(_curve(parts, mu, way, level, epsilon), epsilon))
+            if level / 100 <= least <= level * 100:
                 break
-            level = max(min(found, 0.5), 1e-100)
-        worst = max(worst, found)
+            level = max(min(least, 0.5), 1e-100)
+        worst = max(worst, least)
     return min(plain, worst, rare * (1 + 1e-9)) / (1 - OVERFLOW)
 
 
@@ -132,13 +134,13 @@ def scale(
     allowed = gaussian.mu(epsilon, delta)
     if not parts:
         return mu / allowed
-    known = [[*part[:3], str(part.sampler)] for part in parts]
-    key = json.dumps([VERSION, known, float(epsilon), float(delta), str(adjacency), mu, tolerance])
-    found = _remembered(key)
-    if found is None:
-        found = _search(parts, mu, epsilon, delta, adjacency, allowed, tolerance)
-        _remember(key, found)
-    return found
+    described = [[*part[:3], str(part.sampler)] for part in parts]
+    key = json.dumps([VERSION, described, float(epsilon), float(delta), str(adjacency), mu, tolerance])
+    factor = _remembered(key)
+    if factor is None:
+        factor = _search(parts, mu, epsilon, delta, adjacency, allowed, tolerance)
+        _remember(key, factor)
+    return factor
 
 
 def multiplier(
@@ -246,8 +248,8 @@ def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjace
         return plain
     if parts[0].sampler is Sampler.FIXED:
         orders, rdp = _renyi(parts, mu)
-        found = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-        return min(plain, max(0.0, float(found.min())))
+        epsilons = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+        return min(plain, max(0.0, float(epsilons.min())))
     if max(part.mu for part in parts) > MOST_MU:
         return plain
     rare = _rare(parts, mu, delta)
@@ -263,22 +265,22 @@ def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjace
 def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float) -> float:
     """The least epsilon of up to four grids, each a bound: the next one is placed around the least so far, where that
     was far from the centre or coarse against the grid; it is precise where rounding was a part of the answer."""
-    found, placing = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
+    least, placing = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
     tried: list[tuple[float, bool]] = []
     while placing not in tried and len(tried) < 4:
         tried.append(placing)
         near, precise = placing
         curve = _curve(parts, mu, way, delta, None if math.isinf(near) else near, precise=precise)
-        before, found = found, min(found, _epsilon_at(curve, delta))
-        if found == 0 or math.isinf(found):
+        before, least = least, min(least, _epsilon_at(curve, delta))
+        if least == 0 or math.isinf(least):
             break
-        rounding = float(curve.lost[max(0, int((found - curve.start) / curve.h)) :].sum())
-        blurred = rounding > _ROUNDING * delta and not precise
-        sharp = found >= 100 * curve.h and 0.7 * found < curve.centre < 1.1 * found
-        if not blurred and (sharp or (not precise and found > 0.999 * before)):
+        rounding = float(curve.lost[max(0, int((least - curve.start) / curve.h)) :].sum())
+        blurred = rounding > _ROUNDING_SHARE * delta and not precise
+        sharp = least >= 100 * curve.h and 0.7 * least < curve.centre < 1.1 * least
+        if not blurred and (sharp or (not precise and least > 0.999 * before)):
             break
-        placing = (found, blurred)
-    return found
+        placing = (least, blurred)
+    return least
 
 
 def _search(
@@ -296,34 +298,34 @@ def _search(
         scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
         if grid and scaled[0].sampler is Sampler.POISSON and max(part.mu for part in scaled) <= MOST_MU:
             curve = _curve(scaled, mu / s, _ways(adjacency)[0], delta, target if near else None, grid=grid)
-            found = min(_epsilon_at(curve, delta), _rare(scaled, mu / s, delta))
+            reached = min(_epsilon_at(curve, delta), _rare(scaled, mu / s, delta))
         else:
-            found = _epsilon(scaled, delta, adjacency, mu / s)
-        return math.log(min(max(found / target, 1e-9), 1e9)) + 1e-6  # the margin covers a caller's rounding of mu / s
+            reached = _epsilon(scaled, delta, adjacency, mu / s)
+        return math.log(min(max(reached / target, 1e-9), 1e9)) + 1e-6  # the margin covers a caller's rounding of mu / s
 
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
-    found = _limit_guess(parts, mu, adjacency, allowed, most)
+    factor = _limit_guess(parts, mu, adjacency, allowed, most)
     for grid, close in ((20 * EXCESS, max(tol, 0.02)), (EXCESS, 0.7 * tol)):
-        found = _bracket(partial(excess, grid), found, most, close)
+        factor = _bracket(partial(excess, grid), factor, most, close)
     step = tol / 5
-    while excess(0.0, found, False) > 0:
-        found, step = found * (1 + step), 2 * step
-    return found
+    while excess(0.0, factor, False) > 0:
+        factor, step = factor * (1 + step), 2 * step
+    return factor
 
 
 def _bracket(excess: Callable[[float, bool], float], guess: float, high: float, tol: float) -> float:
     """A scale without excess next to one with it, by secants of the excess over the logarithm of the scale."""
     low, f = 0.0, 1.0
-    known: list[tuple[float, float]] = []
+    nearest_two: list[tuple[float, float]] = []
     while high > low * (1 + tol):
         f = excess(guess, abs(f) < 0.3)
         low, high = (guess, high) if f > 0 else (low, guess)
-        known = sorted([*known, (math.log(guess), f)], key=lambda pair: abs(pair[1]))[:2]
+        nearest_two = sorted([*nearest_two, (math.log(guess), f)], key=lambda pair: abs(pair[1]))[:2]
         slope = -2.0
-        if len(known) == 2 and known[0][0] != known[1][0]:
-            slope = min(-0.2, (known[1][1] - known[0][1]) / (known[1][0] - known[0][0]))
+        if len(nearest_two) == 2 and nearest_two[0][0] != nearest_two[1][0]:
+            slope = min(-0.2, (nearest_two[1][1] - nearest_two[0][1]) / (nearest_two[1][0] - nearest_two[0][0]))
         # A little beyond the root, on the side that is still far: one more evaluation then closes the bracket.
-        root = math.exp(min(max(known[0][0] - known[0][1] / slope, -700.0), 700.0))
+        root = math.exp(min(max(nearest_two[0][0] - nearest_two[0][1] / slope, -700.0), 700.0))
         guess = root * (1 + 0.3 * tol) if f > 0 else root / (1 + 0.3 * tol)
         if not low * (1 + 0.1 * tol) < guess < high / (1 + 0.1 * tol):
             guess = math.sqrt(low * high) if low > 0 else high / 2
@@ -543,19 +545,19 @@ def _compose(
         errors += times * (c / bound + 8 * unit) + 8 * unit
     # The spectrum so far is that of sums counted from `shift`; the window counts from `start`.
     raw = double_double.irfft(spectrum) if isinstance(spectrum, double_double.Complex) else irfft(spectrum, size)
-    found = np.roll(raw, (shift - start) % size)
+    masses = np.roll(raw, (shift - start) % size)
     lost = 2 * float((np.exp(log_most) * (errors + c)).sum()) / size
-    found = np.maximum(found, 0.0) + lost
+    masses = np.maximum(masses, 0.0) + lost
     # delta at cell j: the sum over i > j of weight_i (1 - exp(-h (i-j))), by one pass from the top for each term.
     offset = h * (np.arange(size) - size // 2)
-    weight = np.minimum(found * np.exp(np.minimum(log_k - theta * (offset + h * (start + size // 2)), 700.0)), 1e30)
+    weight = np.minimum(masses * np.exp(np.minimum(log_k - theta * (offset + h * (start + size // 2)), 700.0)), 1e30)
     after = np.append(np.cumsum(weight[:0:-1])[::-1], 0.0)
     decay = np.where(offset < 600, np.exp(-np.clip(offset, -600, 600)), 0.0)  # less than true is safe
     before = np.append(np.cumsum((weight * decay)[:0:-1])[::-1], 0.0) * np.exp(np.clip(offset, -600, 600))
     missing = infinite + math.exp(min(0.0, log_top - t * last))
     n = sum(times for _, _, times, _ in pieces)  # an exponential's rounding, some 1e-14, is taken to this power
     deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
-    return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / found, centre)
+    return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / masses, centre)
 
 
 def _multiplied(
@@ -627,10 +629,10 @@ def _without_replacement(orders: Array, q: float, mu: float) -> Array:
         with np.errstate(divide="ignore"):
             log_ratio = np.where(ratio > 30, ratio, np.log(np.abs(np.expm1(np.minimum(ratio, 30.0)))))
         log_m = np.array([_log_sum(n * log_ratio - x * x / 2) for n in even]) + math.log(0.02) - 0.9189385 + 1e-6
-        known = j <= 256
-        index = j[known].astype(int)
+        tabulated = j <= 256
+        index = j[tabulated].astype(int)
         paired = math.log(4) + (log_m[index // 2 - 1] + log_m[(index + 1) // 2 - 1]) / 2
-        log_terms[known] = np.minimum(log_terms[known], paired)
+        log_terms[tabulated] = np.minimum(log_terms[tabulated], paired)
     factorials = gammaln(np.arange(orders.max() + 2) + 1)  # their logarithms
     log_terms += j * math.log(q) - factorials[2 : len(j) + 2]
     result = np.empty(len(orders))

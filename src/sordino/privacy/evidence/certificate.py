@@ -20,12 +20,12 @@ from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence.signing import code_sha256
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
-from sordino.privacy.participation import EVERYONE
+from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, continues_stream, plan_mechanism, unbounded_sampling
 from sordino.privacy.spending import Group
 
 FORMAT = 2
-MOST_CLIENTS = 10_000_000
+MOST_LISTED_CLIENTS = 10_000_000
 SECRET_SEED = 2**96  # a schedule's seed below this can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 
@@ -45,7 +45,7 @@ SAMPLES = (
 INTEGERS = (
     "Messages are integers modulo 2^32: clipped sums (added up in float64) in steps, randomly rounded, with discrete "
     "Gaussian noise sampled exactly. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; "
-    "what the rounding's bound may miss, 2^-64 a release, is part of δ.",
+    "what the rounding's bound may miss, 2^-64 per release, is part of δ.",
 )
 
 
@@ -242,9 +242,9 @@ def _sampler(plan: Plan) -> dict[str, str]:
     secret = "secret" if plan.schedule_seed >= SECRET_SEED else "guessable"
     return {
         "clients": str(plan.participation),
-        "records": "all" if plan.sampling.kind == EVERYONE else str(plan.sampling),
+        "records": "all" if plan.sampling.kind == FULL else str(plan.sampling),
         "amplification": claim,
-        "schedule": "all take part" if plan.participation.kind == EVERYONE else secret if plan.amplified else "public",
+        "schedule": "all take part" if plan.participation.kind == FULL else secret if plan.amplified else "public",
     }
 
 
@@ -261,20 +261,20 @@ def sizes_of(cert: Mapping[str, Any]) -> tuple[int, ...] | None:
       SordinoError: the groups do not name every client once.
     """
     clients = int(cert["clients"])
-    if not 1 <= clients <= MOST_CLIENTS:
-        raise SordinoError(f"certificate: {clients} clients; it lists 1 to {MOST_CLIENTS:,}.")
+    if not 1 <= clients <= MOST_LISTED_CLIENTS:
+        raise SordinoError(f"certificate: {clients} clients; it lists 1 to {MOST_LISTED_CLIENTS:,}.")
     if any(group["sizes"] is None for group in cert["groups"]):
         return None
-    found: dict[int, int] = {}
+    by_client: dict[int, int] = {}
     for group in cert["groups"]:
         numbers = numbers_of(group["clients"], clients)
         sizes = group["sizes"] * (len(numbers) if len(group["sizes"]) == 1 else 1)
-        if len(sizes) != len(numbers) or found.keys() & set(numbers):
+        if len(sizes) != len(numbers) or by_client.keys() & set(numbers):
             raise SordinoError(f"certificate: clients {group['clients']} do not fit their sizes, or stand twice.")
-        found |= dict(zip(numbers, map(int, sizes), strict=True))
-    if sorted(found) != list(range(clients)):
+        by_client |= dict(zip(numbers, map(int, sizes), strict=True))
+    if sorted(by_client) != list(range(clients)):
         raise SordinoError(f"certificate: the groups do not name each of {clients} clients once.")
-    return tuple(found[i] for i in range(clients))
+    return tuple(by_client[i] for i in range(clients))
 
 
 def numbers_of(text: str, clients: int) -> list[int]:
@@ -351,13 +351,13 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         facts.append("Every participant adds its share of the noise, and none tells its share to the observer.")
     if (
         plan.only_sums_visible
-        and plan.participation.kind != EVERYONE
+        and plan.participation.kind != FULL
         and any(continues_stream(plan, t) for t in range(plan.rounds))
     ):
         facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
     if plan.privacy.trust is Trust.TRUSTED_SERVER:
         facts.append("The server, and the links to it, see every message and are trusted with them.")
-    if plan.participation.kind != EVERYONE and not plan.amplified:
+    if plan.participation.kind != FULL and not plan.amplified:
         facts.append(
             "Participants were drawn before the run, without looking at data; each client pays for its rounds."
         )

@@ -6,12 +6,12 @@ import math
 
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.calibration import query_noises
-from sordino.privacy.evidence.ledger import Entry
+from sordino.privacy.evidence.ledger import Charge
 from sordino.privacy.plan import Plan, plan_mechanism
 from sordino.privacy.releases import mu_squared_of_round, sampled_factor, sampler_of, sampling_rates, visible
 
 
-def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Entry]:
+def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Charge]:
     """What the client pays for round t, one row per query.
 
     Args:
@@ -28,11 +28,11 @@ def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Entry]:
             sampler = sampler_of(plan)
             factor = sampled_factor(plan, query, sampler)
             release = Release(noise.name, sensitivity * factor, std, query.calls // query.joint, rate, sampler)
-            rows.append(Entry.of(release, who, t, run_id, plan.privacy.adjacency))
+            rows.append(Charge.of(release, who, t, run_id, plan.privacy.adjacency))
             continue
         if std:
             sensitivity = std * math.sqrt(mu_squared_of_round(plan, noise, t)[client] / query.calls)
         mechanism = plan_mechanism(plan, query).event.name
         release = Release(noise.name, sensitivity, std, query.calls, mechanism=mechanism)
-        rows.append(Entry.of(release, who, t, run_id, plan.privacy.adjacency))
+        rows.append(Charge.of(release, who, t, run_id, plan.privacy.adjacency))
     return rows

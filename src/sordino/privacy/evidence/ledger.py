@@ -38,7 +38,7 @@ from sordino.privacy.accounting.subsampled import Sampler
 
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # stands before the first row
-TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of a number of planned releases
+MU_TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of a number of planned releases
 SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
@@ -78,7 +78,7 @@ _REMEDIES = {
 }
 
 
-class Entry(NamedTuple):
+class Charge(NamedTuple):
     """One Gaussian release, or `times` equal ones, about all of the data: mu² = times (sensitivity/std)². Or about a
     part drawn at `rate`, by the sampler and under the adjacency that `sampler` names, as in 'poisson add-remove'."""
 
@@ -93,12 +93,12 @@ class Entry(NamedTuple):
     sampler: str = ""
 
     @staticmethod
-    def of(release: events.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Entry:
+    def of(release: events.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Charge:
         query, sensitivity, std, times, rate, sampler, mechanism = release
         if rate < 1 and mechanism != events.Gaussian.name:
             raise SordinoError(f"mechanism: no account is known of {mechanism} noise on a sample.")
         law = f"{sampler} {adjacency}" if rate < 1 else "" if mechanism == events.Gaussian.name else mechanism
-        return Entry(who, round, query, sensitivity, std, times, plan, rate, law)
+        return Charge(who, round, query, sensitivity, std, times, plan, rate, law)
 
     @property
     def mechanism(self) -> str:
@@ -106,7 +106,7 @@ class Entry(NamedTuple):
         return self.sampler if self.rate == 1 and self.sampler else events.Gaussian.name
 
 
-class Row(NamedTuple):
+class LedgerRow(NamedTuple):
     """An entry as it was written. The first row of a charge carries its key and the hash of its payload."""
 
     who: str
@@ -144,7 +144,7 @@ class Ledger:
     ) -> None:
         if (epsilon is None) != (delta is None):
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
-        wanted = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
+        new_limit = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
         self.path = Path(path).absolute()
         self._spent: defaultdict[str, Spent] = defaultdict(Spent)  # by the rows up to `_seen`
         self._seen = 0
@@ -158,8 +158,8 @@ class Ledger:
             self._db = sqlite3.connect(self.path, timeout=TIMEOUT, isolation_level=None)
         try:
             self._prepare()
-            if wanted is not None:
-                self._restrict(*wanted)
+            if new_limit is not None:
+                self._restrict(*new_limit)
             if adjacency is not None:
                 self._settle(adjacency)
         except BaseException:
@@ -177,12 +177,12 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------- paying for a release
 
-    def afford(self, entries: Sequence[Entry]) -> None:
+    def afford(self, entries: Sequence[Charge]) -> None:
         """Raise OverspentError if these would take anyone over the limit; charge nothing."""
         self._affordable([_checked(entry) for entry in entries])
 
     def charge(
-        self, entries: Sequence[Entry], payload: bytes | None = None, *, key: tuple[str, str, int] | None = None
+        self, entries: Sequence[Charge], payload: bytes | None = None, *, key: tuple[str, str, int] | None = None
     ) -> None:
         """Check the limit and write the entries with the noised release, all or nothing; then it may leave.
 
@@ -206,7 +206,7 @@ class Ledger:
             label, body = _label(*key), payload
             for entry in entries:
                 seq += 1
-                row = Row(*entry, seq, now, label, _sha256(body), previous, "")
+                row = LedgerRow(*entry, seq, now, label, _sha256(body), previous, "")
                 row = row._replace(hash=_chained(row))
                 self._db.execute(f"INSERT INTO entries VALUES ({', '.join('?' * 16)})", (*row, body))
                 previous, label, body = row.hash, "", None
@@ -235,8 +235,8 @@ class Ledger:
 
     def marked(self, plan: str) -> int:
         """How many rounds of the plan are stored, as far as `mark` was told."""
-        found = self._ask("SELECT rounds FROM progress WHERE plan = ?", plan) if self._has("progress") else []
-        return int(found[0][0]) if found else 0
+        rows = self._ask("SELECT rounds FROM progress WHERE plan = ?", plan) if self._has("progress") else []
+        return int(rows[0][0]) if rows else 0
 
     def witnessed(self) -> bool:
         """Whether the file keeps a count of its rows; those of an earlier version do not, until they are charged."""
@@ -244,8 +244,8 @@ class Ledger:
 
     def release(self, plan: str, who: str, round: int) -> bytes | None:
         """The stored payload, to be sent again after a crash; None if there is none."""
-        found = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
-        return found[0][0] if found else None
+        rows = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
+        return rows[0][0] if rows else None
 
     def charged(self, plan: str, who: str, round: int) -> bool:
         """Whether this was charged, as an entry or as the key of a payload."""
@@ -272,7 +272,7 @@ class Ledger:
     def people(self) -> list[str]:
         return [who for (who,) in self._ask("SELECT DISTINCT who FROM entries ORDER BY who")]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[LedgerRow]:
         return self._rows_after(0)
 
     def head(self) -> str:
@@ -288,10 +288,10 @@ class Ledger:
     def audit(self, expect_head: str | None = None, expect_rows: int | None = None) -> list[str]:
         """One sentence for each problem; none if the chain is whole and reaches the head and length expected of it."""
         problems = []
-        seq, previous, count, found = 0, GENESIS, 0, expect_head in (None, GENESIS)
+        seq, previous, count, head_seen = 0, GENESIS, 0, expect_head in (None, GENESIS)
         try:
             for *fields, payload in self._db.execute(f"{_READ}, CAST(payload AS BLOB) FROM entries ORDER BY seq"):
-                row = Row(*fields)
+                row = LedgerRow(*fields)
                 if row.seq != seq + 1:
                     problems.append(f"Row {row.seq} follows row {seq}: the sequence has a gap.")
                 if row.previous != previous:
@@ -300,14 +300,14 @@ class Ledger:
                     problems.append(f"Row {row.seq} does not match its hash: it was changed.")
                 if row.payload_sha256 != _sha256(payload):
                     problems.append(f"Row {row.seq} has a payload that does not match its hash: it was changed.")
-                seq, previous, count, found = row.seq, row.hash, count + 1, found or row.hash == expect_head
+                seq, previous, count, head_seen = row.seq, row.hash, count + 1, head_seen or row.hash == expect_head
         except sqlite3.Error as error:
             problems.append(f"The file cannot be read beyond row {seq}: {error}.")
         if cut := self._cut(seq, previous):
             problems.append(cut)
         if expect_rows is not None and count < expect_rows:
             problems.append(f"There are {count} rows where {expect_rows} are expected: rows were cut off.")
-        if not found:
+        if not head_seen:
             problems.append(f"No row has the expected hash {expect_head}: rows were cut off or rewritten.")
         return problems
 
@@ -357,12 +357,12 @@ class Ledger:
     def _restrict(self, mu: float, epsilon: float, delta: float) -> None:
         with self._transaction():
             stored, *was = self._limit()
-            if mu > stored * (1 + TOLERANCE):
+            if mu > stored * (1 + MU_TOLERANCE):
                 raise LedgerError(
                     f"ledger {self.path}: its limit is epsilon {was[0]:g} at delta {was[1]:g}, and epsilon {epsilon:g} "
                     f"at delta {delta:g} is laxer. A limit may only be tightened; leave it out to keep the stored one."
                 )
-            if mu < stored * (1 - TOLERANCE):
+            if mu < stored * (1 - MU_TOLERANCE):
                 row = (_now(), epsilon, delta)
                 self._db.execute("INSERT INTO limits (time, epsilon, delta) VALUES (?, ?, ?)", row)
 
@@ -383,7 +383,7 @@ class Ledger:
         limits = self._ask("SELECT epsilon, delta FROM limits")
         return min(((_mu(*limit), *limit) for limit in limits), default=(math.inf, math.inf, math.nan))
 
-    def _affordable(self, entries: Sequence[Entry]) -> None:
+    def _affordable(self, entries: Sequence[Charge]) -> None:
         limits = [(_mu(*limit), *limit) for limit in self._ask("SELECT epsilon, delta FROM limits")]
         if not limits:
             return
@@ -405,31 +405,31 @@ class Ledger:
     def _catch_up(self) -> None:
         """Add the rows that this or another process committed since the last look."""
         for row in self._rows_after(self._seen):
-            self._spent[row.who].add(_checked(Entry(*row[:9])))
+            self._spent[row.who].add(_checked(Charge(*row[:9])))
             self._seen = row.seq
 
-    def _rows_after(self, seq: int) -> Iterator[Row]:
+    def _rows_after(self, seq: int) -> Iterator[LedgerRow]:
         # In batches: an unfinished read would pin this connection to an old state, from which it could not write.
         while batch := self._ask(f"{_READ} FROM entries WHERE seq > ? ORDER BY seq LIMIT 1000", seq):
-            yield from (Row(*fields) for fields in batch)
+            yield from (LedgerRow(*fields) for fields in batch)
             seq = batch[-1][9]
 
     def _has(self, table: str) -> bool:
         return bool(self._ask("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", table))
 
     def _witness(self) -> tuple[int, str] | None:
-        found = self._ask("SELECT rows, head FROM witness") if self._has("witness") else []
-        if not found:
+        stored = self._ask("SELECT rows, head FROM witness") if self._has("witness") else []
+        if not stored:
             return None
-        rows, head = found[0]
+        rows, head = stored[0]
         return (rows if isinstance(rows, int) else -1, str(head))
 
     def _cut(self, seq: int, head: str) -> str:
         """What the witness has against these as the last row's number and hash."""
-        known = self._witness()
-        if known is None or known == (seq, head):
+        witness = self._witness()
+        if witness is None or witness == (seq, head):
             return ""
-        return f"The file counts {known[0]} rows and ends with row {seq}: rows were cut off or rewritten."
+        return f"The file counts {witness[0]} rows and ends with row {seq}: rows were cut off or rewritten."
 
     def _last(self) -> tuple[int, str]:
         last = self._ask("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1")
@@ -469,7 +469,7 @@ def _code(error: sqlite3.Error) -> str:
     return "_".join(str(getattr(error, "sqlite_errorname", "")).split("_")[:2])
 
 
-def _checked(entry: Entry) -> Entry:
+def _checked(entry: Charge) -> Charge:
     """The entry in plain Python numbers, or an error that names what is wrong with it."""
     try:
         entry = entry._replace(
@@ -508,12 +508,12 @@ class Spent:
         self.may_fail = 0  # releases whose bound may fail
 
     def copy(self) -> Spent:
-        twin = Spent()
-        twin.square, twin.parts = self.square, dict(self.parts)
-        twin.gaussian, twin.may_fail = self.gaussian, self.may_fail
-        return twin
+        other = Spent()
+        other.square, other.parts = self.square, dict(self.parts)
+        other.gaussian, other.may_fail = self.gaussian, self.may_fail
+        return other
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Charge) -> None:
         noise = events.noise_event(entry.mechanism, entry.sensitivity, entry.std)
         self.square += gaussian.mu_of([(noise.mu, 1.0, entry.times)]) ** 2
         self.gaussian &= noise.is_gaussian
@@ -531,8 +531,8 @@ class Spent:
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         # Where all noise is Gaussian, a small enough mu needs no further check.
-        fits = self.gaussian and self.square <= mu * mu * (1 + TOLERANCE)
-        return not fits and self.epsilon(delta) > epsilon * (1 + TOLERANCE)
+        fits = self.gaussian and self.square <= mu * mu * (1 + MU_TOLERANCE)
+        return not fits and self.epsilon(delta) > epsilon * (1 + MU_TOLERANCE)
 
     def _with(self, name: str, delta: float) -> float:
         sampler, adjacency = name.split()
@@ -543,7 +543,7 @@ class Spent:
         return events.epsilon(releases, delta, Adjacency(adjacency))
 
 
-def _chained(row: Row) -> str:
+def _chained(row: LedgerRow) -> str:
     """sha256 over the previous hash and every other field; floats exactly, types kept apart."""
     fields = [["float", x.hex()] if isinstance(x, float) else x for x in row[:-1]]
     return hashlib.sha256(json.dumps(fields, default=lambda x: [repr(x)]).encode()).hexdigest()

@@ -22,7 +22,7 @@ TESTED = (
     "Computed from the noised model and from test records, which lie outside the guarantee: at user level they are "
     "those of clients held out as a whole."
 )
-RELEASED = "A function of noised releases, which the account pays for."
+FROM_RELEASES = "A function of noised releases, which the account pays for."
 WORDS = "Words that follow from the settings."
 HASH = "Hash of a file that is public itself."
 OPEN = "Only for data that everybody may see: a benchmark, or public_data = true."
@@ -123,7 +123,7 @@ SPEC: Mapping[str, str] = {
     "(option)": "An option of the method or of the model: a setting, or the name of a public file.",
 }
 MODEL: Mapping[str, str] = {
-    "theta": RELEASED,
+    "theta": FROM_RELEASES,
     "public_mean": "Declared public (public_stats).",
     "public_cov": "Declared public (public_stats).",
     "sordino.kind": SETTING,
@@ -228,21 +228,21 @@ def _keyed(prefix: str) -> bool:
 
 def found(folder: Path) -> dict[str, set[str]]:
     """The fields of every file in a run's public/, as `FILES` names them."""
-    told: dict[str, set[str]] = {}
+    listed: dict[str, set[str]] = {}
     for path in sorted(folder.iterdir()):
         if path.name == "certificate.json":
-            told[path.name] = set(fields(json.loads(path.read_text(encoding="utf-8"))))
+            listed[path.name] = set(fields(json.loads(path.read_text(encoding="utf-8"))))
         elif path.name == "metrics.jsonl":
-            told[path.name] = {
+            listed[path.name] = {
                 key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)
             }
         elif path.name == "spec.toml":
-            told[path.name] = spec_fields(tomllib.loads(path.read_text(encoding="utf-8")))
+            listed[path.name] = spec_fields(tomllib.loads(path.read_text(encoding="utf-8")))
         elif path.name == "model.safetensors":
-            told[path.name] = _model(path)
+            listed[path.name] = _model(path)
         else:
-            told[path.name] = set(FILES.get(path.name, {"(unknown file)": ""}))
-    return told
+            listed[path.name] = set(FILES.get(path.name, {"(unknown file)": ""}))
+    return listed
 
 
 def spec_fields(values: Mapping[str, Any]) -> set[str]:
@@ -263,8 +263,8 @@ def unlisted(folder: Path) -> list[str]:
     """Fields and files of a run's public/ that nobody gave a reason for."""
     return [
         f"{name}: {field}"
-        for name, told in found(folder).items()
-        for field in sorted(told - set(FILES.get(name, ())))
+        for name, listed in found(folder).items()
+        for field in sorted(listed - set(FILES.get(name, ())))
         if name != "adapter"
     ]
 

@@ -125,10 +125,10 @@ def known_keys(given: str) -> list[str]:
         ) from None
     if "secret" in text.partition("\n")[0]:
         raise SordinoError(f"--key: '{given}' holds a secret key; give the public one (a card, or 64 hex digits).")
-    found = CARD.findall(text) or re.findall(r"\b(?:[0-9a-f]{64}|[0-9a-f]{32})\b", text)
-    if not found:
+    keys = CARD.findall(text) or re.findall(r"\b(?:[0-9a-f]{64}|[0-9a-f]{32})\b", text)
+    if not keys:
         raise SordinoError(f"--key: '{given}' holds no public key; a card has a line sign = \"64 hex digits\".")
-    return list(found)
+    return list(keys)
 
 
 # -------------------------------------------------------------------------------------------------------------- hashes

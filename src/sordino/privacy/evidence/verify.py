@@ -23,14 +23,14 @@ from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence import signing
 from sordino.privacy.evidence.certificate import FORMAT, listed
 from sordino.privacy.mechanisms import discrete_gaussian
-from sordino.privacy.mechanisms.quantization import LEAST
-from sordino.privacy.participation import EVERYONE, Sampling
+from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
+from sordino.privacy.participation import FULL, Sampling
 
 RECOMPUTED = (events.Gaussian.name, events.DiscreteGaussian.name)  # what dp-accounting is asked about here
-TOLERANCE = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
+MOST_BELOW = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
 FOLLOWS = "the sensitivity of query"
 NOT_SIGNED = "who wrote it: it is not signed"
-SLACK = 0.01  # and above it: both are upper bounds
+MOST_ABOVE = 0.01  # and above it: both are upper bounds
 
 
 class Verdict(NamedTuple):
@@ -71,13 +71,13 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         recomputed = 0.0
         adjacency = Adjacency(cert["adjacency"])
         deltas = (delta, *map(float, cert["epsilon_at"]))
-        found = [_epsilons(group["releases"], deltas, adjacency) for group in cert["groups"]]
-        for group, (own, *_) in zip(cert["groups"], found, strict=True):
+        epsilons_of_groups = [_epsilons(group["releases"], deltas, adjacency) for group in cert["groups"]]
+        for group, (own, *_) in zip(cert["groups"], epsilons_of_groups, strict=True):
             recomputed = max(recomputed, own)
             _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), own, problems)
         _compare("the worst client", claimed, recomputed, problems)
         for k, (at, value) in enumerate(cert["epsilon_at"].items(), 1):
-            worst = max(epsilons[k] for epsilons in found)
+            worst = max(epsilons[k] for epsilons in epsilons_of_groups)
             _compare(f"epsilon at delta {at}", _limitless(value), worst, problems)
         _check_bounds(cert, problems)
         _check_integers(cert, problems)
@@ -101,17 +101,17 @@ def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[st
     if why := signing.broken(cert):
         problems.append(why)
     public = str(about["key"])
-    found = signing.fingerprint(public)
-    if key is not None and not {public, found} & set(signing.known_keys(key)):
-        problems.append(f"it was signed by {about['signer']} {found}, and --key names another key")
-    return f"{about['signer']} {found}"
+    print_of_key = signing.fingerprint(public)
+    if key is not None and not {public, print_of_key} & set(signing.known_keys(key)):
+        problems.append(f"it was signed by {about['signer']} {print_of_key}, and --key names another key")
+    return f"{about['signer']} {print_of_key}"
 
 
-def _compare(what: str, claimed: float, found: float, problems: list[str]) -> None:
-    if claimed == found:  # both infinite, or both zero
+def _compare(what: str, claimed: float, recomputed: float, problems: list[str]) -> None:
+    if claimed == recomputed:  # both infinite, or both zero
         return
-    if not -TOLERANCE * max(abs(found), 1e-6) <= claimed - found <= SLACK * max(abs(found), 1e-6):
-        problems.append(f"{what}: {claimed:.6g} is claimed, the raw numbers give {found:.6g}")
+    if not -MOST_BELOW * max(abs(recomputed), 1e-6) <= claimed - recomputed <= MOST_ABOVE * max(abs(recomputed), 1e-6):
+        problems.append(f"{what}: {claimed:.6g} is claimed, the raw numbers give {recomputed:.6g}")
 
 
 def _epsilons(
@@ -193,7 +193,7 @@ def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ..
 
 
 def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
-    """Discrete noise: zero-concentrated DP, and 2^-64 a release for what rounding and sampling may miss."""
+    """Discrete noise: zero-concentrated DP, and 2^-64 per release for what rounding and sampling may miss."""
     dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.rdp import RdpAccountant
 
@@ -254,10 +254,10 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 )
             if query["bound"] == "by clip" and not query["stream"]:
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit)
-                drawn = float(release["rate"]) < 1
-                apart = drawn and query["semidefinite"] and release["sampler"] == Sampler.POISSON
+                sampled = float(release["rate"]) < 1
+                apart = sampled and query["semidefinite"] and release["sampler"] == Sampler.POISSON
                 apart = apart and adjacency is Adjacency.REPLACE_ONE
-                joint = (int(query["joint"]) if drawn else 1) * (2 if apart else 1)
+                joint = (int(query["joint"]) if sampled else 1) * (2 if apart else 1)
                 expected = _after_rounding(cert, query, bound * (high if only_sums_visible else 1.0) * math.sqrt(joint))
                 if not _near(float(release["sensitivity"]), expected):
                     problems.append(
@@ -287,12 +287,12 @@ def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"integers are added up under secure-aggregation, not under {cert['trust']}")
     more = math.sqrt((int(cert["clients"]) - int(secure["dropouts"])) / int(secure["honest"]))
     alone = [[{**r, "std": more * float(r["std"])} for r in g["releases"]] for g in cert["groups"]]
-    found = max(_epsilons(each, (float(cert["delta"]),), adjacency)[0] for each in alone)
-    _compare("epsilon against the server alone", _limitless(secure["epsilon_server"]), found, problems)
+    against_server = max(_epsilons(each, (float(cert["delta"]),), adjacency)[0] for each in alone)
+    _compare("epsilon against the server alone", _limitless(secure["epsilon_server"]), against_server, problems)
     for query in cert["queries"]:
         name, step = query["query"], float(query["step"])
         least = min(_span(g["own_std"][name])[0] * _span(g["influence"][name])[0] for g in cert["groups"])
-        if not (least / step) ** 2 >= LEAST * (1 - 1e-6):
+        if not (least / step) ** 2 >= LEAST_STEP_VARIANCE * (1 - 1e-6):
             problems.append(f"{name}: noise of {least / step:.3g} steps is too coarse for its account")
 
 
@@ -311,7 +311,7 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """Where every client pays for every round, the stages' rounds add up to the run's."""
     hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.USER
-    if not (hidden or cert["sampler"]["clients"] == EVERYONE) or any(q["stream"] for q in cert["queries"]):
+    if not (hidden or cert["sampler"]["clients"] == FULL) or any(q["stream"] for q in cert["queries"]):
         return
     queries = {query["query"]: query for query in cert["queries"]}
     for group in cert["groups"]:

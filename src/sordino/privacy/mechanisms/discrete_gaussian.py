@@ -134,7 +134,7 @@ _CELL_BITS = 63  # of the first word, for the cell; the last one is the sign
 _MARGIN = 2.0**-36  # acceptance nearer than this is decided in integers
 
 
-class Law(NamedTuple):
+class ProposalTable(NamedTuple):
     """|k| = cell · 2^shift + rest."""
 
     variance: float
@@ -176,9 +176,9 @@ def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -
         proposals = words[position : position + width * ahead].reshape(ahead, width)
         values, accepted, open_ = _propose(law, proposals)
         decided = int(open_.argmax()) if open_.any() else ahead
-        found = values[:decided][accepted[:decided]][: size - filled]
-        out[filled : filled + found.size] = found
-        filled += found.size
+        kept = values[:decided][accepted[:decided]][: size - filled]
+        out[filled : filled + kept.size] = kept
+        filled += kept.size
         position += width * decided
         if decided < ahead and filled < size:
 
@@ -199,7 +199,7 @@ def _reach(source: Source, at: Address, words: Words, end: int) -> Words:
     return words if end <= words.size else source.words(at, max(end, words.size + words.size // 8))
 
 
-def _propose(law: Law, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], NDArray[np.bool_]]:
+def _propose(law: ProposalTable, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], NDArray[np.bool_]]:
     """Values, whether they are accepted, and where that or the value is open."""
     first = words[:, 0]
     bits = first >> np.uint64(1)
@@ -226,7 +226,7 @@ def _propose(law: Law, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], N
     return value, accepted, open_
 
 
-def _decide(law: Law, more: Callable[[], int]) -> int | None:
+def _decide(law: ProposalTable, more: Callable[[], int]) -> int | None:
     """One proposal, word by word, in integers; None where it is rejected."""
     word = more()
     second = more() if law.shift else 0
@@ -249,9 +249,9 @@ def _decide(law: Law, more: Callable[[], int]) -> int | None:
 
 
 @lru_cache(maxsize=64)
-def _law(variance: float) -> Law:
+def _law(variance: float) -> ProposalTable:
     shift = max(0, (math.frexp(variance)[1] - 1) // 2 - 5)  # 4^shift <= variance / 1024
-    return Law(variance, shift, np.array(_edges(variance, shift, _CELL_BITS), dtype=np.uint64))
+    return ProposalTable(variance, shift, np.array(_edges(variance, shift, _CELL_BITS), dtype=np.uint64))
 
 
 @lru_cache(maxsize=64)
@@ -292,7 +292,7 @@ def _exp(numerator: int, denominator: int, places: int) -> int:
     """n with n <= 2^places exp(-numerator/denominator) <= n + 2.
 
     exp(-x) is exp(-x/2^halvings)^(2^halvings) for x/2^halvings < 1/2, by Taylor's alternating series. A term is off by
-    3 units at most (by induction: half the error before, and roundings), there are fewer than `compute`, and a squaring
+    3 units at most (by induction: half the error before, and roundings), there are fewer than `work`, and a squaring
     doubles the error and adds 1: less than 4 work 2^halvings + 2^halvings in all, which the extra places hold.
     """
     if numerator == 0:
@@ -301,14 +301,14 @@ def _exp(numerator: int, denominator: int, places: int) -> int:
     if halvings > places.bit_length() + 2:
         return 0  # x > 2^(halvings - 3) >= places > log(2^places)
     extra = 8 + places.bit_length() + 2 * halvings + 8
-    compute = places + extra
-    x = (numerator << compute) // (denominator << halvings)
-    term = total = 1 << compute
+    work = places + extra
+    x = (numerator << work) // (denominator << halvings)
+    term = total = 1 << work
     n = 0
     while term:
         n += 1
-        term = (term * x >> compute) // n
+        term = (term * x >> work) // n
         total += -term if n % 2 else term
     for _ in range(halvings):
-        total = total * total >> compute
+        total = total * total >> work
     return max(0, total - (1 << extra - 1) >> extra)

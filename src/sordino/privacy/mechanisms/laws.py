@@ -33,7 +33,7 @@ from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Address, Floats, Source
 
-Kind = TypeVar("Kind", bound=type[Mechanism])
+MechanismClass = TypeVar("MechanismClass", bound=type[Mechanism])
 Build = Callable[[Any], Mechanism]
 
 
@@ -86,14 +86,14 @@ LAWS: dict[type[Noise], Build] = {
 }
 
 
-def register(declared: type[Noise]) -> Callable[[Kind], Kind]:
+def register(declared: type[Noise]) -> Callable[[MechanismClass], MechanismClass]:
     """Register the decorated `Mechanism` as the implementation of a declared law.
 
     Raises:
       SordinoError: the law has a mechanism already, or the accountant does not know its event.
     """
 
-    def add(kind: Kind) -> Kind:
+    def add(kind: MechanismClass) -> MechanismClass:
         if declared in LAWS:
             raise SordinoError(f"noise: {declared.__name__} has a mechanism already; declare another class.")
         if EVENTS.get(kind.event.name) is not kind.event:

@@ -16,15 +16,25 @@ from sordino.core import Correlated, Kind, Method, Stream, keep, nothing
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms import discrete_gaussian
 
-WRAPS = 1e-9  # chance in a round that any coordinate of the sum leaves the range: a failure of utility, not of privacy
-COARSE = 1.1  # rounding may lengthen a sensitivity by this factor at most
-FINE = 2.0**20  # standard deviation of one client's noise, in steps: finer ones would gain nothing
-LEAST = 100.0  # variance of one client's noise, in steps: a sum of such noises is a discrete Gaussian to e^-900
+MOST_WRAP_PROBABILITY = (
+    1e-9  # chance in a round that any coordinate of the sum leaves the range: a failure of utility, not of privacy
+)
+MOST_ROUNDING_FACTOR = 1.1  # rounding may lengthen a sensitivity by this factor at most
+FINEST_STD = 2.0**20  # standard deviation of one client's noise, in steps: finer ones would gain nothing
+LEAST_STEP_VARIANCE = (
+    100.0  # variance of one client's noise, in steps: a sum of such noises is a discrete Gaussian to e^-900
+)
 
 
 @dataclass(frozen=True)
 class Integers:
-    """How a sum is made secure. `dimension`: numbers of a message."""
+    """How a sum is secured.
+
+    Args:
+      dimension: numbers of a message.
+      dropouts: sites that may fail in a round.
+      colluders: sites that may reveal their own noise to the server.
+    """
 
     dimension: int
     dropouts: int = 0
@@ -33,7 +43,7 @@ class Integers:
     def __post_init__(self) -> None:
         for name in ("dimension", "dropouts", "colluders"):
             if getattr(self, name) < (name == "dimension"):
-                raise SordinoError(f"{name}: {getattr(self, name)} must not be less.")
+                raise SordinoError(f"{name}: {getattr(self, name)} must be at least {int(name == 'dimension')}.")
 
     def honest(self, clients: int) -> int:
         """Clients whose noise is in every sum that is opened, and unknown to the coalition."""
@@ -51,10 +61,10 @@ class Integers:
         reach: the largest that a coordinate of the sum can be without noise. std: of the honest noise in the sum.
         """
         honest = self.honest(clients)
-        tail = math.sqrt(2 * math.log(2 * self.dimension / WRAPS))
-        spread = COARSE * std * math.sqrt(clients / honest)
+        tail = math.sqrt(2 * math.log(2 * self.dimension / MOST_WRAP_PROBABILITY))
+        spread = MOST_ROUNDING_FACTOR * std * math.sqrt(clients / honest)
         fit = (1 - 2.0**-10) * discrete_gaussian.MODULUS / 2 / (reach + tail * spread)
-        return min(fit, FINE * math.sqrt(honest) / std)
+        return min(fit, FINEST_STD * math.sqrt(honest) / std)
 
     def rounded(self, moved: np.ndarray) -> np.ndarray:
         """Sensitivities in steps, after rounding."""
@@ -67,7 +77,7 @@ class Integers:
         steps, `needed` the noise that each would need unrounded."""
         most = float(moved.max())
         factor = float((needed * self.rounded(moved) / moved).max() / needed.max()) if moved.min() > 0 else math.inf
-        if not factor <= COARSE:
+        if not factor <= MOST_ROUNDING_FACTOR:
             raise SordinoError(
                 f"records: integers below 2^32 are too coarse for one record of so many ({most:.3g} steps); rounding "
                 f"would cost a factor {factor:.3g} of noise. Use untrusted-server, or fewer records."
@@ -76,13 +86,17 @@ class Integers:
 
 
 def check(method: Method) -> None:
-    """What is noised must be one vector a round, sent as it is."""
+    """Check that each round releases one noised vector, sent unchanged.
+
+    Raises:
+      SordinoError: the method sends something else.
+    """
     for stage in method.stages:
         noised = [query for query in stage.queries if query.noise is not None]
         single = len(noised) == 1 and noised[0].calls == 1 and not isinstance(noised[0].noise, Correlated | Stream)
         bare = stage.local.update_memory is keep and stage.local.prepare is nothing  # a memory is of a single message
         if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.DELTA):
             raise SordinoError(
-                f"method: {method.name} does not send one noised vector a round, which secure aggregation adds up; "
-                "use dp-fedsofim, dp-fedgd, dp-fedadam or another with one gradient a round, or untrusted-server."
+                f"method: {method.name} does not send one noised vector per round, which secure aggregation adds up; "
+                "use dp-fedsofim, dp-fedgd, dp-fedadam or another with one gradient per round, or untrusted-server."
             )
