@@ -77,7 +77,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
     assert (spec["method"], spec["rounds"], spec["lr"]) == ("dp-fedgd", 4, 0.25)
     status, text, _ = call(capsys, "run", "--resume", str(tmp_path / "run"))
     assert status == 0, "resuming a finished run tells its outcome again"
-    assert "not certified" in text
+    assert "NOT certified" in text
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["run", "--json", "nodir/x.json"], "--json: there is no directory"),
         (["run", "--delta", "0.9"], "delta: 0.9 must lie in"),
         (["privacy", "--epsilon", "1e300"], "epsilon: 1e+300 must lie in"),
-        (["run", "--resume", "nowhere", "--epsilon", "2"], "the run keeps its own spec; leave out epsilon"),
+        (["run", "--resume", "nowhere", "--epsilon", "2"], "a resumed run keeps its spec; leave out epsilon"),
         (["run", "none.toml"], "spec: there is no file"),
         (["predict", "none.safetensors", "x.csv"], "model: there is no file"),
         (["verify", "none.json"], "certificate: there is no file"),

@@ -649,20 +649,24 @@ def test_moments_of_bare_gradients():
     (stage,) = adamw.stages
 
     def sends(ask, broadcast, memory, cache):
-        delta, *rest = stage.local.compute(ask, broadcast, memory, cache)
+        message = stage.local.compute(ask, broadcast, memory, cache)
         bare = bare_gradient(ask, broadcast.theta).square().mean(-1, keepdim=True)
-        return delta, rest[0] + bare, *rest[1:]
+        return message._replace(moments=message.moments + bare)
 
     kept = [()]
 
     def keeps(ask, broadcast, v, cache):
-        delta, *rest = stage.local.compute(ask, broadcast, (), cache)
+        message = stage.local.compute(ask, broadcast, (), cache)
         kept[0] = 0.9 * v + 0.1 * bare_gradient(ask, broadcast.theta).square()
-        return delta / (v.sqrt() + 1), *rest
+        return message._replace(delta=message.delta / (v.sqrt() + 1))
 
-    sent = stage._replace(local=Local(sends))
+    sent = stage._replace(local=stage.local._replace(compute=sends))
     hidden = stage._replace(
-        local=Local(keeps, lambda said, broadcast, v: kept[0], lambda theta, _: torch.zeros_like(theta))
+        local=stage.local._replace(
+            compute=keeps,
+            update_memory=lambda message, broadcast, v: kept[0],
+            init=lambda theta, _: torch.zeros_like(theta),
+        )
     )
     found = searched(adamw._replace(stages=(sent,)), SOFTMAX)
     assert "the message tells more" in found.problems[0]

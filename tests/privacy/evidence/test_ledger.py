@@ -548,7 +548,7 @@ def test_show_says_what_can_be_seen_and_what_cannot(copy, tmp_path, capsys, monk
         head, count = opened.head(), len(opened)
     status, words = shown(copy, capsys)
     assert status == 0
-    assert "as long as the file itself counts; whoever can write the file could have cut both" in words
+    assert "as many rows as the file records; whoever can write the file could have cut both" in words
     tamper(copy, ("DELETE FROM entries WHERE seq > ?", count - 1))
     status, words = shown(copy, capsys)
     assert status == 1
@@ -556,7 +556,7 @@ def test_show_says_what_can_be_seen_and_what_cannot(copy, tmp_path, capsys, monk
     tamper(copy, ("DELETE FROM witness",))  # the witness too: only the certificate is left
     status, words = shown(copy, capsys)
     assert status == 0
-    assert "rows cut from its end cannot be seen here" in words
+    assert "rows cut from its end cannot be noticed here" in words
     place = tmp_path / "run"
     for name in ("public", "private"):
         (place / name).mkdir(parents=True)
