@@ -152,8 +152,9 @@ def tables() -> dict[str, str]:
     }
     for path in sorted((DOCS / "_tables").glob("*.md")):
         found[path.name] = CELL.sub(lambda match: figure(match[1]), path.read_text(encoding="utf-8"))
+    found["checks-cuda.md"] = checks_table("checks_cuda.json")
     found["checks.md"], found["audits.md"], found["halved.md"] = (
-        checks_table(),
+        checks_table("checks.json"),
         audit_table("audit.json"),
         audit_table("audit_halved.json"),
     )
@@ -216,21 +217,21 @@ def comparison_table() -> str:
     return grid(["ε", *(f"{e:g}" for e in EPSILONS)], rows)
 
 
-def checks_table() -> str:
+def checks_table(name: str) -> str:
     """By method: how near the search came to each claim, and whether every contract held."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    for report in load("checks.json"):
+    for report in load(name):
         rows.setdefault(report["name"], []).append(report)
     return grid(
         ["method", "claims", "nearest to a claim", "passed"],
         [
             [
-                f"`{name}`",
+                f"`{method}`",
                 str(len(reports)),
                 f"{max((r['worst_found'] / r['claimed'] for r in reports if r['claimed']), default=0):.4f}",
                 "yes" if all(r["passed"] for r in reports) else "**no**",
             ]
-            for name, reports in rows.items()
+            for method, reports in rows.items()
         ],
     )
 
