@@ -53,7 +53,7 @@ def test_fields_are_those_sent(sent):
     assert (list(found.seeds), list(found.keys)) == (p.names[:3], p.names[3:])
     with pytest.raises(SordinoError, match="dimension"):
         read_masked(p.session, 3, "site-1", data["masked"], 8)
-    with pytest.raises(SordinoError, match="most"):
+    with pytest.raises(SordinoError, match="the limit is"):
         read_masked(p.session, 3, "site-1", data["masked"] + bytes(5000), 7)
 
 
