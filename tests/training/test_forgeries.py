@@ -206,7 +206,7 @@ def test_a_forgery_of_all_files_together_is_seen_by_the_signature_alone(forge, h
     assert "it is not signed" in verify_run(stripped, key).problems[0]
     replaced = forge(base, change, "replaced")
     assert main(["verify", str(replaced)]) == 0
-    assert "pass --key to check whose it is" in capsys.readouterr().out
+    assert "Pass --key to check who signed them" in capsys.readouterr().out
     assert "--key names another key" in verify_run(replaced, key).problems[0]
     assert main(["verify", str(replaced), "--key", key]) == 1
 
