@@ -341,6 +341,14 @@ def method_pages(notes: Path) -> Iterator[tuple[str, str]]:
     yield "index.md", text + "\n```{toctree}\n:hidden:\n\n" + "\n".join(methods.REGISTRY) + "\n```\n"
 
 
+def _items(text: str) -> str:
+    """Lines "Name: text", each with its indented continuation, as a list."""
+    lines = [
+        line if line.startswith(" ") else re.sub(r"^([A-Z][a-z ]+):", r"- **\1**:", line) for line in text.splitlines()
+    ]
+    return "\n".join(f"  {line.strip()}" if line.startswith(" ") else line for line in lines)
+
+
 def method_page(name: str, entry: Any, note: Path) -> str:
     doc = sections(inspect.getdoc(entry.factory) or "")
     told = {key: text for s in doc if s.head == "Args" for names, text in s.items() for key in re.split(r",\s*", names)}
@@ -348,7 +356,7 @@ def method_page(name: str, entry: Any, note: Path) -> str:
     text = "\n\n".join(markdown(_rejoined(s)) for s in doc if s.head not in ("Args", "Returns", "Guarantee"))
     parts = [f"# {name}", text]
     releases, remarks = noted(note)
-    guarantee = "\n\n".join(_examples(section.text) for section in doc if section.head == "Guarantee") or releases
+    guarantee = "\n\n".join(_items(section.text) for section in doc if section.head == "Guarantee") or releases
     if guarantee:
         parts.append(f"## Guarantee\n\n{guarantee}")
     parts.append("## Certified for\n\n" + certified(name, entry))
