@@ -12,7 +12,7 @@ from sordino import plugins
 from sordino.core import Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods.adadps import adadps
-from sordino.methods.adamw import fedadamw, localadamw
+from sordino.methods.adamw import fedadamw
 from sordino.methods.adaptive import adambc, fedadam, fedyogi
 from sordino.methods.auto import auto
 from sordino.methods.bounds import Bound, declare
@@ -22,6 +22,7 @@ from sordino.methods.fedgd import fedgd
 from sordino.methods.fednew import dp_fednew, fednew
 from sordino.methods.ftrl import ftrl
 from sordino.methods.head import newton_head
+from sordino.methods.localadamw import localadamw
 from sordino.methods.newton import fedavg_gdp, fedhybrid, fednewton, fedsgd
 from sordino.methods.prox import adafedprox
 from sordino.methods.sam import fedsam

@@ -1,4 +1,4 @@
-"""DP-FedAdamW and its simpler form DP-LocalAdamW: AdamW steps at each client, every gradient noised.
+"""DP-FedAdamW: AdamW steps at each client, every gradient noised.
 
 Moments are computed from noised gradients, so sending them costs nothing. Clients of different sizes add different
 noise: the noise's part of v is tracked as b, by the same recursion as v. Clients send the changes of v and b, so a
@@ -8,7 +8,7 @@ round with few participants changes them little.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Rule, Stage, Tree, Trust, Unit
 from sordino.errors import SordinoError, nearest
@@ -48,58 +48,6 @@ class AdamWState(NamedTuple):
 
     extras: AdamWExtras
     rounds: Tensor
-
-
-def localadamw(
-    *,
-    unit: Unit = Unit.RECORD,
-    clip: float = 1.0,
-    lr: float = 0.3,
-    steps: int = 3,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    tau: float = 0.1,
-    decay: float = 0.01,
-    schedule: str = "cosine",
-) -> Method:
-    """y <- y - lr (m^ / (sqrt(v^) + tau) + decay y), K times from theta; theta <- theta + mean(y - theta).
-
-    m^ and v^ are Adam's moments, which start from zero in every round.
-
-    Args:
-        unit: Whose data are protected; only records.
-        clip: Bound on the norm of a record's gradient.
-        lr: Step size of the local steps.
-        steps: Local steps per round, K.
-        beta1: Decay of the first moment, in [0, 1).
-        beta2: Decay of the second moment, in [0, 1).
-        tau: Added to the root of v^; bounds the steps.
-        decay: Decoupled weight decay.
-        schedule: `cosine` or `constant` step size.
-
-    Returns:
-        The method.
-
-    Raises:
-        SordinoError: An option is out of its range.
-
-    Guarantee:
-        Released: The K noised gradients of each round and client; the update and the moments follow from them.
-        Sensitivity: clip if a record joins or leaves; 2 clip if it is replaced; per gradient.
-        Proved for: record level; untrusted-server.
-        Reason: AdamW's steps are not linear in a client's noise, so the noise of other clients in the sum cannot be
-            counted.
-
-    Example:
-        >>> from sordino.core import Adjacency, Unit
-        >>> from sordino.methods import build
-        >>> method = build("dp-localadamw", steps=2)
-        >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
-        2.0
-    """
-    own: dict[str, Any] = {"lr": lr, "steps": steps, "beta1": beta1, "beta2": beta2, "tau": tau, "decay": decay}
-    bare = fedadamw(unit=unit, clip=clip, schedule=schedule, aggregate="none", correct=False, align="none", **own)
-    return bare._replace(name="dp-localadamw")
 
 
 def fedadamw(
