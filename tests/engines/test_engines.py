@@ -252,6 +252,18 @@ def test_nobody_came(engine, name, unit, records):
         assert (rounds_done[t].aggregate == ()) if t in empty else len(rounds_done[t].aggregate)
 
 
+@pytest.mark.parametrize("engine", [reference, simulate])
+def test_nobody_came_to_the_warm_start(engine, records):
+    """Control variates are then zero, as without a warm start."""
+    plan = replace(plan_for(build("dp-scaffold", warm_start=True), records, participation="poisson:0.3"), rounds=6)
+    plans = (replace(plan, schedule_seed=seed) for seed in range(99))
+    plan = next(plan for plan in plans if not len(plan.cohorts[0]) and len(plan.cohorts[1]))
+    first, second, *_ = engine.run(plan, MODEL, records, Seeded(1))
+    assert torch.equal(first.model, torch.zeros(9, dtype=torch.float64))
+    assert torch.isfinite(second.model).all()
+    assert not torch.equal(second.model, first.model)
+
+
 # ----------------------------------------------------------------------------------------------------------- resume
 
 
