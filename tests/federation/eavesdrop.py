@@ -154,7 +154,9 @@ def under_masks(server):
     last_left_out = {n: talk.request(0, arrays=fewer) for n in names[:-1]}
     server.all("other masks for the same round", "replayed", last_left_out)
     masked = {n: part.tobytes() for n, part in _arrays(said, "masked").items()}
-    session = secagg.Session.of(terms.run, server.coordinator.roster, terms.sha256(), terms.dropouts, terms.colluders)
+    session = secagg.Session.of(
+        terms.run, server.coordinator.enrolment.roster, terms.sha256(), terms.dropouts, terms.colluders
+    )
     fields["seals"] = secagg.seals(session, 0, masked)
     for what, wrong in {
         "too few survivors": {"survivors": names[:2]},
