@@ -1,7 +1,7 @@
 """Attacks that once worked, against the installed package: results/attacks.md and results/attacks.json.
 
 Each class of attack is one function. It returns what was measured on earlier code (2026-11-15), what is measured now,
-the bound, and whether the attack failed. Where an attack could fail by its own fault, a wrong twin (the old arithmetic,
+the bound, and whether the attack failed. Where an attack could fail by its own fault, a mutant (the old arithmetic,
 or the secret that the attacker lacks) shows that it still finds what it looks for. Exit status 1: an attack
 succeeded, or was too weak to tell.
 """
@@ -120,22 +120,22 @@ def drift(quick: bool) -> Iterator[Finding]:
             for found in sums(rows=rows):
                 worst[found.query] = max(worst.get(found.query, 0.0), found.reached)
                 reached.append(found._asdict() | {"kernel": on})
-    twin: dict[str, float] = {}
+    mutant: dict[str, float] = {}
     for found in sums(OneAccumulator, rows=rows[:2]):
-        twin[found.query] = max(twin.get(found.query, 0.0), found.reached)
+        mutant[found.query] = max(mutant.get(found.query, 0.0), found.reached)
     yield Finding(
         "drift",
         f"one of {rows[0]:,} to {rows[-1]:,} float32 records moves a sum; kernel on and off",
         "132 × the sensitivity (logistic, 100,000), 40 (softmax, 1,000,000), 1.6 (Gram)",
-        f"{max(worst.values()):.5f} at most; the same pairs move one float32 accumulator by {listed(twin)}",
+        f"{max(worst.values()):.5f} at most; the same pairs move one float32 accumulator by {listed(mutant)}",
         "1",
-        verdict(max(worst.values()) <= 1, able=min(twin.values()) > 1),
-        {"reached": reached, "one_accumulator": twin},
+        verdict(max(worst.values()) <= 1, able=min(mutant.values()) > 1),
+        {"reached": reached, "one_accumulator": mutant},
     )
 
 
 class Drifting(Linear):
-    """Wrong twin: its sum of clipped gradients is kept in one float32 accumulator."""
+    """Mutant: its sum of clipped gradients is kept in one float32 accumulator."""
 
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
         plain = Linear(self.features, self.outputs, self.kind)
@@ -146,7 +146,7 @@ class Drifting(Linear):
 def lower_bound(quick: bool) -> Iterator[Finding]:
     """The pair of `drift` against the shipped engine with secret noise: how much epsilon is there, at least?"""
     rows, repeats = 100_000, 100 if quick else 2_000
-    plain, twin = Linear(1, 1, Loss.LOGISTIC), Drifting(1, 1, Loss.LOGISTIC)
+    plain, mutant = Linear(1, 1, Loss.LOGISTIC), Drifting(1, 1, Loss.LOGISTIC)
     plan = Plan(build("dp-fedgd", lr=1.0), 1, (rows,), Privacy(1.0, 1e-5))
     noiseless = replace(plan, privacy=Privacy(math.inf))
     here = pair(rows, 1 - SAFETY, 0.5, False, 1, "cpu")
@@ -167,7 +167,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
     certified, tries = spending.epsilon(plan), []
     while len(tries) < audits.MAX_TRIES and (not tries or max(tries[-1]) > certified):  # one in a hundred is chance
         tries.append(bounds(plain, repeats))
-    found, wrong = min(tries, key=max), bounds(twin, 60)
+    found, wrong = min(tries, key=max), bounds(mutant, 60)
     yield Finding(
         "lower-bound",
         f"ε from below: dp-fedgd, one round, {rows:,} float32 records, secret noise, {repeats} runs per world",
@@ -176,7 +176,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
         f"with one float32 accumulator {wrong[0]:.2f} and {wrong[1]:.1f}",
         f"{certified:.4g} (certified)",
         verdict(max(found) <= certified, able=max(wrong) > certified),
-        {"runs": repeats, "tries": tries, "twin": wrong},
+        {"runs": repeats, "tries": tries, "mutant": wrong},
     )
 
 

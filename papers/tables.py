@@ -26,7 +26,7 @@ from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.studies.compare import frozen
-from sordino.training.batch import MOST, Trained, run_many
+from sordino.training.batch import MAX_RUNS_PER_BATCH, Trained, run_many
 from sordino.training.spec import Spec
 
 PUBLISHED = Path(__file__).with_name("published")
@@ -141,7 +141,7 @@ def attempt(
     wants: Sequence[Want],
     seeds: Sequence[int],
     *,
-    most: int = MOST,
+    most: int = MAX_RUNS_PER_BATCH,
     split: int | None = None,
     own_data: bool = False,
 ) -> list[Trained]:

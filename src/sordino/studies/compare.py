@@ -62,18 +62,18 @@ class Contestant(NamedTuple):
     def values(self, base: dict[str, Any], epsilon: float) -> dict[str, Any]:
         """Of a run; a common option such as the clip goes to methods that have it and do not derive their own."""
         own = () if self.method in UNTUNED else entry(self.method).options
-        common = {key: value for key, value in base.items() if key in FREE_KEYS or key in own}
+        common = {key: value for key, value in base.items() if key in SHARED_KEYS or key in own}
         return {**common, **self.options, "method": self.method, "epsilon": epsilon}
 
 
 OPTION_KEYS = {key for known in REGISTRY.values() for key in known.options}
-FREE_KEYS = {*RUN_KEYS, *(key for known in registry.REGISTRY.values() for key in known.options)}  # of no method
+SHARED_KEYS = {*RUN_KEYS, *(key for known in registry.REGISTRY.values() for key in known.options)}  # of no method
 
 
 def contestants(words: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
     """`paper`, `all` (what is proved of these in this setting), or names, with options as in dp-fedsofim:rho=1."""
-    if unknown := [key for key in base if key not in FREE_KEYS and key not in OPTION_KEYS]:
-        raise SordinoError(f"{unknown[0]}: no method has it.{nearest(unknown[0], [*FREE_KEYS, *OPTION_KEYS])}")
+    if unknown := [key for key in base if key not in SHARED_KEYS and key not in OPTION_KEYS]:
+        raise SordinoError(f"{unknown[0]}: no method has it.{nearest(unknown[0], [*SHARED_KEYS, *OPTION_KEYS])}")
     found: list[Contestant] = []
     for word in words:
         if word == "paper":

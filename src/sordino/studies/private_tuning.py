@@ -32,7 +32,7 @@ from sordino.training.batch import Trained, run_many
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
-HOW = ("public", "count", "stopping")
+SELECTIONS = ("public", "count", "stopping")
 SCORES = 2**16 - 2  # the query number under which counts are noised
 UNPAID = "not paid for: the settings were chosen on validation records, and no budget covers that choice"
 
@@ -58,8 +58,8 @@ def search(
     dataset: its test part scores the runs; public records for `public`, else validation records (see `tune.validated`).
     mean: runs that `stopping` expects to make.
     """
-    if how not in HOW:
-        raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, HOW)}")
+    if how not in SELECTIONS:
+        raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, SELECTIONS)}")
     base = resolve(Spec.of(values))
     privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:
