@@ -344,7 +344,7 @@ def test_the_clip_twice_in_the_noise():
     cert = certified(plan)
     assert verify(cert).problems == []
     cert["groups"][0]["releases"][0]["std"] *= clip
-    assert any("is claimed, the raw numbers give" in problem for problem in verify(cert).problems)
+    assert any("is claimed, but the raw numbers give" in problem for problem in verify(cert).problems)
 
 
 STREAMS = {
@@ -624,7 +624,7 @@ def test_metrics_sent_home(metric):
     rule = Rule(stateless, lambda said, state, theta, t: (-0.1 * said[0], state))
     found = searched(method(compute, Query(Kind.GRADIENT, 1.0), rule=rule), SOFTMAX, SWAP)
     assert math.isinf(found.worst)
-    assert "the message tells more" in found.problems[0]
+    assert "its message reveals more" in found.problems[0]
 
     def honest(ask, broadcast, memory, cache):
         g = ask.gradient(broadcast.theta)
@@ -669,8 +669,8 @@ def test_moments_of_bare_gradients():
         )
     )
     found = searched(adamw._replace(stages=(sent,)), SOFTMAX)
-    assert "the message tells more" in found.problems[0]
-    assert "came out otherwise from the same messages" in checks.replay(adamw._replace(stages=(hidden,)), SOFTMAX)[0]
+    assert "its message reveals more" in found.problems[0]
+    assert "differs although its messages are the same" in checks.replay(adamw._replace(stages=(hidden,)), SOFTMAX)[0]
     assert searched(adamw, SOFTMAX, trials=12).problems == []
     assert checks.replay(adamw, SOFTMAX) == []
 

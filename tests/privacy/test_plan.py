@@ -286,7 +286,7 @@ def test_a_laxer_client_is_refused():
 
 @pytest.mark.parametrize("client", [5, -1])
 def test_a_stranger_is_refused(client):
-    with pytest.raises(SordinoError, match=f"client_epsilon: there is no client {client}; they run 0 to 4"):
+    with pytest.raises(SordinoError, match=f"client_epsilon: client {client} does not exist; the last is 4"):
         plan(client_epsilon={client: 0.5})
 
 

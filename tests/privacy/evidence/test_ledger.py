@@ -196,7 +196,7 @@ def test_a_limit_may_be_tightened_never_loosened(tmp_path):
     path = tmp_path / "l.db"
     Ledger(path, epsilon=2.0, delta=1e-5).close()
     for laxer in ((2.01, 1e-5), (2.0, 1e-4), (math.inf, 1e-5)):
-        with pytest.raises(SordinoError, match=r"limit is epsilon 2 .*laxer.*tightened"):
+        with pytest.raises(SordinoError, match=r"limit is epsilon 2 .*weaker.*tightened"):
             Ledger(path, epsilon=laxer[0], delta=laxer[1])
     Ledger(path, epsilon=2.0, delta=1e-5).close()
     big = entry(std=2.0 / gaussian.mu(1.5, 1e-5))
@@ -266,7 +266,7 @@ def test_a_bad_limit_leaves_no_file(tmp_path, epsilon, delta):
 
 def test_files_of_another_kind_are_refused_and_left_alone(copy, tmp_path):
     tamper(copy, ("PRAGMA user_version = 7",))
-    with pytest.raises(SordinoError, match=r"written by schema 7.*reads schema 2"):
+    with pytest.raises(SordinoError, match=r"the file has schema 7.*reads schema 2"):
         Ledger(copy)
 
     foreign, text = tmp_path / "foreign.db", tmp_path / "text.db"
@@ -407,7 +407,9 @@ def test_rows_cut_from_the_end_are_noticed_by_a_certificate(copy, left):
     with Ledger(copy) as opened:
         head, count = opened.head(), len(opened)
     tamper(copy, ("DELETE FROM entries WHERE seq > ?", left))
-    assert [f"The file counts {count} rows and ends with row {left}: rows were cut off or rewritten."] == problems(copy)
+    assert [
+        f"The witness counts {count} rows, but row {left} is the last: rows were cut off or rewritten."
+    ] == problems(copy)
     with Ledger(copy) as opened, pytest.raises(SordinoError, match="rows were cut off"):
         opened.charge([Charge("late", 1, "q", 0.01, 1.0, 1, "other")])  # and would hide that they were
     tamper(copy, ("DELETE FROM witness",))

@@ -178,7 +178,7 @@ def test_nested_events_amount_to_the_flat_release():
 def test_a_certificate_of_an_unknown_mechanism_is_refused(change):
     cert = certificate(plan(Independent()), Secure(), version="x")
     cert["groups"][0]["releases"][0].update(change)
-    with pytest.raises(SordinoError, match="no independent account is known of mechanism"):
+    with pytest.raises(SordinoError, match="no independent account of mechanism"):
         verify(cert)
     with pytest.raises(SordinoError, match="mechanism"):
         listed(cert["groups"][0]["releases"])
