@@ -53,7 +53,7 @@ from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training import run as runs
-from sordino.training.artifacts import RunFolder
+from sordino.training.folder import RunFolder
 from sordino.training.predict import predict
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run

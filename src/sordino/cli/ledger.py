@@ -44,7 +44,7 @@ def _open(arguments: argparse.Namespace) -> Any:
 
 def _path(arguments: argparse.Namespace) -> Path:
     """The ledger that is named, or that of the run whose directory, or public file, is."""
-    from sordino.training.artifacts import RunFolder
+    from sordino.training.folder import RunFolder
 
     given = Path(arguments.file)
     place = RunFolder.find(given)
@@ -55,7 +55,7 @@ def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The head and length that the run's certificate names, where it lies beside the ledger."""
     import json
 
-    from sordino.training.artifacts import RunFolder
+    from sordino.training.folder import RunFolder
 
     path = RunFolder.find(_path(arguments)).public / "certificate.json"
     try:

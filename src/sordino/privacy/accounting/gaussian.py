@@ -23,10 +23,10 @@ import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
 from sordino.errors import SordinoError
+from sordino.privacy.accounting import roots
 
 SLACK = 1e-12  # relative: calibrated mu lies this far below the root, which is much more than rounding
 _ROUNDING = 1e-14  # relative error of a root; below SLACK, so that round trips keep their direction
@@ -212,7 +212,7 @@ def _mills(x: float) -> float:
 
 
 def _root(f: Callable[[float], float], low: float, high: float) -> float:
-    return float(brentq(f, low, high, xtol=1e-300, rtol=_ROUNDING, maxiter=500))
+    return roots.root(f, low, high, _ROUNDING)
 
 
 def _push(value: float, direction: int, safe: Callable[[float], bool]) -> float:
