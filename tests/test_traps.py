@@ -693,17 +693,17 @@ def test_rescaling_by_xi():
     for adjacency in Adjacency:
         assert searched(wrong, SQUARES, adjacency, trials=40).beyond
     assert not searched(right, SQUARES, trials=5).beyond
-    with pytest.raises(SordinoError, match="moves with the data without bound near"):
+    with pytest.raises(SordinoError, match="changes without bound with the data near"):
         plan_for(wrong)
     assert plan_for(right).proved
 
 
 HIDDEN = [
-    ("dp-fedavg", {"steps": 2}, {"steps": 1}, "each client's own noise protects it"),
+    ("dp-fedavg", {"steps": 2}, {"steps": 1}, "only a client's own noise protects it"),
     ("dp-scaffold", {}, None, "Control variates are hidden client state"),
     ("dp-fednew", {}, {"duals": False}, "Duals are hidden client state"),
     ("dp-fednew-fc", {}, {"duals": False}, "Duals are hidden client state"),
-    ("dp-fedadamw", {}, None, "not linear in a client's own noise"),
+    ("dp-fedadamw", {}, None, "not linear in a client's noise"),
 ]
 
 
