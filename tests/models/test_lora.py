@@ -522,7 +522,7 @@ def test_files_of_another_rank_are_refused(tmp_path):
     theta = torch.zeros(sum(p.numel() for p in module.parameters() if p.requires_grad))
     save_peft(tmp_path, module, theta)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2
-    with pytest.raises(SordinoError, match="rank 2 and alpha 32 there, 4"):
+    with pytest.raises(SordinoError, match="it has rank 2 and alpha 32, but the model has 4"):
         load_peft(tmp_path, adapt(Plain(), rank=4))
     with pytest.raises(SordinoError, match="does not fit the model at"):
         load_peft(tmp_path, adapt(Plain(layers=1), rank=2))

@@ -348,8 +348,8 @@ def test_participation_reads_what_it_writes():
     ("text", "message"),
     [
         ("fixd:3", "participation: 'fixd:3' is unknown. Did you mean 'fixed:5'?"),
-        ("fixed", "participation: 'fixed' lacks a number"),
-        ("fixed:x", "participation: 'fixed:x' lacks a number"),
+        ("fixed", "participation: 'fixed' has no number"),
+        ("fixed:x", "participation: 'fixed:x' has no number"),
         ("fixed:0", "participation: fixed:0 needs a whole number"),
         ("fixed:2.5", "participation: fixed:2.5 needs a whole number"),
         ("poisson:0", "participation: poisson:0 needs a rate"),

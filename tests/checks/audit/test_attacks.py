@@ -340,7 +340,7 @@ def _one_matrix():
         (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several queries"),
         (lambda: audit("dp-fedgd", Privacy(unit=Unit.USER), batch="poisson:4"), "at user level nothing is claimed"),
         (lambda: audit("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="fixed:4"), "under add-remove"),
-        (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' lacks a number"),
+        (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' has no number"),
     ],
 )
 def test_mistakes_are_named(call, message):

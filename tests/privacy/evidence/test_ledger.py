@@ -253,7 +253,7 @@ def test_bad_values_are_refused_before_anything_is_written(copy, bad):
 
 
 def test_a_charge_of_nothing_is_refused(copy):
-    with Ledger(copy) as opened, pytest.raises(SordinoError, match="there are none"):
+    with Ledger(copy) as opened, pytest.raises(SordinoError, match="the list is empty"):
         opened.charge([], b"free")
 
 
@@ -312,7 +312,7 @@ def test_a_locked_file_says_who_to_wait_for(copy, monkeypatch):
     with Ledger(copy) as opened:
         other = sqlite3.connect(copy, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(SordinoError, match="locked; another process holds it"):
+        with pytest.raises(SordinoError, match="locked; another process has locked it"):
             opened.charge([entry("ann", 50)], b"x")
         other.close()
         opened.charge([entry("ann", 50)], b"x")
@@ -415,7 +415,7 @@ def test_rows_cut_from_the_end_are_noticed_by_a_certificate(copy, left):
     tamper(copy, ("DELETE FROM witness",))
     assert problems(copy) == []  # nothing in the file can tell any more, hence the certificate
     assert "No row has the expected hash" in problems(copy, expect_head=head)[0]
-    assert f"{left} rows where {count} are expected" in problems(copy, expect_rows=count)[0]
+    assert f"{left} rows, but {count} are expected" in problems(copy, expect_rows=count)[0]
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 5), (4, 5)])
@@ -567,7 +567,7 @@ def test_show_says_what_can_be_seen_and_what_cannot(copy, tmp_path, capsys, monk
     for path in (place, place / "public", place / "private" / "ledger.db"):
         status, words = shown(path, capsys)
         assert status == 1
-        assert f"There are {count - 1} rows where {count} are expected" in words
+        assert f"There are {count - 1} rows, but {count} are expected" in words
 
 
 def test_rounds_stored_never_fall_and_outlive_the_process(tmp_path):
