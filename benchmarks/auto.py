@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 from functools import lru_cache
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from sordino.methods.auto import auto
 from sordino.rules import kalman
 
 ROOT = Path(__file__).parents[1]
+KALMAN_MODULE = import_module("sordino.rules.kalman")  # `sordino.rules` exports the function of the same name
 OUT = ROOT / "results" / "auto.json"
 EPSILONS = (0.5, 1.0, 5.0, 10.0)
 TRUSTS = ("untrusted-server", "secure-aggregation")
@@ -90,19 +92,19 @@ def one(job: tuple[str, str, float, str, int]) -> dict[str, float]:
     name, variant, epsilon, trust, seed = job
     options = dict(VARIANTS[variant])
     dataset, divisor = read(name, options.pop("records", "record")), options.pop("divisor", "pooled")
-    kalman.SATURATING_LOGIT = options.pop("reach", SCAN["reach"])
+    KALMAN_MODULE.SATURATING_LOGIT = options.pop("reach", SCAN["reach"])
     clients = FILES[name][2]
     which = so.split(dataset, "dirichlet:0.5" if clients else "by-site", clients=clients, seed=seed)
     records = so.Records.of(dataset.x_train, dataset.y_train, which)
     model = so.Linear(dataset.x_train.shape[1], len(dataset.classes))
     privacy = so.Privacy(epsilon, trust=trust)
     plan = so.Plan(so.build("auto", **options), 70, records.sizes, privacy, divisor=divisor)
-    found = {}
+    accuracies = {}
     for this_round in so.simulate.run(plan, model, records, so.source(seed)):
         if this_round.t + 1 in ROUNDS:
             right = model.predict(this_round.model, dataset.x_test).numpy() == dataset.y_test
-            found[str(this_round.t + 1)] = float(right.mean())
-    return found
+            accuracies[str(this_round.t + 1)] = float(right.mean())
+    return accuracies
 
 
 def begin(folder: str) -> None:
@@ -126,8 +128,8 @@ def main(folder: str) -> None:
     runs: dict[str, dict[str, float]] = old.get("runs", {}) if old.get("code") == code else {}
     todo = [job for job in jobs() if json.dumps(job) not in runs]
     with get_context("spawn").Pool(2, begin, (folder,)) as pool:
-        for k, found in enumerate(track(pool.imap(one, todo, 8), total=len(todo), console=Console(stderr=True))):
-            runs[json.dumps(todo[k])] = found
+        for k, accuracies in enumerate(track(pool.imap(one, todo, 8), total=len(todo), console=Console(stderr=True))):
+            runs[json.dumps(todo[k])] = accuracies
             if k % 20 == 0 or k == len(todo) - 1:
                 OUT.write_text(json.dumps({"provenance": origin, "code": code, "runs": runs}, indent=1) + "\n")
     best = {(n, t): best_of(ROOT / "results" / file.format(t)) for n, file in RIVALS.items() for t in TRUSTS}
@@ -155,8 +157,8 @@ def best_of(path: Path) -> dict[tuple[float, int], float]:
 
 
 def cell(runs: dict, name: str, variant: str, epsilon: float, trust: str) -> str:
-    found = [v for k, v in runs.items() if k[:4] == (name, variant, epsilon, trust)]
-    return " → ".join(f"{100 * statistics.mean(f[str(t)] for f in found):.1f}" for t in ROUNDS)
+    accuracies = [v for k, v in runs.items() if k[:4] == (name, variant, epsilon, trust)]
+    return " → ".join(f"{100 * statistics.mean(f[str(t)] for f in accuracies):.1f}" for t in ROUNDS)
 
 
 def table(origin: dict, runs: dict, best: dict) -> str:

@@ -73,20 +73,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(scenarios.SCENARIOS), default=list(scenarios.SCENARIOS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "faults.json")
     parser.add_argument("--keep", type=Path, help="where to leave everything, for a look")
-    words = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        found = fault_trials.run(
-            words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True), True
+        trial = fault_trials.run(
+            options.keep or Path(place), tuple(options.only), lambda text: print(text, flush=True), True
         )
-    wrong = {name: bad for name, run in found["runs"].items() if (bad := fault_trials.problems(name, run))}
-    for name, run in found["runs"].items():
+    wrong = {name: bad for name, run in trial["runs"].items() if (bad := fault_trials.problems(name, run))}
+    for name, run in trial["runs"].items():
         run["expected"] = list(scenarios.SCENARIOS[name].came)
-        told = f"{run['tries']} tries" if "tries" in run else f"{run['came']}, {run['seconds']:.0f} s"
-        print(f"{'NOT' if name in wrong else 'ok '} {name}: {told} {wrong.get(name, '')}")
-    out = {"provenance": provenance("python benchmarks/faults.py"), **found, "not_as_expected": wrong}
-    words.out.write_text(json.dumps(out, indent=1) + "\n")
-    words.out.with_suffix(".md").write_text(page(out))
-    sys.exit(bool(wrong or found["violations"] or set(found["unknown_sites"].values()) != {"refused"}))
+        outcome = f"{run['tries']} tries" if "tries" in run else f"{run['came']}, {run['seconds']:.0f} s"
+        print(f"{'NOT' if name in wrong else 'ok '} {name}: {outcome} {wrong.get(name, '')}")
+    out = {"provenance": provenance("python benchmarks/faults.py"), **trial, "not_as_expected": wrong}
+    options.out.write_text(json.dumps(out, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(page(out))
+    sys.exit(bool(wrong or trial["violations"] or set(trial["unknown_sites"].values()) != {"refused"}))
 
 
 if __name__ == "__main__":

@@ -114,8 +114,8 @@ def judge(run: Any, folder: str, rows: int | None, device: str) -> float:
         _whole[part] = load(part, folder, rows, short=False)
     data = _whole[part]
     theta, x = run.theta.to(device), torch.from_numpy(data.x_test).to(device)
-    found = run.resolved.build_model(data.x_train.shape[1], len(data.classes)).predict(theta, x).cpu().numpy()
-    return float((found == data.y_test).mean())
+    predicted = run.resolved.build_model(data.x_train.shape[1], len(data.classes)).predict(theta, x).cpu().numpy()
+    return float((predicted == data.y_test).mean())
 
 
 _whole: dict[str, Any] = {}
@@ -155,7 +155,7 @@ def step(label: str) -> str:
 
 def grid(label: str, sigma: float) -> list[dict[str, float]]:
     key = step(label)
-    return [{key: lr, **own} for own, low, high in spans(label, sigma) for lr in LADDER if low <= lr <= high]
+    return [{key: lr, **options} for options, low, high in spans(label, sigma) for lr in LADDER if low <= lr <= high]
 
 
 def tuned(tuning: list[dict[str, Any]], label: str, sigma: float) -> tuple[dict[str, float], list[float]] | None:
@@ -220,15 +220,15 @@ def accounts(folder: str) -> dict[str, dict[str, float]]:
     data = load("final", folder)
     client = split(data, "dirichlet:0.8", CLIENTS, sizes="equal", seed=0)
     sizes = tuple(np.bincount(client).tolist())
-    found: dict[str, dict[str, float]] = {"sizes": list(sizes)}  # type: ignore[dict-item]
+    epsilons: dict[str, dict[str, float]] = {"sizes": list(sizes)}  # type: ignore[dict-item]
     for label in ("DP-FedAdamW", "DP-FedSAM"):
         for sigma in SIGMAS:
             for adjacency in ("add-remove", "replace-one"):
                 values = base(folder, sigma, ROUNDS) | METHODS[label] | {"adjacency": adjacency}
-                found.setdefault(f"{label} {sigma:g}", {})[adjacency] = spending.epsilon(
+                epsilons.setdefault(f"{label} {sigma:g}", {})[adjacency] = spending.epsilon(
                     resolve(Spec.of(values)).plan(sizes)
                 )
-    return found
+    return epsilons
 
 
 class Study:
@@ -254,30 +254,30 @@ class Study:
         wanted = [about(job) for job in [*final_jobs(chosen, ORDER), *part_jobs(chosen)]]
         runs = [job for job in self.runs if about(job) in wanted]
         seconds = self.before + time.perf_counter() - self.began
-        found = {"provenance": self.provenance, **self.accounts, "chosen": chosen, "runs": runs, "seconds": seconds}
-        return {**found, "tuning": self.tuning}
+        content = {"provenance": self.provenance, **self.accounts, "chosen": chosen, "runs": runs, "seconds": seconds}
+        return {**content, "tuning": self.tuning}
 
     def do(self, jobs: list[dict[str, Any]]) -> None:
         """Train what was not trained yet."""
-        known, words = [about(job) for job in (*self.tuning, *self.runs)], self.words
+        known, flags = [about(job) for job in (*self.tuning, *self.runs)], self.words
         jobs = [job for job in jobs if about(job) not in known]
         for job in jobs:
-            own = METHODS[next(label for label in METHODS if job["label"].split(" ")[0] == label)]
+            options = METHODS[next(label for label in METHODS if job["label"].split(" ")[0] == label)]
             whole = job["label"] in METHODS and job["study"] != "betas"
             job["seeds"] = [TUNER] if job["study"] == "tuning" else list(SEEDS if whole else SEEDS[:2])
-            values = {**base(words.folder, job["sigma"], self.rounds, words.device), **own, **job["options"]}
-            job["values"] = values | ({"steps": 1} if words.quick else {})
+            values = {**base(flags.folder, job["sigma"], self.rounds, flags.device), **options, **job["options"]}
+            job["values"] = values | ({"steps": 1} if flags.quick else {})
             job |= {"at": [self.rounds], "part": "tuning" if job["study"] == "tuning" else "final"}
-        how: dict[str, Any] = {"device": words.device, "workers": words.workers, "judge": judge}
-        for number, found in train(jobs, load, (words.folder, 50 if words.quick else None), **how) if jobs else ():
+        how: dict[str, Any] = {"device": flags.device, "workers": flags.workers, "judge": judge}
+        for number, result in train(jobs, load, (flags.folder, 50 if flags.quick else None), **how) if jobs else ():
             job = {key: jobs[number][key] for key in ("study", "label", "sigma", "options", "seeds")}
-            if "scores" in found:
-                found["scores"] = [{str(t): score for t, score in scores.items()} for scores in found["scores"]]
-            (self.tuning if job["study"] == "tuning" else self.runs).append(job | found)
-            last = [round(list(scores.values())[-1], 4) for scores in found.get("scores", [])]
-            line = (job["study"], job["label"], f"{job['sigma']:g}", job["options"], last or found)
+            if "scores" in result:
+                result["scores"] = [{str(t): score for t, score in scores.items()} for scores in result["scores"]]
+            (self.tuning if job["study"] == "tuning" else self.runs).append(job | result)
+            last = [round(list(scores.values())[-1], 4) for scores in result.get("scores", [])]
+            line = (job["study"], job["label"], f"{job['sigma']:g}", job["options"], last or result)
             print(f"{time.perf_counter() - self.began:6.0f} s", *line, flush=True)
-            write(words.out, self.document())
+            write(flags.out, self.document())
 
 
 def about(job: dict[str, Any]) -> tuple[Any, ...]:
@@ -315,10 +315,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def report(path: Path, folder: str) -> str:
-    found = read(path)
-    if "accounts" not in found:
-        found["accounts"] = accounts(folder)
-        write(path, found)
+    document = read(path)
+    if "accounts" not in document:
+        document["accounts"] = accounts(folder)
+        write(path, document)
 
     def cell(job: dict[str, Any], t: int = ROUNDS) -> str:
         values = [100 * scores[str(t)] for scores in job["scores"]]
@@ -329,17 +329,17 @@ def report(path: Path, folder: str) -> str:
         return "| " + " | ".join(cells) + " |"
 
     def choice(label: str, sigma: float) -> str:
-        best = tuned(found["tuning"], label, sigma)
+        best = tuned(document["tuning"], label, sigma)
         if not best:
             return "–"
         options, edges = best
         mark = "*" if edges else ""
         tau = f", τ {options['tau']:g}" if label == "DP-FedAdamW" else ""
-        mine = [job for job in found["tuning"] if (job["label"], job["sigma"]) == (label, sigma)]
+        mine = [job for job in document["tuning"] if (job["label"], job["sigma"]) == (label, sigma)]
         score = next(job["scores"][0][str(ROUNDS)] for job in mine if job["options"] == options)
         return f"{options[step(label)]:g}{mark}{tau} ({100 * score:.1f})"
 
-    runs = [job for job in found["runs"] if "scores" in job]
+    runs = [job for job in document["runs"] if "scores" in job]
     head = [f"σ = {sigma:g}" for sigma in SIGMAS]
     lines = [
         "# SST-2 by MiniLM with LoRA",
@@ -365,10 +365,10 @@ def report(path: Path, folder: str) -> str:
     lines += [line("", *head), line("---", *["---"] * len(head))]
     for label, name in (("DP-FedAdamW", "one gradient a step"), ("DP-FedSAM", "two (DP-FedSAM)")):
         for adjacency in ("add-remove", "replace-one"):
-            row = (f"{found['accounts'][f'{label} {sigma:g}'][adjacency]:.3g}" for sigma in SIGMAS)
+            row = (f"{document['accounts'][f'{label} {sigma:g}'][adjacency]:.3g}" for sigma in SIGMAS)
             lines.append(line(f"{name}, {adjacency}", *row))
     lines += ["", *PARTS, ""]
-    best = found["chosen"]["DP-FedAdamW"]["1"]["lr"]
+    best = document["chosen"]["DP-FedAdamW"]["1"]["lr"]
     steps = [best, LADDER[LADDER.index(best) + 1]]
     rows = {label: ["–", "–"] for label in ("DP-LocalAdamW", "DP-FedAdamW", *ABLATION)}
     for job in runs:

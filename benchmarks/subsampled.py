@@ -76,9 +76,9 @@ def settings(trust: str) -> dict[tuple[str, float], dict[str, Any]]:
 
 def keys(trust: str, label: str, batch: str, rounds: int, epsilon: float, options: dict[str, Any]) -> dict[str, Any]:
     method, _, form = label.partition(" ")
-    said = {"apply_to": "momentum"} if form else {}
+    form_options = {"apply_to": "momentum"} if form else {}
     run = {"method": method, "trust": trust, "batch": batch, "rounds": rounds, "epsilon": epsilon}
-    return {**BASE, **TRUSTS[trust][0], **run, **said, **options}
+    return {**BASE, **TRUSTS[trust][0], **run, **form_options, **options}
 
 
 def last(trained: Trained) -> float:
@@ -97,8 +97,8 @@ def choose(
             options = start[label, epsilon]
             options = {**options, "lr": options["lr"] * factor}
             specs.append(Spec.of({**keys(trust, label, batch, rounds, epsilon, options), "seed": 0, "split_seed": 0}))
-        for (epsilon, factor), found in zip(todo, run_many(specs, data, at=()), strict=True):
-            tried[epsilon][factor] = last(found)
+        for (epsilon, factor), trained in zip(todo, run_many(specs, data, at=()), strict=True):
+            tried[epsilon][factor] = last(trained)
         todo = []
         for epsilon, scores in tried.items():
             best, ends = max(scores, key=scores.__getitem__), (min(scores), max(scores))
@@ -145,10 +145,10 @@ def tested(
 def compute(task: tuple[str, str, str]) -> list[dict[str, Any]]:
     folder, trust, label = task
     data = resolve(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD})).read_data()
-    held, rows = validated(data), []
+    validation, rows = validated(data), []
     for batch, rounds in SHAPES[label]:
         begun = time.process_time()
-        chosen = choose(held, trust, label, batch, rounds)
+        chosen = choose(validation, trust, label, batch, rounds)
         rows += tested(data, trust, label, batch, rounds, chosen, "chosen for this row")
         print(trust, label, batch, rounds, f"{time.process_time() - begun:.0f} s", flush=True)
         print("   ", [f"{row['mean']:.4f}" for row in rows[-len(EPSILONS) :]], flush=True)
@@ -174,13 +174,13 @@ AGAINST = [  # batch and rounds of the one and the other
 
 def differences(rows: list[dict[str, Any]]) -> list[str]:
     """Points of accuracy, seed against seed, by epsilon; and the noise that the mean gradient carries."""
-    found = {(r["trust"], r["method"], r["batch"], r["rounds"], r["epsilon"]): r for r in rows}
+    row_of = {(r["trust"], r["method"], r["batch"], r["rounds"], r["epsilon"]): r for r in rows}
     names = " | ".join(f"ε = {epsilon:g}" for epsilon in EPSILONS)
     lines = ["## Differences", "", "Points of accuracy at equal ε, mean of 3 seeds ± its standard error, seed by seed."]
     lines += ["Noise: standard deviation on the mean gradient over that of the other row, at ε = 0.5 and 10.", ""]
     lines += [f"| method | trust | minibatches | against | noise | {names} |", "|---" * 9 + "|"]
     for label, trust, (one, other) in itertools.product(SHAPES, TRUSTS, AGAINST):
-        both = [[found.get((trust, label, *shape, epsilon)) for shape in (one, other)] for epsilon in EPSILONS]
+        both = [[row_of.get((trust, label, *shape, epsilon)) for shape in (one, other)] for epsilon in EPSILONS]
         if not all(a and b for a, b in both):
             continue
         cells = []
@@ -188,8 +188,8 @@ def differences(rows: list[dict[str, Any]]) -> list[str]:
             gaps = [100 * (x - y) for x, y in zip(a["accuracy"], b["accuracy"], strict=True)]
             cells.append(f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}")
         noise = ", ".join(f"{a['aggregate_std'] / b['aggregate_std']:.3f}" for a, b in (both[0], both[-1]))
-        words = f"{one[0]}, {one[1]} rounds | {other[0]}, {other[1]} rounds"
-        lines.append(f"| {label} | {trust} | {words} | {noise} | {' | '.join(cells)} |")
+        shapes = f"{one[0]}, {one[1]} rounds | {other[0]}, {other[1]} rounds"
+        lines.append(f"| {label} | {trust} | {shapes} | {noise} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
@@ -219,14 +219,14 @@ def main(folder: str, workers: int) -> None:
     begun = time.perf_counter()
     with ProcessPoolExecutor(workers) as pool:
         rows = [row for part in pool.map(compute, tasks) for row in part]
-    found = {
+    document = {
         "provenance": provenance(f"OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR --workers {workers}"),
         "seconds": time.perf_counter() - begun,
         "base": BASE,
         "seeds": SEEDS,
         "rows": rows,
     }
-    (ROOT / "results" / "subsampled.json").write_text(json.dumps(found, indent=1) + "\n")
+    (ROOT / "results" / "subsampled.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -143,9 +143,9 @@ def test_without_a_published_checksum_the_first_download_is_the_measure(
 @pytest.mark.parametrize(
     ("path", "checksum", "reason"),
     [
-        ("/a9a", "md5:" + "0" * 32, "what came has md5 .*, not the published 0000"),
-        ("/a9a", "sha256:" + "0" * 64, "what came has sha256"),
-        ("/short", MD5, r"bytes came of 19|IncompleteRead"),
+        ("/a9a", "md5:" + "0" * 32, "it has md5 .*, not the published 0000"),
+        ("/a9a", "sha256:" + "0" * 64, "it has sha256"),
+        ("/short", MD5, r"received . of 19 bytes|IncompleteRead"),
         ("/gone", MD5, "Not Found"),
         ("/silent", MD5, "timed out"),
     ],

@@ -18,10 +18,12 @@ def add(commands: Any) -> None:
         "try to break a method's guarantee",
         "sordino check dp-fedsofim\nsordino check --all --json checks.json\nsordino check --sums --device cuda",
     )
-    parser.add_argument("method", nargs="*", metavar="METHOD")
-    parser.add_argument("--all", action="store_true", help="every method there is, and the sums they are made of")
-    parser.add_argument("--sums", action="store_true", help="the sums alone: float32, up to a million records")
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda, for the sums")
+    parser.add_argument("method", nargs="*", metavar="METHOD", help="names from 'sordino methods'")
+    parser.add_argument("--all", action="store_true", help="check every method, and the sums that all of them use")
+    parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
+    parser.add_argument(
+        "--device", default="cpu", metavar="D", help="where the sums are computed: cpu or cuda (default: cpu)"
+    )
     add_json(parser)
 
 
@@ -47,10 +49,12 @@ def act(arguments: argparse.Namespace) -> int:
             reports += check_sums(device=arguments.device)
     with bar("checking", len(names)) if names else nullcontext() as progress:
         for name in names:
-            own = check(name)
-            reports += own
+            reports_of_method = check(name)
+            reports += reports_of_method
             if name not in REGISTRY:
-                plugins.remember(plugins.found(plugins.METHODS)[name], ok=all(report.passed for report in own))
+                plugins.remember(
+                    plugins.found(plugins.METHODS)[name], ok=all(report.passed for report in reports_of_method)
+                )
             if progress is not None:
                 progress()
     if not emit(arguments, [report._asdict() for report in reports]):

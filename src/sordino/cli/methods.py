@@ -12,7 +12,9 @@ from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:
-    add_json(command(commands, "methods", act, "what there is, and what is certified", "sordino methods --json"))
+    add_json(
+        command(commands, "methods", act, "list the methods, and what is certified of each", "sordino methods --json")
+    )
 
 
 def act(arguments: argparse.Namespace) -> int:

@@ -110,9 +110,9 @@ class RunFolder(NamedTuple):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes out, because two would release a round twice. The lock ends with its process."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
-                held.enter_context(files.lock(self.private / "lock", wait=False))
+                stack.enter_context(files.lock(self.private / "lock", wait=False))
             except BlockingIOError:
                 raise SordinoError(
                     f"resume: another process is training in '{self.root}'; wait for it or stop it."
@@ -168,8 +168,11 @@ def restore(folder: RunFolder, identity: str) -> Progress:
         )
     if len(history) != done:
         raise SordinoError(f"resume: '{metrics}' lacks some of the {done} rounds done; start a new run.")
-    model = tree[1] if done else None
-    return Progress(done, tree[0], model, history) if isinstance(model, Tensor) else Progress(0, tree, None, history)
+    if not done:
+        return Progress(0, tree, None, history)
+    if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[1], Tensor)):
+        raise SordinoError(f"resume: '{path}' is of round {done} and holds no model; start a new run.")
+    return Progress(done, tree[0], tree[1], history)
 
 
 def add_timing(folder: RunFolder, done: int, seconds: float) -> None:
