@@ -1,7 +1,7 @@
 """Attacks that once worked, against the installed package: results/attacks.md and results/attacks.json.
 
 Each class of attack is one function. It returns what was measured on earlier code (2026-11-15), what is measured now,
-the bound, and whether the attack failed. Where an attack could fail by its own fault, a wrong twin (the old arithmetic,
+the bound, and whether the attack failed. Where an attack could fail by its own fault, a mutant (the old arithmetic,
 or the secret that the attacker lacks) shows that it still finds what it looks for. Exit status 1: an attack
 succeeded, or was too weak to tell.
 """
@@ -53,7 +53,7 @@ from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training import run as runs
-from sordino.training.artifacts import RunFolder
+from sordino.training.folder import RunFolder
 from sordino.training.predict import predict
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -136,7 +136,7 @@ def drift(quick: bool) -> Iterator[Finding]:
 
 
 class Drifting(Linear):
-    """Wrong twin: its sum of clipped gradients is kept in one float32 accumulator."""
+    """Mutant: its sum of clipped gradients is kept in one float32 accumulator."""
 
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
         plain = Linear(self.features, self.outputs, self.kind)
@@ -179,7 +179,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
         f"with one float32 accumulator {wrong[0]:.2f} and {wrong[1]:.1f}",
         f"{certified:.4g} (certified)",
         verdict(max(best) <= certified, able=max(wrong) > certified),
-        {"runs": repeats, "tries": tries, "twin": wrong},
+        {"runs": repeats, "tries": tries, "mutant": wrong},
     )
 
 

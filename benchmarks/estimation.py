@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from provenance import provenance
+from sordino.data.partition import SIZE_LAWS
 from sordino.studies import estimation
 from sordino.studies import estimation_report as report
-from sordino.studies.estimation import LABELS, LAWS, MUS, DesignPoint, cells
+from sordino.studies.estimation import LABELS, MUS, DesignPoint, cells
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("logistic", "poisson")
@@ -33,7 +34,9 @@ MNIST = {"mnist-binary": "even or odd", "mnist-multiclass": "ten classes"}
 
 
 def all_cells() -> list[DesignPoint]:
-    designs = [(law, law) for law in LAWS] + [("fixed-total", law) for law in LAWS] + [("iterations", "equal")]
+    designs = (
+        [(law, law) for law in SIZE_LAWS] + [("fixed-total", law) for law in SIZE_LAWS] + [("iterations", "equal")]
+    )
     points = [cell for design, law in designs for cell in cells(design, KINDS, MUS, law)]
     return list(dict.fromkeys(points))
 

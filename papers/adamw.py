@@ -185,7 +185,7 @@ def _find(table: str, data: str, model: str | None) -> tuple[PaperRow, str]:
 
 
 def options(method: str, steps: int) -> dict[str, Any]:
-    """The paper's settings for the options of the method. dp-fedavg, dp-fedavg-ls and dp-scaffold have no decay here."""
+    """The paper's settings for options of the method. dp-fedavg, dp-fedavg-ls and dp-scaffold have no decay here."""
     known = methods()
     if method not in known:
         raise SordinoError(f"method: '{method}' is not in table 20.{nearest(method, known)}")

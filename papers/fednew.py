@@ -20,7 +20,7 @@ from sordino.errors import SordinoError
 from sordino.studies.grids import Grid, product
 from sordino.studies.private_tuning import UNPAID
 from sordino.studies.tune import validated
-from sordino.training.batch import MOST, run_many
+from sordino.training.batch import MAX_RUNS_PER_BATCH, run_many
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -194,9 +194,9 @@ def _key(each: Rival, unit: str) -> str:
 def _most(request: TableRequest, each: Rival, unit: str, clients: int, dataset: Dataset) -> int:
     """Runs per batch. At user level Hessians are built, which limits it."""
     if each.method != "dp-fednew" or unit == "record":
-        return MOST
+        return MAX_RUNS_PER_BATCH
     size = (dataset.x_train.shape[1] + 1) * len(dataset.classes)
-    return max(1, min(MOST, int(MEMORY[request.device] / (16 * clients * size**2))))
+    return max(1, min(MAX_RUNS_PER_BATCH, int(MEMORY[request.device] / (16 * clients * size**2))))
 
 
 # ----------------------------------------------------------------------------------------------------------- running

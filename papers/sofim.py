@@ -132,7 +132,7 @@ def lineup(
     *,
     strict: bool = True,
 ) -> list[Want]:
-    """Every method of the paper that is proved in this setting, at every budget. strict: an error for a method without settings."""
+    """Every method of the paper that is proved in this setting, at every budget. strict: settings must exist."""
     base = {**BASE, **world, "data": request.source}
     settings = chosen(tuning)
     budgets = request.epsilons or tuple(sorted({float("inf") if e is None else e for _, e in settings}))

@@ -1,8 +1,8 @@
 """What all tables share: their description, their runs, and the comparison with published figures.
 
 `published/` holds the figures that the papers print, and settings tuned for them. A table is a list of `Want`s: runs,
-and what the paper prints of them by round. Our features come from other pre-training than those of the papers,
-so levels differ: compare orders, gaps and shapes. `sofim`, `fednew` and `adamw` define the tables; `catalog` lists them.
+and what the paper prints of them by round. Our features come from other pre-training than those of the papers, so
+levels differ: compare orders, gaps and shapes. `sofim`, `fednew` and `adamw` define the tables; `catalog` lists them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.studies.compare import frozen
-from sordino.training.batch import MOST, Trained, run_many
+from sordino.training.batch import MAX_RUNS_PER_BATCH, Trained, run_many
 from sordino.training.spec import Spec
 
 PUBLISHED = Path(__file__).with_name("published")
@@ -141,7 +141,7 @@ def attempt(
     wants: Sequence[Want],
     seeds: Sequence[int],
     *,
-    most: int = MOST,
+    most: int = MAX_RUNS_PER_BATCH,
     split: int | None = None,
     own_data: bool = False,
 ) -> list[Trained]:

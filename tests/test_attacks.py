@@ -1,4 +1,4 @@
-"""benchmarks/attacks.py in small sizes: the classes of attack that no other test runs, and its own wrong twins."""
+"""benchmarks/attacks.py in small sizes: the classes of attack that no other test runs, and its own mutants."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ def test_beyond_the_old_end_of_the_noise_draws_go_on(attacks):
 
 
 class RoundsByCount(Linear):
-    """Wrong twin: how many records came decides how each is rounded."""
+    """Mutant: how many records came decides how each is rounded."""
 
     def clipped_sum(self, theta, shard, clip, scale=None):
         here = shard.mask > 0
@@ -54,7 +54,7 @@ def test_a_minibatch_whose_shape_is_that_of_the_draw_is_found(attacks):
 
 
 class Overflows(Linear):
-    """Wrong twin: the factor of a gradient is the clip over its length."""
+    """Mutant: the factor of a gradient is the clip over its length."""
 
     def clipped_sum(self, theta, shard, clip, scale=None):
         length = shard.x.norm(dim=-1, keepdim=True)

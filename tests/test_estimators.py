@@ -248,9 +248,9 @@ def test_groups_reach_every_fit_of_a_search():
 def test_a_fitted_model_can_be_stored():
     x, y = blobs()
     model = fast().fit(x, y)
-    twin = pickle.loads(pickle.dumps(model))
-    assert (twin.predict_proba(x) == model.predict_proba(x)).all()
-    assert twin.certificate_ == model.certificate_
+    restored = pickle.loads(pickle.dumps(model))
+    assert (restored.predict_proba(x) == model.predict_proba(x)).all()
+    assert restored.certificate_ == model.certificate_
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

@@ -58,8 +58,9 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """Softmax regression, trained over clients under (epsilon, delta)-differential privacy.
 
     `fit(X, y, groups=site)` makes one client per group; at user level the groups are the protected users. Without
-    groups the records are divided at random among `clients` simulated clients. In a `Pipeline` pass `model__groups=site`,
-    or route it: `set_fit_request(groups=True)`. The groups of a search reach only its splitter, unless they are routed.
+    groups the records are divided at random among `clients` simulated clients. In a `Pipeline` pass
+    `model__groups=site`, or route it: `set_fit_request(groups=True)`. The groups of a search reach only its splitter,
+    unless they are routed.
 
     What the guarantee does not cover:
 

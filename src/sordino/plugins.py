@@ -3,7 +3,7 @@
 A package adds a method without a change in this one:
 
     [project.entry-points."sordino.methods"]
-    dp-mine = "my_package.mine:ENTRY"     # a `sordino.methods.Entry`, or its factory alone: record level only
+    dp-mine = "my_package.mine:ENTRY"     # a `sordino.methods.MethodEntry`, or its factory alone: record level only
 
 `sordino methods` lists it and `sordino check dp-mine` tries to break it.
 

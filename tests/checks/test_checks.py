@@ -1,4 +1,4 @@
-"""The contracts hold for what ships, and each of them can fail: on its wrong twins, and on mistakes of other kinds."""
+"""The contracts hold for what ships, and each of them can fail: on its mutants, and on mistakes of other kinds."""
 
 import math
 
@@ -188,22 +188,22 @@ SUBJECTS = [
 
 
 @pytest.mark.parametrize(("subject", "model"), SUBJECTS)
-def test_each_contract_rejects_its_wrong_twins(subject, model):
-    for twin in checks.WRONG_TWINS["asks"]:
-        assert checks.asks(*twin(subject(), model)), twin
-    for twin in checks.WRONG_TWINS["replay"]:
-        assert checks.replay(*twin(subject(), model)), twin
-    for twin in [each for each in checks.WRONG_TWINS["engines"] if mutants.breaks(each, subject())]:
-        assert checks.engines(*twin(subject(), model)) > 100 * checks.TOLERANCE, twin
+def test_each_contract_rejects_its_mutants(subject, model):
+    for mutant in checks.MUTANTS["asks"]:
+        assert checks.asks(*mutant(subject(), model)), mutant
+    for mutant in checks.MUTANTS["replay"]:
+        assert checks.replay(*mutant(subject(), model)), mutant
+    for mutant in [each for each in checks.MUTANTS["engines"] if mutants.breaks(each, subject())]:
+        assert checks.engines(*mutant(subject(), model)) > 100 * checks.TOLERANCE, mutant
 
 
 @pytest.mark.parametrize("adjacency", Adjacency)
-@pytest.mark.parametrize("twin", checks.WRONG_TWINS["sensitivity"])
-def test_sensitivity_rejects_its_wrong_twins(twin, adjacency):
+@pytest.mark.parametrize("mutant", checks.MUTANTS["sensitivity"])
+def test_sensitivity_rejects_its_mutants(mutant, adjacency):
     for subject, model in SUBJECTS:
         finished = any(q.kind is Kind.DELTA for stage in subject().stages for q in stage.queries)
-        if twin is mutants.half_claimed or not finished:
-            for found in checks.sensitivity(*twin(subject(), model), adjacency):
+        if mutant is mutants.half_claimed or not finished:
+            for found in checks.sensitivity(*mutant(subject(), model), adjacency):
                 assert found.beyond, (subject, found)
                 assert found.problems
 
@@ -277,8 +277,8 @@ def test_a_twin_that_passes_is_reported(monkeypatch):
     def harmless(method, model):
         return method, model
 
-    for contract in checks.WRONG_TWINS:
-        monkeypatch.setitem(checks.WRONG_TWINS, contract, (harmless,))
+    for contract in checks.MUTANTS:
+        monkeypatch.setitem(checks.MUTANTS, contract, (harmless,))
     reports = checks.check("toy", method=method(descend, Query(Kind.GRADIENT, 1.0)), trials=5)
     for report in reports:
         assert not report.passed

@@ -1,10 +1,10 @@
-"""Sums in the arithmetic that ships: float32 records, neighbours built against one float32 accumulator."""
+"""SumFinding in the arithmetic that ships: float32 records, neighbours built against one float32 accumulator."""
 
 import pytest
 import torch
 
 from sordino.checks import check_sums
-from sordino.checks.sums import OneAccumulator, Sums, sums
+from sordino.checks.sums import OneAccumulator, SumFinding, sums
 from sordino.core import Shard
 from sordino.models import kernel
 from sordino.models.linear import Linear, Loss
@@ -26,7 +26,7 @@ def test_the_twin_with_one_float32_accumulator_is_rejected():
     found = {each.query: each.reached for each in sums(OneAccumulator, rows=(10_000,))}
     assert len(found) == QUERIES
     assert min(found.values()) > 1.5
-    assert Sums("gram", "add-remove", 10, 1.5).problems
+    assert SumFinding("gram", "add-remove", 10, 1.5).problems
 
 
 def test_reports_name_what_was_checked():

@@ -134,7 +134,7 @@ def test_dirichlet_is_redrawn_before_it_is_mended(monkeypatch: pytest.MonkeyPatc
         return sizes.count(1)
 
     redrawn = lone()
-    monkeypatch.setattr("sordino.data.partition.TRIES", 1)
+    monkeypatch.setattr("sordino.data.partition.MAX_REDRAWS", 1)
     assert 2 * redrawn < lone()
 
 

@@ -233,7 +233,7 @@ def test_the_noise_and_the_steps_do_not_tell_how_many_came():
         assert this_round.noise_on_sum
     assert len(widths) == 1
     assert steps == list(range(60))
-    # Twin: the same cohorts seen by all, where a round without participants is no round.
+    # Counterexample: where everybody sees the cohorts, a round without participants is no round.
     public = replace(plan, privacy=replace(plan.privacy, trust="secure-aggregation"))
     assert [this_round.step for this_round in round_plans(public, SOFTMAX)] != steps
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sordino.core import Unit
-from sordino.methods import REGISTRY, Entry
+from sordino.methods import REGISTRY, MethodEntry
 from sordino.methods.bounds import CLIP, declare
 from sordino.methods.fedgd import fedgd
 
@@ -16,7 +16,7 @@ def toy(*, unit: Unit = Unit.RECORD, ceiling: float = 1.0, lr: float = 0.5):
 
 
 def registered(monkeypatch, **bounds):
-    monkeypatch.setitem(REGISTRY, "dp-toy", Entry(toy, "toy", "no paper", bounds=declare(**bounds)))
+    monkeypatch.setitem(REGISTRY, "dp-toy", MethodEntry(toy, "toy", "no paper", bounds=declare(**bounds)))
 
 
 def answer(tiny, talk, **spec):

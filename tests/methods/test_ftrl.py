@@ -309,7 +309,7 @@ def test_nobody_pays_less_than_the_transcript_tells(unit, trust, participation, 
 
 @pytest.mark.parametrize("trust", [PC, SA])
 def test_a_price_for_one_round_would_be_found_too_low(trust):
-    """Wrong twins: the stream paid for as if a unit came once, and as if its rounds did not add up."""
+    """Mutants: the stream paid for as if a unit came once, and as if its rounds did not add up."""
     plan = plan_for(rounds=7, trust=trust)
     noise, (level,) = noise_of(plan), calibration.query_noises(plan)
     told = true_mu(plan, 2)

@@ -48,7 +48,7 @@ def test_resnet():
 
 @pytest.mark.parametrize("name", ["cnn", "resnet18-gn"])
 def test_colours_stand_innermost_in_rows_of_data(name):
-    """The same network for images whose channels come first, and its twin that reads rows as if they did."""
+    """The network agrees with one whose channels come first; reading rows as channels first is wrong."""
     net, first = (nets.build(name, 3072, 10, shape=shape) for shape in (None, (3, 32, 32)))
     assert torch.equal(net.init(), first.init())
     images = torch.randn(2, 3, 32, 32)

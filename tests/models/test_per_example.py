@@ -200,12 +200,12 @@ def whole_batch(module, a, g, n):
     return [(name, part.mean(0, keepdim=True).expand_as(part)) for name, part in per_example.linear(module, a, g, n)]
 
 
-@pytest.mark.parametrize("twin", [no_bias, sums_first, other_order, whole_batch])
-def test_a_wrong_rule_is_caught(twin, monkeypatch):
+@pytest.mark.parametrize("mutant", [no_bias, sums_first, other_order, whole_batch])
+def test_a_wrong_rule_is_caught(mutant, monkeypatch):
     net, shape, x, y = made("linear, positions")
     want = naive(net, x, y)
     assert TorchModel(net, shape=shape, mode="tape").mode == "tape"
-    monkeypatch.setitem(per_example.RULES, nn.Linear, twin)
+    monkeypatch.setitem(per_example.RULES, nn.Linear, mutant)
     assert not torch.allclose(swept(net, x, y), want, rtol=1e-3)
     with pytest.raises(SordinoError, match="differ"):
         TorchModel(net, shape=shape, mode="tape")

@@ -378,7 +378,7 @@ def test_gathered_sums_keep_the_bound_and_drop_what_is_not_finite():
 
 
 def test_a_head_is_not_multiplied_out(monkeypatch):
-    """In half precision, by groups: its norm and its sum come from the same factors; a twin that forgets one fails."""
+    """In half precision, by groups: its norm and its sum have the same factors; a mutant that forgets one fails."""
     from sordino.models import per_example
 
     flat = TorchModel(mlp(torch.float32, layers=(6, 40, 3)), autocast=torch.bfloat16)

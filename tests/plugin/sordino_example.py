@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from sordino.core import Kind, Local, Method, Query, Rule, Stage, Trust, Unit
-from sordino.methods import Entry
+from sordino.methods import MethodEntry
 
 
 def halved(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 0.5) -> Method:
@@ -26,7 +26,7 @@ def overclaims(*, unit: Unit = Unit.RECORD, clip: float = 1.0) -> Method:
     return right._replace(name="dp-overclaims", stages=(right.stages[0]._replace(local=local),))
 
 
-HALVED = Entry(halved, "example", "no paper", (Unit.RECORD,))
+HALVED = MethodEntry(halved, "example", "no paper", (Unit.RECORD,))
 
 
 def install(folder: Path, version: str = "1.0") -> Path:

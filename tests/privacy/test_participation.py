@@ -174,7 +174,7 @@ def test_a_coin_falls_below_its_rate_to_the_last_bit():
     assert participation._independent(uniforms, 0, 4, 2.0**-60).tolist() == [
         0,
         2,
-    ]  # twins of (k + 1/2) / 2^52 never would
+    ]  # uniforms of the form (k + 1/2) / 2^52 never would
     uniforms = Words((0, 0, [0, 0, 0, 1]))
     assert participation._independent(uniforms, 0, 2, 1e-300).tolist() == []
 

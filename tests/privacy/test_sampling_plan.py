@@ -58,7 +58,7 @@ def plan(
 
 
 def own_account(found, i, *, slower=1.0):
-    """Epsilon of client i, from the noise that the engines add and the definitions alone. `slower`: a twin's rate."""
+    """Epsilon of client i, from the noise that the engines add and the definitions alone. `slower`: a mutant's rate."""
     promise, drawn, whole = found.privacy, {}, 0.0
     replaced = promise.adjacency is Adjacency.REPLACE_ONE
     kind = found.participation.kind
@@ -144,7 +144,7 @@ def test_the_account_follows_from_what_the_engines_do(keys):
         assert max(promised.values()) > 0.97 * found.privacy.epsilon
     assert spending.samples(found)
     slower = [own_account(found, i, slower=0.5) for i in range(2)]
-    assert min(s / own[i] for i, s in enumerate(slower) if own[i]) < 0.99  # twin: a rate that is off would be seen
+    assert min(s / own[i] for i, s in enumerate(slower) if own[i]) < 0.99  # mutant: a rate that is off would be seen
 
 
 def test_a_semidefinite_message_has_terms_of_length_c():

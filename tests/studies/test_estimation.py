@@ -10,6 +10,7 @@ import torch
 
 from sordino.cli import main
 from sordino.core import Privacy
+from sordino.data.partition import SIZE_LAWS
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import spending
@@ -51,7 +52,7 @@ def test_sizes_follow_their_laws():
     assert lognormal.mean() == pytest.approx(400, rel=0.01)
     assert lognormal.min() >= 50
     assert np.log(lognormal).std() == pytest.approx(0.5, rel=0.15)
-    for law in estimation.LAWS:
+    for law in SIZE_LAWS:
         assert sizes(law, 40) == sizes(law, 40)
         for m in estimation.SPLITS:
             assert (len(sizes(law, m, 20_000)), sum(sizes(law, m, 20_000))) == (m, 20_000)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sordino.core import Divisor, Privacy
+from sordino.data.partition import SIZE_LAWS
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
@@ -115,7 +116,7 @@ def test_one_dimension_has_nothing_across():
 # ------------------------------------------------------------------------------------------------- noise and methods
 
 
-@pytest.mark.parametrize("law", estimation.LAWS)
+@pytest.mark.parametrize("law", SIZE_LAWS)
 def test_aggregate_noise_is_free_of_the_sizes(law):
     sizes, steps, mu = estimation.sizes(law, 30), 7, 0.8
     m, N = len(sizes), sum(sizes)
@@ -127,7 +128,7 @@ def test_aggregate_noise_is_free_of_the_sizes(law):
     assert (calibration.aggregate_std(other, 0) ** 2 == pytest.approx(formula, rel=1e-3)) == (law == "equal")
 
 
-@pytest.mark.parametrize("law", estimation.LAWS)
+@pytest.mark.parametrize("law", SIZE_LAWS)
 def test_noise_drawn_client_by_client_has_that_variance(law):
     sizes, mu, wide, runs = estimation.sizes(law, 20), 1.0, 100, 150
     records = Records(torch.zeros(sum(sizes), wide), torch.zeros(sum(sizes)), np.concatenate([[0], np.cumsum(sizes)]))

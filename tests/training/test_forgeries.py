@@ -18,7 +18,7 @@ from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.evidence.signing import RunKey, signed
 from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.training import run
-from sordino.training.artifacts import RunFolder
+from sordino.training.folder import RunFolder
 from sordino.training.predict import predict
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run

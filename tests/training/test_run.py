@@ -14,8 +14,9 @@ from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.training import artifacts, run
-from sordino.training.artifacts import RunFolder, load_model
+from sordino.training.artifacts import load_model
 from sordino.training.evaluate import beats_constant_guess, evaluate
+from sordino.training.folder import RunFolder
 from sordino.training.predict import predict
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -101,7 +102,7 @@ def test_the_ledger_has_one_row_for_equal_clients_and_pays_before_round_one(tmp_
 IMPORTS = """
 from pathlib import Path
 from sordino.training import artifacts, run
-from sordino.training.artifacts import RunFolder
+from sordino.training.folder import RunFolder
 from sordino.training.spec import Spec
 """
 RESUME = """

@@ -7,7 +7,7 @@
 - `replay`: server and clients post-process what was said; given the same messages, other data change nothing.
 - `engines`: the fast engine computes what the readable one means.
 
-A contract that cannot fail proves nothing: `check` also holds each of them against `WRONG_TWINS` of the very method
+A contract that cannot fail proves nothing: `check` also holds each of them against `MUTANTS` of the very method
 under test, and reports a twin that passes. No method is named here; each contract takes any `Method`.
 """
 
@@ -22,7 +22,7 @@ import torch
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay
 from sordino.checks.fixtures import claims
-from sordino.checks.mutants import WRONG_TWINS, breaks
+from sordino.checks.mutants import MUTANTS, breaks
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.core import Adjacency, Method
@@ -45,7 +45,7 @@ class Report(NamedTuple):
 
 
 RETRIES = 3  # of a search that did not come near enough
-MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))  # a claim holds for any, and is reached on one
+CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))  # a claim holds for any, and is reached on one
 
 
 def check(
@@ -53,7 +53,7 @@ def check(
     *,
     trials: int = TRIALS,
     seed: int = 0,
-    models: Sequence[core.Model] = MODELS,
+    models: Sequence[core.Model] = CHECKED_MODELS,
     method: Method | None = None,
 ) -> list[Report]:
     """All contracts, and their wrong twins, for each unit of a registered method, or for the `method` given."""
@@ -105,7 +105,7 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
         "engines": lambda *wrong: any(gap > TOLERANCE for gap in gaps(*wrong, seed=seed)),
     }
     for contract, reject in rejects.items():
-        mutants = [twin for twin in WRONG_TWINS[contract] if breaks(twin, method)]
+        mutants = [twin for twin in MUTANTS[contract] if breaks(twin, method)]
         problems += [_unseen(contract, twin) for twin in mutants if not reject(*twin(method, model))]
     if not claims(method):
         yield Report(name, method.unit, "", "no-privacy", 0.0, 0.0, difference, not problems, problems)
@@ -127,7 +127,7 @@ def _searched(
         if all(max(found.reached for found in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
             break
         by_model += [search(method, model, seed=seed + again) for model in models]
-    mutants = [twin for twin in WRONG_TWINS["sensitivity"] if breaks(twin, method)]
+    mutants = [twin for twin in MUTANTS["sensitivity"] if breaks(twin, method)]
     seen: dict[int, list[list[Found]]] = {}
     for k, found in enumerate(zip(*by_model, strict=True)):
         best = max(range(len(found)), key=lambda m: found[m].reached)
@@ -142,9 +142,9 @@ def _unseen(contract: str, twin: Callable[..., Any]) -> str:
 
 
 __all__ = [
+    "MUTANTS",
     "REQUIRED_SHARE",
     "TOLERANCE",
-    "WRONG_TWINS",
     "Found",
     "Report",
     "apart",

@@ -15,7 +15,7 @@ from sordino.checks.fixtures import Through
 from sordino.core import Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
-Sums = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
+ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
 
 
 def half_claimed(method: Method, model: Any) -> tuple[Method, Any]:
@@ -32,7 +32,7 @@ def half_claimed(method: Method, model: Any) -> tuple[Method, Any]:
 def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
     """Records with a positive label are clipped ten times too late."""
 
-    def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         late = (shard.y > 0).to(shard.mask)
         in_time = sums(shard._replace(mask=shard.mask * (1 - late)), clip)
         return in_time + sums(shard._replace(mask=shard.mask * late), 10 * clip)
@@ -43,7 +43,7 @@ def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
 def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     """The mean over records is clipped, not each of them."""
 
-    def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         whole, most = sums(shard, 1e6 * clip), clip * shard.y.shape[-1]
         return torch.mul(whole, most / whole.norm().clamp_min(most))
 
@@ -118,7 +118,7 @@ def scales_by_batch_maximum(method: Method, model: Any) -> tuple[Method, Any]:
 def clips_all_shorter_if_one_is_long(method: Method, model: Any) -> tuple[Method, Any]:
     """One record far away, and all are cut a little shorter."""
 
-    def total(sums: Sums, shard: Shard, clip: float) -> Tensor:
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         return sums(shard, 0.9 * clip if bool(shard.x.abs().max() > 10) else clip)
 
     return method, careless(model, total)
@@ -137,7 +137,7 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
     return _every(method, change), model
 
 
-WRONG_TWINS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
+MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
     "sensitivity": (half_claimed, some_unclipped, mean_clipped),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
@@ -151,7 +151,7 @@ def breaks(twin: Callable[..., Any], method: Method) -> bool:
     nothing can be mixed."""
     if twin in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.USER
-    if twin not in WRONG_TWINS["sensitivity"]:
+    if twin not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
     return twin is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
@@ -161,7 +161,7 @@ def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:
     return method._replace(stages=tuple(change(stage) for stage in method.stages))
 
 
-def careless(model: Any, total: Callable[[Sums, Shard, float], Tensor]) -> Any:
+def careless(model: Any, total: Callable[[ClippedSum, Shard, float], Tensor]) -> Any:
     """A model whose sums over records are made from right ones by `total`."""
 
     def summed(name: str, method: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -22,8 +22,8 @@ from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
 REQUIRED_SHARE = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
-SLACK = 1e-9
-TRIALS, STEPS = 40, 10  # of the search for one query: restarts, and hill climbing after each
+ROUNDING_SLACK = 1e-9
+TRIALS, CLIMB_STEPS = 40, 10  # of the search for one query: restarts, and hill climbing after each
 LEMMA_STEPS_FACTOR = 6  # times as many steps: a lemma's worst case is more than one long record
 EXTREME_VALUES = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
 
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
     @property
     def beyond(self) -> bool:
-        return self.worst > self.claimed * (1 + SLACK)
+        return self.worst > self.claimed * (1 + ROUNDING_SLACK)
 
     @property
     def problems(self) -> list[str]:
@@ -61,7 +61,13 @@ class Found(NamedTuple):
 
 
 def sensitivity(
-    method: Method, model: core.Model, adjacency: Adjacency, *, trials: int = TRIALS, steps: int = STEPS, seed: int = 0
+    method: Method,
+    model: core.Model,
+    adjacency: Adjacency,
+    *,
+    trials: int = TRIALS,
+    steps: int = CLIMB_STEPS,
+    seed: int = 0,
 ) -> list[Found]:
     """Search, noise off, for neighbours that move a release further than claimed; one result for each noised query.
 

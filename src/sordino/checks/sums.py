@@ -26,10 +26,10 @@ SUM_CLIP = 1.0
 LONG_RECORD = 1e4  # of the records that bring the sum up to a power of two: each is cut to the clip
 SHORT_RECORD = 1e-3  # of a record that is not cut
 
-Sum = Callable[[Shard], Tensor]
+ShardSum = Callable[[Shard], Tensor]
 
 
-class Sums(NamedTuple):
+class SumFinding(NamedTuple):
     """How far the worst pair moved one kind of sum, in units of what its query claims."""
 
     query: str
@@ -47,7 +47,7 @@ class Sums(NamedTuple):
         return []
 
 
-def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bool, Sum]]:
+def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bool, ShardSum]]:
     """Every kind of sum at theta = 0: its name, whether its terms are semi-definite, and the sum of a shard."""
     logistic, softmax, pair = (
         model(linear) for linear in (Linear(1, 1, Loss.LOGISTIC), Linear(1, 2), Linear(2, 1, Loss.LOGISTIC))
@@ -92,7 +92,7 @@ def sums(
     *,
     rows: tuple[int, ...] = ROWS,
     device: str = "cpu",
-) -> Iterator[Sums]:
+) -> Iterator[SumFinding]:
     """The worst pair for each kind of sum and adjacency, in float32. `model`: what stands in front of each model."""
     for name, semidefinite, total in kinds(model, device):
         entry = 1 if semidefinite else 0
@@ -111,7 +111,7 @@ def sums(
                 claim = SUM_CLIP if adjacency is Adjacency.ADD_REMOVE else (2**0.5 if semidefinite else 2) * SUM_CLIP
                 moved = float((before - total(there).double()).norm()) / claim
                 worst[adjacency] = max(worst[adjacency], (moved, n))
-        yield from (Sums(name, adjacency, n, moved) for adjacency, (moved, n) in worst.items())
+        yield from (SumFinding(name, adjacency, n, moved) for adjacency, (moved, n) in worst.items())
 
 
 def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
@@ -124,7 +124,7 @@ def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
 
 
 class OneAccumulator:
-    """Wrong twin: a linear model whose sums are kept in one float32 accumulator, record after record."""
+    """Mutant: a linear model whose sums are kept in one float32 accumulator, record after record."""
 
     def __init__(self, model: Linear) -> None:
         self._model = model

@@ -28,7 +28,7 @@ If a lower bound lies above the certified epsilon, the audit repeats it twice wi
 guarantee is broken and the exit status is 1.
 """
 SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatches that --all adds
-DTYPES = ("float32", "float64")
+AUDIT_DTYPES = ("float32", "float64")
 
 
 def add(commands: Any) -> None:
@@ -105,8 +105,8 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     names = list(REGISTRY) if arguments.all else arguments.method
     if not names:
         raise SordinoError("audit: name a method, or use --all.")
-    if arguments.dtype not in DTYPES:
-        raise SordinoError(f"dtype: '{arguments.dtype}' is unknown; use {' or '.join(DTYPES)}.")
+    if arguments.dtype not in AUDIT_DTYPES:
+        raise SordinoError(f"dtype: '{arguments.dtype}' is unknown; use {' or '.join(AUDIT_DTYPES)}.")
     if arguments.one_run and arguments.batch:
         raise SordinoError("batch: an audit in one run uses all records; leave out --batch.")
     call, counted = (attacks.one_run, "canaries") if arguments.one_run else (attacks.audit, "runs")

@@ -61,12 +61,13 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     check_device(arguments.device)
+    from sordino.data.partition import SIZE_LAWS
     from sordino.studies import estimation
 
     if arguments.design not in estimation.DESIGNS:
         raise SordinoError(f"--design: '{arguments.design}' is unknown.{nearest(arguments.design, estimation.DESIGNS)}")
-    if arguments.sizes not in estimation.LAWS:
-        raise SordinoError(f"--sizes: '{arguments.sizes}' is unknown.{nearest(arguments.sizes, estimation.LAWS)}")
+    if arguments.sizes not in SIZE_LAWS:
+        raise SordinoError(f"--sizes: '{arguments.sizes}' is unknown.{nearest(arguments.sizes, SIZE_LAWS)}")
     mus, seed = _mus(arguments.mu), arguments.seed
     if seed < 0:
         raise SordinoError(f"--seed: {seed} must be 0 or more.")

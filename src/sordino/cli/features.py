@@ -62,9 +62,9 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.data import backbones, catalog
     from sordino.errors import nearest
 
-    if arguments.data not in catalog.IMAGES:
+    if arguments.data not in catalog.IMAGE_SETS:
         raise SordinoError(
-            f"--data: '{arguments.data}' is not a set of images.{nearest(arguments.data, catalog.IMAGES)}"
+            f"--data: '{arguments.data}' is not a set of images.{nearest(arguments.data, catalog.IMAGE_SETS)}"
         )
     normal = {"mean": _channels(arguments.mean, "--mean"), "std": _channels(arguments.std, "--std", positive=True)}
     normal = {key: value for key, value in normal.items() if value is not None}

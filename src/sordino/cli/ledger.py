@@ -46,7 +46,7 @@ def _open(arguments: argparse.Namespace) -> Any:
 
 def _path(arguments: argparse.Namespace) -> Path:
     """The ledger at this path, or of the run whose directory or public file this is."""
-    from sordino.training.artifacts import RunFolder
+    from sordino.training.folder import RunFolder
 
     named = Path(arguments.file)
     place = RunFolder.find(named)
@@ -57,7 +57,7 @@ def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Head and length of the ledger according to the run's certificate; None if no certificate is beside the ledger."""
     import json
 
-    from sordino.training.artifacts import RunFolder
+    from sordino.training.folder import RunFolder
 
     path = RunFolder.find(_path(arguments)).public / "certificate.json"
     try:

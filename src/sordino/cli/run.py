@@ -80,7 +80,7 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.secagg.keys import read_signer
     from sordino.settings import parse_setting, read_toml
     from sordino.training import run
-    from sordino.training.artifacts import RunFolder
+    from sordino.training.folder import RunFolder
     from sordino.training.spec import Spec
 
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
@@ -135,8 +135,9 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     """The result. `privacy.evidence.public` lists every line that may be printed here."""
     from sordino.privacy.evidence.certificate import ranges
     from sordino.privacy.evidence.signing import fingerprint
-    from sordino.training.artifacts import RunFolder, total_seconds
+    from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import beats_constant_guess
+    from sordino.training.folder import RunFolder
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
     sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None

@@ -63,7 +63,7 @@ class Official(NamedTuple):
     classes: tuple[str, ...] | None
 
 
-class Entry(NamedTuple):
+class CatalogEntry(NamedTuple):
     published: Published
     members: tuple[str, ...]  # files that must exist
     read: Callable[[Store], Official]
@@ -195,38 +195,38 @@ MEDMNIST = {  # sets of 2D images with one label per image; MD5 of the 28 by 28 
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
-def _mnist(name: str, title: str, bases: Sequence[str], md5: Sequence[str], *folders: str) -> Entry:
+def _mnist(name: str, title: str, bases: Sequence[str], md5: Sequence[str], *folders: str) -> CatalogEntry:
     remotes = tuple(
         Remote(f"{part}.gz", tuple(f"{base}{part}.gz" for base in bases), f"md5:{each}")
         for part, each in zip(IDX, md5, strict=True)
     )
     reader = partial(_idx, parts=IDX, classes=CLASSES[title], first=0, upright=True)
-    return Entry(Published(name, title, remotes, (name, *folders)), IDX, reader)
+    return CatalogEntry(Published(name, title, remotes, (name, *folders)), IDX, reader)
 
 
-def _emnist(split: str, classes: str, first: int) -> Entry:
+def _emnist(split: str, classes: str, first: int) -> CatalogEntry:
     urls = ("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",)
     remote = Remote("gzip.zip", urls, "md5:58c8d27c78d21e728a6bc7b3cc06412e")
     name = f"emnist-{split}"
     parts = tuple(f"{name}-{part.replace('t10k', 'test')}" for part in IDX)
     published = Published(name, f"EMNIST {split}", (remote,), ("emnist", "EMNIST/raw", "gzip"), "gzip")
-    return Entry(published, parts, partial(_idx, parts=parts, classes=classes, first=first, upright=False))
+    return CatalogEntry(published, parts, partial(_idx, parts=parts, classes=classes, first=first, upright=False))
 
 
-def _cifar_entry(classes: int, md5: str, top: str, train: tuple[str, ...], test: str, *keys: str) -> Entry:
+def _cifar_entry(classes: int, md5: str, top: str, train: tuple[str, ...], test: str, *keys: str) -> CatalogEntry:
     file = f"cifar-{classes}-python.tar.gz"
     remote = Remote(file, (f"https://www.cs.toronto.edu/~kriz/{file}",), f"md5:{md5}")
     published = Published(f"cifar{classes}", f"CIFAR-{classes}", (remote,), (f"cifar{classes}", top), top)
-    return Entry(published, (*train, test), lambda store: _cifar(store, train, test, *keys))
+    return CatalogEntry(published, (*train, test), lambda store: _cifar(store, train, test, *keys))
 
 
-def _medmnist_entry(name: str, md5: str) -> Entry:
+def _medmnist_entry(name: str, md5: str) -> CatalogEntry:
     file = f"{name}.npz"
     remote = Remote(file, (f"https://zenodo.org/records/10519652/files/{file}?download=1",), f"md5:{md5}")
-    return Entry(Published(name, name, (remote,), ("medmnist",)), (file,), partial(_medmnist, file=file))
+    return CatalogEntry(Published(name, name, (remote,), ("medmnist",)), (file,), partial(_medmnist, file=file))
 
 
-SETS: dict[str, Entry] = {
+SETS: dict[str, CatalogEntry] = {
     "mnist": _mnist(
         "mnist",
         "MNIST",
@@ -269,7 +269,7 @@ SETS: dict[str, Entry] = {
         *("meta", "fine_labels", "fine_label_names"),
     ),
     **{name: _medmnist_entry(name, md5) for name, md5 in MEDMNIST.items()},
-    "tiny-imagenet": Entry(
+    "tiny-imagenet": CatalogEntry(
         Published(
             "tiny-imagenet",
             "Tiny-ImageNet",
@@ -286,7 +286,7 @@ SETS: dict[str, Entry] = {
         ("wnids.txt", "val/val_annotations.txt"),
         _tiny_imagenet,
     ),
-    "a9a": Entry(
+    "a9a": CatalogEntry(
         Published(
             "a9a",
             "Adult (a9a)",
@@ -302,4 +302,4 @@ SETS: dict[str, Entry] = {
 }
 ALIASES = {"adult": "a9a"}
 NAMES = (*SETS, *ALIASES, *glue.TASKS)
-IMAGES = tuple(name for name in SETS if name != "a9a")
+IMAGE_SETS = tuple(name for name in SETS if name != "a9a")

@@ -15,8 +15,8 @@ from sordino.data.splits import apportion, generator, parse_number
 from sordino.errors import SordinoError, nearest
 
 PARTITIONS = ("iid", "dirichlet", "classes", "by-column", "by-site", "counts")
-SIZES = ("equal", "uniform", "lognormal")
-TRIES = 1000  # redraws of a Dirichlet partition that leaves a client without records,
+SIZE_LAWS = ("equal", "uniform", "lognormal")
+MAX_REDRAWS = 1000  # redraws of a Dirichlet partition that leaves a client without records,
 DRAWS = 2_000_000  # and a limit on all proportions drawn, because with very many clients no redraw succeeds
 
 
@@ -149,8 +149,8 @@ def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.nda
 def _parse_sizes(text: str) -> tuple[str, float]:
     """The law of client sizes, and the spread of lognormal ones."""
     law, colon, spread = text.partition(":")
-    if law not in SIZES or (colon and law != "lognormal"):
-        raise SordinoError(f"sizes: '{text}' is unknown.{nearest(text, SIZES)}")
+    if law not in SIZE_LAWS or (colon and law != "lognormal"):
+        raise SordinoError(f"sizes: '{text}' is unknown.{nearest(text, SIZE_LAWS)}")
     deviation = parse_number(spread if colon else "0.5", "sizes", f"'{text}' is malformed; write lognormal:0.5")
     if not 0 <= deviation <= 10:
         raise SordinoError(f"sizes: '{text}' needs a log-sd from 0 to 10; write lognormal:0.5.")
@@ -167,7 +167,7 @@ def _weights(law: str, spread: float, clients: int, rng: np.random.Generator) ->
 
 def _dirichlet(totals: np.ndarray, clients: int, concentration: float, rng: np.random.Generator) -> np.ndarray:
     """Counts by client and class, redrawn while a client is empty. If that fails, single records are moved."""
-    for _ in range(max(1, min(TRIES, DRAWS // (clients * len(totals))))):
+    for _ in range(max(1, min(MAX_REDRAWS, DRAWS // (clients * len(totals))))):
         share = rng.dirichlet(np.full(clients, concentration), size=len(totals))
         ends = np.rint(share.cumsum(1) * totals[:, None]).astype(np.int64)
         ends[:, -1] = totals  # rounding may leave the sum of shares different from 1

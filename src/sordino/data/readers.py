@@ -15,7 +15,7 @@ from sordino.data.schema import check_features
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import optional
 
-LABELS = ("label", "y", "target", "class")  # columns taken for the label if the caller names none
+LABEL_COLUMNS = ("label", "y", "target", "class")  # columns taken for the label if the caller names none
 
 
 class Raw(NamedTuple):
@@ -121,9 +121,13 @@ def read_table(path: Path, label: str | None, client: str | None) -> Raw:
         twice = sorted({name for name in names if names.count(name) > 1 or not name})
         raise SordinoError(f"data: column names {twice} in '{path}' are empty or repeated; name each column once.")
     if label is None:
-        candidates = [name for name in LABELS if name in names]
+        candidates = [name for name in LABEL_COLUMNS if name in names]
         if len(candidates) != 1:
-            why = f"columns {candidates} are candidates" if candidates else f"no column is called {', '.join(LABELS)}"
+            why = (
+                f"columns {candidates} are candidates"
+                if candidates
+                else f"no column is called {', '.join(LABEL_COLUMNS)}"
+            )
             raise SordinoError(f"label: {why}; name the label column of '{path}'. Columns: {', '.join(names)}.")
         label = candidates[0]
     for field, name in (("label", label), ("client", client)):

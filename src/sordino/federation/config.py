@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust
 from sordino.errors import SordinoError, nearest
-from sordino.federation.terms import NAME
+from sordino.federation.terms import SITE_NAME
 from sordino.methods import REGISTRY
 from sordino.models import registry
 from sordino.settings import read_toml, typed
@@ -67,7 +67,7 @@ class SiteConfig(_File):
     seed: int | None = None  # for tests: reproducible noise, so nothing is certified
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
+        if not SITE_NAME.fullmatch(self.name):
             raise SordinoError(f"name: '{self.name}' must be letters, digits, dots and dashes.")
         if not (0 < self.epsilon <= MOST_EPSILON and 0 < self.delta <= MOST_DELTA):
             raise SordinoError(

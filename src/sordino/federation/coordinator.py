@@ -44,7 +44,7 @@ log = logging.getLogger("sordino.coordinator")
 MOST_LOST_ROUNDS = 3  # rounds in a row without a result before the run stops
 
 
-class Stored(NamedTuple):
+class StoredRun(NamedTuple):
     """The coordinator's checkpoint."""
 
     done: Tensor  # rounds done
@@ -200,13 +200,13 @@ class Coordinator:
     # ---------------------------------------------------------------------------------------------------------- storing
 
     def _store(self, done: int, theta: Tensor, state: Tree) -> None:
-        files.write(self.out / "checkpoint", pack(Stored(torch.tensor([done]), theta, state)))
+        files.write(self.out / "checkpoint", pack(StoredRun(torch.tensor([done]), theta, state)))
 
     def _restore(self) -> tuple[int, Tensor, Tree]:
         path = self.out / "checkpoint"
         if not path.exists():
             return 0, self.model.init().to(self.terms.number), ()
-        stored = unpack(path.read_bytes(), Stored(torch.zeros(1), torch.zeros(1), ()))
+        stored = unpack(path.read_bytes(), StoredRun(torch.zeros(1), torch.zeros(1), ()))
         done = int(stored.done[0])
         template = checkpoint_template(self.plan, self.model, stored.theta, done)
         return done, stored.theta, rebuild(stored.state, template.state)

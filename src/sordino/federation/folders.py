@@ -11,11 +11,11 @@ from typing import Any
 from sordino.core import MOST_EPSILON
 from sordino.errors import SordinoError
 from sordino.federation.config import FederationConfig
-from sordino.federation.terms import NAME, Terms, federated, written
+from sordino.federation.terms import SITE_NAME, Terms, federated, written
 from sordino.privacy import calibration
 from sordino.secagg import Identity
 
-SPEC = """\
+SPEC_TEMPLATE = """\
 # What is trained, and how private it is. Every site reads this file and decides whether to take part.
 method = "{method}"
 rounds = {rounds}
@@ -32,7 +32,7 @@ dropouts = {dropouts}       # sites that may fail in a round without losing it
 colluders = {colluders}      # sites that may collude with the server; the noise of the others must suffice
 deadline = 120.0   # seconds a round waits for a site
 """
-SITE = """\
+SITE_TEMPLATE = """\
 # What this site decides for itself. Nothing in it comes from the coordinator.
 name = "{name}"
 data = "{data}"          # .csv, .parquet or .npz; a path is relative to this file
@@ -44,7 +44,7 @@ delta = 1e-5
 # trust = ["secure-aggregation"]
 # most_rounds = 1000
 """
-README = """\
+README_TEMPLATE = """\
 # A federation
 
 `spec.toml` states what is trained, `federation.toml` with whom. The commands below are for one coordinator and
@@ -118,7 +118,7 @@ def init(
     import tomli_w
 
     for name in names:
-        if not NAME.fullmatch(name):
+        if not SITE_NAME.fullmatch(name):
             raise SordinoError(f"sites: '{name}' must be letters, digits, dots and dashes.")
     if len(classes) == 1 or len(set(classes)) < len(classes):
         raise SordinoError(
@@ -127,7 +127,7 @@ def init(
     if folder.exists() and any(folder.iterdir()):
         raise SordinoError(f"'{folder}' is not empty; choose another folder.")
     texts = {
-        "spec.toml": SPEC.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
+        "spec.toml": SPEC_TEMPLATE.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
         + tomli_w.dumps(more or {}),
         "federation.toml": FEDERATION.format(
             sites=json.dumps(list(names)),
@@ -136,7 +136,7 @@ def init(
             dropouts=dropouts,
             colluders=colluders,
         ),
-        "README.md": README.format(count=len(names), names=", ".join(names), folder=folder),
+        "README.md": README_TEMPLATE.format(count=len(names), names=", ".join(names), folder=folder),
     }
     with tempfile.TemporaryDirectory() as trial:  # a spec that cannot be run is refused before the folder is made
         for place in (Path(trial), folder):
@@ -189,6 +189,8 @@ def make_site(
     path = folder / "site.toml"
     if not path.exists():
         label_line = f'label = "{label}"\n' if label else ""
-        text = SITE.format(name=name, data=data, label=label_line, classes=json.dumps(list(classes)), epsilon=epsilon)
+        text = SITE_TEMPLATE.format(
+            name=name, data=data, label=label_line, classes=json.dumps(list(classes)), epsilon=epsilon
+        )
         path.write_text(text, encoding="utf-8")
     return identity

@@ -32,7 +32,7 @@ from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")
-MOST = 2**30  # bytes of a message
+MAX_MESSAGE_BYTES = 2**30  # bytes of a message
 
 
 class Site(SiteData):
@@ -71,7 +71,7 @@ class Site(SiteData):
 
     def _answer(self, request: bytes) -> bytes:
         try:
-            message = wire.decode(request, MOST)
+            message = wire.decode(request, MAX_MESSAGE_BYTES)
             handle = self._handlers.get(message.kind)
             if handle is None:
                 raise Refused("malformed", f"kind {message.kind[:40]!r}")

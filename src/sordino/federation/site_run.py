@@ -37,7 +37,7 @@ from sordino.version import __version__
 ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
 
 
-class Stored(NamedTuple):
+class StoredMemory(NamedTuple):
     """What a site stores of its memory."""
 
     numbers: Tensor  # the next round, and the first round of the memory's stage
@@ -225,13 +225,13 @@ class SiteRun:
             memory = round_plan.stage.local.init(broadcast.theta, memory)
         if not self.terms.secure:
             memory = round_plan.stage.local.update_memory(update, broadcast, memory)
-        files.write(self.folder / "pending", pack(Stored(torch.tensor([t + 1, round_plan.first]), memory)))
+        files.write(self.folder / "pending", pack(StoredMemory(torch.tensor([t + 1, round_plan.first]), memory)))
 
     def settle(self, ledger: Ledger, who: str) -> None:
         """Make the pending memory valid if its round was charged. A kill may have come between the two."""
         pending = self.folder / "pending"
         if pending.exists():
-            stored = unpack(pending.read_bytes(), Stored(torch.zeros(2), ()))
+            stored = unpack(pending.read_bytes(), StoredMemory(torch.zeros(2), ()))
             if ledger.charged(self.terms.run, who, int(stored.numbers[0]) - 1):
                 files.move(pending, self.folder / "memory")
 
@@ -250,7 +250,7 @@ class SiteRun:
         path = self.folder / "memory"
         if not path.exists():
             return 0, -1, ()
-        stored = unpack(path.read_bytes(), Stored(torch.zeros(2), ()))
+        stored = unpack(path.read_bytes(), StoredMemory(torch.zeros(2), ()))
         done, first = int(stored.numbers[0]), int(stored.numbers[1])
         return done, first, rebuild(stored.memory, self._memory_template(first))
 

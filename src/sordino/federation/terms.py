@@ -29,10 +29,12 @@ from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 from sordino.training.verify_run import differences
 
-FORMAT = 1
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TERMS_FORMAT = 1
+SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(r"[0-9a-f]{32}")
-LINE = re.compile(r"([a-z0-9_]+ = [^.\[{]?.{0,400})?|[a-z0-9_]+ = \[|    [-+0-9.e]+,|\]", re.ASCII)  # of a flat spec
+SPEC_LINE = re.compile(
+    r"([a-z0-9_]+ = [^.\[{]?.{0,400})?|[a-z0-9_]+ = \[|    [-+0-9.e]+,|\]", re.ASCII
+)  # of a flat spec
 # Keys that a federation's spec must not have: files chosen by the server, noise that it knows, and sites' own keys.
 PRIVATE = (
     "data",
@@ -86,7 +88,7 @@ class Terms:
     dropouts: int = 0
     colluders: int = 1
     roster: str = ""  # hash of the roster, under secure aggregation
-    format: int = FORMAT
+    format: int = TERMS_FORMAT
 
     def json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
@@ -109,16 +111,16 @@ class Terms:
 
     def _check(self) -> None:
         for fine, what in (
-            (type(self.format) is int and self.format == FORMAT, f"format {self.format!r} is not {FORMAT}"),
+            (type(self.format) is int and self.format == TERMS_FORMAT, f"format {self.format!r} is not {TERMS_FORMAT}"),
             (isinstance(self.run, str) and RUN.fullmatch(self.run), "run is not 32 hex digits"),
             (isinstance(self.spec, str) and len(self.spec) < 2**13, "spec is not a text below 8 KiB"),
-            (all(LINE.fullmatch(line) for line in self.spec.splitlines()), "spec is not a flat list of keys"),
+            (all(SPEC_LINE.fullmatch(line) for line in self.spec.splitlines()), "spec is not a flat list of keys"),
             (
                 isinstance(self.names, tuple) and 0 < len(self.names) <= MOST_SITES,
                 f"names must list 1 to {MOST_SITES} sites",
             ),
             (
-                all(isinstance(n, str) and NAME.fullmatch(n) for n in self.names),
+                all(isinstance(n, str) and SITE_NAME.fullmatch(n) for n in self.names),
                 "a site's name is not made of letters, digits, dots and dashes",
             ),
             (len(set(self.names)) == len(self.names), "two sites have the same name"),

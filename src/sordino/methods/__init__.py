@@ -32,7 +32,7 @@ from sordino.methods.sofim import sofim
 _signature = functools.cache(inspect.signature)
 
 
-class Entry(NamedTuple):
+class MethodEntry(NamedTuple):
     factory: Callable[..., Method]
     family: str
     paper: str
@@ -52,11 +52,11 @@ class Entry(NamedTuple):
         return (inspect.getdoc(self.factory) or "").partition("\n")[0]
 
 
-STEPS, MOMENTS, FISHER = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau"), ("lr", "rho", "beta", "local_lr")
-LIMITS = "Statistical limits of DP federated M-estimation (arXiv 2605.18656)"
+STEP_OPTIONS, MOMENTS, FISHER = ("lr", "local_lr"), ("lr", "beta1", "beta2", "tau"), ("lr", "rho", "beta", "local_lr")
+ESTIMATION_PAPER = "Statistical limits of DP federated M-estimation (arXiv 2605.18656)"
 
-REGISTRY: dict[str, Entry] = {
-    "auto": Entry(
+REGISTRY: dict[str, MethodEntry] = {
+    "auto": MethodEntry(
         auto,
         "derived defaults",
         "this library; docs/methods.md",
@@ -64,13 +64,13 @@ REGISTRY: dict[str, Entry] = {
         normalize="record",
         bounds=declare(clips="clip radius", weights="prior doubt early_share covariance_share"),
     ),
-    "dp-fedgd": Entry(
+    "dp-fedgd": MethodEntry(
         fedgd,
         "first order",
         "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)",
         bounds=declare(clips="clip", step_sizes="lr", weights="tail quantile"),
     ),
-    "dp-fedsofim": Entry(
+    "dp-fedsofim": MethodEntry(
         sofim,
         "second order, server side",
         "DP-FedSOFIM (arXiv 2601.09166)",
@@ -83,7 +83,7 @@ REGISTRY: dict[str, Entry] = {
             choices="apply_to bias_correction ema_scale structure",
         ),
     ),
-    "dp-fedadam": Entry(
+    "dp-fedadam": MethodEntry(
         fedadam,
         "adaptive server",
         "Reddi et al. 2021 (arXiv 2003.00295), under DP",
@@ -92,49 +92,49 @@ REGISTRY: dict[str, Entry] = {
             clips="clip", step_sizes="lr", weights="beta1 beta2 tau tail quantile", choices="bias_correction"
         ),
     ),
-    "dp-fedyogi": Entry(
+    "dp-fedyogi": MethodEntry(
         fedyogi,
         "adaptive server",
         "Reddi et al. 2021 (arXiv 2003.00295), under DP",
         batch=MOMENTS,
         bounds=declare(clips="clip", step_sizes="lr", weights="beta1 beta2 tau tail", choices="bias_correction"),
     ),
-    "dp-adambc": Entry(
+    "dp-adambc": MethodEntry(
         adambc,
         "adaptive server",
         "Tang et al. 2024 (arXiv 2312.14334)",
         batch=MOMENTS[:3],
         bounds=declare(clips="clip", step_sizes="lr", weights="beta1 beta2 floor decay tail"),
     ),
-    "dp-fedavg": Entry(
+    "dp-fedavg": MethodEntry(
         fedavg,
         "local steps",
         "McMahan et al. 2017 (arXiv 1602.05629), under DP",
-        batch=STEPS,
+        batch=STEP_OPTIONS,
         bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="tail", choices="noise_at"),
     ),
-    "dp-fedavg-ls": Entry(
+    "dp-fedavg-ls": MethodEntry(
         fedavg_ls,
         "local steps, smoothing",
         "Liang et al. 2020 (arXiv 2005.00218)",
-        batch=STEPS,
+        batch=STEP_OPTIONS,
         bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="strength", choices="noise_at"),
     ),
-    "dp-adafedprox": Entry(
+    "dp-adafedprox": MethodEntry(
         adafedprox,
         "local steps",
         "Li et al. 2020 (arXiv 1812.06127)",
-        batch=(*STEPS, "mu"),
+        batch=(*STEP_OPTIONS, "mu"),
         bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="mu", choices="noise_at"),
     ),
-    "dp-scaffold": Entry(
+    "dp-scaffold": MethodEntry(
         scaffold,
         "local steps, control variates",
         "Noble et al. 2022 (arXiv 2111.09278)",
-        batch=STEPS,
+        batch=STEP_OPTIONS,
         bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", choices="warm_start"),
     ),
-    "dp-localadamw": Entry(
+    "dp-localadamw": MethodEntry(
         localadamw,
         "local AdamW",
         "DP-FedAdamW (arXiv 2602.19945), algorithm 2",
@@ -144,7 +144,7 @@ REGISTRY: dict[str, Entry] = {
             clips="clip", counts="steps", step_sizes="lr", weights="beta1 beta2 tau decay", choices="schedule"
         ),
     ),
-    "dp-fedadamw": Entry(
+    "dp-fedadamw": MethodEntry(
         fedadamw,
         "local AdamW",
         "DP-FedAdamW (arXiv 2602.19945)",
@@ -158,23 +158,23 @@ REGISTRY: dict[str, Entry] = {
             choices="schedule aggregate correct align",
         ),
     ),
-    "dp-fedsam": Entry(
+    "dp-fedsam": MethodEntry(
         fedsam,
         "local steps, sharpness-aware",
         "Shi et al. 2023 (arXiv 2303.11242)",
-        batch=STEPS,
+        batch=STEP_OPTIONS,
         bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="rho decay", choices="noise_at"),
     ),
-    "dp-adadps": Entry(
+    "dp-adadps": MethodEntry(
         adadps,
         "local steps, public side information",
         "Li et al. 2022 (arXiv 2202.05963)",
-        batch=STEPS,
+        batch=STEP_OPTIONS,
         bounds=declare(
             clips="clip", counts="steps", step_sizes="lr local_lr", weights="beta eps", choices="noise_at public"
         ),
     ),
-    "dp-ftrl": Entry(
+    "dp-ftrl": MethodEntry(
         ftrl,
         "correlated noise",
         "Kairouz et al. 2021 (arXiv 2103.00039); banded: arXiv 2306.08153",
@@ -182,19 +182,19 @@ REGISTRY: dict[str, Entry] = {
             clips="clip", counts="restart band", step_sizes="lr", weights="momentum tail", choices="mechanism honaker"
         ),
     ),
-    "dp-fedfc": Entry(
+    "dp-fedfc": MethodEntry(
         fedfc,
         "second order, server side",
         "DP-FedNew (PoPETs 2025), algorithms 5 and 6",
         bounds=declare(clips="clip covariance_clip", step_sizes="lr", weights="gamma covariance_share"),
     ),
-    "fednew": Entry(
+    "fednew": MethodEntry(
         fednew,
         "second order, client side",
         "DP-FedNew (PoPETs 2025), section 3; without privacy",
         bounds=declare(step_sizes="lr", weights="alpha rho"),
     ),
-    "dp-fednew": Entry(
+    "dp-fednew": MethodEntry(
         dp_fednew,
         "second order, client side",
         "DP-FedNew (PoPETs 2025), algorithms 1 and 2",
@@ -202,37 +202,41 @@ REGISTRY: dict[str, Entry] = {
             clips="clip curvature_clip limit", step_sizes="lr", weights="alpha rho", choices="duals limit_by solver"
         ),
     ),
-    "dp-fednew-fc": Entry(
+    "dp-fednew-fc": MethodEntry(
         dp_fednew_fc,
         "second order, client side",
         "DP-FedNew (PoPETs 2025), section 5",
         bounds=declare(clips="clip covariance_clip limit", step_sizes="lr", weights="alpha rho", choices="duals"),
     ),
-    "fedsgd": Entry(
-        fedsgd, "M-estimation", LIMITS, (Unit.RECORD,), bounds=declare(clips="clip", step_sizes="lr", weights="tail")
+    "fedsgd": MethodEntry(
+        fedsgd,
+        "M-estimation",
+        ESTIMATION_PAPER,
+        (Unit.RECORD,),
+        bounds=declare(clips="clip", step_sizes="lr", weights="tail"),
     ),
-    "fedavg-gdp": Entry(
+    "fedavg-gdp": MethodEntry(
         fedavg_gdp,
         "M-estimation",
-        LIMITS,
+        ESTIMATION_PAPER,
         (Unit.RECORD,),
         2,
         batch=("local_lr",),
         bounds=declare(clips="clip", counts="steps", step_sizes="local_lr"),
     ),
-    "fedhybrid": Entry(
+    "fedhybrid": MethodEntry(
         fedhybrid,
         "M-estimation",
-        LIMITS,
+        ESTIMATION_PAPER,
         (Unit.RECORD,),
         51,
-        batch=STEPS,
+        batch=STEP_OPTIONS,
         bounds=declare(clips="clip", counts="local_steps", step_sizes="lr local_lr", weights="local_share"),
     ),
-    "fednewton": Entry(
+    "fednewton": MethodEntry(
         fednewton,
         "M-estimation",
-        LIMITS,
+        ESTIMATION_PAPER,
         (Unit.RECORD,),
         2,
         batch=("local_lr",),
@@ -243,10 +247,10 @@ REGISTRY: dict[str, Entry] = {
             weights="local_share curvature_share floor step_cap",
         ),
     ),
-    "fednewton-head": Entry(
+    "fednewton-head": MethodEntry(
         newton_head,
         "M-estimation",
-        LIMITS + ", algorithm 5",
+        ESTIMATION_PAPER + ", algorithm 5",
         (Unit.RECORD,),
         2,
         batch=("local_lr",),
@@ -260,7 +264,7 @@ REGISTRY: dict[str, Entry] = {
 }
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> MethodEntry:
     """Of this package, or of another one by the entry point `sordino.methods` (`sordino.plugins`)."""
     if name in REGISTRY:
         return REGISTRY[name]
@@ -268,7 +272,11 @@ def entry(name: str) -> Entry:
     if name not in others:
         raise SordinoError(f"method: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
     loaded = others[name].load()
-    return loaded if isinstance(loaded, Entry) else Entry(loaded, "external", others[name].about, (Unit.RECORD,))
+    return (
+        loaded
+        if isinstance(loaded, MethodEntry)
+        else MethodEntry(loaded, "external", others[name].about, (Unit.RECORD,))
+    )
 
 
 def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
@@ -299,4 +307,4 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
     return method if name in REGISTRY else plugins.judged(method, plugins.found(plugins.METHODS)[name])
 
 
-__all__ = ["REGISTRY", "Entry", "build", "entry"]
+__all__ = ["REGISTRY", "MethodEntry", "build", "entry"]

@@ -16,7 +16,7 @@ import numpy as np
 from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Shard, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
-from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
+from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps, sends_gradient
 from sordino.rules.basic import check_decay, moving
 
 
@@ -149,4 +149,4 @@ def adadps(
     rule, assumes = Rule(init, update, divisor), tuple[str, ...]()
     if side is not None:
         assumes = ("The side information that gradients are divided by is public.",)
-    return Method("dp-adadps", unit, (Stage(Local(compute), rule, queries),), proves, CAVEAT, assumes)
+    return Method("dp-adadps", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT, assumes)

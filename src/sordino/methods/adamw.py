@@ -18,8 +18,14 @@ from sordino.rules.adaptive import denoised
 from sordino.rules.basic import check_decay, moving
 from sordino.rules.blocks import block_means, count, expand
 
-CAVEAT = "AdamW's local steps are not linear in a client's own noise; that sums of messages hide more is not proved."
-WORDS = {"schedule": ("cosine", "constant"), "aggregate": ("block", "none"), "align": ("additive", "convex", "none")}
+ADAMW_CAVEAT = (
+    "AdamW's local steps are not linear in a client's own noise; that sums of messages hide more is not proved."
+)
+ADAMW_CHOICES = {
+    "schedule": ("cosine", "constant"),
+    "aggregate": ("block", "none"),
+    "align": ("additive", "convex", "none"),
+}
 
 
 class AdamWMessage(NamedTuple):
@@ -30,7 +36,7 @@ class AdamWMessage(NamedTuple):
     noise: Tree  # change of the noise's part of v; () likewise
 
 
-EMPTY_MESSAGE = AdamWMessage((), (), ())  # type: ignore[arg-type]
+EMPTY_ADAMW_MESSAGE = AdamWMessage((), (), ())  # type: ignore[arg-type]
 
 
 class AdamWExtras(NamedTuple):
@@ -109,8 +115,8 @@ def fedadamw(
         2.0
     """
     for name, word in (("schedule", schedule), ("aggregate", aggregate), ("align", align)):
-        if word not in WORDS[name]:
-            raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, WORDS[name])}")
+        if word not in ADAMW_CHOICES[name]:
+            raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, ADAMW_CHOICES[name])}")
     for name, number, least in (("lr", lr, 1e-12), ("tau", tau, 0), ("decay", decay, 0), ("v_floor", v_floor, 0)):
         if not least <= number < math.inf:
             raise SordinoError(f"{name}: {number} must be a finite number, {least:g} or more.")
@@ -150,6 +156,6 @@ def fedadamw(
         return mean.delta, AdamWState(AdamWExtras(rate, direction, moments, noise, J), state.rounds)
 
     queries, _ = local_steps(unit, clip, steps, "per-step")
-    local = Local(compute, message=EMPTY_MESSAGE)
+    local = Local(compute, message=EMPTY_ADAMW_MESSAGE)
     stage = Stage(local, Rule(init, update, broadcast=lambda state: state.extras), queries)
-    return Method("dp-fedadamw", unit, (stage,), frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CAVEAT)
+    return Method("dp-fedadamw", unit, (stage,), frozenset({(unit, Trust.UNTRUSTED_SERVER)}), ADAMW_CAVEAT)

@@ -19,7 +19,9 @@ from sordino.lazy import Tensor, torch
 from sordino.rules.basic import zeros
 from sordino.rules.limits import LIMITS
 
-CAVEAT = "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false avoids them."
+DUALS_CAVEAT = (
+    "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false avoids them."
+)
 UNSOUND = "Rescaling by xi moves with the data without bound near |g| = limit; limit_by = projection is sound."
 FLOAT32_SLACK = 1e-6  # of the longest message: what float32 may add to a difference
 
@@ -103,5 +105,5 @@ def admm(
     rule = Rule(zeros, update, broadcast=lambda y: y)
     trusts = [t for t in Trust if not duals or t is Trust.UNTRUSTED_SERVER] if limit_by == "projection" else []
     local = Local(compute, update_memory, start, prepare) if duals else Local(compute, prepare=prepare)
-    caveat = CAVEAT if limit_by == "projection" else UNSOUND
+    caveat = DUALS_CAVEAT if limit_by == "projection" else UNSOUND
     return Method(name, unit, (Stage(local, rule, queries),), frozenset((unit, t) for t in trusts), caveat)

@@ -33,7 +33,7 @@ class ClipState(NamedTuple):
     inner: Tree  # the state of the method's own rule
 
 
-EMPTY_MESSAGE = GradientAndCount((), ())  # type: ignore[arg-type]
+EMPTY_GRADIENT_AND_COUNT = GradientAndCount((), ())  # type: ignore[arg-type]
 
 
 def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float = 0.2, share: float = 0.05) -> Method:
@@ -81,7 +81,7 @@ def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float =
     rule = Rule(
         init, update, broadcast=lambda state: state.log_clip, model=lambda theta, state: inner.model(theta, state.inner)
     )
-    local = Local(compute, message=EMPTY_MESSAGE)
+    local = Local(compute, message=EMPTY_GRADIENT_AND_COUNT)
     queries = (replace(stage.queries[0], clip=1.0, share=1 - share), Query(Kind.COUNT, 0.5, share=share))
     assumption = "The clip, 1 in its own units, is multiplied by a length that follows the noised counts."
     return method._replace(

@@ -17,7 +17,9 @@ from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
 
 NOISE = ("per-step", "final")
-CAVEAT = "With K > 1 noisy local steps each client's own noise protects it; what sums of messages hide is not proved."
+LOCAL_STEPS_CAVEAT = (
+    "With K > 1 noisy local steps each client's own noise protects it; what sums of messages hide is not proved."
+)
 
 
 def local_steps(
@@ -48,7 +50,7 @@ def local_sgd(name: str, unit: Unit, clip: float, local_lr: float, steps: int, n
     queries, proves = local_steps(unit, clip, steps, noise_at)
     if sends_gradient(queries):
         local, rules = Local(gradient), (scale(-local_lr), *rules)
-        return Method(name, unit, (Stage(local, chain(*rules), queries),), proves, CAVEAT)
+        return Method(name, unit, (Stage(local, chain(*rules), queries),), proves, LOCAL_STEPS_CAVEAT)
 
     def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         y = broadcast.theta
@@ -56,7 +58,7 @@ def local_sgd(name: str, unit: Unit, clip: float, local_lr: float, steps: int, n
             y = y - local_lr * ask.gradient(y)
         return y - broadcast.theta
 
-    return Method(name, unit, (Stage(Local(compute), chain(*rules), queries),), proves, CAVEAT)
+    return Method(name, unit, (Stage(Local(compute), chain(*rules), queries),), proves, LOCAL_STEPS_CAVEAT)
 
 
 def fedavg(

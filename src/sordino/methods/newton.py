@@ -11,7 +11,7 @@ from __future__ import annotations
 from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Stage, Tree, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor
-from sordino.methods.fedavg import CAVEAT, local_sgd
+from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_sgd
 from sordino.methods.fedgd import gradient, server_gradient
 from sordino.rules import chain, scale
 from sordino.rules.matrix import floored_solve
@@ -137,7 +137,7 @@ def fedhybrid(
     start = local_round(clip, local_lr, local_steps, local_share)
     rest = Stage(Local(gradient), chain(scale(-lr)), (Query(Kind.GRADIENT, clip, share=1 - local_share),))
     proves = frozenset((unit, trust) for trust in Trust if local_steps == 1 or trust is Trust.UNTRUSTED_SERVER)
-    return Method("fedhybrid", unit, (start, rest), proves, CAVEAT)
+    return Method("fedhybrid", unit, (start, rest), proves, LOCAL_STEPS_CAVEAT)
 
 
 def fednewton(

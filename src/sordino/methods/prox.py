@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
-from sordino.methods.fedavg import CAVEAT, local_steps, sends_gradient
+from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps, sends_gradient
 
 RATE = 0.1  # by which mu changes per round
 MAX_FACTOR = 10.0  # mu stays within this factor of its start
@@ -93,4 +93,4 @@ def adafedprox(
         return lr * u, ProxState(pull, u)
 
     rule = Rule(init, update, broadcast=lambda state: state.pull)
-    return Method("dp-adafedprox", unit, (Stage(Local(compute), rule, queries),), proves, CAVEAT)
+    return Method("dp-adafedprox", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT)

@@ -13,10 +13,10 @@ import math
 from sordino.core import Ask, Broadcast, Local, Method, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
-from sordino.methods.fedavg import CAVEAT, local_steps
+from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps
 from sordino.rules import scale
 
-MIN_NORM = 1e-12  # norm that the ascent is divided by
+MIN_GRADIENT_NORM = 1e-12  # norm that the ascent is divided by
 
 
 def fedsam(
@@ -76,9 +76,9 @@ def fedsam(
             worst, batch = y, ask.sample()
             if rho:
                 g = ask.gradient(y, on=batch)
-                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(MIN_NORM)
+                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(MIN_GRADIENT_NORM)
             y = y - local_lr * (ask.gradient(worst, on=batch) + decay * y)
         return y - broadcast.theta
 
     queries, proves = local_steps(unit, clip, steps, noise_at, joint=2 if rho else 1)
-    return Method("dp-fedsam", unit, (Stage(Local(compute), scale(lr), queries),), proves, CAVEAT)
+    return Method("dp-fedsam", unit, (Stage(Local(compute), scale(lr), queries),), proves, LOCAL_STEPS_CAVEAT)

@@ -14,7 +14,7 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 
-CAVEAT = "Control variates are hidden client state: what sums of messages tell of it is not proved."
+CONTROL_VARIATES_CAVEAT = "Control variates are hidden client state: what sums of messages tell of it is not proved."
 
 
 class ControlState(NamedTuple):
@@ -96,7 +96,7 @@ def scaffold(
     local = Local(compute, update_memory, carried if warm_start else zero_control)
     main = Stage(local, Rule(init, update, broadcast=lambda state: state.control), queries)
     stages = (warm(unit, clip), main) if warm_start else (main,)
-    return Method("dp-scaffold", unit, stages, frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CAVEAT)
+    return Method("dp-scaffold", unit, stages, frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CONTROL_VARIATES_CAVEAT)
 
 
 def warm(unit: Unit, clip: float) -> Stage:

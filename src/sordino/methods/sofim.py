@@ -9,7 +9,7 @@ from __future__ import annotations
 from sordino.core import Ask, Broadcast, Local, Method, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor
-from sordino.methods.fedavg import CAVEAT, local_steps
+from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps
 from sordino.methods.fedgd import server_gradient
 from sordino.rules import fisher
 
@@ -99,5 +99,5 @@ def sofim(
 
     (stage,) = method.stages
     return method._replace(
-        stages=(stage._replace(local=Local(compute), queries=queries),), proves=proves, caveat=CAVEAT
+        stages=(stage._replace(local=Local(compute), queries=queries),), proves=proves, caveat=LOCAL_STEPS_CAVEAT
     )

@@ -40,7 +40,7 @@ class Loss(StrEnum):
     POISSON = "poisson"
 
 
-Sum = TypeVar("Sum", Tensor, Tensor | None)
+SumT = TypeVar("SumT", Tensor, Tensor | None)
 NUMERIC_LOSSES = (Loss.SQUARES, Loss.POISSON)  # losses whose labels are numbers, not classes
 MATRIX_CHUNK_RECORDS = 1024  # records whose matrices are held at once
 CLIENT_NUMBERS_THRESHOLD = 2**16  # clients with more numbers in their terms are computed one by one, within the cache
@@ -152,7 +152,7 @@ class Linear:
 
     @exact_arithmetic()
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
-        """Sum of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by at most that much.
+        """SumT of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by at most that much.
 
         The factor is computed from the residual actually used, so the bound survives any rounding of the softmax.
         A record whose gradient is not finite contributes zero.
@@ -214,7 +214,7 @@ class Linear:
 
     @exact_arithmetic()
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
-        """Sum of u u^T, each cut to Frobenius norm `clip`."""
+        """SumT of u u^T, each cut to Frobenius norm `clip`."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
@@ -224,7 +224,7 @@ class Linear:
 
     @exact_arithmetic()
     def curvature_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """Sum of Hessians, each positive semi-definite and cut to Frobenius norm `clip`."""
+        """SumT of Hessians, each positive semi-definite and cut to Frobenius norm `clip`."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
@@ -264,7 +264,7 @@ class Linear:
 
     @exact_arithmetic()
     def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """Sum of g g^T, each cut to Frobenius norm `clip`: g to its root."""
+        """SumT of g g^T, each cut to Frobenius norm `clip`: g to its root."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
@@ -292,7 +292,7 @@ class Linear:
         return weight, theta[..., n:] if self.bias else None
 
     def _pull(self, x: Tensor, r: Tensor) -> Tensor:
-        """Sum over records of u (x) r, flat, in float64."""
+        """SumT over records of u (x) r, flat, in float64."""
         r = r.double()
         weight = (x.double().transpose(-1, -2) @ r).flatten(-2)
         return torch.cat([weight, r.sum(-2)], -1) if self.bias else weight
@@ -422,7 +422,7 @@ def bounded(norm: Tensor, clip: float) -> Tensor:
 
 
 def outer(rows: Tensor) -> Tensor:
-    """Sum over records of the outer product of each row with itself, in float64. The product is symmetric: of its
+    """SumT over records of the outer product of each row with itself, in float64. The product is symmetric: of its
     SYMMETRIC_BLOCKS x SYMMETRIC_BLOCKS blocks, those below the diagonal are copied."""
     rows = rows.double()
     size = rows.shape[-1]
@@ -436,7 +436,7 @@ def outer(rows: Tensor) -> Tensor:
 
 
 def weighted_outer(rows: Tensor, weights: Tensor) -> Tensor:
-    """Sum over records of a row's outer product with itself times each of its weights, in float64: weights x size x
+    """SumT over records of a row's outer product with itself times each of its weights, in float64: weights x size x
     size. The products are symmetric: below the diagonal of the last two axes nothing is computed."""
     columns, weights = rows.double().transpose(-1, -2).contiguous(), weights.double().transpose(-1, -2)
     size, n = columns.shape[-2:]
@@ -466,7 +466,7 @@ def clients_of(shard: Shard) -> list[Shard]:
     return [Shard(shard.x[k], *(None if part is None else part[k] for part in parts)) for k in range(len(shard.x))]  # type: ignore[arg-type]
 
 
-def sum_over(shard: Shard, total: Callable[[Shard], Sum], rows: int | None = None) -> Sum:
+def sum_over(shard: Shard, total: Callable[[Shard], SumT], rows: int | None = None) -> SumT:
     """Of `total` over parts of a shard, some records at a time; None if `total` has no answer."""
     x, y, mask, length = shard
     n = x.shape[-2]

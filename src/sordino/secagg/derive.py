@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sordino.errors import SordinoError
 
-Words: TypeAlias = NDArray[np.uint32]
+UInt32Array: TypeAlias = NDArray[np.uint32]
 
 _CHUNK = 1 << 14  # words; 64 KiB stay in cache
 _ZEROS = bytes(4 * _CHUNK)
@@ -65,7 +65,7 @@ def stream(key: bytes, size: int) -> bytes:
     return Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(size))
 
 
-def add_stream(total: Words, key: bytes, sign: int) -> None:
+def add_stream(total: UInt32Array, key: bytes, sign: int) -> None:
     """Add or subtract the keystream modulo 2^32, in place, chunk by chunk."""
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     words = np.empty(min(_CHUNK, total.size), dtype="<u4")

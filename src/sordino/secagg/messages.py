@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sordino.errors import SordinoError
 from sordino.secagg import shamir
-from sordino.secagg.derive import Words, joined, low_order
+from sordino.secagg.derive import UInt32Array, joined, low_order
 from sordino.secagg.session import Member, Session, check_round
 from sordino.wire import Message, decode, encode
 
@@ -42,7 +42,7 @@ class Offer(NamedTuple):
 
 
 class Masked(NamedTuple):
-    vector: Words
+    vector: UInt32Array
     offers_sha256: str
     seal: str  # a signature over the offers that the vector was masked with, as hex
 
@@ -72,7 +72,7 @@ def write_offer(member: Member, round: int, offer: Offer) -> bytes:
     return _write(member, "secagg-offer", round, fields, {"boxes": offer.boxes})
 
 
-def write_masked(member: Member, round: int, offers: str, vector: Words) -> bytes:
+def write_masked(member: Member, round: int, offers: str, vector: UInt32Array) -> bytes:
     seal = member.identity.sign(_sealed(member.session, round, member.name, offers))
     fields = {"offers_sha256": offers, "dimension": vector.size, "seal": seal.hex()}
     return _write(member, "secagg-masked", round, fields, {"vector": vector})

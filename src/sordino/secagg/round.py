@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from sordino.errors import SordinoError, WrongShareError
 from sordino.secagg import shamir
-from sordino.secagg.derive import Words, add_stream, agree, derive, joined, public
+from sordino.secagg.derive import UInt32Array, add_stream, agree, derive, joined, public
 from sordino.secagg.messages import (
     BOX,
     DIMENSION,
@@ -67,7 +67,7 @@ def check(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, 
     return known
 
 
-def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: Words) -> Words:
+def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32Array) -> UInt32Array:
     """The masked vector, modulo 2^32. Use `masked` unless the message is written elsewhere: a second vector under the
     same masks would reveal the difference of both."""
     session, known = member.session, check(member, round, offers)
@@ -85,7 +85,7 @@ def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: Words)
 
 
 def masked(
-    member: Member, round: int, offers: Mapping[str, bytes], vector: Words, before: bytes | None = None
+    member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32Array, before: bytes | None = None
 ) -> bytes:
     """The message with the masked vector. `before` is the stored message of this site in this round: the result is the
     same bytes again, or an error."""
@@ -156,7 +156,7 @@ def open_sum(
     offers: Mapping[str, bytes],
     masked: Mapping[str, bytes],
     reveals: Mapping[str, bytes],
-) -> Words:
+) -> UInt32Array:
     """The sum of the survivors' vectors modulo 2^32. The survivors are the sites in `masked`.
 
     Each reconstructed secret is compared with its offer, so a wrong share cannot change the sum unnoticed.

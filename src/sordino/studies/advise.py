@@ -16,7 +16,7 @@ from sordino.privacy.accounting import gaussian
 from sordino.studies import theory
 from sordino.studies.estimation import DELTA, LABELS, setup
 
-STEPS = (4, 6, 8, 10, 14, 20, 30, 40, 60, 80, 100, 140, 200)
+STEPS_TRIED = (4, 6, 8, 10, 14, 20, 30, 40, 60, 80, 100, 140, 200)
 CLOSE = 1.1  # errors within this factor count as equal; then fewer rounds win
 LEARNT = 0.25  # an estimate with an error above this share of |theta_0|^2 is useless
 
@@ -39,12 +39,12 @@ def best(case: theory.Scenario, method: str) -> Option:
     tries: dict[str, Callable[[int], list[Option]]] = {
         "fedsgd": lambda k: [Option(method, k, {}, theory.fedsgd(case, k))],
         "fedhybrid": lambda k: [
-            Option(method, 1 + later, {"local_steps": k}, theory.fedhybrid(case, k, later)) for later in STEPS
+            Option(method, 1 + later, {"local_steps": k}, theory.fedhybrid(case, k, later)) for later in STEPS_TRIED
         ],
         "fedavg-gdp": lambda k: [Option(method, r, {"steps": k}, theory.fedavg(case, k, r)) for r in (1, 2)],
         "fednewton": lambda k: [Option(method, 2, {"local_steps": k}, theory.fednewton(case, k))],
     }
-    return min((option for k in STEPS for option in tries[method](k)), key=lambda option: option.error)
+    return min((option for k in STEPS_TRIED for option in tries[method](k)), key=lambda option: option.error)
 
 
 def advise(

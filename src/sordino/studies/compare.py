@@ -63,12 +63,12 @@ class Contestant(NamedTuple):
     def values(self, base: dict[str, Any], epsilon: float) -> dict[str, Any]:
         """The keys of a run. A common option such as the clip is set for methods that have it and do not derive it."""
         method_options = () if self.method in UNTUNED else entry(self.method).options
-        common = {key: value for key, value in base.items() if key in FREE_KEYS or key in method_options}
+        common = {key: value for key, value in base.items() if key in SHARED_KEYS or key in method_options}
         return {**common, **self.options, "method": self.method, "epsilon": epsilon}
 
 
 OPTION_KEYS = {key for known in REGISTRY.values() for key in known.options}
-FREE_KEYS = {
+SHARED_KEYS = {
     *RUN_KEYS,
     *(key for known in registry.REGISTRY.values() for key in known.options),
 }  # keys that belong to no method
@@ -79,8 +79,10 @@ def contestants(requests: Sequence[str], base: dict[str, Any]) -> list[Contestan
 
     `paper` and `all` keep the methods that are proved in this setting.
     """
-    if unknown := [key for key in base if key not in FREE_KEYS and key not in OPTION_KEYS]:
-        raise SordinoError(f"{unknown[0]}: no method has this option.{nearest(unknown[0], [*FREE_KEYS, *OPTION_KEYS])}")
+    if unknown := [key for key in base if key not in SHARED_KEYS and key not in OPTION_KEYS]:
+        raise SordinoError(
+            f"{unknown[0]}: no method has this option.{nearest(unknown[0], [*SHARED_KEYS, *OPTION_KEYS])}"
+        )
     chosen: list[Contestant] = []
     for request in requests:
         if request == "paper":

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import Method, Privacy
+from sordino.data.partition import SIZE_LAWS
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError, nearest
@@ -35,13 +36,12 @@ MUS = (0.5, 1.0, 3.0)
 CLIENTS, MEAN, TOTAL = (20, 30, 40, 50, 60), 400, 20_000
 SPLITS = (10, 20, 50, 100, 200)  # clients of a fixed total
 STEPS = (2, 4, 6, 10, 20, 50, 100, 200, 400)
-LAWS = ("equal", "uniform", "lognormal")
-DESIGNS = (*LAWS, "fixed-total", "iterations", "mnist-binary", "mnist-multiclass")
+DESIGNS = (*SIZE_LAWS, "fixed-total", "iterations", "mnist-binary", "mnist-multiclass")
 LABELS = {"fedsgd": "FedSGD", "fedhybrid": "FedHybrid", "fedavg-gdp": "FedAvg", "fednewton": "FedNewton"}
 POOLED = "pooled"  # the estimate from all pooled data, without privacy
 AT_ONCE = 4_000_000  # records of all repetitions in memory at once: about 0.5 GB
 
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 class Setup(NamedTuple):
@@ -94,7 +94,7 @@ class DesignPoint:
     @property
     def key(self) -> tuple[int, ...]:
         """Numbers that seed the noise of this point."""
-        law, kind = LAWS.index(self.law), int(self.kind == "poisson")
+        law, kind = SIZE_LAWS.index(self.law), int(self.kind == "poisson")
         return (kind, law, self.clients, round(1000 * self.mu), self.total or 0, self.iterations)
 
     def predicted(self) -> dict[str, theory.ErrorTerms]:
@@ -110,10 +110,10 @@ class DesignPoint:
 
 def sizes(law: str, clients: int, total: int | None = None) -> tuple[int, ...]:
     """Records per client: equal, uniform within half of the mean, or lognormal (log-sd 0.5, at least 50)."""
-    if law not in LAWS:
-        raise SordinoError(f"design: sizes cannot be '{law}'.{nearest(law, LAWS)}")
+    if law not in SIZE_LAWS:
+        raise SordinoError(f"design: sizes cannot be '{law}'.{nearest(law, SIZE_LAWS)}")
     mean = MEAN if total is None else total / clients
-    rng = np.random.default_rng([LAWS.index(law), clients])
+    rng = np.random.default_rng([SIZE_LAWS.index(law), clients])
     if law == "equal":
         drawn = np.full(clients, mean)
     elif law == "uniform":
@@ -131,7 +131,7 @@ def sizes(law: str, clients: int, total: int | None = None) -> tuple[int, ...]:
 
 def cells(design: str, kinds: Sequence[str], mus: Sequence[float], law: str = "equal") -> list[DesignPoint]:
     """The points of a design."""
-    if design in LAWS:
+    if design in SIZE_LAWS:
         return [DesignPoint(kind, design, m, mu) for kind in kinds for mu in mus for m in CLIENTS]
     if design == "fixed-total":
         return [DesignPoint(kind, law, m, mu, TOTAL) for kind in kinds for mu in mus for m in SPLITS]
@@ -232,7 +232,7 @@ def simulate_cell(
     seed: int = 0,
     device: str = "cpu",
     methods: Iterable[str] = (*LABELS, POOLED),
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> dict[str, np.ndarray]:
     """Squared errors by method, one per repetition."""
     at, sizes, errors = setup(cell.kind), cell.sizes, {name: list[np.ndarray]() for name in methods}
@@ -369,7 +369,7 @@ def mnist_accuracies(
     iterations: int = 100,
     seed: int = 0,
     device: str = "cpu",
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
 ) -> dict[str, np.ndarray]:
     """Test accuracies by method, one per repetition. Every repetition has the same partition and new noise."""
     at, n = mnist_setup(binary=binary), len(data.x_train)

@@ -32,7 +32,7 @@ from sordino.training.batch import Trained, run_many
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
-HOW = ("public", "count", "stopping")
+SELECTIONS = ("public", "count", "stopping")
 SCORES = 2**16 - 2  # the query number under which counts are noised
 UNPAID = "not paid for: the settings were chosen on validation records, and no budget covers that choice"
 
@@ -59,8 +59,8 @@ def search(
       (`tune.validated`).
     mean: expected number of runs, for `stopping`.
     """
-    if how not in HOW:
-        raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, HOW)}")
+    if how not in SELECTIONS:
+        raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, SELECTIONS)}")
     base = resolve(Spec.of(values))
     privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:

@@ -22,7 +22,7 @@ from sordino.studies.estimation_report import markdown
 
 Document = dict[str, Any]
 Epsilon = float | None  # None: no noise
-MOST_CLIENTS = 200  # the most that a page lists one by one
+CLIENTS_SHOWN = 200  # the most that a page lists one by one
 SIGNIFICANT = 0.05
 NONE = "–"
 
@@ -317,8 +317,8 @@ def client_epsilon(document: Document) -> dict[str, dict[str, Table]]:
                 clients = f"{start}" if stop == start + 1 else f"{start} to {stop - 1}"
                 values = (NONE if v is None else f"{v:.4g}" for v in spent[start])
                 rows.append([TableCell(clients), *map(TableCell, values)])
-            more = f" The first {MOST_CLIENTS} of {len(rows):,} rows." if len(rows) > MOST_CLIENTS else ""
-            tables[named(epsilon)] = Table(["client", *some], rows[:MOST_CLIENTS], f"{NONE}: no bound.{more}")
+            more = f" The first {CLIENTS_SHOWN} of {len(rows):,} rows." if len(rows) > CLIENTS_SHOWN else ""
+            tables[named(epsilon)] = Table(["client", *some], rows[:CLIENTS_SHOWN], f"{NONE}: no bound.{more}")
     return by_seed
 
 
@@ -564,7 +564,7 @@ def view(document: Document) -> Document:
         "per_class": _heat(runs, "per_class"),
         "per_client": {seed: _heat([r for r in runs if str(r["seed"]) == seed], "per_client") for seed in seeds},
         "clients": document["data"]["clients"],
-        "partition": {k: v[:MOST_CLIENTS] for k, v in (document["partition"] or {}).items()},
+        "partition": {k: v[:CLIENTS_SHOWN] for k, v in (document["partition"] or {}).items()},
         "ablation": {"labels": labels(ablated), "curves": _ends(ablated)} if ablated else None,
         "sensitivity": [
             {"vary": s.vary, "values": [*map(_value, s.values)], "lines": [_line(n, p) for n, p in s.lines.items()]}
@@ -611,7 +611,7 @@ def _heat(runs: Sequence[Document], key: str) -> Document:
     for name, some in (("accuracy", shares), ("difference", payment(shares))):
         heat[name] = {}
         for (label, epsilon), values in some.items():
-            shown = [_digits(v) for v in values[:MOST_CLIENTS]]
+            shown = [_digits(v) for v in values[:CLIENTS_SHOWN]]
             heat[name].setdefault(named(epsilon), {})[label] = shown
     return heat
 

@@ -27,7 +27,7 @@ from sordino.models.linear import Linear, Loss
 
 Array: TypeAlias = NDArray[np.float64]
 NODES = 1001  # of each of the two integrals
-LINE = 61  # grid points of the mean score; 0, theta_0 and their middle are among them
+SCORE_PLACES = 61  # grid points of the mean score; 0, theta_0 and their middle are among them
 NUDGE = 1e-3  # relative step of a numerical derivative
 
 # ------------------------------------------------------------------------------------------------------- populations
@@ -88,7 +88,7 @@ def population(model: Linear, length: float) -> Population:
     step = NUDGE * max(length, 1.0)
     up, broadcast = (average(_residuals(model, (length + s) * t, labels)[2], 1) for s in (step, -step))
     rate = _residuals(Linear(1, 1, model.kind, bias=False, cap=math.inf), length * t, labels)[3]
-    line = length * np.linspace(-2.0, 4.0, LINE)
+    line = length * np.linspace(-2.0, 4.0, SCORE_PLACES)
     score = np.array([weight @ (_residuals(model, at * t, labels)[0] * t * inside[1][0]) for at in line])
     return Population(
         times,

@@ -20,9 +20,9 @@ from sordino.training.batch import run_many
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
-HOW = ("grid", "halving", "optuna")
+SEARCHES = ("grid", "halving", "optuna")
 KEEP, RUNGS = 3, 3  # halving keeps one third at each rung: after one ninth and after one third of the rounds
-BATCH = 16  # trials that Optuna proposes at once
+RUNS_PER_BATCH = 16  # trials that Optuna proposes at once
 
 
 class TuningCase(NamedTuple):
@@ -70,8 +70,8 @@ def tune(
 
     trials, storage: for Optuna. A study that `storage` already holds is continued.
     """
-    if how not in HOW:
-        raise SordinoError(f"search: '{how}' is unknown.{nearest(how, HOW)}")
+    if how not in SEARCHES:
+        raise SordinoError(f"search: '{how}' is unknown.{nearest(how, SEARCHES)}")
     if how == "optuna":
         return [_optuna(case, dataset, trials, storage, device, tick) for case in cases]
     trials_left = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]
@@ -130,7 +130,7 @@ def _optuna(case: TuningCase, dataset: Dataset, trials: int, storage: str | None
     space = {key: _distribution(options) for key, options in case.grid.items()}
     done = len(study.get_trials(states=[optuna.trial.TrialState.COMPLETE]))
     while done < trials:
-        asked = [study.ask(space) for _ in range(min(BATCH, trials - done))]
+        asked = [study.ask(space) for _ in range(min(RUNS_PER_BATCH, trials - done))]
         specs = [Spec.of({**values, **trial.params}) for trial in asked]
         for trial, score in zip(asked, _scores(specs, dataset, device, None, tick), strict=True):
             study.tell(trial, score)

@@ -1,6 +1,6 @@
 """Many runs at once: those that share data and shape are one more tensor axis, and the features are read once for all.
 
-Runs of one batch may differ in seed, epsilon and delta, and in those options of their method that `Entry.batch` names.
+Runs of one batch may differ in seed, epsilon and delta, and in those options that `MethodEntry.batch` names.
 Everything else splits the batch. Each run keeps its own plan, and so its own account: a batch saves time, not privacy.
 """
 
@@ -33,7 +33,7 @@ from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import Spec
 from sordino.tree import leaves
 
-MOST = 64  # runs per batch
+MAX_RUNS_PER_BATCH = 64  # runs per batch
 FREE_KEYS = ("seed", "epsilon", "delta")  # keys in which runs of one batch may differ, beside options
 
 
@@ -57,7 +57,7 @@ def run_many(
     device: str = "cpu",
     at: Sequence[int] | None = None,
     stop: int | None = None,
-    most: int = MOST,
+    most: int = MAX_RUNS_PER_BATCH,
     tick: Callable[[int], None] = lambda runs: None,
 ) -> list[Trained]:
     """Train every spec.

@@ -14,7 +14,8 @@ from sordino.errors import SordinoError
 from sordino.models import registry
 from sordino.models.linear import Loss
 from sordino.privacy.evidence.signing import broken, sha256
-from sordino.training.artifacts import RunFolder, load_model
+from sordino.training.artifacts import load_model
+from sordino.training.folder import RunFolder
 from sordino.training.verify_run import read_certificate
 
 

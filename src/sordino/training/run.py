@@ -41,8 +41,9 @@ from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
 from sordino.training import artifacts
-from sordino.training.artifacts import Progress, RunFolder, save_model
+from sordino.training.artifacts import Progress, save_model
 from sordino.training.evaluate import beats_constant_guess, draw_curve, evaluate, heterogeneity
+from sordino.training.folder import RunFolder
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 from sordino.version import __version__

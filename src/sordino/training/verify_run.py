@@ -17,7 +17,7 @@ from sordino.privacy.evidence.signing import code_sha256, sha256
 from sordino.privacy.evidence.verify import Verdict, verify
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.settings import read_toml
-from sordino.training.artifacts import RunFolder
+from sordino.training.folder import RunFolder
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.checks.audit.attacks import MODEL, attacks, audit, one_run, plan_for, scores
+from sordino.checks.audit.attacks import AUDITED_MODEL, attacks, audit, one_run, plan_for, scores
 from sordino.checks.audit.observer import Watch, watched
 from sordino.checks.mutants import half_claimed
 from sordino.cli import main
@@ -71,7 +71,7 @@ def test_methods_stay_below_their_certificates(name, pair):
 
 
 def test_a_sensitivity_claimed_too_small_is_found_out():
-    method, _ = half_claimed(build("dp-fedgd"), MODEL)
+    method, _ = half_claimed(build("dp-fedgd"), AUDITED_MODEL)
     found = audit("half", Privacy(1.0, 1e-5), runs=FEW, seed=2, method=method)
     assert found.reach == pytest.approx(2.0, abs=1e-3)
     assert found.broken
@@ -125,7 +125,7 @@ def test_runs_are_float32_and_scores_float64():
     assert audit("dp-fedgd", runs=20, seed=0).dtype == "float32"
     assert audit("dp-fedgd", runs=20, seed=0, dtype=torch.float64).dtype == "float64"
     for dtype in (torch.float32, torch.float64):
-        attack = next(attacks(plan_for("dp-fedgd"), MODEL, dtype))
+        attack = next(attacks(plan_for("dp-fedgd"), AUDITED_MODEL, dtype))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sordino.checks.audit.observer.Watch", Spy)
             watch = watched(attack, 1, Seeded(0), 2)
@@ -149,7 +149,7 @@ BATCHES = [
 def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacency, trust):
     """Then the mean of e^score in world 0, and of e^-score in world 1, is 1."""
     plan = plan_for("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency, trust=trust), batch=batch)
-    attack = next(a for a in attacks(plan, MODEL) if "long" in a.name)
+    attack = next(a for a in attacks(plan, AUDITED_MODEL) if "long" in a.name)
 
     def excess(factor):
         found = [np.exp((1 - 2 * w) * scores(attack, w, 500, itertools.repeat(Seeded(5 + w)), factor)) for w in (0, 1)]
@@ -195,7 +195,7 @@ def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
 
 def test_an_absent_record_is_in_no_minibatch():
     plan = plan_for("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="poisson:4")
-    there, here = next(attacks(plan, MODEL)).worlds
+    there, here = next(attacks(plan, AUDITED_MODEL)).worlds
     rows = [np.array([0, -1, 3]), np.array([0, 1, 2])]
     assert there.picked(np.array([0, 1]), rows).mask.tolist() == [[0, 0, 1], [1, 1, 1]]
     assert here.picked(np.array([0, 1]), rows).mask.tolist() == [[1, 0, 1], [1, 1, 1]]
@@ -278,7 +278,7 @@ def test_the_score_is_the_log_likelihood_ratio(shape, trust, runs):
         rest, variance = [], []
         for adjacency, world in itertools.product(Adjacency, (0, 1)):
             plan = plan_for("toy", Privacy(4.0, 1e-5, toy.unit, adjacency, trust), method=toy)
-            watch = watched(next(attacks(plan, MODEL)), world, Seeded(8 * world + 3), runs, noise_factor)
+            watch = watched(next(attacks(plan, AUDITED_MODEL)), world, Seeded(8 * world + 3), runs, noise_factor)
             assert watch.information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
             rest.append(watch.score() - (world - 0.5) * watch.information())
             variance.append(watch.information())

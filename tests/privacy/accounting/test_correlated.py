@@ -361,7 +361,7 @@ def encoders(rounds: int, count: int):
 
 
 def test_no_encoder_beats_the_schedule_under_full_participation():
-    """Signs alone suffice. The wrong twin counts equal contributions only, and is beaten."""
+    """Signs alone suffice. The mutant counts equal contributions only, and is beaten."""
     assert error(schedule(6).encoder) == pytest.approx(1, rel=EXACT)
     found = [error(encoder) for encoder in encoders(6, 50)]
     assert min(found) >= 1 - EXACT

@@ -124,7 +124,7 @@ def test_no_second_answer_tells_more_than_the_opposite_one(q, epsilon):
         most = told(c, -c)
         grid = [told(v, other) for v in np.linspace(-c, c, 7) for other in np.linspace(-c, c, 7)]
         assert max(grid) <= most * (1 + 1e-9) + 1e-15
-        assert told(1.2 * c, -c) > most or most < 1e-12  # twin: a longer vector would be seen
+        assert told(1.2 * c, -c) > most or most < 1e-12  # mutant: a longer vector would be seen
 
 
 # ------------------------------------------------------------------------------------------------------------ coarse

@@ -1,4 +1,4 @@
-"""Integer noise: that it has its law, that the bounds hold by exact computation, and that wrong twins are caught."""
+"""Integer noise: that it has its law, that the bounds hold by exact computation, and that mutants are caught."""
 
 import itertools
 import math
@@ -352,11 +352,11 @@ def test_a_wrong_table_is_caught(monkeypatch, wrong):
     else:
         honest = discrete_gaussian._propose
 
-        def twin(law, words):
+        def mutant(law, words):
             value, accepted, open_ = honest(law, words)
             return value, accepted | (value == 0) if wrong == "minus zero" else accepted | True, open_
 
-        monkeypatch.setattr(discrete_gaussian, "_propose", twin)
+        monkeypatch.setattr(discrete_gaussian, "_propose", mutant)
     assert not fits(draw(SOURCES[1], HERE, variance, (SIZE,)), variance)
 
 

@@ -52,7 +52,7 @@ class DoubledGaussian(Mechanism):
 @pytest.fixture(autouse=True)
 def doubled():
     """The toy law, for the time of one test."""
-    before = [(registry, dict(registry)) for registry in (laws.LAWS, events.EVENTS)]
+    before = [(registry, dict(registry)) for registry in (laws.NOISE_LAWS, events.EVENTS)]
     register(Doubled)(DoubledGaussian)
     yield
     for registry, entries in before:

@@ -58,7 +58,7 @@ from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
 
 RUNS, ROUNDS = 10_000, 5  # a world; of the stage whose length is open
-BATCH = 10_000  # runs at once
+RUNS_PER_BATCH = 10_000  # runs at once
 CANARIES = 2_000  # of an audit in one run
 MATRIX_CANARIES = 300  # where a release has an entry for every pair of them
 PILOT = 8  # runs that choose the canary
@@ -69,7 +69,7 @@ LEMMA_SIZES = (100, 100, 100)  # where a lemma bounds a message: with fewer reco
 SAMPLED_RECORDS = 8  # records of the victim, of which a minibatch at a rate holds a part
 RUNS_IN_MEMORY = 300_000  # records of all runs at once
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # of canaries: every gradient is far beyond its clip
-MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
+AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 
 
 class Audit(NamedTuple):
@@ -155,11 +155,11 @@ def audit(
     plan = plan_for(name, privacy, rounds=rounds, method=method, batch=batch)
     check_arguments("runs", runs, noise_factor, seed)
     sources, certified, delta = _sources(seed, plan), spending.epsilon(plan), plan.privacy.delta
-    attack, information, least = _best(plan, MODEL, sources, dtype)
+    attack, information, least = _best(plan, AUDITED_MODEL, sources, dtype)
     drawn, threshold = _samples(plan), None  # of a mixture, a part of the scores chooses the threshold
     if not drawn:
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
-    found: list[tuple[float, float, statistics.Bound]] = []
+    found: list[tuple[float, float, statistics.LowerBound]] = []
     while len(found) < MAX_TRIES and (not found or max(found[-1][:2]) > certified):
         zero, one = (scores(attack, world, runs, sources, noise_factor) for world in (0, 1))
         plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
@@ -287,7 +287,7 @@ def check_arguments(name: str, count: int, noise_factor: float, seed: int | None
 
 def scores(attack: Attack, world: int, runs: int, sources: Iterator[Source], noise_factor: float = 1.0) -> np.ndarray:
     """The log likelihood ratio of many runs of one world."""
-    most = max(1, min(BATCH, RUNS_IN_MEMORY // sum(attack.plan.sizes)))
+    most = max(1, min(RUNS_PER_BATCH, RUNS_IN_MEMORY // sum(attack.plan.sizes)))
     counts = [min(most, runs - start) for start in range(0, runs, most)]
     parts = [watched(attack, world, next(sources), count, noise_factor).score() for count in counts]
     return torch.cat(parts).numpy()
@@ -392,7 +392,7 @@ def _best(plan: Plan, model: core.Model, sources: Iterator[Source], dtype: torch
     return *best, min(reached.values())
 
 
-def _by_account(plan: Plan, seen: statistics.Bound) -> float:
+def _by_account(plan: Plan, seen: statistics.LowerBound) -> float:
     """Epsilon, by the account, of the most noise that would allow as many right guesses as were seen.
 
     Of guesses between two equally likely worlds, mu-Gaussian DP allows a part of Φ(mu / 2) to be right. So the mu that

@@ -36,7 +36,7 @@ CANDIDATES = 400  # thresholds to choose from
 Scores = NDArray[np.float64]
 
 
-class Bound(NamedTuple):
+class LowerBound(NamedTuple):
     """What was seen at a threshold, and the largest epsilon (and mu, where it was the way there) that it refutes."""
 
     epsilon: float
@@ -49,7 +49,7 @@ class Bound(NamedTuple):
 
 def by_thresholds(
     zero: ArrayLike, one: ArrayLike, *, delta: float, confidence: float = CONFIDENCE, threshold: float | None = None
-) -> Bound:
+) -> LowerBound:
     """From scores under world 0 and world 1: both error rates at once, each at half the risk.
 
     The threshold must not be chosen by the scores that the bound comes from: it is given, or a part of them chooses it.
@@ -62,7 +62,7 @@ def by_thresholds(
         threshold = float(candidates[np.argmax(_refuted(*rates, len(choosing_zero), delta, confidence))])
     a, b = _rates(zero, one, np.array([threshold]))
     found = float(_refuted(a, b, len(zero), delta, confidence)[0])
-    return Bound(max(found, 0.0), None, threshold, float(a[0]), float(b[0]), len(zero))
+    return LowerBound(max(found, 0.0), None, threshold, float(a[0]), float(b[0]), len(zero))
 
 
 def best_threshold(mu: float, runs: int, *, delta: float, confidence: float = CONFIDENCE) -> float:
@@ -74,7 +74,7 @@ def best_threshold(mu: float, runs: int, *, delta: float, confidence: float = CO
 
 def by_gaussian(
     zero: ArrayLike, one: ArrayLike, *, delta: float, confidence: float = CONFIDENCE, threshold: float | None = None
-) -> Bound:
+) -> LowerBound:
     """The largest mu for which "mu-Gaussian DP" is refuted, by errors of either kind together, and its epsilon(delta).
 
     Under mu-GDP the mean of both error rates is at least Φ(-mu/2). The number of errors is a sum of coins of two kinds;
@@ -91,7 +91,7 @@ def by_gaussian(
     errors = round((a + b) * len(zero))
     most = float(upper(np.array([errors]), 2 * len(zero), 1 - confidence)[0])
     mu = max(-2 * float(ndtri(most)), 0.0)
-    return Bound(gaussian.epsilon(mu, delta), mu, threshold, a, b, len(zero))
+    return LowerBound(gaussian.epsilon(mu, delta), mu, threshold, a, b, len(zero))
 
 
 def by_one_run(canaries: int, guesses: int, right: int, *, delta: float, confidence: float = CONFIDENCE) -> float:

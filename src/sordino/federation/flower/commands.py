@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sordino.federation.flower.keys import LOOPBACK, Tls
 
-NAME = "sordino"  # of the connection in Flower's configuration
+CONNECTION = "sordino"  # of the connection in Flower's configuration
 
 PYPROJECT = """\
 [project]
@@ -52,7 +52,7 @@ app = ClientApp()  # answers nothing: sites run sordino.federation.flower.worker
 def write_connection(home: Path, address: str, authority: Path) -> None:
     """Write the address of the link for the `flwr` command."""
     home.mkdir(parents=True, exist_ok=True)
-    text = f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{address}"\n'
+    text = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{address}"\n'
     (home / "config.toml").write_text(text + f'root-certificates = "{authority.resolve()}"\n')
 
 
@@ -134,8 +134,8 @@ def worker_command(handler: str, runtime: str, secret: Path, claim: Path) -> lis
 
 
 def register_command(public: Path) -> list[str]:
-    return ["flwr", "supernode", "register", str(public), NAME]
+    return ["flwr", "supernode", "register", str(public), CONNECTION]
 
 
 def run_command(app: Path) -> list[str]:
-    return ["flwr", "run", str(app), NAME]
+    return ["flwr", "run", str(app), CONNECTION]

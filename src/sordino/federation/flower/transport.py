@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 RECORD, FIELD = "message", "bytes"  # where Flower's message holds the bytes
-POLL = 0.15  # seconds between two requests to the link, and more with many sites
+LINK_POLL = 0.15  # seconds between two requests to the link, and more with many sites
 
 
 class GridTransport:
@@ -60,7 +60,7 @@ class GridTransport:
 
         def fetch(node: int, name: str) -> None:
             # Each site has its own thread, so that a reply whose bytes never arrive blocks no other site.
-            while not over.wait(max(POLL, 0.02 * len(nodes))):
+            while not over.wait(max(LINK_POLL, 0.02 * len(nodes))):
                 try:
                     reply = next(iter(self.grid.pull_messages([name])), None)
                 except Exception as error:

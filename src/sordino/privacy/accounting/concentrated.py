@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy.optimize import brentq
 
 from sordino.errors import SordinoError
+from sordino.privacy.accounting import roots
 from sordino.privacy.accounting.gaussian import SLACK
 
 FAILURE = 2.0**-64  # of one release, at most: see mechanisms/discrete_gaussian.py
@@ -110,7 +110,7 @@ def _root(f: Callable[[float], float], *above: float) -> float:
     low = high / 2
     while f(low) > 0:
         high, low = low, low / 2
-    return float(brentq(f, low, high, xtol=1e-300, rtol=1e-14, maxiter=500)) if f(high) > 0 else high
+    return roots.root(f, low, high, 1e-14) if f(high) > 0 else high
 
 
 def check(**arguments: float) -> None:

@@ -23,10 +23,10 @@ import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
 from sordino.errors import SordinoError
+from sordino.privacy.accounting import roots
 
 SLACK = 1e-12  # calibrated mu is this much (relative) below the root: far more than rounding, far less than matters
 _ROUNDING = 1e-14  # relative error allowed to one root; below SLACK, so that round trips keep their direction
@@ -141,7 +141,7 @@ def _mills(x: float) -> float:
 
 
 def _root(f: Callable[[float], float], low: float, high: float) -> float:
-    return float(brentq(f, low, high, xtol=1e-300, rtol=_ROUNDING, maxiter=500))
+    return roots.root(f, low, high, _ROUNDING)
 
 
 def _push(value: float, direction: int, safe: Callable[[float], bool]) -> float:

@@ -28,11 +28,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from scipy.optimize import brentq, minimize_scalar
 
 from sordino.core import Trust
 from sordino.errors import SordinoError
-from sordino.privacy.accounting import gaussian
+from sordino.privacy.accounting import gaussian, roots
 
 MOST_MEAN = 500.0  # of a Poisson number of runs: its law is summed up from e^-mean
 LEAST_GAMMA, MOST_ETA = 1e-12, 10.0  # within these no probability of a K underflows
@@ -97,7 +96,7 @@ class NegativeBinomial:
         ends = (1e-12, -math.log(LEAST_GAMMA))
         if excess(ends[0]) > 0 or excess(ends[1]) < 0:
             raise SordinoError(f"mean: {mean} runs are out of reach with eta = {eta}; take eta = 0 or 1.")
-        return NegativeBinomial(math.exp(-brentq(excess, *ends, xtol=1e-15)), eta)
+        return NegativeBinomial(math.exp(-roots.root(excess, *ends, 1e-15)), eta)
 
     @property
     def mean(self) -> float:
@@ -180,6 +179,8 @@ def _cost(law: StoppingLaw, mu: float, delta: float) -> float:
     values = [bound(at) for at in grid]
     best = int(np.argmin(values))
     ends = (float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)]))
+    from scipy.optimize import minimize_scalar  # 0.4 s to import, and only private tuning needs it
+
     least = minimize_scalar(bound, bounds=ends, method="bounded", options={"xatol": 1e-7})
     return max(0.0, min(values[best], float(least.fun)))
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.fft import irfft, next_fast_len, rfft
+import scipy  # its parts are imported when they are used
 from scipy.special import erfcx, gammaln, ndtr
 
 from sordino import files
@@ -494,7 +494,7 @@ def _curve(
     else:
         h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / MOST_CELLS)
         start = math.floor(first / h)
-        size = next_fast_len(math.ceil(last / h) - start + 1, real=True)
+        size = scipy.fft.next_fast_len(math.ceil(last / h) - start + 1, real=True)
     last = h * (start + size)
     return _compose(parts, mu, way, theta, t, h, start, size, reach, last, precise, centre)
 
@@ -538,13 +538,17 @@ def _compose(
         log_top += times * _log_sum(log_mass + t * losses)
         folded = np.bincount(np.arange(len(mass)) % size, np.exp(log_mass + theta * losses - own_k), size)
         shift += times * low
-        z = double_double.rfft(np.asarray(folded, float)) if precise else rfft(folded)
+        z = double_double.rfft(np.asarray(folded, float)) if precise else scipy.fft.rfft(folded)
         bound = (z.size() if isinstance(z, double_double.Complex) else np.abs(z)) + c
         spectrum = _multiplied(spectrum, z, times, times * np.log(bound) > -200)
         log_most += times * np.log(bound)
         errors += times * (c / bound + 8 * unit) + 8 * unit
     # The spectrum so far is that of sums counted from `shift`; the window counts from `start`.
-    raw = double_double.irfft(spectrum) if isinstance(spectrum, double_double.Complex) else irfft(spectrum, size)
+    raw = (
+        double_double.irfft(spectrum)
+        if isinstance(spectrum, double_double.Complex)
+        else scipy.fft.irfft(spectrum, size)
+    )
     masses = np.roll(raw, (shift - start) % size)
     lost = 2 * float((np.exp(log_most) * (errors + c)).sum()) / size
     masses = np.maximum(masses, 0.0) + lost

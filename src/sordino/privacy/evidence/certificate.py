@@ -24,7 +24,7 @@ from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, continues_stream, plan_mechanism, unbounded_sampling
 from sordino.privacy.spending import Group
 
-FORMAT = 2
+CERTIFICATE_FORMAT = 2
 MOST_LISTED_CLIENTS = 10_000_000
 SECRET_SEED = 2**96  # a schedule's seed below this can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
@@ -101,7 +101,7 @@ def certificate(
     reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
     sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
     return {
-        "format": FORMAT,
+        "format": CERTIFICATE_FORMAT,
         "sordino": version,
         "certified": not reasons,
         "reasons": reasons,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 SETTING = "A setting, chosen without looking at the data."
 PLAN = "Follows from the settings, and at record level from the clients' sizes, which are public and fixed."
 ACCOUNT = "Follows from the plan's noise and sensitivities; no record enters it."
-NAMES = "Features, labels and file names are declared public."
+NAMES_ARE_PUBLIC = "Features, labels and file names are declared public."
 TESTED = (
     "Computed from the noised model and from test records, which lie outside the guarantee: at user level they are "
     "those of clients held out as a whole."
@@ -116,7 +116,7 @@ SPEC: Mapping[str, str] = {
         ),
         SETTING,
     ),
-    **dict.fromkeys(("data", "data_dir", "label", "public_stats"), NAMES),
+    **dict.fromkeys(("data", "data_dir", "label", "public_stats"), NAMES_ARE_PUBLIC),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
@@ -128,10 +128,10 @@ MODEL: Mapping[str, str] = {
     "public_cov": "Declared public (public_stats).",
     "sordino.kind": SETTING,
     "sordino.spec": "The public spec, without its seeds.",
-    "sordino.features": NAMES,
-    "sordino.outputs": NAMES,
-    "sordino.columns": NAMES,
-    "sordino.classes": NAMES,
+    "sordino.features": NAMES_ARE_PUBLIC,
+    "sordino.outputs": NAMES_ARE_PUBLIC,
+    "sordino.columns": NAMES_ARE_PUBLIC,
+    "sordino.classes": NAMES_ARE_PUBLIC,
     "sordino.normalize": SETTING,
     "sordino.method": SETTING,
     "sordino.model.seed": "Of the first parameters: a setting.",

@@ -21,7 +21,7 @@ from sordino.lazy import optional
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence import signing
-from sordino.privacy.evidence.certificate import FORMAT, listed
+from sordino.privacy.evidence.certificate import CERTIFICATE_FORMAT, listed
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Sampling
@@ -65,8 +65,10 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
     """
     problems: list[str] = []
     try:
-        if cert["format"] != FORMAT:
-            raise SordinoError(f"certificate: format {cert['format']} is not the format {FORMAT} known here.")
+        if cert["format"] != CERTIFICATE_FORMAT:
+            raise SordinoError(
+                f"certificate: format {cert['format']} is not the format {CERTIFICATE_FORMAT} known here."
+            )
         delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
         adjacency = Adjacency(cert["adjacency"])

@@ -79,7 +79,7 @@ class GaussianNoise(Mechanism):
         return DiscreteGaussianNoise(self.noise, integers)
 
 
-LAWS: dict[type[Noise], Build] = {
+NOISE_LAWS: dict[type[Noise], Build] = {
     Independent: GaussianNoise,
     Correlated: CorrelatedGaussian,
     Stream: StreamedGaussian,
@@ -94,11 +94,11 @@ def register(declared: type[Noise]) -> Callable[[MechanismClass], MechanismClass
     """
 
     def add(kind: MechanismClass) -> MechanismClass:
-        if declared in LAWS:
+        if declared in NOISE_LAWS:
             raise SordinoError(f"noise: {declared.__name__} has a mechanism already; declare another class.")
         if EVENTS.get(kind.event.name) is not kind.event:
             raise SordinoError(f"noise: no account is known of {kind.event.name}; use register_event first.")
-        LAWS[declared] = kind
+        NOISE_LAWS[declared] = kind
         return kind
 
     return add
@@ -111,8 +111,8 @@ def mechanism_of(noise: Noise | None) -> Mechanism:
       SordinoError: none is registered.
     """
     for declared in type(noise).__mro__:
-        if declared in LAWS:
-            return LAWS[declared](noise)
+        if declared in NOISE_LAWS:
+            return NOISE_LAWS[declared](noise)
     raise SordinoError(
         f"noise: no mechanism is registered for {type(noise).__name__}; "
         "add one with sordino.privacy.mechanisms.laws.register."
