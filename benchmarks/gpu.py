@@ -7,12 +7,12 @@ Of ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depe
 and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
 
 - plain: forward, mean loss, backward, AdamW, by autograd through the same modules;
-- private: `Flat.clipped_sum`, Gaussian noise, the same AdamW;
+- private: `TorchModel.clipped_sum`, Gaussian noise, the same AdamW;
 - one buffer: the same gradients of examples, gathered in one tensor: one norm, one product;
 - vmap: `torch.func.vmap(grad)`, clipped and noised alike.
 
 Steps are interleaved, and timed again as captured CUDA graphs (the same kernels without their launches), in processes
-of their own, for a capture that fails spoils the device's random numbers; "private, replayed" is `Flat(capture=True)`,
+of their own, for a capture that fails spoils the device's random numbers; "private, replayed" is `TorchModel(capture=True)`,
 with noise and AdamW outside of its graph.
 """
 
