@@ -1,19 +1,19 @@
-"""What privacy costs on a GPU: a private LoRA step against a plain one, and clients served together.
+"""What privacy costs on a GPU: a private LoRA step compared with a plain one, and clients batched together.
 
     PYTHONPATH=src python benchmarks/gpu.py --out results/gpu.json
     PYTHONPATH=src python benchmarks/gpu.py --device cpu --tiny      # does it run at all?
 
-Of ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depend on them), adapters of rank 16 on Q, K
-and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
+The models are ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depend on them), adapters of rank
+16 on Q, K and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
 
 - plain: forward, mean loss, backward, AdamW, by autograd through the same modules;
 - private: `TorchModel.clipped_sum`, Gaussian noise, the same AdamW;
 - one buffer: the same gradients of examples, gathered in one tensor: one norm, one product;
 - vmap: `torch.func.vmap(grad)`, clipped and noised alike.
 
-Steps are interleaved, and timed again as captured CUDA graphs (the same kernels without their launches), in processes
-of their own, for a capture that fails spoils the device's random numbers; "private, replayed" is `TorchModel(capture=True)`,
-with noise and AdamW outside of its graph.
+Steps are interleaved. They are timed again as captured CUDA graphs (the same kernels without their launches), each in
+its own process, because a failed capture spoils the device's random numbers. "private, replayed" is
+`TorchModel(capture=True)`, with noise and AdamW outside of its graph.
 """
 
 from __future__ import annotations
