@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/gpu.py --out results/gpu.json
     PYTHONPATH=src python benchmarks/gpu.py --device cpu --tiny      # does it run at all?
 
-The models are ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depend on them), adapters of rank
-16 on Q, K and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
+The models are ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depend on them), adapters of
+rank 16 on Q, K and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
 
 - plain: forward, mean loss, backward, AdamW, by autograd through the same modules;
 - private: `TorchModel.clipped_sum`, Gaussian noise, the same AdamW;
