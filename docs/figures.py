@@ -143,7 +143,9 @@ def speeds(arch: str) -> dict[str, str]:
 
 
 def tables() -> dict[str, str]:
-    """Every generated table, by the name of its file."""
+    """Every generated table, and the report of the comparison, by the name of its file."""
+    from sordino.studies import report
+
     tables_by_name = {
         "digits.md": digits_table(),
         "comparison.md": comparison_table(),
@@ -161,6 +163,7 @@ def tables() -> dict[str, str]:
     estimation, subsampled = benchmark("estimation"), benchmark("subsampled")
     tables_by_name["estimation.md"] = estimation.page(load("estimation.json")).replace("../docs/", "/")
     tables_by_name["subsampled.md"] = subsampled.report(load("subsampled.json")["rows"])
+    tables_by_name["report.html"] = report.page(json.loads((DOCS / "comparison.json").read_text(encoding="utf-8")))
     return tables_by_name
 
 
