@@ -568,7 +568,7 @@ def head(quick: bool) -> Iterator[Finding]:
         "ledger-head",
         "confirm a guess of one label by certificate.json, knowing all other records and the ledger's time stamps",
         "recovered in 10 to 32 s, without the time stamps",
-        f"{len(matches)} of {2 * guesses} guesses match, {len(printed)} hashes found in public files; "
+        f"{len(matches)} of {2 * guesses} guesses match, {len(printed)} hashes are in public files; "
         f"with private/run.key the right world matches: {with_key}",
         "0",
         verdict(not matches and not printed, able=with_key == [False, True]),
@@ -738,17 +738,17 @@ def forgeries(quick: bool) -> Iterator[Finding]:
             by_key = command("verify", forge(base, change, "stripped"), "--key", key)[0]
             by_key_replaced = command("verify", forge(base, change, "replaced"), "--key", key)[0]
             fine = bool(kept) and NOT_SIGNED in stripped.gaps and by_key == by_key_replaced == 1
-            table[name] = "only the signature tells: reported if kept or with --key, 'not signed' if stripped"
+            table[name] = "only the signature shows it: reported if kept or with --key, 'not signed' if removed"
             accepted += [name] * (not fine)
         for name in accepted:
             table[name] = "accepted"
     yield Finding(
         "forgeries",
-        f"{len(table)} forgeries, each with the signature kept, taken away and replaced",
+        f"{len(table)} forgeries, each with the signature kept, removed and replaced",
         "6 kinds pass `verify`: seeded called secret, unproved called proved, small schedule seed, swapped model, "
         "erased assumptions, ten times the noise",
-        f"{len(accepted)} accepted; {sum('only' in text for text in table.values())} are told by the signature alone, "
-        "and `verify --key` refuses them",
+        f"{len(accepted)} accepted; {sum('only' in text for text in table.values())} are visible only by the "
+        "signature, and `verify --key` refuses them",
         "0",
         verdict(not accepted),
         {"samples": table},
@@ -821,9 +821,9 @@ ATTACKS: dict[str, Callable[[bool], Iterator[Finding]]] = {
 
 HEAD = """# Attacks that once worked
 
-`python benchmarks/attacks.py`: attacks that told more than a certificate allowed on the code of 2026-11-15, run again.
-*Before* is what they measured then. *Failed* is how each should end. Every class is described in
-`benchmarks/attacks.py`; `results/attacks.json` holds all figures.
+`python benchmarks/attacks.py`: attacks that learned more than a certificate allows on the code of 2026-11-15, repeated
+on the present code. *Before* is the result at that time. Each attack should end as *failed*. `benchmarks/attacks.py`
+describes every attack; `results/attacks.json` holds all figures.
 
 | attack | what is tried | before | now | bound | attack |
 |---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""`auto`, untuned, on all data at hand; each of its levers taken away, and each of its constants halved and doubled.
+"""`auto`, untuned, on all available data; an ablation of each part, and each constant halved and doubled.
 
     python benchmarks/auto.py DATA_DIR     # results/auto.json and .md
 
@@ -55,14 +55,14 @@ FILES = {  # file, public statistics, clients
 SLOW = "MNIST, pixels"  # of seeds 1 and 2 alone, and after all others
 LEVERS: dict[str, dict[str, Any]] = {
     "all": {},
-    "clients weigh alike (client-mean)": {"divisor": "client-mean"},
-    "no roots": {"records": "no roots"},
-    "own mean not taken off": {"records": "no mean"},
-    "records as they are": {"records": "none"},
+    "equal weight per client (client-mean)": {"divisor": "client-mean"},
+    "no square roots": {"records": "no square roots"},
+    "record's mean not subtracted": {"records": "no mean"},
+    "raw records": {"records": "none"},
     "no covariance": {"covariance_share": 1e-9},
-    "no doubt": {"doubt": 0.0},
+    "no doubt factor": {"doubt": 0.0},
     "same budget in all rounds": {"early_share": 0.0},
-    "steps as small as the prior says": {"reach": 0.0},
+    "steps limited by the prior": {"reach": 0.0},
 }
 SCAN = {"clip": 5.0, "prior": 1.0, "doubt": 10.0, "early_share": 0.3, "covariance_share": 0.05, "reach": 2.0}
 VARIANTS = LEVERS | {f"{key} {factor:g}": {key: factor} for key, v in SCAN.items() for factor in (v / 2, v * 2)}
@@ -81,7 +81,7 @@ def read(name: str, records: str) -> Dataset:
     def scaled(x: np.ndarray) -> np.ndarray:
         if records == "no mean" and (x >= 0).all():
             x = np.sqrt(x)
-        if records == "no roots":
+        if records == "no square roots":
             x = x - x.mean(1, keepdims=True)
         return x * (RADIUS / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-9)).astype(np.float32)
 
@@ -181,11 +181,11 @@ def table(origin: dict, runs: dict, best: dict) -> str:
             lines.append(f"| {name} | " + " | ".join(cell(runs, name, "all", e, trust) for e in EPSILONS) + " |")
             if rival := best.get((name, trust)):
                 cells = (" → ".join(f"{100 * rival[e, t]:.1f}" for t in ROUNDS) for e in EPSILONS)
-                lines.append("| *the best of the tuned rivals, round by round* | " + " | ".join(cells) + " |")
+                lines.append("| *best tuned rival at each round* | " + " | ".join(cells) + " |")
     ends = list(itertools.product((0.5, 10.0), TRUSTS))
     tried = sorted({k[0] for k in runs if k[1] != "all"}, key=list(FILES).index)
     for name in tried:
-        lines += ["", f"## {name}: what each lever brings, and how flat each constant is", ""]
+        lines += ["", f"## {name}: ablation, and sensitivity to each constant", ""]
         lines += ["Seed 1.", "", "| | " + " | ".join(f"ε = {e:g}, {t}" for e, t in ends) + " |"]
         lines.append("|---" * (len(ends) + 1) + "|")
         once = {k: v for k, v in runs.items() if k[4] == 1}

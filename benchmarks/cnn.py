@@ -47,14 +47,14 @@ METHODS: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
 }
 
 READING = (
-    "Does Fisher preconditioning on the server help without convexity? Hardly. Against FedSGD, the same gradients",
-    "without it, DP-FedSOFIM with K = 1 gains two points where clients hold 250 records each and is level",
-    "elsewhere (differences of medians below the spread of seeds); its momentum form is five to eight points",
-    "behind. With K = 5 it loses to plain averaging of the same local steps (DP-FedAvg) except where noise is",
-    "largest (250 records). Local steps help where records are many: DP-FedAdamW leads from 2,500 records a",
-    "client or ten clients at most, DP-FedAvg follows; both fall behind where they are few. FedNewton-head, whose",
-    "curvature has to be paid for, is far behind. The largest step of the grid was chosen for FedSGD, FedHybrid",
-    "and DP-FedSOFIM alike: a wider grid might lift them.",
+    "Fisher preconditioning on the server hardly helps this non-convex model. FedSGD uses the same gradients",
+    "without it. Compared with FedSGD, DP-FedSOFIM with K = 1 gains two points if clients have 250 records each,",
+    "and is equal otherwise (differences of medians are below the spread of seeds). Its momentum form is five to",
+    "eight points behind. With K = 5 it loses to plain averaging of the same local steps (DP-FedAvg), except at the",
+    "largest noise (250 records). Local steps help if clients have many records: DP-FedAdamW leads with at least",
+    "2,500 records per client or at most ten clients, and DP-FedAvg follows; both fall behind if records are few.",
+    "FedNewton-head pays for its curvature and is far behind. Tuning chose the largest step of the grid for FedSGD,",
+    "FedHybrid and DP-FedSOFIM, so a wider grid might improve them.",
 )
 
 
@@ -156,7 +156,7 @@ def report(path: Path) -> str:
             "# CNN on MNIST, end to end",
             "",
             f"`python benchmarks/cnn.py run DATA_DIR --device cuda`: 26,010 parameters, Dirichlet 0.5, ε = "
-            f"{EPSILON:g} (δ = 1e-5, replace-one, every message seen), {ROUNDS} rounds, clip 1, Poisson minibatches "
+            f"{EPSILON:g} (δ = 1e-5, replace-one, untrusted server), {ROUNDS} rounds, clip 1, Poisson minibatches "
             f"of {BATCH}. Test accuracy in percent: median (lowest to highest) of three seeds, which change partition, "
             "start and noise.",
             "",

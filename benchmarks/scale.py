@@ -40,9 +40,9 @@ from sordino.privacy.plan import Plan
 ROOT = Path(__file__).parents[1]
 CLIENTS, COHORT, RECORDS = (100, 1_000, 10_000, 100_000), 100, 20
 ROUNDS, WARM, TIMED = 100, 1, 5
-HEAD = """Set-up: the schedule and the noise, its calibration not yet on disk (from disk in brackets). Memory: what the
-most resident of the process grows by in set-up and in rounds; before, 399 MiB are torch, the model and the sizes.
-`spent`: epsilon by round, after the rounds, which a simulation alone does not ask for."""
+HEAD = """Set-up: schedule and noise, with a cold cache of the calibration (in brackets: from the cache). Memory: growth
+of the maximum resident size during set-up and during rounds; torch, the model and the sizes take 399 MiB before.
+`spent`: epsilon by round, computed after the rounds; a plain simulation does not need it."""
 CASES: dict[str, tuple[str, Unit, Trust, dict[str, Any]]] = {
     "dp-fedgd, record": ("dp-fedgd", Unit.RECORD, Trust.SECURE_AGGREGATION, {}),
     "dp-fedavg, 1 step, record": ("dp-fedavg", Unit.RECORD, Trust.SECURE_AGGREGATION, {"steps": 1, "local_lr": 0.1}),
@@ -148,8 +148,8 @@ def apart(*arguments: str) -> dict[str, Any]:
 def main() -> None:
     document = {
         "provenance": provenance("OMP_NUM_THREADS=1 python benchmarks/scale.py"),
-        "how": f"processor's, in one thread, median of {TIMED} rounds after the first; cohort {COHORT}, "
-        f"{RECORDS} records a client, CNN of 26,010 parameters, poisson:8; a plan of {ROUNDS} rounds",
+        "how": f"CPU time in one thread, median of {TIMED} rounds after the first; cohort {COHORT}, "
+        f"{RECORDS} records per client, CNN of 26,010 parameters, poisson:8; a plan of {ROUNDS} rounds",
         "rows": [apart(case, str(clients)) for case in CASES for clients in CLIENTS],
         "unlike": [apart("unlike", str(clients)) for clients in CLIENTS],
     }
@@ -163,7 +163,7 @@ def write() -> None:
 
 
 def report(document: dict[str, Any]) -> str:
-    lines = ["# A round against the number of clients", "", f"Seconds: {document['how']}.", ""]
+    lines = ["# Cost of a round by the number of clients", "", f"Seconds: {document['how']}.", ""]
     lines += [HEAD, ""]
     names = ("method", "clients", "s per round", "set-up, s", "set-up, MiB", "rounds, MiB", "`groups`, s", "`spent`, s")
     lines += [f"| {' | '.join(names)} | `spent`, MiB |", "|---" * (len(names) + 1) + "|"]
@@ -175,7 +175,7 @@ def report(document: dict[str, Any]) -> str:
             f"{memory['plan'] - memory['before']:.0f} | {memory['rounds'] - memory['plan']:.0f} | "
             f"{setup['groups']:.3f} | {setup['spent_by_round']:.2f} | {memory['spent'] - memory['rounds']:.0f} |"
         )
-    lines += ["", "Of a round, for all clients (milliseconds, `dp-fedgd, record`):", ""]
+    lines += ["", "Parts of a round, over all clients (milliseconds, `dp-fedgd, record`):", ""]
     first_case = [row for row in document["rows"] if row["case"] == document["rows"][0]["case"]]
     lines += [
         "| part | " + " | ".join(f"{row['clients']:,}" for row in first_case) + " |",
@@ -183,7 +183,7 @@ def report(document: dict[str, Any]) -> str:
     ]
     for part in first_case[0]["home"]:
         lines.append(f"| {part} | " + " | ".join(f"{1000 * row['home'][part]:.3f}" for row in first_case) + " |")
-    lines += ["", "Calibration where clients hold 10 to 60 records (`dp-fedavg, 2 steps, record`), cold:", ""]
+    lines += ["", "Calibration for clients with 10 to 60 records (`dp-fedavg, 2 steps, record`), cold:", ""]
     lines += ["| clients | accounts | s |", "|---|---|---|"]
     lines += [f"| {row['clients']:,} | {row['accounts']} | {row['levels_cold']:.1f} |" for row in document["unlike"]]
     return "\n".join(lines) + "\n"

@@ -46,30 +46,32 @@ ABLATION = {
 }
 
 READING = (
-    "Read with care: with a step chosen for each σ at full length every method learns at every σ, and little tells",
-    "them apart. 872 sentences leave a standard error of 1.5 points on each figure, seeds about one more. At σ = 0.5",
-    "all six are level. At σ = 1 DP-FedAvg, both AdamW methods and DP-FedSAM are level, DP-SCAFFOLD and DP-FedAvg-LS",
-    "one to two points behind; DP-SCAFFOLD's step beat the one that DP-FedAvg got by 0.15 points on validation",
-    "records. At σ = 1.5 the AdamW methods and DP-FedSAM lead by one to two and a half points, DP-FedSAM at a larger",
-    "ε since it pays for two gradients a step. At σ = 2 DP-FedSAM is last, one of its seeds far below the others, and",
-    "the AdamW methods lead the other three by half a point to two. They alone shorten their steps over the rounds",
-    "(cosine); how much of the lead is due to that was not tried. DP-FedAdamW is not better than DP-LocalAdamW: 0.3",
-    "points ahead at σ = 0.5, level at 1 and 1.5, 0.8 behind at 2. The paper's order is not confirmed.",
+    "Read this table with care: with a step tuned for each σ at full length every method learns at every σ, and the",
+    "differences are small. The standard error of each figure is 1.5 points from the 872 sentences, and about one",
+    "more from seeds. At σ = 0.5 all six methods are equal. At σ = 1 DP-FedAvg, both AdamW methods and DP-FedSAM",
+    "are equal, and DP-SCAFFOLD and DP-FedAvg-LS are one to two points behind. (On validation records the chosen",
+    "step of DP-SCAFFOLD was better than the step of DP-FedAvg by 0.15 points.) At σ = 1.5 the AdamW methods and",
+    "DP-FedSAM lead by one to two and a half points, but DP-FedSAM has a larger ε because it pays for two gradients",
+    "per step. At σ = 2 DP-FedSAM is last, with one seed far below the others, and the AdamW methods lead the other",
+    "three by half a point to two points. Only the AdamW methods shorten their steps over the rounds (cosine); how",
+    "much of the lead this explains was not measured. DP-FedAdamW is not better than DP-LocalAdamW: 0.3 points",
+    "ahead at σ = 0.5, equal at 1 and 1.5, 0.8 behind at 2. The order of the paper is not confirmed.",
 )
 CHOICE = (
-    "Steps chosen, with accuracy on validation records (2,020 phrases held out of the training records; all methods do",
-    "better on them than on whole sentences), one seed, after 100 rounds at the same σ. Nobody paid for this search,",
-    "and differences below a point, about one standard error, decided some cells. Steps go by half decades; where the",
-    "best lay on an edge, one beyond was tried. DP-FedAdamW had two τ and five settings at first, the others three.",
-    "With τ = 1e-8 its best was the shortest step tried at every σ; as the other τ was better, this was not followed.",
-    "All settings: `sst2/tuning.json`.",
+    "Chosen steps, with accuracy on validation records (2,020 phrases held out of the training records; all methods",
+    "do better on them than on whole sentences), one seed, after 100 rounds at the same σ. The search was not paid",
+    "for. Differences below one point, about one standard error, decided some cells. Steps are half a decade apart;",
+    "if the best step was at an edge, the next one beyond was tried. DP-FedAdamW started with two τ and five",
+    "settings, the others with three. With τ = 1e-8 its best step was the smallest at every σ; smaller steps were",
+    "not tried, because the other τ was better. All settings: `sst2/tuning.json`.",
 )
 PARTS = (
-    "Ablation at σ = 1, at the step chosen for the whole and at the next longer one. The pull towards the last",
-    "aggregate (alignment) and the smaller denominators (bias correction) lengthen steps: without one of them the",
-    "shorter step is too short, with both the longer one is too long. At the better of the two steps each variant is",
-    "level with the whole, or about one point below it (without block aggregation); so is DP-LocalAdamW, which lacks",
-    "all three (at its own step). The parts are not seen to add more than a step of another length does.",
+    "Ablation at σ = 1, at the step chosen for the whole method and at the next larger one. Alignment (the pull",
+    "towards the last aggregate) and bias correction (smaller denominators) lengthen steps: without one of them the",
+    "smaller step is too short, and with both the larger step is too long. At the better of the two steps each",
+    "variant equals the whole method, or is about one point below it (without block aggregation). So does",
+    "DP-LocalAdamW, which has none of the three (at its own step). The parts show no gain beyond that of another",
+    "step size.",
 )
 
 
@@ -346,9 +348,9 @@ def report(path: Path, folder: str) -> str:
         "",
         "Rank 16, alpha 32, dropout 0.1; 4 clients (Dirichlet 0.8), 100 rounds of 20 steps, Poisson minibatches",
         "of 16, clip 0.1. `python benchmarks/sst2.py prepare DATA_DIR FOLDER`, then `… run FOLDER --device cuda`.",
-        "Phrases are cut at 32 tokens for training (5.5 % are longer), at 64 for judging. Accuracy on the 872",
+        "Phrases are truncated at 32 tokens for training (5.5 % are longer) and at 64 for testing. Accuracy on the 872",
         "development sentences after round 100, mean ± standard deviation over seeds (three; two for variants and",
-        "betas), in percent; –: not run. Always guessing the commoner class gives 50.9.",
+        "betas), in percent; –: not run. Always predicting the more common class gives 50.9.",
         "",
         *READING,
         "",
@@ -361,9 +363,9 @@ def report(path: Path, folder: str) -> str:
     cells = [line(label, *(choice(label, sigma) for sigma in SIGMAS)) for label in METHODS]
     edges = "*: on an edge of the steps tried." if "*" in "".join(cells) else "No chosen step lies on an edge."
     lines += ["", *CHOICE, edges, "", line("method", *head), line("---", *["---"] * len(head)), *cells]
-    lines += ["", "ε at δ = 1e-5 of the client worst off (Poisson minibatches, every message seen):", ""]
+    lines += ["", "ε at δ = 1e-5 of the smallest client (Poisson minibatches, untrusted server):", ""]
     lines += [line("", *head), line("---", *["---"] * len(head))]
-    for label, name in (("DP-FedAdamW", "one gradient a step"), ("DP-FedSAM", "two (DP-FedSAM)")):
+    for label, name in (("DP-FedAdamW", "one gradient per step"), ("DP-FedSAM", "two (DP-FedSAM)")):
         for adjacency in ("add-remove", "replace-one"):
             row = (f"{document['accounts'][f'{label} {sigma:g}'][adjacency]:.3g}" for sigma in SIGMAS)
             lines.append(line(f"{name}, {adjacency}", *row))
@@ -377,7 +379,10 @@ def report(path: Path, folder: str) -> str:
     lines += [line("", *(f"step {lr:g}" for lr in steps)), line("---", "---", "---")]
     lines += [line(label, *row) for label, row in rows.items()]
     if any("commit" in job for job in runs):
-        lines += ["", "Runs that name a commit in `sst2.json` were made at that one, all others at the file's."]
+        lines += [
+            "",
+            "Runs that name a commit in `sst2.json` used that commit; all others used the commit of the file.",
+        ]
     if any(job["study"] == "betas" for job in runs):
         columns = ("DP-LocalAdamW", "DP-FedAdamW")
         lines += ["", "Betas at σ = 1 and the steps chosen there:", "", line("(β₁, β₂)", *columns)]
