@@ -363,8 +363,7 @@ def method_page(name: str, entry: Any, note: Path) -> str:
         parts.append(f"## Guarantee\n\n{guarantee}")
     parts.append("## Certified for\n\n" + certified(name, entry))
     parts.append(
-        f"## Facts\n\n- Family: {entry.family}\n- Source: {entry.paper}\n"
-        f"- Rounds, unless the run says otherwise: {entry.rounds}"
+        f"## Facts\n\n- Family: {entry.family}\n- Source: {entry.paper}\n- Default number of rounds: {entry.rounds}"
     )
     if rows:
         parts.append("## Options\n\n| option | default | meaning |\n|---|---|---|\n" + "\n".join(rows))
