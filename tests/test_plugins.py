@@ -36,11 +36,11 @@ def outside(tmp_path):
     return sordino
 
 
-def listed(sordino):
+def listed(sordino, kind="method"):
     done = sordino("methods", "--json")
     assert done.returncode == 0, done.stderr
     assert "'dp-broken' of sordino-example 1.0 cannot be imported (AttributeError" in done.stderr
-    return {row["name"]: row for row in json.loads(done.stdout) if row["package"]}
+    return {row["name"]: row for row in json.loads(done.stdout) if row["package"] and row["kind"] == kind}
 
 
 def test_an_external_method_is_found_checked_and_refused_until_then(outside):
@@ -79,3 +79,39 @@ def test_a_failed_check_leaves_no_record(outside):
     assert failed.returncode == 1
     assert not list((outside.folder / "state").rglob("*.json"))
     assert not listed(outside)["dp-overclaims"]["checked"]
+
+
+def test_an_external_model_is_found_checked_and_refused_until_then(outside):
+    rows = listed(outside, "model")
+    assert set(rows) == {"narrow", "mixing"}
+    assert rows["narrow"]["options"] == {"width": 4}
+    run = ("run", "--method", "dp-fedgd", "--set", "model=narrow", "--set", "width=3", "--set", "rounds=2", "--out")
+    refused = outside(*run, "refused")
+    assert refused.returncode == 2
+    assert "no passed check is on record here: run `sordino check narrow` first" in refused.stderr
+
+    checked = outside("check", "narrow")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert listed(outside, "model")["narrow"]["checked"]
+    done = outside(*run, "mine")
+    assert done.returncode == 0, done.stderr
+    cert = json.loads((outside.folder / "mine" / "public" / "certificate.json").read_text())
+    assert cert["certified"]
+    assert any("The model narrow comes from the package sordino-example 1.0" in fact for fact in cert["assumes"])
+    assert outside("verify", "mine").returncode == 0
+
+
+def test_a_model_that_mixes_records_fails_the_check(outside):
+    failed = outside("check", "mixing")
+    assert failed.returncode in (1, 2)
+    assert not list((outside.folder / "state").rglob("*.json"))
+    assert not listed(outside, "model")["mixing"]["checked"]
+
+
+def test_an_external_transport_is_used(outside):
+    done = outside("federate", "coordinate", "study", "--transport", "example", "--port", "8123")
+    assert done.returncode == 2
+    assert "example transport, port 8123" in done.stderr
+    unknown = outside("federate", "coordinate", "study", "--transport", "exampel")
+    assert unknown.returncode == 2
+    assert "'exampel' is unknown. Did you mean 'example'?" in unknown.stderr

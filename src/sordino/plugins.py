@@ -1,18 +1,25 @@
-"""Methods of other packages, found by entry points, and what is on record about them.
+"""Methods, models and transports of other packages, found by entry points, and what is on record about them.
 
-A package adds a method without a change in this one:
+A package adds them without a change in this one:
 
     [project.entry-points."sordino.methods"]
     dp-mine = "my_package.mine:ENTRY"     # a `sordino.methods.MethodEntry`, or its factory alone: record level only
 
-`sordino methods` lists it and `sordino check dp-mine` tries to break it.
+    [project.entry-points."sordino.models"]
+    my-net = "my_package.nets:ENTRY"      # a `sordino.models.registry.ModelEntry`, or its factory alone
 
-**Uncertified until checked.** The tests of this package hold every method here to its claims; nobody did so for others.
-A method from outside therefore proves nothing until `sordino check NAME` has passed on this machine. The
-outcome is kept in the user's state directory (`state()`), for exactly this name, distribution, version and content of
-its files, and for exactly these sources of Sordino. After any change of either, the check must pass again. Until then a
-run with it is refused unless the user sets `uncertified = true`, and its certificate says "not certified". Once the
-check has passed, the certificate names the distribution, its version and the hash among its assumptions.
+    [project.entry-points."sordino.transports"]
+    my-link = "my_package.link"           # a module with `coordinate` and `join`: see `sordino.federation.transports`
+
+`sordino methods` lists methods and models, and `sordino check NAME` tries to break them. A transport carries signed
+messages and is trusted with nothing, so there is nothing to check.
+
+**Uncertified until checked.** The tests of this package hold every method and model here to its claims; nobody did so
+for others. A method or model from outside therefore proves nothing until `sordino check NAME` has passed on this
+machine. The outcome is kept in the user's state directory (`state()`), for exactly this name, distribution, version and
+content of its files, and for exactly these sources of Sordino. After any change of either, the check must pass again.
+Until then a run with it is refused unless the user sets `uncertified = true`, and its certificate says "not certified".
+Once the check has passed, the certificate names the distribution, its version and the hash among its assumptions.
 
 The record protects its owner from a mistake, not others from its owner: whoever can write the directory can write a
 record, as whoever can install a package can change this one. So an auditor's `sordino verify` uses the auditor's own
@@ -38,6 +45,8 @@ from sordino.files import write
 from sordino.privacy.evidence.signing import code_sha256, sha256
 
 METHODS = "sordino.methods"
+MODELS = "sordino.models"
+TRANSPORTS = "sordino.transports"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -144,11 +153,8 @@ def remember(plugin: Plugin, *, ok: bool) -> Path:
 
 
 def judged(method: Method, plugin: Plugin) -> Method:
-    """The method with the guarantees that it may claim here: all of its own after a passed check, else none."""
-    if method.name != plugin.name:
-        raise SordinoError(
-            f"{plugin.group}: {plugin.about} registers '{plugin.name}' and builds '{method.name}'; both must be equal."
-        )
+    """The method with the guarantees that it may claim where it is, or uses, the plugin: all of its own after a passed
+    check, else none."""
     if passed(plugin):
         return method._replace(assumes=(*method.assumes, assumption(plugin)))
     return method._replace(proves=frozenset(), caveat=unchecked(plugin))

@@ -25,8 +25,10 @@ from sordino.checks.fixtures import claims
 from sordino.checks.mutants import MUTANTS, breaks
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
-from sordino.core import Adjacency, Method
+from sordino.core import Adjacency, Method, Unit
+from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, entry
+from sordino.models import registry
 from sordino.models.linear import Linear, Loss
 
 
@@ -44,6 +46,7 @@ class Report(NamedTuple):
     problems: list[str]
 
 
+MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
 RETRIES = 3  # of a search that did not come near enough
 CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))  # a claim holds for any, and is reached on one
 
@@ -60,6 +63,24 @@ def check(
     # From the factory, not by `build`, which takes all claims from an external method that was not checked yet.
     subjects = [entry(name).factory(unit=unit) for unit in entry(name).units] if method is None else [method]
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
+
+
+def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
+    """All contracts of DP-FedGD at record level, with a registered model instead of those that methods are checked on.
+
+    Raises:
+        SordinoError: The model accepts none of `MODEL_SHAPES`.
+    """
+    errors = []
+    for features, classes in MODEL_SHAPES:
+        try:
+            model = registry.build(name, features, classes)
+        except SordinoError as error:
+            errors.append(str(error))
+            continue
+        method = entry("dp-fedgd").factory(unit=Unit.RECORD)
+        return list(_reports(name, method, [model], trials, seed))
+    raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]}")
 
 
 def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Report]:
@@ -151,6 +172,7 @@ __all__ = [
     "asks",
     "check",
     "check_all",
+    "check_model",
     "check_sums",
     "engines",
     "replay",

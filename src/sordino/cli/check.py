@@ -16,9 +16,10 @@ def add(commands: Any) -> None:
         "check",
         act,
         "try to break a method's guarantee",
-        "sordino check dp-fedsofim\nsordino check --all --json checks.json\nsordino check --sums --device cuda",
+        "sordino check dp-fedsofim\nsordino check mlp\n"
+        "sordino check --all --json checks.json\nsordino check --sums --device cuda",
     )
-    parser.add_argument("method", nargs="*", metavar="METHOD", help="names from 'sordino methods'")
+    parser.add_argument("method", nargs="*", metavar="METHOD", help="methods (see 'sordino methods'), or models")
     parser.add_argument("--all", action="store_true", help="check every method, and the sums that all of them use")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
     parser.add_argument(
@@ -31,17 +32,20 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from rich.console import Console
 
-    from sordino import plugins
-    from sordino.checks import check, check_sums
+    from sordino import methods, plugins
+    from sordino.checks import check, check_model, check_sums
     from sordino.data.records import check_device
-    from sordino.methods import REGISTRY, entry
+    from sordino.models import registry
 
-    names = [*REGISTRY, *plugins.found(plugins.METHODS)] if arguments.all else arguments.method
+    outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS)
+    names = [*methods.REGISTRY, *outside] if arguments.all else arguments.method
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
+    known = {*methods.REGISTRY, *plugins.found(plugins.METHODS)}  # "auto" is a method and a model: the method is meant
+    models = {*registry.REGISTRY, *plugins.found(plugins.MODELS)} - known
     for name in names:
-        entry(name)
+        registry.entry(name) if name in models else methods.entry(name)
     shown = Console(stderr=True)
     reports = []
     if arguments.all or arguments.sums:
@@ -49,12 +53,10 @@ def act(arguments: argparse.Namespace) -> int:
             reports += check_sums(device=arguments.device)
     with bar("checking", len(names)) if names else nullcontext() as progress:
         for name in names:
-            reports_of_method = check(name)
-            reports += reports_of_method
-            if name not in REGISTRY:
-                plugins.remember(
-                    plugins.found(plugins.METHODS)[name], ok=all(report.passed for report in reports_of_method)
-                )
+            results = check_model(name) if name in models else check(name)
+            reports += results
+            if name in outside:
+                plugins.remember(outside[name], ok=all(report.passed for report in results))
             if progress is not None:
                 progress()
     if not emit(arguments, [report._asdict() for report in reports]):

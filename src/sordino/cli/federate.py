@@ -379,14 +379,16 @@ def _add_coordinate(parts: Any) -> None:
         help="address to listen on (default: loopback, behind a proxy)",
     )
     parser.add_argument("--port", type=int, default=8000, metavar="N")
+    _add_transport(parser)
 
 
 def _coordinate(arguments: argparse.Namespace) -> int:
-    from sordino.federation.flower import deploy
+    from sordino.federation.transports import deployment
 
     _check_port(arguments.port)
     place = Path(arguments.folder)
-    lines = deploy.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
+    transport = deployment(arguments.transport)
+    lines = transport.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
     *_, last = _shown(lines)
     if last["what"] == "failed":
         raise SordinoError(str(last["why"]))
@@ -398,6 +400,10 @@ def _coordinate(arguments: argparse.Namespace) -> int:
     ):
         page.print(f"{what:<12}{place}/run/{name}", markup=False)
     return 0
+
+
+def _add_transport(parser: Any) -> None:
+    parser.add_argument("--transport", default="flower", metavar="X", help="flower, or one of another package")
 
 
 def _check_port(port: int) -> None:
@@ -419,12 +425,14 @@ def _add_join(parts: Any) -> None:
     parser.add_argument(
         "--port", type=int, default=9094, metavar="N", help="a free port on this machine (default: 9094)"
     )
+    _add_transport(parser)
 
 
 def _join(arguments: argparse.Namespace) -> int:
-    from sordino.federation.flower import deploy
+    from sordino.federation.transports import deployment
 
     _check_port(arguments.port)
-    for line in deploy.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
+    transport = deployment(arguments.transport)
+    for line in transport.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
         print(f"{time.strftime('%H:%M:%S')}  {_site_sentence(line)}", flush=True)
     return 0

@@ -37,6 +37,7 @@ def act(arguments: argparse.Namespace) -> int:
         rows.append(
             {
                 "name": name,
+                "kind": "method",
                 "family": entry.family,
                 "paper": entry.paper,
                 "summary": entry.summary,
@@ -51,7 +52,8 @@ def act(arguments: argparse.Namespace) -> int:
                 "checked": plugins.passed(outside[name]) if name in outside else True,
             }
         )
-    if not emit(arguments, rows):
+    models = [_model_row(name, plugin) for name, plugin in plugins.found(plugins.MODELS).items()]
+    if not emit(arguments, [*rows, *models]):
         every = {str(trust) for trust in Trust}
         for row in rows:
             console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    {row['family']}; {row['paper']}")
@@ -62,5 +64,30 @@ def act(arguments: argparse.Namespace) -> int:
                 certified = "every trust model" if set(trusts) == every else ", ".join(trusts) or "no trust model"
                 count = ", then ".join(map(str, row["releases_per_round"][unit]))
                 console().print(f"    {unit} level: certified under {certified}; releases per round: {count}")
+        for row in models:
+            state = "passed `sordino check` here" if row["checked"] else f"run `sordino check {row['name']}` first"
+            console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    a model, from {row['package']}; {state}")
         console().print("With default options; all of them: sordino methods --json, docs/methods.md")
     return 0
+
+
+def _model_row(name: str, plugin: Any) -> dict[str, Any]:
+    """One model of another package, for `--json`."""
+    from sordino import plugins
+    from sordino.models import registry
+
+    try:
+        known = registry.entry(name)
+        summary, options = known.summary, {key: option.default for key, option in known.options.items()}
+    except SordinoError as error:
+        print(f"sordino: {error}", file=sys.stderr)
+        summary, options = "cannot be imported", {}
+    checked = plugins.passed(plugin)
+    return {
+        "name": name,
+        "kind": "model",
+        "summary": summary,
+        "options": options,
+        "package": plugin.about,
+        "checked": checked,
+    }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from sordino import plugins
 from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust
 from sordino.errors import SordinoError, nearest
 from sordino.federation.terms import SITE_NAME
@@ -80,8 +81,8 @@ class SiteConfig(_File):
             )
         for name, listed, known in (
             ("adjacency", (self.adjacency,), list(Adjacency)),
-            ("models", self.models, list(registry.REGISTRY)),
-            ("methods", self.methods, list(REGISTRY)),
+            ("models", self.models, [*registry.REGISTRY, *plugins.found(plugins.MODELS)]),
+            ("methods", self.methods, [*REGISTRY, *plugins.found(plugins.METHODS)]),
         ):
             for value in listed:
                 if value not in known:

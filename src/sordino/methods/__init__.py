@@ -304,7 +304,12 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
         if key not in registered.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, registered.options)}")
     method = registered.factory(unit=Unit(unit), **options)
-    return method if name in REGISTRY else plugins.judged(method, plugins.found(plugins.METHODS)[name])
+    if name in REGISTRY:
+        return method
+    plugin = plugins.found(plugins.METHODS)[name]
+    if method.name != name:
+        raise SordinoError(f"method: {plugin.about} registers '{name}' and builds '{method.name}'; both must be equal.")
+    return plugins.judged(method, plugin)
 
 
 __all__ = ["REGISTRY", "MethodEntry", "build", "entry"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from sordino import plugins
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
 from sordino.models.pretrained import TRANSFORMERS
@@ -57,10 +58,19 @@ def register(name: str, entry: ModelEntry) -> None:
 
 
 def entry(name: str) -> ModelEntry:
-    """The registered model `name`."""
-    if name not in REGISTRY:
-        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, REGISTRY)}")
-    return REGISTRY[name]
+    """The model `name`, of this package or of another one by the entry point `sordino.models` (`sordino.plugins`)."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    others = plugins.found(plugins.MODELS)
+    if name not in others:
+        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
+    loaded = others[name].load()
+    return loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {others[name].about}")
+
+
+def plugin_of(name: str) -> plugins.Plugin | None:
+    """The package that brings the model; None for this one."""
+    return None if name in REGISTRY else plugins.found(plugins.MODELS).get(name)
 
 
 def build(
@@ -93,7 +103,25 @@ def build(
     if autocast is not None and "autocast" not in known.accepts:
         raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{name}'; use float32.")
     decided = {"seed": seed, "autocast": autocast}
-    return known.factory(features, classes, **options, **{k: v for k, v in decided.items() if k in known.accepts})
+    make = partial(known.factory, features, classes, **options)
+    make = partial(make, **{key: value for key, value in decided.items() if key in known.accepts})
+    return make() if name in REGISTRY else _external(name, make)
+
+
+def _external(name: str, make: Callable[[], Any]) -> BuiltModel:
+    """A model from outside, which must be of a class whose clipped sums are proved."""
+    from sordino.models.linear import Linear
+    from sordino.models.torch_model import TorchModel
+
+    try:
+        model = make()
+    except SordinoError:
+        raise
+    except Exception as error:
+        raise SordinoError(f"model: '{name}' cannot be built ({type(error).__name__}: {error}).") from error
+    if type(model) not in (Linear, TorchModel):
+        raise SordinoError(f"model: '{name}' builds a {type(model).__name__}; build a Linear or a TorchModel.")
+    return cast("Linear | TorchModel", model)
 
 
 # ------------------------------------------------------------------------------------------------------ linear models

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sordino import plugins
 from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
@@ -106,7 +107,9 @@ class ResolvedSpec:
     @cached_property
     def method(self) -> Method:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
-        return build(self.method_name, self.privacy.unit, **self.options)
+        method = build(self.method_name, self.privacy.unit, **self.options)
+        plugin = registry.plugin_of(self.model.name)
+        return method if plugin is None else plugins.judged(method, plugin)
 
     @property
     def noiseless(self) -> bool:

@@ -25,7 +25,7 @@ FEW = 1000
 
 
 @pytest.mark.parametrize(
-    ("runs", "gaussian", "thresholds"), [(2000, 0.7, 0.1), pytest.param(10_000, 0.7, 0.1, marks=pytest.mark.soak)]
+    ("runs", "gaussian", "thresholds"), [(2000, 0.5, 0.0), pytest.param(10_000, 0.7, 0.1, marks=pytest.mark.soak)]
 )
 def test_the_attack_on_fedgd_is_nearly_tight(runs, gaussian, thresholds):
     found = audit("dp-fedgd", Privacy(1.0, 1e-5), runs=runs, seed=0)
