@@ -290,10 +290,10 @@ def _help(parser: argparse.ArgumentParser, name: str) -> str:
 def _command(parser: argparse.ArgumentParser, level: int) -> str:
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=88)
     usage = parser.format_usage().removeprefix("usage: ").strip()
-    parts = [(parser.description or "").strip(), f"```text\n{usage}\n```"]
+    parts = [_description(parser.description or ""), f"```text\n{usage}\n```"]
     inner = _commands(parser)
     rows = [
-        f"| {_invocation(action)} | {_cell(_expanded(parser, action))} |"
+        f"| {_invocation(action)} | {_flags(_cell(_expanded(parser, action)))} |"
         for action in sorted(parser._actions, key=lambda action: bool(action.option_strings))  # positional ones first
         if action.help is not argparse.SUPPRESS
         and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
@@ -305,6 +305,28 @@ def _command(parser: argparse.ArgumentParser, level: int) -> str:
     for name, each in inner.items():
         parts.append(f"{'#' * level} {parser.prog} {name}\n\n{_command(each, level + 1)}")
     return "\n\n".join(part for part in parts if part)
+
+
+def _description(text: str) -> str:
+    """Help text as Markdown: indented lines `  term   meaning`, with deeper indented continuations, become a list."""
+    lines: list[str] = []
+    for line in text.strip().splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent == 2:
+            term, _, meaning = line.strip().partition("  ")
+            if lines and lines[-1] and not lines[-1].startswith("-"):
+                lines.append("")
+            lines.append(f"- **{term}**: {meaning.strip()}" if meaning.strip() else f"- **{term}**:")
+        elif indent and lines:
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    return _flags("\n".join(lines))
+
+
+def _flags(text: str) -> str:
+    """Flags as code, because the typesetting of pages turns two hyphens into a dash."""
+    return re.sub(r"(?<![`\w-])(--[a-z][a-z-]*)", r"`\1`", text)
 
 
 def _invocation(action: argparse.Action) -> str:
