@@ -19,14 +19,14 @@ LABEL_COLUMNS = ("label", "y", "target", "class")  # columns taken for the label
 
 
 class Raw(NamedTuple):
-    """The result of a reader. Nothing is checked yet, and the test part may be missing."""
+    """What a reader hands over: nothing is checked yet, and the test part may be missing."""
 
     x: np.ndarray
     y: np.ndarray
     site: np.ndarray | None = None
     x_test: np.ndarray | None = None
     y_test: np.ndarray | None = None
-    classes: tuple[str, ...] | None = None  # if set, the labels are already class indices
+    classes: tuple[str, ...] | None = None  # given: the labels are class indices already
     features: Sequence[str] | None = None
 
 
@@ -115,21 +115,17 @@ def npz_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
 
 def read_table(path: Path, label: str | None, client: str | None) -> Raw:
     table = open_table(path)
-    # A data frame's saved index names the row; it is not a feature.
+    # A data frame's saved index is a name of the row, not a feature of it.
     names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
     if len(set(names)) < len(names) or "" in names:
         twice = sorted({name for name in names if names.count(name) > 1 or not name})
         raise SordinoError(f"data: column names {twice} in '{path}' are empty or repeated; name each column once.")
     if label is None:
-        candidates = [name for name in LABEL_COLUMNS if name in names]
-        if len(candidates) != 1:
-            why = (
-                f"columns {candidates} are candidates"
-                if candidates
-                else f"no column is called {', '.join(LABEL_COLUMNS)}"
-            )
+        found = [name for name in LABEL_COLUMNS if name in names]
+        if len(found) != 1:
+            why = f"columns {found} could each be it" if found else f"no column is called {', '.join(LABEL_COLUMNS)}"
             raise SordinoError(f"label: {why}; name the label column of '{path}'. Columns: {', '.join(names)}.")
-        label = candidates[0]
+        label = found[0]
     for field, name in (("label", label), ("client", client)):
         if name is not None and name not in names:
             raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
@@ -138,10 +134,10 @@ def read_table(path: Path, label: str | None, client: str | None) -> Raw:
     _check_text(path, table, names)
     features = [name for name in names if name not in (label, client)]
     numeric = {name: _numeric(table.column(name)) for name in features}
-    not_numeric = [name for name, values in numeric.items() if values is None]
-    if not_numeric:
+    words = [name for name, values in numeric.items() if values is None]
+    if words:
         raise SordinoError(
-            f"data: feature columns {not_numeric} of '{path}' are not numeric; encode or drop them "
+            f"data: feature columns {words} of '{path}' are not numeric; encode or drop them "
             "(or name one as the label or the client column)."
         )
     x = np.empty((table.num_rows, len(features)), np.float32)
@@ -166,7 +162,7 @@ def table_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray
 
 
 def open_table(path: Path) -> Any:
-    pa = optional("pyarrow", "tables", f"data: '{path}'")  # imported here, because the library works without it
+    pa = optional("pyarrow", "tables", f"data: '{path}'")  # here, not above: the library itself runs without it
     import pyarrow.csv
     import pyarrow.parquet  # noqa: F401
 
@@ -177,9 +173,9 @@ def open_table(path: Path) -> Any:
                     raise _not_utf8(path, "it begins as UTF-16 does")
             table = pa.csv.read_csv(path)
         else:
-            table = pa.parquet.ParquetFile(path).read()  # one file: no columns from folder names
+            table = pa.parquet.ParquetFile(path).read()  # one file: no columns made up from folder names
     except (pa.ArrowException, OSError) as error:
-        raise SordinoError(f"data: '{path}' cannot be read ({error}); check that it is a {path.suffix} file.") from None
+        raise SordinoError(f"data: '{path}' cannot be read ({error}); check that it is a true {path.suffix}.") from None
     try:
         table.column_names  # noqa: B018
     except UnicodeDecodeError:
@@ -204,7 +200,7 @@ def _not_utf8(path: Path, why: str) -> SordinoError:
 
 
 def _numeric(column: Any) -> np.ndarray | None:
-    """A column as numbers, with NaN for missing ones; None if it is not numeric."""
+    """A column as numbers, missing ones as NaN; None where it is not numeric."""
     import pyarrow as pa
 
     kind = column.type

@@ -8,7 +8,7 @@ import numpy as np
 
 from sordino.errors import SordinoError
 
-REGRESSION_VALUES = 50  # more distinct fractional labels than this mean a quantity, not classes
+REGRESSION_VALUES = 50  # more distinct fractional labels than this are a quantity, not classes
 
 
 def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None) -> np.ndarray:
@@ -33,7 +33,7 @@ def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None
 
 def check_same_length(a: np.ndarray, name: str, b: np.ndarray, other: str) -> None:
     if len(a) != (len(b) if b.ndim else 1):
-        raise SordinoError(f"{other}: {b.size} entries for {len(a)} records in {name}; give one per record.")
+        raise SordinoError(f"{other}: {b.size} entries for {len(a)} records in {name}; there must be one for each.")
 
 
 def encode_labels(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None, tuple[str, ...]]:
@@ -60,22 +60,22 @@ def encode_labels(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray,
     return index.astype(np.int64), place.astype(np.int64), names
 
 
-def by_public_classes(y: np.ndarray, own_classes: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """Labels as indices into a public list of classes."""
-    if not own_classes:
-        raise SordinoError("classes: the labels are quantities, but classes are declared; use classes = ().")
-    if unknown := sorted(set(own_classes) - set(classes)):
-        raise SordinoError(f"y: the label '{unknown[0]}' is not in the public list ({', '.join(classes[:10])} …).")
-    return np.asarray([list(classes).index(name) for name in own_classes])[y]  # type: ignore[no-any-return]
+def by_public_classes(y: np.ndarray, found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
+    """Class indices by a public list."""
+    if not found:
+        raise SordinoError("classes: the labels are quantities, and were said to be classes.")
+    if unknown := sorted(set(found) - set(classes)):
+        raise SordinoError(f"y: the label '{unknown[0]}' is none of the public ones ({', '.join(classes[:10])} …).")
+    return np.asarray([list(classes).index(name) for name in found])[y]  # type: ignore[no-any-return]
 
 
 def quantities(y: np.ndarray) -> np.ndarray:
     try:
         numbers = np.asarray(y, dtype=np.float32)
     except (TypeError, ValueError):
-        raise SordinoError("y: the labels are not numbers; declare the classes.") from None
+        raise SordinoError("y: the labels are no numbers; name the classes.") from None
     if not np.isfinite(numbers).all():
-        raise SordinoError("y: a label is missing or infinite; fill it or drop the record.")
+        raise SordinoError("y: a label is missing or infinite.")
     return numbers
 
 
@@ -83,7 +83,7 @@ def check_labels(y: np.ndarray, field: str) -> np.ndarray:
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim != 1:
-        raise SordinoError(f"{field}: labels of shape {y.shape}; give one label per record (class names or indices).")
+        raise SordinoError(f"{field}: labels of shape {y.shape}; give one label a record (class names or indices).")
     if y.dtype.kind in "SM":
         y = y.astype(str)
     if y.dtype.kind not in "fiubU":

@@ -1,6 +1,7 @@
 """Where records come from: built-in sources, files, and preprocessing that costs no privacy.
 
-Preprocessing is per record, or uses statistics declared public. No statistic of private features changes the features.
+Preprocessing is per record, or uses statistics declared public; nothing here computes a statistic of private features
+and lets it shape the features.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ class Dataset(NamedTuple):
     """Records in memory.
 
     Attributes:
-        name: Name of the source.
+        name: What the source is called.
         x_train: Training records, float32, records by features.
-        y_train: Class indices, or float32 numbers if `classes` is empty (regression).
+        y_train: Class indices, or float32 numbers where `classes` is empty (regression).
         x_test: Test records. They lie outside the guarantee.
         y_test: Their labels.
-        site: Owner of each training record, if the source names it; else None.
+        site: Whose each training record is, as the source says; None where it does not.
         classes: The original labels, in the order of their indices.
-        features: Column names, if the source has them.
-        public: Public mean and covariance by which x was whitened, if any.
+        features: Column names, where the source has them.
+        public: Mean and covariance that x was whitened by, where they were given.
 
     Example:
         >>> import sordino as so
@@ -47,10 +48,10 @@ class Dataset(NamedTuple):
     y_train: np.ndarray
     x_test: np.ndarray
     y_test: np.ndarray
-    site: np.ndarray | None  # owner of each training record
+    site: np.ndarray | None  # whose each training record is, as given
     classes: tuple[str, ...]  # the original labels, in the order of their indices
-    features: tuple[str, ...] = ()  # column names, if the source has them
-    public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov by which x was whitened
+    features: tuple[str, ...] = ()  # column names, where the source has them
+    public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov that x was whitened by
 
 
 def load(
@@ -66,22 +67,23 @@ def load(
     classes: Sequence[str] | None = None,
     whole_clients: bool = False,
 ) -> Dataset:
-    """Read a source, hold out a test part if it has none, and preprocess.
+    """Read a source, hold out a test part where it brings none, and preprocess.
 
     Args:
       source: `digits`; `synthetic`, `synthetic(alpha,beta,clients=..,features=..,classes=..,records=..,spread=..)`;
         a published set (`mnist`, `cifar10`, `a9a`, … : `sordino.data.catalog.NAMES`);
         or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet file.
       label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
-      client: the column (or .npz array) that names the owner of each record.
-      test_fraction: the share of each client's records held out for testing, if the source has no test part.
-      seed: seed of the choice of test records.
-      public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, by which x is centred and whitened
-        before `normalize`.
+      client: the column (or .npz array) that says whose each record is.
+      test_fraction: the part held out, client by client, where the source has no test part of its own.
+      seed: of the records held out.
+      public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
+        `normalize`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
-      data_dir: a folder with files of published sets. $SORDINO_DATA and the cache are searched next; missing files are
-        downloaded.
-      classes: the public list of labels, if these records may lack some; empty if labels are quantities.
+      data_dir: a folder with files of published sets; then $SORDINO_DATA and the cache are searched, and what is
+        nowhere is downloaded.
+      classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
+        they are quantities.
       whole_clients: hold out all records of some clients, and none of the others.
 
     Returns:
@@ -94,28 +96,28 @@ def load(
       >>> load("digits").x_test.shape
       (359, 64)
     """
-    scaler(normalize)  # refuse an unknown value before reading anything
+    scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
         raise SordinoError(f"test_fraction: {test_fraction} must lie between 0 and 1; 0.2 is usual.")
     raw = _read(str(source), label, client, test_fraction, seed, data_dir)
 
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
     check_same_length(x, "x", raw.y, "y")
-    y, y_test, own_classes = (raw.y, raw.y_test, raw.classes) if raw.classes else encode_labels(raw.y, raw.y_test)
+    y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else encode_labels(raw.y, raw.y_test)
     if classes is not None and not classes:
-        own_classes, y = (), quantities(raw.y)
+        found, y = (), quantities(raw.y)
         y_test = None if raw.y_test is None else quantities(raw.y_test)
     elif classes:
         y, y_test = (
-            by_public_classes(y, own_classes, classes),
-            None if y_test is None else by_public_classes(y_test, own_classes, classes),
+            by_public_classes(y, found, classes),
+            None if y_test is None else by_public_classes(y_test, found, classes),
         )
-    public_classes = tuple(own_classes if classes is None else classes)
+    public_classes = tuple(found if classes is None else classes)
     site = raw.site
     if site is not None:
         check_same_length(x, "x", site, "client")
     if x_test is None or y_test is None:
-        # By position, never by label: the choice of test records must not depend on their content.
+        # By position, never by label: which records are for testing must not depend on what a record says.
         whose = np.zeros(len(y), np.int64) if site is None else np.unique(site, return_inverse=True)[1]
         rng = generator(seed, "hold out")
         whole = whole_clients and site is not None
@@ -126,7 +128,7 @@ def load(
         check_same_length(x_test, "x_test", y_test, "y_test")
         if x.shape[1] != x_test.shape[1]:
             raise SordinoError(f"x_test: {x_test.shape[1]} features, but x_train has {x.shape[1]}; they must agree.")
-    if classes is None and own_classes and len(np.unique(y)) < 2:
+    if classes is None and found and len(np.unique(y)) < 2:
         raise SordinoError(
             "y: all training records have one label; there is nothing to learn. Check the labels or take more data."
         )
@@ -137,7 +139,7 @@ def load(
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:
-    """Read only features, for prediction.
+    """Features alone, to predict from.
 
     Args:
         source: Path of the file.
@@ -189,7 +191,7 @@ def _read(
             return digits()
     if reader is None:
         if path.suffix or path.exists():
-            raise SordinoError(f"data: '{source}' is not a file of a known format; use {suffixes()}.")
+            raise SordinoError(f"data: '{source}' is not a file of a known kind; use {suffixes()}.")
         known = nearest(source, (*BUILT_IN, *catalog.NAMES))
         raise SordinoError(f"data: '{source}' is unknown.{known} A file ends in {suffixes()}.")
     if not path.is_file():
