@@ -28,7 +28,6 @@ from sordino.privacy.participation import FULL, Sampling
 
 RECOMPUTED = (events.Gaussian.name, events.DiscreteGaussian.name)  # the mechanisms that dp-accounting recomputes
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
-FOLLOWS = "the sensitivity of query"
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
 
@@ -40,6 +39,7 @@ class Verdict(NamedTuple):
     claimed: float
     recomputed: float
     certified: bool
+    assumed: list[str]  # sensitivities that do not follow from a clip: taken from the certificate
     gaps: list[str]  # what could not be checked
     signed: str = ""  # who signed it; empty if nobody did
     known: bool = False  # the reader named this key
@@ -91,8 +91,8 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         if isinstance(error, SordinoError):
             raise
         raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
-    gaps = [*_taken_as_given(cert), *([] if by else [NOT_SIGNED])]
-    return Verdict(problems, claimed, recomputed, bool(cert["certified"]), gaps, by, bool(by and key))
+    assumed, gaps = _assumed_sensitivities(cert), [] if by else [NOT_SIGNED]
+    return Verdict(problems, claimed, recomputed, bool(cert["certified"]), assumed, gaps, by, bool(by and key))
 
 
 def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[str]) -> str:
@@ -420,10 +420,14 @@ def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
     return float(cert["clients"] if common else cert["cohort"])
 
 
-def _taken_as_given(cert: Mapping[str, Any]) -> list[str]:
-    """The sensitivities that do not follow from a clip, which this check takes as given."""
+def _assumed_sensitivities(cert: Mapping[str, Any]) -> list[str]:
+    """The sensitivities that do not follow from a clip, which this check takes from the certificate."""
     why = {q["query"]: "a schedule" if q["stream"] else q["bound"].removeprefix("by ") for q in cert["queries"]}
-    return [f"{FOLLOWS} {name}, which follows from {source}" for name, source in why.items() if source != "clip"]
+    return [
+        f"the sensitivity of query {name}, which follows from {source}"
+        for name, source in why.items()
+        if source != "clip"
+    ]
 
 
 def _span(value: Any) -> tuple[float, float]:
