@@ -55,6 +55,7 @@ from sordino.privacy.plan import Plan
 from sordino.training import run as runs
 from sordino.training.folder import RunFolder
 from sordino.training.predict import predict
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
 
@@ -92,15 +93,15 @@ def compiled(on: bool) -> Iterator[None]:
         os.environ.pop("SORDINO_KERNEL") if before is None else os.environ.update(SORDINO_KERNEL=before)
 
 
-def command(*words: str | Path) -> tuple[int, str]:
+def command(*arguments: str | Path) -> tuple[int, str]:
     """`sordino ...`: its exit status, and what it printed."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            status = sordino([str(word) for word in words])
+            status = sordino([str(argument) for argument in arguments])
         except SystemExit as end:
             status = int(end.code or 0)
-    return status, told.getvalue()
+    return status, printed.getvalue()
 
 
 def listed(numbers: dict[Any, float], form: str = ".3g") -> str:
@@ -117,12 +118,12 @@ def drift(quick: bool) -> Iterator[Finding]:
     reached = []
     for on in (True, False):
         with compiled(on):
-            for found in sums(rows=rows):
-                worst[found.query] = max(worst.get(found.query, 0.0), found.reached)
-                reached.append(found._asdict() | {"kernel": on})
+            for result in sums(rows=rows):
+                worst[result.query] = max(worst.get(result.query, 0.0), result.reached)
+                reached.append(result._asdict() | {"kernel": on})
     mutant: dict[str, float] = {}
-    for found in sums(OneAccumulator, rows=rows[:2]):
-        mutant[found.query] = max(mutant.get(found.query, 0.0), found.reached)
+    for result in sums(OneAccumulator, rows=rows[:2]):
+        mutant[result.query] = max(mutant.get(result.query, 0.0), result.reached)
     yield Finding(
         "drift",
         f"one of {rows[0]:,} to {rows[-1]:,} float32 records moves a sum; kernel on and off",
@@ -151,7 +152,7 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
     noiseless = replace(plan, privacy=Privacy(math.inf))
     here = pair(rows, 1 - SAFETY, 0.5, False, 1, "cpu")
     there = dict(neighbours(here, 0))[Adjacency.REPLACE_ONE]
-    worlds = [Records.of(shard.x, shard.y, np.zeros(rows, int)) for shard in (there, here)]
+    neighbouring = [Records.of(shard.x, shard.y, np.zeros(rows, int)) for shard in (there, here)]
 
     def release(model: Linear, records: Records, plan: Plan, source: Source) -> float:
         (only,) = simulate.run(plan, model, records, source)
@@ -159,23 +160,25 @@ def lower_bound(quick: bool) -> Iterator[Finding]:
 
     def bounds(model: Linear, repeats: int) -> tuple[float, float]:
         """By thresholds alone, and under Gaussian DP; the threshold is halfway between the sums."""
-        middle = sum(release(model, records, noiseless, Noiseless()) for records in worlds) / 2
-        scores = [[release(model, records, plan, Secure()) - middle for _ in range(repeats)] for records in worlds]
+        middle = sum(release(model, records, noiseless, Noiseless()) for records in neighbouring) / 2
+        scores = [
+            [release(model, records, plan, Secure()) - middle for _ in range(repeats)] for records in neighbouring
+        ]
         at = {"delta": 1e-5, "confidence": 0.99, "threshold": 0.0}
         return statistics.by_thresholds(*scores, **at).epsilon, statistics.by_gaussian(*scores, **at).epsilon
 
     certified, tries = spending.epsilon(plan), []
     while len(tries) < audits.MAX_TRIES and (not tries or max(tries[-1]) > certified):  # one in a hundred is chance
         tries.append(bounds(plain, repeats))
-    found, wrong = min(tries, key=max), bounds(mutant, 60)
+    best, wrong = min(tries, key=max), bounds(mutant, 60)
     yield Finding(
         "lower-bound",
         f"ε from below: dp-fedgd, one round, {rows:,} float32 records, secret noise, {repeats} runs per world",
         "ε ≥ 6.0 by thresholds, 44 under Gaussian DP",
-        f"ε ≥ {found[0]:.3f} by thresholds, {found[1]:.3f} under Gaussian DP; "
+        f"ε ≥ {best[0]:.3f} by thresholds, {best[1]:.3f} under Gaussian DP; "
         f"with one float32 accumulator {wrong[0]:.2f} and {wrong[1]:.1f}",
         f"{certified:.4g} (certified)",
-        verdict(max(found) <= certified, able=max(wrong) > certified),
+        verdict(max(best) <= certified, able=max(wrong) > certified),
         {"runs": repeats, "tries": tries, "mutant": wrong},
     )
 
@@ -210,9 +213,9 @@ def toggled(model: Linear, clip: float, seed: int, records: int = 300) -> float:
     without_x, without_mask = x.clone(), mask.clone()
     without_x[slot], without_mask[slot] = 0, 0
     without = model.clipped_sum(theta, Shard(without_x, y, without_mask), clip)
-    moved, own = [], x[slot].clone()
+    moved, victim = [], x[slot].clone()
     for length in VICTIMS.values():
-        x[slot] = 3e38 if math.isinf(length) else length * own
+        x[slot] = 3e38 if math.isinf(length) else length * victim
         moved.append(float((model.clipped_sum(theta, Shard(x, y, mask), clip) - without).norm()) / clip)
     return max(moved) if np.isfinite(moved).all() else math.inf
 
@@ -309,25 +312,25 @@ def moved_by_third(
     outputs, classes = 2 if kind is Loss.SOFTMAX else 1, kind in (Loss.SOFTMAX, Loss.LOGISTIC)
     x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
     y = torch.tensor([0, 1, 0, 1, 0])
-    own = model(3, outputs, kind, bias=bias)
+    linear = model(3, outputs, kind, bias=bias)
     if classes:
-        own = replace(own, class_weights=torch.tensor([weight, weight], dtype=torch.float64))
+        linear = replace(linear, class_weights=torch.tensor([weight, weight], dtype=torch.float64))
     else:
         y = y.to(dtype)
         y[2] = min(weight, torch.finfo(dtype).max)
     x[2] = length / math.sqrt(3)
-    theta, scale = torch.zeros(own.size, dtype=dtype), torch.ones(own.size, dtype=dtype)
+    theta, scale = torch.zeros(linear.size, dtype=dtype), torch.ones(linear.size, dtype=dtype)
     mask = torch.ones(5, dtype=dtype)
     absent = mask.clone()
     absent[2] = 0
     here, there = Shard(x, y, mask), Shard(x, y, absent)
     totals: dict[str, Callable[[Shard], Tensor]] = {
-        "gradient": lambda shard: own.clipped_sum(theta, shard, 1.0),
-        "scaled gradient": lambda shard: own.clipped_sum(theta, shard, 1.0, scale),
-        "gram": lambda shard: own.gram_sum(shard, 1.0),
-        "curvature": lambda shard: own.curvature_sum(theta, shard, 1.0),
-        "curvature times a unit vector": lambda shard: own.curvature_times(theta, shard, 1.0, scale / scale.norm()),
-        "fisher": lambda shard: own.fisher_sum(theta, shard, 1.0),
+        "gradient": lambda shard: linear.clipped_sum(theta, shard, 1.0),
+        "scaled gradient": lambda shard: linear.clipped_sum(theta, shard, 1.0, scale),
+        "gram": lambda shard: linear.gram_sum(shard, 1.0),
+        "curvature": lambda shard: linear.curvature_sum(theta, shard, 1.0),
+        "curvature times a unit vector": lambda shard: linear.curvature_times(theta, shard, 1.0, scale / scale.norm()),
+        "fisher": lambda shard: linear.fisher_sum(theta, shard, 1.0),
     }
     moved = {name: float((total(here) - total(there)).norm()) for name, total in totals.items()}
     return {name: value if math.isfinite(value) else math.inf for name, value in moved.items()}
@@ -383,13 +386,13 @@ def longest_terms(
         "curvature": model.curvature_sum(at, shard, clip),
         "fisher": model.fisher_sum(at, shard, clip),
     }
-    found = {}
+    longest = {}
     for name, total in totals.items():
         lengths = (total.flatten(1).norm(dim=-1) / clip).nan_to_num(math.inf, math.inf)
         k = int(lengths.argmax())
         record = {"x": shard.x[k, 0].tolist(), "y": float(labels[k, 0]), "clip": clip, "class_weight": weight}
-        found[name] = float(lengths[k]), record
-    return found
+        longest[name] = float(lengths[k]), record
+    return longest
 
 
 # ----------------------------------------------------------------------------------------------------------- noise
@@ -439,8 +442,8 @@ def tail(quick: bool) -> Iterator[Finding]:
         worlds = [Records.of(one, one[0] * label, np.zeros(1, int), dtype=torch.float64) for label in (-1e6, 1e6)]
 
         def releases(records: Records, kind: type[Secure], engine: Any, plan: Plan = plan) -> np.ndarray:
-            found = [next(iter(engine.run(plan, model, records, kind()))).aggregate[0] for _ in range(repeats)]
-            return np.array([float(number) for number in found])
+            released = [next(iter(engine.run(plan, model, records, kind()))).aggregate[0] for _ in range(repeats)]
+            return np.array([float(number) for number in released])
 
         # Gradients: +far in D', -far in D. S: what the truncated noise never brought about in D'.
         edge = far - END * std
@@ -475,7 +478,7 @@ def cohort(quick: bool) -> Iterator[Finding]:
     x, y = chance.normal(size=(4 * clients, 20)), chance.integers(0, 5, 4 * clients)
     who, privacy = Participation("poisson", rate), Privacy(1.0, 1e-5, Unit.USER, Adjacency.ADD_REMOVE)
     privacy = replace(privacy, trust=Trust.TRUSTED_SERVER)
-    told: dict[str, float] = {}
+    p_values: dict[str, float] = {}
     off, details = 0, {}
     for name in ("dp-fedgd", "dp-fedavg"):
         method = build(name, Unit.USER, lr=1.0)
@@ -489,16 +492,17 @@ def cohort(quick: bool) -> Iterator[Finding]:
                 cohorts = [len(each.cohort) for each in rounds]
                 released = [each.aggregate.double().numpy() for each in rounds]
                 label = f"{name}, {engine.__name__.rpartition('.')[2]}, {str(dtype)[6:]}"
-                away, told[label] = low_bits(released, cohorts, grid)
+                away, p_values[label] = low_bits(released, cohorts, grid)
                 off += away
-                details[label] = {"cohorts": np.bincount(cohorts).tolist(), "off_the_grid": away, "p": told[label]}
+                details[label] = {"cohorts": np.bincount(cohorts).tolist(), "off_the_grid": away, "p": p_values[label]}
     yield Finding(
         "cohort",
         f"Poisson participation, user level: {repeats} rounds per engine and type, cohorts of 0 to {clients}",
         "one client: every number on the grid; two: 0.64 of them; four: 0.50 (reference engine)",
-        f"{off} numbers off the public grid; low bits by size of the cohort are alike: p ≥ {min(told.values()):.2g}",
+        f"{off} numbers off the public grid; low bits do not depend on the size of the cohort: "
+        f"p ≥ {min(p_values.values()):.2g}",
         f"0; p ≥ {UNLIKELY:g}",
-        verdict(off == 0 and min(told.values()) > UNLIKELY),
+        verdict(off == 0 and min(p_values.values()) > UNLIKELY),
         {"runs": details},
     )
 
@@ -543,11 +547,11 @@ def head(quick: bool) -> Iterator[Finding]:
         folder = Path(temporary)
         worlds = [private_table(folder, name, last) for last, name in enumerate("ab")]
         out = folder / "run"
-        words = ["--method", "dp-fedgd", "--epsilon", "1", "--rounds", "3", "--clients", "4", "--out", out]
-        status, told = command("run", "--data", worlds[1], *words)
-        assert status == 0, told
+        flags = ["--method", "dp-fedgd", "--epsilon", "1", "--rounds", "3", "--clients", "4", "--out", out]
+        status, printed_text = command("run", "--data", worlds[1], *flags)
+        assert status == 0, printed_text
         spec = Spec.read(out / "public" / "spec.toml")
-        jobs = [runs.prepare(spec, runs.read(replace(spec, data=str(world)))) for world in worlds]
+        jobs = [runs.prepare(spec, resolve(replace(spec, data=str(world))).read_data()) for world in worlds]
         place = RunFolder.find(out)
         cert = json.loads((place.public / "certificate.json").read_text())
         with Ledger(place.private / "ledger.db") as ledger:
@@ -564,7 +568,7 @@ def head(quick: bool) -> Iterator[Finding]:
         "ledger-head",
         "confirm a guess of one label by certificate.json, knowing all other records and the ledger's time stamps",
         "recovered in 10 to 32 s, without the time stamps",
-        f"{len(matches)} of {2 * guesses} guesses match, {len(printed)} hashes found in public files; "
+        f"{len(matches)} of {2 * guesses} guesses match, {len(printed)} hashes are in public files; "
         f"with private/run.key the right world matches: {with_key}",
         "0",
         verdict(not matches and not printed, able=with_key == [False, True]),
@@ -572,7 +576,7 @@ def head(quick: bool) -> Iterator[Finding]:
     )
 
 
-def identities(job: runs.Job, cert: dict[str, Any]) -> dict[str, str]:
+def identities(job: runs.PreparedRun, cert: dict[str, Any]) -> dict[str, str]:
     """Hashes of the data that somebody without the key can compute: plain ones, and keyed by what is public."""
     digest = job._digest
     parts = [part.contiguous().cpu().numpy().tobytes() for part in (job.records.x, job.records.y)]
@@ -583,10 +587,10 @@ def identities(job: runs.Job, cert: dict[str, Any]) -> dict[str, str]:
         "the spec": bytes.fromhex(cert["spec_sha256"]),
         "the model": bytes.fromhex(cert["model_sha256"]),
     }
-    found = {f"keyed by {name}": job.identity(key) for name, key in keys.items()}
-    found |= {"digest": digest.hex(), "sha256 of it": hashlib.sha256(digest).hexdigest()}
-    found |= {"sha256 of the records": hashlib.sha256(b"".join(parts)).hexdigest()}
-    return found | {"sha256 of the labels": hashlib.sha256(parts[1]).hexdigest()}
+    hashes = {f"keyed by {name}": job.identity(key) for name, key in keys.items()}
+    hashes |= {"digest": digest.hex(), "sha256 of it": hashlib.sha256(digest).hexdigest()}
+    hashes |= {"sha256 of the records": hashlib.sha256(b"".join(parts)).hexdigest()}
+    return hashes | {"sha256 of the labels": hashlib.sha256(parts[1]).hexdigest()}
 
 
 def chained(rows: list[Any], who: str) -> str:
@@ -602,25 +606,26 @@ def timing(quick: bool) -> Iterator[Finding]:
     """How long a run took tells of one extreme record."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        said, stamps, fields = [], [], []
+        seconds_shown, stamps, fields = [], [], []
         for name, extreme in (("plain", False), ("extreme", True)):
             data, out = private_table(folder, name, 0, extreme), folder / name / "run"
-            words = ["--method", "dp-fedgd", "--epsilon", "1", "--rounds", "3", "--clients", "4"]
-            status, told = command("run", "--data", data, *words, "--out", out)
-            assert status == 0, told
+            flags = ["--method", "dp-fedgd", "--epsilon", "1", "--rounds", "3", "--clients", "4"]
+            status, printed = command("run", "--data", data, *flags, "--out", out)
+            assert status == 0, printed
             public = [path for path in (out / "public").rglob("*") if path.is_file()]
             stamps.append(len({path.stat().st_mtime_ns for path in (*public, out / "public")}))
             lines = (out / "public" / "metrics.jsonl").read_text().splitlines()
             fields.append(sorted({key for line in lines for key in json.loads(line)}))
             text = "".join(path.read_text(errors="replace") for path in public if path.suffix != ".png")
-            said.append("seconds" in text or " s\n" in told)
+            seconds_shown.append("seconds" in text or " s\n" in printed)
     yield Finding(
         "timing-files",
         "seconds and time stamps in public files and on the console, with and without a record of 3e38",
         "`seconds` in every line of metrics.jsonl",
-        f"seconds told: {any(said)}; time stamps of public files: {max(stamps)}; fields: {', '.join(fields[0])}",
+        f"seconds shown: {any(seconds_shown)}; time stamps of public files: {max(stamps)}; "
+        f"fields: {', '.join(fields[0])}",
         "no seconds; one time stamp; the same fields",
-        verdict(not any(said) and max(stamps) == 1 and fields[0] == fields[1]),
+        verdict(not any(seconds_shown) and max(stamps) == 1 and fields[0] == fields[1]),
         {"samples": {"stamps": stamps, "fields": fields}},
     )
 
@@ -683,9 +688,11 @@ def forgeries(quick: bool) -> Iterator[Finding]:
         honest: dict[str, Path] = {}
         for name, spec in forgers.RUNS.items():
             honest[name] = folder / name
-            settings = [word for key, value in spec.items() for word in ("--set", f"{key}={_toml(value)}")]
-            status, told = command("run", "--set", "epsilon=1.0", "--set", "rounds=5", *settings, "--out", honest[name])
-            assert status == 0, told
+            settings = [text for key, value in spec.items() for text in ("--set", f"{key}={_toml(value)}")]
+            status, printed = command(
+                "run", "--set", "epsilon=1.0", "--set", "rounds=5", *settings, "--out", honest[name]
+            )
+            assert status == 0, printed
             assert not verify_run(honest[name]).problems, "an honest run passes"
 
         def forge(base: str, change: Callable[..., None], how: str) -> Path:
@@ -712,11 +719,11 @@ def forgeries(quick: bool) -> Iterator[Finding]:
         forged |= {"swapped model (plain)": ("plain", swapped)}
         table, accepted = {}, []
         for name, (base, change) in forged.items():
-            found = {
+            reported = {
                 how: bool(verify_run(forge(base, change, how)).problems) for how in ("kept", "stripped", "replaced")
             }
-            table[name] = "reported, whatever the signature" if all(found.values()) else f"accepted: {found}"
-            accepted += [name] * (not all(found.values()))
+            table[name] = "reported, whatever the signature" if all(reported.values()) else f"accepted: {reported}"
+            accepted += [name] * (not all(reported.values()))
         np.savez(folder / "new.npz", x=np.zeros((2, 64), np.float32))
         try:
             predict(forge("plain", swapped, "stripped"), str(folder / "new.npz"))
@@ -731,17 +738,17 @@ def forgeries(quick: bool) -> Iterator[Finding]:
             by_key = command("verify", forge(base, change, "stripped"), "--key", key)[0]
             by_key_replaced = command("verify", forge(base, change, "replaced"), "--key", key)[0]
             fine = bool(kept) and NOT_SIGNED in stripped.gaps and by_key == by_key_replaced == 1
-            table[name] = "only the signature tells: reported if kept or with --key, 'not signed' if stripped"
+            table[name] = "only the signature shows it: reported if kept or with --key, 'not signed' if removed"
             accepted += [name] * (not fine)
         for name in accepted:
             table[name] = "accepted"
     yield Finding(
         "forgeries",
-        f"{len(table)} forgeries, each with the signature kept, taken away and replaced",
+        f"{len(table)} forgeries, each with the signature kept, removed and replaced",
         "6 kinds pass `verify`: seeded called secret, unproved called proved, small schedule seed, swapped model, "
         "erased assumptions, ten times the noise",
-        f"{len(accepted)} accepted; {sum('only' in word for word in table.values())} are told by the signature alone, "
-        "and `verify --key` refuses them",
+        f"{len(accepted)} accepted; {sum('only' in text for text in table.values())} are visible only by the "
+        "signature, and `verify --key` refuses them",
         "0",
         verdict(not accepted),
         {"samples": table},
@@ -756,8 +763,8 @@ def checkpoint(quick: bool) -> Iterator[Finding]:
     """`rm checkpoint.npz; run --resume` trained a second model on one charge."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "run"
-        status, told = command("run", "--method", "dp-fedgd", "--rounds", "3", "--out", out)
-        assert status == 0, told
+        status, printed = command("run", "--method", "dp-fedgd", "--rounds", "3", "--out", out)
+        assert status == 0, printed
         model = (out / "public" / "model.safetensors").read_bytes()
         answers = []
         for gone in (("private/checkpoint.npz",), ("public/model.safetensors", "public/metrics.jsonl")):
@@ -765,7 +772,9 @@ def checkpoint(quick: bool) -> Iterator[Finding]:
                 (out / name).unlink()
             answers.append(command("run", "--resume", out))
         again = (out / "public" / "model.safetensors").exists()
-    refused = all(status != 0 and "second model on one charge" in " ".join(told.split()) for status, told in answers)
+    refused = all(
+        status != 0 and "second model on one charge" in " ".join(printed.split()) for status, printed in answers
+    )
     yield Finding(
         "checkpoint",
         "rm private/checkpoint.npz (then model and metrics too); run --resume",
@@ -781,16 +790,16 @@ def fednew(quick: bool) -> Iterator[Finding]:
     """A canary in hostile company against DP-FedNew's lemma."""
     repeats = 200 if quick else 10_000
     for adjacency in (Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE):
-        found = audits.audit("dp-fednew", Privacy(1.0, 1e-5, adjacency=adjacency), runs=repeats)
+        audit = audits.audit("dp-fednew", Privacy(1.0, 1e-5, adjacency=adjacency), runs=repeats)
         yield Finding(
             "fednew",
-            f"audit of DP-FedNew, {adjacency}, {repeats} runs per world (canary: {found.canary})",
+            f"audit of DP-FedNew, {adjacency}, {repeats} runs per world (canary: {audit.canary})",
             "reach 0.60; a stronger canary 0.99",
-            f"reach {found.reach:.3f}; ε ≥ {found.lower_thresholds:.3f} by thresholds, {found.lower_gaussian:.3f} "
+            f"reach {audit.reach:.3f}; ε ≥ {audit.lower_thresholds:.3f} by thresholds, {audit.lower_gaussian:.3f} "
             "under Gaussian DP",
-            f"reach ≥ 0.9; ε = {found.certified:.4g} (certified)",
-            verdict(not found.broken, able=found.reach >= 0.9),
-            {"runs": repeats, **found._asdict()},
+            f"reach ≥ 0.9; ε = {audit.certified:.4g} (certified)",
+            verdict(not audit.broken, able=audit.reach >= 0.9),
+            {"runs": repeats, **audit._asdict()},
         )
 
 
@@ -812,9 +821,9 @@ ATTACKS: dict[str, Callable[[bool], Iterator[Finding]]] = {
 
 HEAD = """# Attacks that once worked
 
-`python benchmarks/attacks.py`: attacks that told more than a certificate allowed on the code of 2026-11-15, run again.
-*Before* is what they measured then. *Failed* is how each should end. Every class is described in
-`benchmarks/attacks.py`; `results/attacks.json` holds all figures.
+`python benchmarks/attacks.py`: attacks that learned more than a certificate allows on the code of 2026-11-15, repeated
+on the present code. *Before* is the result at that time. Each attack should end as *failed*. `benchmarks/attacks.py`
+describes every attack; `results/attacks.json` holds all figures.
 
 | attack | what is tried | before | now | bound | attack |
 |---|---|---|---|---|---|
@@ -831,25 +840,25 @@ def page(findings: list[Finding], origin: dict[str, Any]) -> str:
     return HEAD + "".join(rows) + where + f", {origin['seconds'] / 60:.1f} minutes.\n"
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="NAME",
                         help=", ".join(ATTACKS))  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small sizes; times of rounds are not judged")
     parser.add_argument("--out", type=Path, help="where to write (default: results/attacks.json if all are run)")
-    given = parser.parse_args(words)
+    options = parser.parse_args(argv)
     began, findings = time.perf_counter(), list[Finding]()
-    for name in given.only:
-        for finding in ATTACKS[name](given.quick):
+    for name in options.only:
+        for finding in ATTACKS[name](options.quick):
             findings.append(finding)
             print(
                 f"{finding.verdict:9} {name}: {finding.now} (bound: {finding.bound})",
                 flush=True,
             )
         print(f"          {time.perf_counter() - began:.0f} s", flush=True)
-    whole = given.only == list(ATTACKS) and not given.quick
-    if out := given.out or (ROOT / "results" / "attacks.json" if whole else None):
-        line = "python benchmarks/attacks.py" + " --quick" * given.quick
+    whole = options.only == list(ATTACKS) and not options.quick
+    if out := options.out or (ROOT / "results" / "attacks.json" if whole else None):
+        line = "python benchmarks/attacks.py" + " --quick" * options.quick
         origin = provenance(line) | machine() | {"seconds": round(time.perf_counter() - began, 1)}
         out.write_text(json.dumps({"provenance": origin, "attacks": [f._asdict() for f in findings]}, indent=1) + "\n")
         out.with_suffix(".md").write_text(page(findings, origin))

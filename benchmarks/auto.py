@@ -1,4 +1,4 @@
-"""`auto`, untuned, on all data at hand; each of its levers taken away, and each of its constants halved and doubled.
+"""`auto`, untuned, on all available data; an ablation of each part, and each constant halved and doubled.
 
     python benchmarks/auto.py DATA_DIR     # results/auto.json and .md
 
@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 from functools import lru_cache
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from sordino.methods.auto import auto
 from sordino.rules import kalman
 
 ROOT = Path(__file__).parents[1]
+KALMAN_MODULE = import_module("sordino.rules.kalman")  # `sordino.rules` exports the function of the same name
 OUT = ROOT / "results" / "auto.json"
 EPSILONS = (0.5, 1.0, 5.0, 10.0)
 TRUSTS = ("untrusted-server", "secure-aggregation")
@@ -53,14 +55,14 @@ FILES = {  # file, public statistics, clients
 SLOW = "MNIST, pixels"  # of seeds 1 and 2 alone, and after all others
 LEVERS: dict[str, dict[str, Any]] = {
     "all": {},
-    "clients weigh alike (client-mean)": {"divisor": "client-mean"},
-    "no roots": {"records": "no roots"},
-    "own mean not taken off": {"records": "no mean"},
-    "records as they are": {"records": "none"},
+    "equal weight per client (client-mean)": {"divisor": "client-mean"},
+    "no square roots": {"records": "no square roots"},
+    "record's mean not subtracted": {"records": "no mean"},
+    "raw records": {"records": "none"},
     "no covariance": {"covariance_share": 1e-9},
-    "no doubt": {"doubt": 0.0},
+    "no doubt factor": {"doubt": 0.0},
     "same budget in all rounds": {"early_share": 0.0},
-    "steps as small as the prior says": {"reach": 0.0},
+    "steps limited by the prior": {"reach": 0.0},
 }
 SCAN = {"clip": 5.0, "prior": 1.0, "doubt": 10.0, "early_share": 0.3, "covariance_share": 0.05, "reach": 2.0}
 VARIANTS = LEVERS | {f"{key} {factor:g}": {key: factor} for key, v in SCAN.items() for factor in (v / 2, v * 2)}
@@ -79,7 +81,7 @@ def read(name: str, records: str) -> Dataset:
     def scaled(x: np.ndarray) -> np.ndarray:
         if records == "no mean" and (x >= 0).all():
             x = np.sqrt(x)
-        if records == "no roots":
+        if records == "no square roots":
             x = x - x.mean(1, keepdims=True)
         return x * (RADIUS / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-9)).astype(np.float32)
 
@@ -90,19 +92,19 @@ def one(job: tuple[str, str, float, str, int]) -> dict[str, float]:
     name, variant, epsilon, trust, seed = job
     options = dict(VARIANTS[variant])
     dataset, divisor = read(name, options.pop("records", "record")), options.pop("divisor", "pooled")
-    kalman.SATURATING_LOGIT = options.pop("reach", SCAN["reach"])
+    KALMAN_MODULE.SATURATING_LOGIT = options.pop("reach", SCAN["reach"])
     clients = FILES[name][2]
     which = so.split(dataset, "dirichlet:0.5" if clients else "by-site", clients=clients, seed=seed)
     records = so.Records.of(dataset.x_train, dataset.y_train, which)
     model = so.Linear(dataset.x_train.shape[1], len(dataset.classes))
     privacy = so.Privacy(epsilon, trust=trust)
     plan = so.Plan(so.build("auto", **options), 70, records.sizes, privacy, divisor=divisor)
-    found = {}
+    accuracies = {}
     for this_round in so.simulate.run(plan, model, records, so.source(seed)):
         if this_round.t + 1 in ROUNDS:
             right = model.predict(this_round.model, dataset.x_test).numpy() == dataset.y_test
-            found[str(this_round.t + 1)] = float(right.mean())
-    return found
+            accuracies[str(this_round.t + 1)] = float(right.mean())
+    return accuracies
 
 
 def begin(folder: str) -> None:
@@ -126,8 +128,8 @@ def main(folder: str) -> None:
     runs: dict[str, dict[str, float]] = old.get("runs", {}) if old.get("code") == code else {}
     todo = [job for job in jobs() if json.dumps(job) not in runs]
     with get_context("spawn").Pool(2, begin, (folder,)) as pool:
-        for k, found in enumerate(track(pool.imap(one, todo, 8), total=len(todo), console=Console(stderr=True))):
-            runs[json.dumps(todo[k])] = found
+        for k, accuracies in enumerate(track(pool.imap(one, todo, 8), total=len(todo), console=Console(stderr=True))):
+            runs[json.dumps(todo[k])] = accuracies
             if k % 20 == 0 or k == len(todo) - 1:
                 OUT.write_text(json.dumps({"provenance": origin, "code": code, "runs": runs}, indent=1) + "\n")
     best = {(n, t): best_of(ROOT / "results" / file.format(t)) for n, file in RIVALS.items() for t in TRUSTS}
@@ -155,8 +157,8 @@ def best_of(path: Path) -> dict[tuple[float, int], float]:
 
 
 def cell(runs: dict, name: str, variant: str, epsilon: float, trust: str) -> str:
-    found = [v for k, v in runs.items() if k[:4] == (name, variant, epsilon, trust)]
-    return " → ".join(f"{100 * statistics.mean(f[str(t)] for f in found):.1f}" for t in ROUNDS)
+    accuracies = [v for k, v in runs.items() if k[:4] == (name, variant, epsilon, trust)]
+    return " → ".join(f"{100 * statistics.mean(f[str(t)] for f in accuracies):.1f}" for t in ROUNDS)
 
 
 def table(origin: dict, runs: dict, best: dict) -> str:
@@ -179,11 +181,11 @@ def table(origin: dict, runs: dict, best: dict) -> str:
             lines.append(f"| {name} | " + " | ".join(cell(runs, name, "all", e, trust) for e in EPSILONS) + " |")
             if rival := best.get((name, trust)):
                 cells = (" → ".join(f"{100 * rival[e, t]:.1f}" for t in ROUNDS) for e in EPSILONS)
-                lines.append("| *the best of the tuned rivals, round by round* | " + " | ".join(cells) + " |")
+                lines.append("| *best tuned rival at each round* | " + " | ".join(cells) + " |")
     ends = list(itertools.product((0.5, 10.0), TRUSTS))
     tried = sorted({k[0] for k in runs if k[1] != "all"}, key=list(FILES).index)
     for name in tried:
-        lines += ["", f"## {name}: what each lever brings, and how flat each constant is", ""]
+        lines += ["", f"## {name}: ablation, and sensitivity to each constant", ""]
         lines += ["Seed 1.", "", "| | " + " | ".join(f"ε = {e:g}, {t}" for e, t in ends) + " |"]
         lines.append("|---" * (len(ends) + 1) + "|")
         once = {k: v for k, v in runs.items() if k[4] == 1}

@@ -98,13 +98,13 @@ def round_over_round(name: str, rounds: int, **options) -> dict:
         Plan(build("dp-fedgd", clip=10.0), rounds + 3, records.sizes, Privacy(1.0)), model, records, Secure()
     )
     theirs = Plan(build(name, **options), rounds + 3, records.sizes, Privacy(1.0))
-    own = simulate.run(theirs, model, records, Secure())
+    other = simulate.run(theirs, model, records, Secure())
     for _ in range(3):  # layout and factorisation are paid for once
-        next(plain), next(own)
+        next(plain), next(other)
     ratio, base, whole = [], [], []
     for _ in range(rounds):
         base.append(clock(lambda: next(plain)))
-        whole.append(clock(lambda: next(own)))
+        whole.append(clock(lambda: next(other)))
         ratio.append(whole[-1] / base[-1])
     return {"value": statistics.median(ratio), "samples": ratio, "fedgd_seconds": base, "round_seconds": whole}
 
@@ -228,7 +228,7 @@ def main() -> int:
     origin = provenance("make bench")
     console = Console(stderr=True)
     with console.status("measuring") as status:
-        found = {}
+        results = {}
         for measure in (
             round_over_two_matmuls,
             many_clients_over_few,
@@ -240,12 +240,12 @@ def main() -> int:
             fednew_over_product,
         ):
             status.update(measure.__name__)
-            found[measure.__name__] = measure()
+            results[measure.__name__] = measure()
         status.update("whole runs")
-        found["run_seconds"], found["import_torch_seconds"] = whole_run()
+        results["run_seconds"], results["import_torch_seconds"] = whole_run()
     limits = {
         "round_over_two_matmuls": "at most 2.0",
-        "run_seconds": f"at most {3 * found['import_torch_seconds']['value'] + 2:.3g} (3 imports of torch + 2 s)",
+        "run_seconds": f"at most {3 * results['import_torch_seconds']['value'] + 2:.3g} (3 imports of torch + 2 s)",
         "many_clients_over_few": "at most 1.5",
         "peak_over_data": "at most 3",
         "secure_normals_per_second": "at least 1e7",
@@ -255,13 +255,13 @@ def main() -> int:
         "fednew_over_product": "at most 2.5",
     }
     table = Table("figure", "median", "asked for")
-    for name, result in found.items():
+    for name, result in results.items():
         table.add_row(name, f"{result['value']:.4g}", limits.get(name, ""))
     Console().print(table)
     document = {
-        **{name: result["value"] for name, result in found.items()},
+        **{name: result["value"] for name, result in results.items()},
         "provenance": origin | {"threads": torch.get_num_threads()} | guard.machine(),
-        "raw": found,
+        "raw": results,
     }
     out = guard.place("bench")
     old, new = guard.ratios_of(guard.committed(out), RATIOS), guard.ratios_of(document, RATIOS)

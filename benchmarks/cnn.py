@@ -47,14 +47,14 @@ METHODS: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
 }
 
 READING = (
-    "Does Fisher preconditioning on the server help without convexity? Hardly. Against FedSGD, the same gradients",
-    "without it, DP-FedSOFIM with K = 1 gains two points where clients hold 250 records each and is level",
-    "elsewhere (differences of medians below the spread of seeds); its momentum form is five to eight points",
-    "behind. With K = 5 it loses to plain averaging of the same local steps (DP-FedAvg) except where noise is",
-    "largest (250 records). Local steps help where records are many: DP-FedAdamW leads from 2,500 records a",
-    "client or ten clients at most, DP-FedAvg follows; both fall behind where they are few. FedNewton-head, whose",
-    "curvature has to be paid for, is far behind. The largest step of the grid was chosen for FedSGD, FedHybrid",
-    "and DP-FedSOFIM alike: a wider grid might lift them.",
+    "Fisher preconditioning on the server hardly helps this non-convex model. FedSGD uses the same gradients",
+    "without it. Compared with FedSGD, DP-FedSOFIM with K = 1 gains two points if clients have 250 records each,",
+    "and is equal otherwise (differences of medians are below the spread of seeds). Its momentum form is five to",
+    "eight points behind. With K = 5 it loses to plain averaging of the same local steps (DP-FedAvg), except at the",
+    "largest noise (250 records). Local steps help if clients have many records: DP-FedAdamW leads with at least",
+    "2,500 records per client or at most ten clients, and DP-FedAvg follows; both fall behind if records are few.",
+    "FedNewton-head pays for its curvature and is far behind. Tuning chose the largest step of the grid for FedSGD,",
+    "FedHybrid and DP-FedSOFIM, so a wider grid might improve them.",
 )
 
 
@@ -71,30 +71,30 @@ def load(part: str, data_dir: str) -> Any:
     return data._replace(x_train=data.x_train[keep], y_train=data.y_train[keep])
 
 
-def values(clients: int, own: dict[str, Any], option: str, value: float) -> dict[str, Any]:
+def values(clients: int, options: dict[str, Any], option: str, value: float) -> dict[str, Any]:
     shared = {"data": "mnist", "model": "cnn", "clients": clients, "partition": "dirichlet:0.5", "epsilon": EPSILON}
     shared |= {"batch": f"poisson:{BATCH}"}
-    return {**shared, "rounds": ROUNDS, "clip": 1.0, **own, option: value}
+    return {**shared, "rounds": ROUNDS, "clip": 1.0, **options, option: value}
 
 
-def run(words: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     began, out = (
         time.perf_counter(),
-        {"provenance": provenance(f"python benchmarks/cnn.py run DIR --device {words.device}")},
+        {"provenance": provenance(f"python benchmarks/cnn.py run DIR --device {arguments.device}")},
     )
     jobs = [
-        {"label": label, "value": value, "values": values(MIDDLE[0], own, option, value), "seeds": [0]}
-        | {"at": [own.get("rounds", ROUNDS)], "part": f"tuning {MIDDLE[0]} {MIDDLE[1]}"}
-        for label, (own, option, grid) in METHODS.items()
-        for value in (grid[:1] if words.quick else grid)
+        {"label": label, "value": value, "values": values(MIDDLE[0], options, option, value), "seeds": [0]}
+        | {"at": [options.get("rounds", ROUNDS)], "part": f"tuning {MIDDLE[0]} {MIDDLE[1]}"}
+        for label, (options, option, grid) in METHODS.items()
+        for value in (grid[:1] if arguments.quick else grid)
     ]
-    if words.quick:
+    if arguments.quick:
         for job in jobs:
             short = 2 if "blocks" not in job["values"] else 20
             job["values"] |= {"rounds": short}
             job["at"] = [short]
-    out["tuning"] = fill(jobs, words, began)
-    if words.quick:
+    out["tuning"] = fill(jobs, arguments, began)
+    if arguments.quick:
         return
     chosen = {}
     for label, (_, _, grid) in METHODS.items():
@@ -103,31 +103,34 @@ def run(words: argparse.Namespace) -> None:
     out["chosen"] = chosen
     jobs = [
         {"label": label, "clients": n, "samples": m, "seeds": [seed], "part": f"final {n} {m}"}
-        | {"values": {**values(n, own, option, chosen[label]), "split_seed": seed}, "at": [own.get("rounds", ROUNDS)]}
+        | {
+            "values": {**values(n, options, option, chosen[label]), "split_seed": seed},
+            "at": [options.get("rounds", ROUNDS)],
+        }
         for n, m in CELLS
-        for label, (own, option, _) in METHODS.items()
+        for label, (options, option, _) in METHODS.items()
         for seed in SEEDS
     ]
-    out["runs"] = fill(jobs, words, began, out)
+    out["runs"] = fill(jobs, arguments, began, out)
     out["seconds"] = time.perf_counter() - began
-    words.out.write_text(json.dumps(out, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(out, indent=1) + "\n")
 
 
-def fill(jobs: list[Any], words: argparse.Namespace, began: float, out: Any = None) -> list[dict[str, Any]]:
+def fill(jobs: list[Any], arguments: argparse.Namespace, began: float, out: Any = None) -> list[dict[str, Any]]:
     done = []
-    for number, found in train(jobs, load, (words.folder,), device=words.device, workers=words.workers):
+    for number, result in train(jobs, load, (arguments.folder,), device=arguments.device, workers=arguments.workers):
         job = {k: v for k, v in jobs[number].items() if k in ("label", "value", "clients", "samples", "seeds")}
-        if "scores" in found:
-            found["scores"] = [list(scores.values())[-1] for scores in found["scores"]]
-        done.append(job | found)
-        print(f"{time.perf_counter() - began:6.0f} s", job, found.get("scores", found), flush=True)
+        if "scores" in result:
+            result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
+        done.append(job | result)
+        print(f"{time.perf_counter() - began:6.0f} s", job, result.get("scores", result), flush=True)
         if out is not None and number % 10 == 0:
-            words.out.write_text(json.dumps(out | {"runs": done}, indent=1) + "\n")
+            arguments.out.write_text(json.dumps(out | {"runs": done}, indent=1) + "\n")
     return done
 
 
 def report(path: Path) -> str:
-    found = json.loads(path.read_text())
+    document = json.loads(path.read_text())
 
     def line(*cells: str) -> str:
         return "| " + " | ".join(cells) + " |"
@@ -137,7 +140,9 @@ def report(path: Path) -> str:
         for label in METHODS:
             row = []
             for n, m in cells:
-                mine = [job for job in found["runs"] if (job["label"], job["clients"], job["samples"]) == (label, n, m)]
+                mine = [
+                    job for job in document["runs"] if (job["label"], job["clients"], job["samples"]) == (label, n, m)
+                ]
                 scores = [100 * job["scores"][0] for job in mine if "scores" in job]
                 row.append(f"{statistics.median(scores):.1f} ({min(scores):.1f}–{max(scores):.1f})" if scores else "–")
             lines.append(line(label, *row))
@@ -145,13 +150,13 @@ def report(path: Path) -> str:
 
     by_samples = [cell for cell in CELLS if cell[0] == MIDDLE[0]]
     by_clients = sorted({*(cell for cell in CELLS if cell[0] * cell[1] == 20_000)})
-    chosen = "; ".join(f"{name} {value:g}" for name, value in found["chosen"].items())
+    chosen = "; ".join(f"{name} {value:g}" for name, value in document["chosen"].items())
     return "\n".join(
         [
             "# CNN on MNIST, end to end",
             "",
             f"`python benchmarks/cnn.py run DATA_DIR --device cuda`: 26,010 parameters, Dirichlet 0.5, ε = "
-            f"{EPSILON:g} (δ = 1e-5, replace-one, every message seen), {ROUNDS} rounds, clip 1, Poisson minibatches "
+            f"{EPSILON:g} (δ = 1e-5, replace-one, untrusted server), {ROUNDS} rounds, clip 1, Poisson minibatches "
             f"of {BATCH}. Test accuracy in percent: median (lowest to highest) of three seeds, which change partition, "
             "start and noise.",
             "",

@@ -90,8 +90,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dry", action="store_true", help="write nothing")
-    words = parser.parse_args()
-    torch.set_num_threads(words.threads)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")  # Opacus hooks warn of things that do not matter here
     torch.manual_seed(0)
     net, x, y = cnn(SHAPE, CLASSES), torch.randn(BATCH, *SHAPE), torch.randint(0, CLASSES, (BATCH,))
@@ -109,7 +109,7 @@ def main() -> None:
     apart = {name: float((f() - want).norm() / want.norm()) for name, f in rivals.items()}
     assert max(apart.values()) < 1e-3, apart
     times: dict[str, list[float]] = {name: [] for name in rivals}
-    for _ in range(words.rounds):
+    for _ in range(arguments.rounds):
         for name, f in rivals.items():
             began = time.perf_counter()
             f()
@@ -122,7 +122,7 @@ def main() -> None:
         return statistics.median(b / a for a, b in zip(times[mine], times[other], strict=True))
 
     fastest = min(theirs, key=lambda name: theirs[name])
-    found = {
+    results = {
         "examples_per_second": {name: BATCH / t for name, t in middle.items()},
         "auto_over_opacus": {name: ratio(name) for name in theirs},
         "auto_over_opacus_hooks": ratio("opacus hooks"),
@@ -130,18 +130,18 @@ def main() -> None:
         "fastest_of_opacus": fastest,
     }
     console, table = Console(), Table("", "examples/s", "sordino auto is faster by")
-    for name, rate in found["examples_per_second"].items():
+    for name, rate in results["examples_per_second"].items():
         table.add_row(name, f"{rate:,.0f}", f"{ratio(name):.2f}")
     console.print(table)
-    if words.dry:
+    if arguments.dry:
         return
-    command = "python benchmarks/deep.py" + (f" --rounds {words.rounds}" if words.rounds != ROUNDS else "")
-    about = provenance(command) | {"opacus": version("opacus"), "threads": words.threads}
+    command = "python benchmarks/deep.py" + (f" --rounds {arguments.rounds}" if arguments.rounds != ROUNDS else "")
+    about = provenance(command) | {"opacus": version("opacus"), "threads": arguments.threads}
     setting = {"batch": BATCH, "shape": SHAPE, "parameters": sum(p.numel() for p in net.parameters()), "clip": CLIP}
     body = (
         {"provenance": about}
         | {"setting": setting, "difference_of_sums": apart, "left_out": left_out}
-        | found
+        | results
         | {"seconds": times}
     )
     OUT.write_text(json.dumps(body, indent=1) + "\n")

@@ -37,8 +37,8 @@ def all_cells() -> list[DesignPoint]:
     designs = (
         [(law, law) for law in SIZE_LAWS] + [("fixed-total", law) for law in SIZE_LAWS] + [("iterations", "equal")]
     )
-    found = [cell for design, law in designs for cell in cells(design, KINDS, MUS, law)]
-    return list(dict.fromkeys(found))
+    points = [cell for design, law in designs for cell in cells(design, KINDS, MUS, law)]
+    return list(dict.fromkeys(points))
 
 
 def measured(cell: DesignPoint, repetitions: int, device: str) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def measured(cell: DesignPoint, repetitions: int, device: str) -> dict[str, Any]
 def accuracies(task: str, mu: float, folder: str, device: str) -> dict[str, Any]:
     binary = task == "mnist-binary"
     data = estimation.mnist(folder, binary=binary)
-    found = estimation.mnist_accuracies(data, mu, binary=binary, device=device)
+    by_method = estimation.mnist_accuracies(data, mu, binary=binary, device=device)
     pooled = estimation.mnist_pooled(data, binary=binary)
     return {
         "cell": f"{task} {mu:g}",
         "task": task,
         "pooled": pooled,
-        **estimation.mnist_point(mu, found),
+        **estimation.mnist_point(mu, by_method),
         **_where(device),
     }
 
@@ -86,8 +86,8 @@ def simulate(
             store.write(json.dumps(point) + "\n")
             store.flush()
             tell(len(done), total)
-    found = [done[repr(cell)] | estimation.foretold(cell) for cell in all_cells()]
-    return found + [done[name] for name in (f"{task} {mu:g}" for task in MNIST for mu in MUS) if name in done]
+    measured_points = [done[repr(cell)] | estimation.foretold(cell) for cell in all_cells()]
+    return measured_points + [done[name] for name in (f"{task} {mu:g}" for task in MNIST for mu in MUS) if name in done]
 
 
 # ------------------------------------------------------------------------------------------------------- the page
@@ -247,8 +247,8 @@ def _figure(kind: str, name: str) -> str:
 
 
 def mnist(points: list[dict[str, Any]]) -> dict[str, tuple[list[dict[str, Any]], float]]:
-    found = {title: chosen(points, task=task) for task, title in MNIST.items()}
-    return {title: (some, some[0]["pooled"]) for title, some in found.items() if some}
+    by_title = {title: chosen(points, task=task) for task, title in MNIST.items()}
+    return {title: (some, some[0]["pooled"]) for title, some in by_title.items() if some}
 
 
 def write(points: list[dict[str, Any]], command: str) -> None:

@@ -20,8 +20,9 @@ HEAD = """# Faults and attacks over real processes
 
 `python benchmarks/faults.py`: a link, six SuperNodes with their workers and a coordinator on loopback, over TLS. Any
 two sites may drop out and any one may collude, so four of six are needed to open a sum. A run has three rounds (four
-where the table shows four), an answer fifteen seconds; whoever died is started again. Afterwards every site's ledger is
-held against what left the site: *unpaid* counts rounds that left without being charged once and as planned.
+if the table shows four), and a site has fifteen seconds to answer. Killed processes are started again. Afterwards each
+site's ledger is compared with what left the site: *unpaid* counts rounds that left without exactly one charge as
+planned.
 
 | what happens | sites in each round's sum | certificates | unpaid |
 | --- | --- | --- | --- |
@@ -29,7 +30,7 @@ held against what left the site: *unpaid* counts rounds that left without being 
 
 
 def page(out: dict[str, Any]) -> str:
-    """The table for people."""
+    """The page for readers."""
     runs = out["runs"]
     random_faults = {name: run for name, run in runs.items() if name.startswith("random-faults-")}
     hostile = {name: run for name, run in runs.items() if "tries" in run}
@@ -37,17 +38,15 @@ def page(out: dict[str, Any]) -> str:
     for name, run in runs.items():
         if name not in random_faults and name not in hostile:
             came = ", ".join(str(count) if count else "not opened" for count in run["came"])
-            masked = "" if run["trust"] == "secure-aggregation" else " (in the open)"
+            masked = "" if run["trust"] == "secure-aggregation" else " (untrusted server)"
             text += f"| {run['what']}{masked} | {came} | {run['site_certificates']} of 6 | {run['unpaid']} |\n"
     for run in hostile.values():
         moved = run.get("moved_of_sensitivity")
         text += f"\n**{run['what'].capitalize()}**: {run['tries']} messages of {run['kinds']} kinds; "
-        text += f"{len(run['wrong'])} answered otherwise than they must be, {run['unpaid']} rounds unpaid."
+        text += f"{len(run['wrong'])} wrong answers, {run['unpaid']} rounds unpaid."
         if moved:
-            text += " Models made to single out one record moved the answer by " + " and ".join(
-                f"{m:.2f}" for m in moved
-            )
-            text += " of the sensitivity when that record was exchanged (1 is allowed)."
+            text += " Models that target one record moved the answer by " + " and ".join(f"{m:.2f}" for m in moved)
+            text += " of the sensitivity when that record was replaced (1 is allowed)."
         text += "\n"
     if random_faults:
         faults = ", ".join(f"{what} {times}" for what, times in sorted(out["random_faults"].items()))
@@ -55,12 +54,12 @@ def page(out: dict[str, Any]) -> str:
         secure = sum(run["trust"] == "secure-aggregation" for run in random_faults.values())
         text += f"\n**{len(random_faults)} random schedules**, {secure} of them with secure aggregation. "
         text += f"Faults: {faults}. "
-        text += f"Of {sum(count.values())} rounds {count[6]} had all six sites and {count[0]} came to nothing; "
+        text += f"Of {sum(count.values())} rounds {count[6]} had all six sites and {count[0]} had no result; "
         text += f"{sum(run['unpaid'] for run in random_faults.values())} were unpaid. "
-        text += "Looks at a ledger, after each exchange, "
-        text += f"that found less than had left: {len(out['violations'])}.\n"
+        text += "Checks of a ledger after an exchange "
+        text += f"that found fewer charges than releases: {len(out['violations'])}.\n"
     unknown = ", ".join(f"{name}: {answer}" for name, answer in out["unknown_sites"].items())
-    text += f"\n**Strangers at the link**: {unknown}.\n"
+    text += f"\n**Unknown sites at the link**: {unknown}.\n"
     died = ", ".join(f"{name} {times}" for name, times in sorted(out["restarts"].items()))
     return text + f"\nProcesses killed and started again: {died}. {out['seconds'] / 60:.0f} minutes in all.\n"
 
@@ -73,20 +72,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(scenarios.SCENARIOS), default=list(scenarios.SCENARIOS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "faults.json")
     parser.add_argument("--keep", type=Path, help="where to leave everything, for a look")
-    words = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        found = fault_trials.run(
-            words.keep or Path(place), tuple(words.only), lambda text: print(text, flush=True), True
+        trial = fault_trials.run(
+            options.keep or Path(place), tuple(options.only), lambda text: print(text, flush=True), True
         )
-    wrong = {name: bad for name, run in found["runs"].items() if (bad := fault_trials.problems(name, run))}
-    for name, run in found["runs"].items():
+    wrong = {name: bad for name, run in trial["runs"].items() if (bad := fault_trials.problems(name, run))}
+    for name, run in trial["runs"].items():
         run["expected"] = list(scenarios.SCENARIOS[name].came)
-        told = f"{run['tries']} tries" if "tries" in run else f"{run['came']}, {run['seconds']:.0f} s"
-        print(f"{'NOT' if name in wrong else 'ok '} {name}: {told} {wrong.get(name, '')}")
-    out = {"provenance": provenance("python benchmarks/faults.py"), **found, "not_as_expected": wrong}
-    words.out.write_text(json.dumps(out, indent=1) + "\n")
-    words.out.with_suffix(".md").write_text(page(out))
-    sys.exit(bool(wrong or found["violations"] or set(found["unknown_sites"].values()) != {"refused"}))
+        outcome = f"{run['tries']} tries" if "tries" in run else f"{run['came']}, {run['seconds']:.0f} s"
+        print(f"{'NOT' if name in wrong else 'ok '} {name}: {outcome} {wrong.get(name, '')}")
+    out = {"provenance": provenance("python benchmarks/faults.py"), **trial, "not_as_expected": wrong}
+    options.out.write_text(json.dumps(out, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(page(out))
+    sys.exit(bool(wrong or trial["violations"] or set(trial["unknown_sites"].values()) != {"refused"}))
 
 
 if __name__ == "__main__":

@@ -60,16 +60,16 @@ def secure(sites: int, dimension: int) -> dict[str, float]:
 
 def plain(sites: int, dimension: int) -> dict[str, float]:
     """The server reads and adds; a site sends its message as it is."""
-    said = wire.encode("said", {"t": 0}, {"said0": np.zeros(dimension, np.float32)})
+    message_bytes = wire.encode("said", {"t": 0}, {"said0": np.zeros(dimension, np.float32)})
     began, total = time.perf_counter(), torch.zeros(dimension)
     for _ in range(sites):
-        message = wire.to_tree(0, wire.decode(said).arrays, "said")
+        message = wire.to_tree(0, wire.decode(message_bytes).arrays, "said")
         assert bool(torch.isfinite(message).all())
         total += 0.5 * message
     return {
         "site_s": 0.0,
         "server_s": time.perf_counter() - began,
-        "sent_bytes": len(said),
+        "sent_bytes": len(message_bytes),
         "received_bytes": 4 * dimension,
     }
 
@@ -80,22 +80,22 @@ class Clock:
 
     def __call__(self, what: str, compute: Any) -> Any:
         began = time.perf_counter()
-        found = compute()
+        result = compute()
         self.seconds.setdefault(what, []).append(time.perf_counter() - began)
-        return found
+        return result
 
 
-def report(found: dict[str, Any]) -> str:
+def report(document: dict[str, Any]) -> str:
     lines = [
         "# What a round costs, by the number of sites",
         "",
-        f"`python benchmarks/federation.py`: {found['dimension']:,} numbers, one core, a tenth of the sites drops out "
-        "under secure aggregation; a site's own gradients and the network not counted.",
+        f"`python benchmarks/federation.py`: {document['dimension']:,} numbers on one core. Under secure aggregation a "
+        "tenth of the sites drops out. Not counted: a site's gradients, and the network.",
         "",
         "| sites | trust | computing at a site | at the server | sent by a site | received by a site |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in found["runs"]:
+    for row in document["runs"]:
         derived = " (derived)" if row["derived"] else ""
         lines.append(
             f"| {row['sites']:,}{derived} | {row['trust']} | {row['site_s']:.3g} s | {row['server_s']:.3g} s "

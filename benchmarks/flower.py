@@ -61,16 +61,16 @@ def serve(transport: Any, folder: Path) -> None:
     def polled(requests: dict[int, bytes]) -> int:
         return len(transport.exchange(requests, 120.0))
 
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for way in os.environ["WAYS"].split(","):
         for _ in range(1 + int(os.environ["EXCHANGES"])):
             requests = {node: os.urandom(SIZE) for node in transport.sites()}
             began = time.perf_counter()
             replies = (plain if way == "send_and_receive" else polled)(requests)
-            found.setdefault(way, []).append(round(time.perf_counter() - began, 3))
+            seconds.setdefault(way, []).append(round(time.perf_counter() - began, 3))
             if replies != 3:
                 raise RuntimeError(f"{way}: {replies} replies")
-    (folder / "part").write_text(json.dumps(found))
+    (folder / "part").write_text(json.dumps(seconds))
     (folder / "part").rename(folder / "found.json")
 
 
@@ -127,7 +127,7 @@ def main(exchanges: int, out: Path) -> None:
         | {"flwr": version("flwr"), "cores": os.cpu_count(), "machine": platform.machine(), "load": load},
         "bytes": SIZE,
         "sites": 3,
-        "median_seconds": {way: round(statistics.median(found), 3) for way, found in samples.items()},
+        "median_seconds": {way: round(statistics.median(values), 3) for way, values in samples.items()},
         "seconds": samples,
         "first_seconds": first,
     }

@@ -1,19 +1,19 @@
-"""What privacy costs on a GPU: a private LoRA step against a plain one, and clients served together.
+"""What privacy costs on a GPU: a private LoRA step compared with a plain one, and clients batched together.
 
     PYTHONPATH=src python benchmarks/gpu.py --out results/gpu.json
     PYTHONPATH=src python benchmarks/gpu.py --device cpu --tiny      # does it run at all?
 
-Of ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depend on them), adapters of rank 16 on Q, K
-and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
+The models are ViT-Base, Swin-Base and RoBERTa-base with random weights (speed does not depend on them), adapters of
+rank 16 on Q, K and V and a trained head, in bfloat16 autocast with float32 adapters, norms and noise:
 
 - plain: forward, mean loss, backward, AdamW, by autograd through the same modules;
-- private: `Flat.clipped_sum`, Gaussian noise, the same AdamW;
+- private: `TorchModel.clipped_sum`, Gaussian noise, the same AdamW;
 - one buffer: the same gradients of examples, gathered in one tensor: one norm, one product;
 - vmap: `torch.func.vmap(grad)`, clipped and noised alike.
 
-Steps are interleaved, and timed again as captured CUDA graphs (the same kernels without their launches), in processes
-of their own, for a capture that fails spoils the device's random numbers; "private, replayed" is `Flat(capture=True)`,
-with noise and AdamW outside of its graph.
+Steps are interleaved. They are timed again as captured CUDA graphs (the same kernels without their launches), each in
+its own process, because a failed capture spoils the device's random numbers. "private, replayed" is
+`TorchModel(capture=True)`, with noise and AdamW outside of its graph.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Bench:
     def cast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def seen(self, x: Tensor) -> Tensor:
+    def shaped(self, x: Tensor) -> Tensor:
         return x.reshape(-1, *self.flat.shape)
 
     def adamw(self, values: list[Tensor]) -> torch.optim.Optimizer:
@@ -113,7 +113,7 @@ class Bench:
     def plain(self, x: Tensor, y: Tensor, capture: bool = False) -> Step:
         """capture: gradients are asked for, instead of added up in leaves, which belong to a stream."""
         values = [p for p in self.module.parameters() if p.requires_grad]
-        optimizer, seen = self.adamw(values), self.seen(x)
+        optimizer, seen = self.adamw(values), self.shaped(x)
 
         def step() -> None:
             self.module.train()
@@ -135,8 +135,8 @@ class Bench:
         optimizer = self.adamw([theta])
 
         def step() -> None:
-            found = total(theta.detach())
-            theta.grad = found.add_(torch.randn_like(found), alpha=SIGMA * CLIP).div_(len(x)).to(theta.dtype)
+            gradient = total(theta.detach())
+            theta.grad = gradient.add_(torch.randn_like(gradient), alpha=SIGMA * CLIP).div_(len(x)).to(theta.dtype)
             optimizer.step()
 
         return step
@@ -146,19 +146,19 @@ class Bench:
         return self.noised(x, lambda theta: self.flat.clipped_sum(theta, shard, CLIP))
 
     def one_buffer(self, x: Tensor, y: Tensor) -> Step:
-        seen = self.seen(x)
+        seen = self.shaped(x)
 
         def total(theta: Tensor) -> Tensor:
             self.module.train()
             with self.cast():
-                found = per_example.gradients(self.module, self.split(theta), seen, y, summed, self.owned)
-            return clipped(self.gather(found))
+                gradients = per_example.gradients(self.module, self.split(theta), seen, y, summed, self.owned)
+            return clipped(self.gather(gradients))
 
         return self.noised(x, total)
 
     def by_vmap(self, x: Tensor, y: Tensor, chunk: int, whole: bool = False) -> Step:
         """whole: attention from matrix products, where the fused kernel would be looped over."""
-        seen = self.seen(x)
+        seen = self.shaped(x)
 
         def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             with self.cast():  # the backward pass without it: its thread does not know the type
@@ -171,8 +171,8 @@ class Bench:
             params = self.split(theta)
             parts = zip(seen.split(chunk), y.split(chunk), strict=True)
             with sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
-                found = [self.gather(each(params, *part)) for part in parts]
-            return torch.stack([clipped(part) for part in found]).sum(0)
+                gradients = [self.gather(each(params, *part)) for part in parts]
+            return torch.stack([clipped(part) for part in gradients]).sum(0)
 
         return self.noised(x, total)
 
@@ -180,8 +180,8 @@ class Bench:
         parts = theta.split([math.prod(shape) for shape in self.flat.shapes])
         return {n: p.view(shape) for n, p, shape in zip(self.names, parts, self.flat.shapes, strict=True)}
 
-    def gather(self, found: dict[str, Tensor]) -> Tensor:
-        parts = [found.pop(name).flatten(1) for name in self.names]
+    def gather(self, gradients: dict[str, Tensor]) -> Tensor:
+        parts = [gradients.pop(name).flatten(1) for name in self.names]
         kind = min((part.dtype for part in parts), key=lambda kind: torch.finfo(kind).bits)
         return torch.cat([part.to(kind) for part in parts], 1)
 
@@ -199,15 +199,15 @@ class Bench:
         for k in range(4):
             params = {name: value.clone().requires_grad_() for name, value in self.split(theta).items()}
             with self.cast():
-                loss = summed(functional_call(self.module, params, (self.seen(x[k : k + 1]),)), y[k : k + 1])
+                loss = summed(functional_call(self.module, params, (self.shaped(x[k : k + 1]),)), y[k : k + 1])
             grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(params.values()))]))
         want = clipped(torch.stack(grads))
         shard = Shard(x, y, torch.ones(4, device=self.device))
         with self.cast():
-            found = per_example.gradients(self.module, self.split(theta), self.seen(x), y, summed, self.owned)
+            gradients = per_example.gradients(self.module, self.split(theta), self.shaped(x), y, summed, self.owned)
         sums = {
             "private": self.flat.clipped_sum(theta, shard, CLIP).to(theta.dtype),
-            "one buffer": clipped(self.gather(found)),
+            "one buffer": clipped(self.gather(gradients)),
         }
         for part, rate in rates.items():
             part.p = rate
@@ -326,9 +326,9 @@ def one_batch(bench: Bench, batch: int, options: argparse.Namespace, errors: dic
             for chunk in (batch, 16, 4):
                 failures: dict[str, str] = {}
                 step = bench.by_vmap(x, y, min(chunk, batch), whole)
-                found = attempt(failures, f"{name} {kind} by {chunk}", lambda step=step: few(step, device, options))
-                if found is not None:
-                    memory[kind], seconds[kind] = found
+                measured = attempt(failures, f"{name} {kind} by {chunk}", lambda step=step: few(step, device, options))
+                if measured is not None:
+                    memory[kind], seconds[kind] = measured
                     result[f"{kind}, chunk"] = min(chunk, batch)
                     break
                 errors |= failures
@@ -344,7 +344,7 @@ def one_graph(bench: Bench, batch: int, kind: str, options: argparse.Namespace) 
     """Seconds and bytes of a captured step, which is held until the last replay: a graph does not keep its tensors."""
     device = bench.device
     x, y = bench.rows(batch), torch.randint(CLASSES, (batch,), device=device)
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     if kind == "private, replayed":
         step = replay = bench.private(x, y)
         theta, shard = bench.flat.init().to(device), Shard(x, y, torch.ones(batch, device=device))
@@ -353,19 +353,19 @@ def one_graph(bench: Bench, batch: int, kind: str, options: argparse.Namespace) 
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(7)
                 sums.append(bench.flat.clipped_sum(theta, shard, CLIP).to(theta.dtype))
-        found["distance from eager"] = float((sums[-1] - sums[0]).norm() / sums[0].norm())
+        measured["distance from eager"] = float((sums[-1] - sums[0]).norm() / sums[0].norm())
         for _ in range(4):
             step()
     else:
-        word = kind.split(",")[0]
+        base = kind.split(",")[0]
         steps = {"private": bench.private, "one buffer": bench.one_buffer}
-        step = bench.plain(x, y, capture=True) if word == "plain" else steps[word](x, y)
+        step = bench.plain(x, y, capture=True) if base == "plain" else steps[base](x, y)
         replay = captured(step, device) if device.type == "cuda" else step
-    found["seconds"] = interleaved({kind: replay}, times(batch, options), options.repetitions, device)[kind]
+    measured["seconds"] = interleaved({kind: replay}, times(batch, options), options.repetitions, device)[kind]
     if device.type == "cuda":
-        found["bytes"] = torch.cuda.max_memory_reserved(device)  # a graph's memory is reserved, not allocated
+        measured["bytes"] = torch.cuda.max_memory_reserved(device)  # a graph's memory is reserved, not allocated
     del replay, step
-    return found
+    return measured
 
 
 def graph_worker(options: argparse.Namespace, device: torch.device) -> None:
@@ -379,9 +379,9 @@ def graph_worker(options: argparse.Namespace, device: torch.device) -> None:
             torch.cuda.reset_peak_memory_stats(device)
         errors: dict[str, str] = {}
         do = partial(one_graph, bench, int(batch), kind, options)
-        found = attempt(errors, f"{family} {batch} {kind}", do)
+        measured = attempt(errors, f"{family} {batch} {kind}", do)
         with options.out.open("a") as file:
-            file.write(json.dumps({"batch": int(batch), "kind": kind, "found": found, "errors": errors}) + "\n")
+            file.write(json.dumps({"batch": int(batch), "kind": kind, "found": measured, "errors": errors}) + "\n")
         if errors:
             return
         del bench, do
@@ -443,8 +443,8 @@ def local_rounds(bench: Bench, clients: int, steps: int, batch: int) -> dict[str
         return theta, block_means(v, blocks)
 
     def one_by_one() -> None:
-        found = [compute(start, k) for k in range(clients)]
-        torch.stack([theta for theta, _ in found]).mean(0)
+        results = [compute(start, k) for k in range(clients)]
+        torch.stack([theta for theta, _ in results]).mean(0)
 
     def together() -> None:
         theta, _ = compute(start.repeat(clients, 1), slice(0, clients))
@@ -471,8 +471,8 @@ def table(results: dict[str, Any]) -> str:
     """ "of plain" and "of captured": examples/s over those of the plain step, eager and captured."""
     head = f"{'model':8} {'batch':>5}  {'step':24} {'examples/s':>11} {'ms':>9} {'of plain':>9} {'of captured':>11}"
     lines = [f"{head} {'GiB':>7} {'of plain':>9}"]
-    for family, found in results["models"].items():
-        for part in found["batches"]:
+    for family, result in results["models"].items():
+        for part in result["batches"]:
             middle = {name: statistics.median(samples) for name, samples in part["seconds"].items() if samples}
             for name, seconds in middle.items():
                 bases = middle.get("plain"), middle.get("plain, captured")
@@ -487,26 +487,26 @@ def table(results: dict[str, Any]) -> str:
             if slow := middle.get("vmap"):
                 ours = ", ".join(f"{k} {slow / middle[k]:.2f}" for k in ("private", *KINDS[:2]) if k in middle)
                 lines.append(f"{family:8} {part['batch']:5}  times vmap's speed: {ours}")
-            for kind, said in part.get("graphs", {}).items():
-                if "distance from eager" in said:
-                    lines.append(f"{family:8} {part['batch']:5}  {kind}: {said['distance from eager']:.2g} from eager")
-    if found := results.get("round"):
-        for name, samples in found["seconds"].items():
-            seconds, bytes_ = statistics.median(samples), found["peak_bytes"][name]
-            what = f"{found['clients']} clients x {found['steps']} steps x {found['batch']}, {name}"
-            lines.append(f"round: {what}: {seconds:.2f} s" + (f", {bytes_ / 2**30:.2f} GiB" if bytes_ else ""))
-    lines += [f"failed: {what}: {why}" for what, why in results["errors"].items()]
+            for kind, graph in part.get("graphs", {}).items():
+                if "distance from eager" in graph:
+                    lines.append(f"{family:8} {part['batch']:5}  {kind}: {graph['distance from eager']:.2g} from eager")
+    if result := results.get("round"):
+        for name, samples in result["seconds"].items():
+            seconds, bytes_ = statistics.median(samples), result["peak_bytes"][name]
+            work = f"{result['clients']} clients x {result['steps']} steps x {result['batch']}, {name}"
+            lines.append(f"round: {work}: {seconds:.2f} s" + (f", {bytes_ / 2**30:.2f} GiB" if bytes_ else ""))
+    lines += [f"failed: {work}: {why}" for work, why in results["errors"].items()]
     return "\n".join(lines)
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in ("torch", "transformers", "numpy"):
         try:
-            found[name] = version(name)
+            known[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def main() -> None:
@@ -561,10 +561,10 @@ def main() -> None:
             continue
         print(f"{family}: {bench.flat.size:,} trained, built in {bench.seconds:.1f} s", flush=True)
         if family in parts:
-            found: dict[str, Any] = {"trained": bench.flat.size, "batches": []}
-            results["models"][family] = found
-            found["agreement"] = attempt(errors, f"{family} agreement", bench.agreement)
-            print(f"  distance from autograd: {found['agreement']}", flush=True)
+            model: dict[str, Any] = {"trained": bench.flat.size, "batches": []}
+            results["models"][family] = model
+            model["agreement"] = attempt(errors, f"{family} agreement", bench.agreement)
+            print(f"  distance from autograd: {model['agreement']}", flush=True)
             for batch in options.batches:
                 part = attempt(
                     errors,
@@ -572,7 +572,7 @@ def main() -> None:
                     lambda bench=bench, batch=batch: one_batch(bench, batch, options, errors),
                 )
                 if part is not None:
-                    found["batches"].append(part)
+                    model["batches"].append(part)
                 empty(device)
                 save()
                 print(f"  batch {batch} done at {results['seconds']:.0f} s", flush=True)

@@ -69,7 +69,7 @@ def main(device: str, repeats: int, accept: bool) -> int:
         for how in ("together", "one by one") if device == "cpu" else ("together",):
             ends = [min(samples[f"{method} {how}, {rounds} rounds, loop"]) for rounds in (short, long)]
             per[f"{method} {how}"] = 1e6 * (ends[1] - ends[0]) / RUNS / (long - short)
-    found = {
+    document = {
         "provenance": provenance(f"python benchmarks/many.py --device {device}") | guard.machine(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "runs": RUNS,
@@ -78,14 +78,14 @@ def main(device: str, repeats: int, accept: bool) -> int:
         "samples": samples,
     }
     if device == "cpu":
-        found["times_faster"] = {name: per[f"{name} one by one"] / per[f"{name} together"] for name in METHODS}
-    print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=1))
+        document["times_faster"] = {name: per[f"{name} one by one"] / per[f"{name} together"] for name in METHODS}
+    print(json.dumps({key: value for key, value in document.items() if key != "samples"}, indent=1))
     if device == "cuda":
-        (ROOT / "results" / "many_cuda.json").write_text(json.dumps(found, indent=1) + "\n")
+        (ROOT / "results" / "many_cuda.json").write_text(json.dumps(document, indent=1) + "\n")
         return 0
     out = guard.place("many_cpu")
-    old, new = (guard.together_over_one_by_one(each) for each in (guard.committed(out), found))
-    return guard.settle(out, found, old, new, accept)
+    old, new = (guard.together_over_one_by_one(each) for each in (guard.committed(out), document))
+    return guard.settle(out, document, old, new, accept)
 
 
 if __name__ == "__main__":

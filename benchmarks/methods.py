@@ -58,8 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where cifar10_resnet20.npz and public_stats_resnet20.npz are")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    given = parser.parse_args()
-    folder = given.folder
+    options = parser.parse_args()
+    folder = options.folder
     KEPT.parent.mkdir(exist_ok=True)
     cifar = {
         "data": "FOLDER/cifar10_resnet20.npz",
@@ -72,7 +72,7 @@ def main() -> None:
     done = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
     known = {(row["method"], row["data"]) for row in done}
     left = [(name, keys) for name, keys in jobs if (name, keys.get("data", "digits")) not in known]
-    with ProcessPoolExecutor(given.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(measure, name, keys, folder) for name, keys in left]
         for each in track(as_completed(waiting), "methods", total=len(left)):
             done.append(each.result())
@@ -93,10 +93,10 @@ def page(rows: list[dict[str, Any]]) -> str:
         "# Every method, untuned",
         "",
         f"`python benchmarks/methods.py ../shared/data`. Test accuracy in %, mean ± std of {len(SEEDS)} seeds:",
-        "record level, ε = 8, δ = 1e-5, replace-one, untrusted server, each method's own rounds.",
+        "record level, ε = 8, δ = 1e-5, replace-one, untrusted server, default rounds of each method.",
         "Digits: 10 clients. CIFAR-10 ResNet-20 features: 20 clients, Dirichlet 0.5, centred and whitened by public",
         "statistics, each record scaled to length 1. **Options are defaults, chosen by hand on digits**: this shows",
-        "that each method runs and learns, and is no contest. `fednew` adds no noise at all.",
+        "that each method runs and learns, and does not rank them. `fednew` adds no noise.",
         "",
         "| method | rounds | digits | CIFAR-10 |",
         "|---|---|---|---|",

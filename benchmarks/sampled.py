@@ -67,15 +67,15 @@ def timings() -> list[dict[str, Any]]:
         def ask(q: float = rate, t: int = times, a: Adjacency = adjacency, s: Sampler = sampler) -> float:
             return subsampled.multiplier(q, t, EPSILON, DELTA, a, s)
 
-        cold, found = seconds(ask)
+        cold, multiplier = seconds(ask)
         cached = statistics.median(seconds(ask)[0] for _ in range(5))
-        releases = [SampledGaussian(rate, 1 / found, times, sampler)]
+        releases = [SampledGaussian(rate, 1 / multiplier, times, sampler)]
         subsampled._epsilon.cache_clear()
         once, spent = seconds(lambda r=releases, a=adjacency: subsampled.epsilon(r, DELTA, a))
         row = {"rate": rate, "times": times, "adjacency": str(adjacency), "sampler": str(sampler)}
-        row |= {"multiplier": found, "cold_s": cold, "cached_s": cached, "epsilon_s": once, "epsilon": spent}
+        row |= {"multiplier": multiplier, "cold_s": cold, "cached_s": cached, "epsilon_s": once, "epsilon": spent}
         rows.append(row)
-        print(f"{sampler:8} {adjacency:12} q {rate:<7g} T {times:<7} multiplier {found:9.4f}", end="")
+        print(f"{sampler:8} {adjacency:12} q {rate:<7g} T {times:<7} multiplier {multiplier:9.4f}", end="")
         print(f"  cold {cold:6.3f} s  cached {1e3 * cached:6.3f} ms  one epsilon {1e3 * once:7.1f} ms")
     return rows
 
@@ -83,7 +83,7 @@ def timings() -> list[dict[str, Any]]:
 def peers() -> list[dict[str, Any]]:
     rows = []
     for (rate, mu, times, interval), adjacency in itertools.product(PEERS, Adjacency):
-        own_s, own = seconds(
+        our_s, ours = seconds(
             lambda r=rate, m=mu, t=times, a=adjacency: subsampled.epsilon([SampledGaussian(r, m, t)], DELTA, a)
         )
         their_s, theirs = seconds(
@@ -92,9 +92,9 @@ def peers() -> list[dict[str, Any]]:
             )
         )
         row = {"rate": rate, "mu": mu, "times": times, "adjacency": str(adjacency), "interval": interval}
-        rows.append(row | {"epsilon": own, "dp_accounting": theirs, "own_s": own_s, "dp_accounting_s": their_s})
-        print(f"{adjacency:12} q {rate:<7g} mu {mu:<4g} T {times:<7} epsilon {own:.5f} ({own_s:.3f} s)", end="")
-        print(f"  dp-accounting {theirs:.5f} ({their_s:.1f} s)  {100 * (own / theirs - 1):+.3f} %")
+        rows.append(row | {"epsilon": ours, "dp_accounting": theirs, "own_s": our_s, "dp_accounting_s": their_s})
+        print(f"{adjacency:12} q {rate:<7g} mu {mu:<4g} T {times:<7} epsilon {ours:.5f} ({our_s:.3f} s)", end="")
+        print(f"  dp-accounting {theirs:.5f} ({their_s:.1f} s)  {100 * (ours / theirs - 1):+.3f} %")
     return rows
 
 
@@ -106,13 +106,13 @@ def naive() -> dict[str, Any]:
         )
     )
     subsampled._epsilon.cache_clear()
-    own = subsampled.multiplier(rate, times, EPSILON * (1 - 1e-12), DELTA, adjacency)
-    print(f"q {rate} T {times} {adjacency}: {own:.4f}; dp-accounting calibrates {theirs:.4f} in {their_s:.1f} s")
+    ours = subsampled.multiplier(rate, times, EPSILON * (1 - 1e-12), DELTA, adjacency)
+    print(f"q {rate} T {times} {adjacency}: {ours:.4f}; dp-accounting calibrates {theirs:.4f} in {their_s:.1f} s")
     return {
         "rate": rate,
         "times": times,
         "adjacency": str(adjacency),
-        "own": own,
+        "own": ours,
         "theirs": theirs,
         "theirs_s": their_s,
     }
@@ -122,12 +122,12 @@ def whole_path() -> dict[str, Any]:
     rounds = np.arange(1, 3001)
     rows = {}
     for adjacency in Adjacency:
-        took, found = seconds(
+        took, epsilons = seconds(
             lambda a=adjacency: subsampled.path(
                 [SampledGaussian(0.016, 1.0, 1)], rounds[:, None], DELTA, a, 0.0 * rounds
             )
         )
-        rows[str(adjacency)] = {"rounds": len(rounds), "seconds": took, "last": float(found[-1])}
+        rows[str(adjacency)] = {"rounds": len(rounds), "seconds": took, "last": float(epsilons[-1])}
         print(f"path of {len(rounds)} rounds, {adjacency}: {took:.2f} s")
     return rows
 

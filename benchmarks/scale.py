@@ -40,9 +40,9 @@ from sordino.privacy.plan import Plan
 ROOT = Path(__file__).parents[1]
 CLIENTS, COHORT, RECORDS = (100, 1_000, 10_000, 100_000), 100, 20
 ROUNDS, WARM, TIMED = 100, 1, 5
-HEAD = """Set-up: the schedule and the noise, its calibration not yet on disk (from disk in brackets). Memory: what the
-most resident of the process grows by in set-up and in rounds; before, 399 MiB are torch, the model and the sizes.
-`spent`: epsilon by round, after the rounds, which a simulation alone does not ask for."""
+HEAD = """Set-up: schedule and noise, with a cold cache of the calibration (in brackets: from the cache). Memory: growth
+of the maximum resident size during set-up and during rounds; torch, the model and the sizes take 399 MiB before.
+`spent`: epsilon by round, computed after the rounds; a plain simulation does not need it."""
 CASES: dict[str, tuple[str, Unit, Trust, dict[str, Any]]] = {
     "dp-fedgd, record": ("dp-fedgd", Unit.RECORD, Trust.SECURE_AGGREGATION, {}),
     "dp-fedavg, 1 step, record": ("dp-fedavg", Unit.RECORD, Trust.SECURE_AGGREGATION, {"steps": 1, "local_lr": 0.1}),
@@ -75,15 +75,15 @@ def one(case: str, clients: int) -> dict[str, Any]:
     records = Lazy.of((RECORDS,) * clients, load)
     memory = {"before": resident()}
 
-    def made() -> Plan:
+    def new_plan() -> Plan:
         who, which = Participation("fixed", COHORT), Sampling("poisson", 8)
         privacy = Privacy(8.0, unit=unit, trust=trust)
         return Plan(method, ROUNDS, records.sizes, privacy, who, sampling=which)
 
-    plan = made()
+    plan = new_plan()
     schedule = timed(lambda: plan.cohorts)
     cold = timed(lambda: calibration.query_noises(plan))
-    again = made()
+    again = new_plan()
     cached = timed(lambda: (again.cohorts, calibration.query_noises(again)))
     table, groups = timed(lambda: releases.participation_table(plan, 0)), timed(lambda: spending.groups(plan))
     memory["plan"] = resident()
@@ -132,42 +132,42 @@ def at_home(plan: Plan, clients: int) -> dict[str, float]:
     return {name: statistics.median(timed(part) for _ in range(20)) for name, part in parts.items()}
 
 
-def apart(*words: str) -> dict[str, Any]:
+def apart(*arguments: str) -> dict[str, Any]:
     """What a process of its own finds, with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, __file__, "--one", *words]
-        own = {**os.environ, "SORDINO_CACHE": cache, "OMP_NUM_THREADS": "1"}
-        told = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
-    if told.returncode:
-        raise SystemExit(told.stderr)
-    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    print(*words, found, flush=True)
-    return found
+        command = [sys.executable, __file__, "--one", *arguments]
+        environment = {**os.environ, "SORDINO_CACHE": cache, "OMP_NUM_THREADS": "1"}
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    measured: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    print(*arguments, measured, flush=True)
+    return measured
 
 
 def main() -> None:
-    found = {
+    document = {
         "provenance": provenance("OMP_NUM_THREADS=1 python benchmarks/scale.py"),
-        "how": f"processor's, in one thread, median of {TIMED} rounds after the first; cohort {COHORT}, "
-        f"{RECORDS} records a client, CNN of 26,010 parameters, poisson:8; a plan of {ROUNDS} rounds",
+        "how": f"CPU time in one thread, median of {TIMED} rounds after the first; cohort {COHORT}, "
+        f"{RECORDS} records per client, CNN of 26,010 parameters, poisson:8; a plan of {ROUNDS} rounds",
         "rows": [apart(case, str(clients)) for case in CASES for clients in CLIENTS],
         "unlike": [apart("unlike", str(clients)) for clients in CLIENTS],
     }
-    (ROOT / "results" / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
+    (ROOT / "results" / "scale.json").write_text(json.dumps(document, indent=1) + "\n")
     write()
 
 
 def write() -> None:
-    found = json.loads((ROOT / "results" / "scale.json").read_text())
-    (ROOT / "results" / "scale.md").write_text(report(found))
+    document = json.loads((ROOT / "results" / "scale.json").read_text())
+    (ROOT / "results" / "scale.md").write_text(report(document))
 
 
-def report(found: dict[str, Any]) -> str:
-    lines = ["# A round against the number of clients", "", f"Seconds: {found['how']}.", ""]
+def report(document: dict[str, Any]) -> str:
+    lines = ["# Cost of a round by the number of clients", "", f"Seconds: {document['how']}.", ""]
     lines += [HEAD, ""]
     names = ("method", "clients", "s per round", "set-up, s", "set-up, MiB", "rounds, MiB", "`groups`, s", "`spent`, s")
     lines += [f"| {' | '.join(names)} | `spent`, MiB |", "|---" * (len(names) + 1) + "|"]
-    for row in found["rows"]:
+    for row in document["rows"]:
         setup, memory = row["setup"], row["peak_mib"]
         whole = f"{setup['schedule'] + setup['levels_cold']:.2f} ({setup['schedule_and_levels_cached']:.3f})"
         lines.append(
@@ -175,14 +175,17 @@ def report(found: dict[str, Any]) -> str:
             f"{memory['plan'] - memory['before']:.0f} | {memory['rounds'] - memory['plan']:.0f} | "
             f"{setup['groups']:.3f} | {setup['spent_by_round']:.2f} | {memory['spent'] - memory['rounds']:.0f} |"
         )
-    lines += ["", "Of a round, for all clients (milliseconds, `dp-fedgd, record`):", ""]
-    mine = [row for row in found["rows"] if row["case"] == found["rows"][0]["case"]]
-    lines += ["| part | " + " | ".join(f"{row['clients']:,}" for row in mine) + " |", "|---|" + "---|" * len(mine)]
-    for part in mine[0]["home"]:
-        lines.append(f"| {part} | " + " | ".join(f"{1000 * row['home'][part]:.3f}" for row in mine) + " |")
-    lines += ["", "Calibration where clients hold 10 to 60 records (`dp-fedavg, 2 steps, record`), cold:", ""]
+    lines += ["", "Parts of a round, over all clients (milliseconds, `dp-fedgd, record`):", ""]
+    first_case = [row for row in document["rows"] if row["case"] == document["rows"][0]["case"]]
+    lines += [
+        "| part | " + " | ".join(f"{row['clients']:,}" for row in first_case) + " |",
+        "|---|" + "---|" * len(first_case),
+    ]
+    for part in first_case[0]["home"]:
+        lines.append(f"| {part} | " + " | ".join(f"{1000 * row['home'][part]:.3f}" for row in first_case) + " |")
+    lines += ["", "Calibration for clients with 10 to 60 records (`dp-fedavg, 2 steps, record`), cold:", ""]
     lines += ["| clients | accounts | s |", "|---|---|---|"]
-    lines += [f"| {row['clients']:,} | {row['accounts']} | {row['levels_cold']:.1f} |" for row in found["unlike"]]
+    lines += [f"| {row['clients']:,} | {row['accounts']} | {row['levels_cold']:.1f} |" for row in document["unlike"]]
     return "\n".join(lines) + "\n"
 
 

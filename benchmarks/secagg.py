@@ -43,8 +43,8 @@ def federation(sites: int, dropouts: int) -> list[Member]:
 
 def timed(make: Callable[[Member], bytes], members: list[Member]) -> tuple[dict[str, bytes], float]:
     began = time.perf_counter()
-    made = {member.name: make(member) for member in members}
-    return made, (time.perf_counter() - began) / len(members)
+    messages = {member.name: make(member) for member in members}
+    return messages, (time.perf_counter() - began) / len(members)
 
 
 def one_round(members: list[Member], t: int, dimension: int, gone: int) -> dict[str, float]:
@@ -57,9 +57,9 @@ def one_round(members: list[Member], t: int, dimension: int, gone: int) -> dict[
     began = time.perf_counter()
     passed = seals(session, t, sent)
     sealing = time.perf_counter() - began
-    told, revealing = timed(lambda each: make_reveal(each, t, offers, list(sent), seals=passed), stay)
+    reveals, revealing = timed(lambda each: make_reveal(each, t, offers, list(sent), seals=passed), stay)
     began = time.perf_counter()
-    total = open_sum(session, t, offers, sent, told)
+    total = open_sum(session, t, offers, sent, reveals)
     opening = time.perf_counter() - began
     assert np.array_equal(total, np.sum([vectors[name] for name in sent], axis=0, dtype=np.uint32))
     name = stay[0].name
@@ -71,14 +71,14 @@ def one_round(members: list[Member], t: int, dimension: int, gone: int) -> dict[
         "server_s": sealing + opening,
         "offer_bytes": len(offers[name]),
         "masked_bytes": len(sent[name]),
-        "reveal_bytes": len(told[name]),
-        "sent_bytes": len(offers[name]) + len(sent[name]) + len(told[name]),
+        "reveal_bytes": len(reveals[name]),
+        "sent_bytes": len(offers[name]) + len(sent[name]) + len(reveals[name]),
         "received_bytes": sum(map(len, offers.values())) + sum(map(len, passed.values())),
     }
 
 
 def cost(repeats: int) -> dict[str, Any]:
-    members, found = federation(SITES, DROPOUTS), dict[str, Any]()
+    members, by_dropouts = federation(SITES, DROPOUTS), dict[str, Any]()
     for gone in (0, DROPOUTS):
         rounds = [one_round(members, t, DIMENSION, gone) for t in range(repeats)]
         best = {key: min(each[key] for each in rounds) for key in rounds[0]}
@@ -86,9 +86,9 @@ def cost(repeats: int) -> dict[str, Any]:
         best["sent_and_received_over_unmasked"] = (best["sent_bytes"] + best["received_bytes"]) / (4 * DIMENSION)
         best["client_samples_s"] = [each["client_s"] for each in rounds]
         best["client_s_median"] = statistics.median(best["client_samples_s"])
-        found[f"{gone} dropouts"] = best
+        by_dropouts[f"{gone} dropouts"] = best
     threshold = members[0].session.threshold
-    return {"sites": SITES, "dimension": DIMENSION, "threshold": threshold, "repeats": repeats, **found}
+    return {"sites": SITES, "dimension": DIMENSION, "threshold": threshold, "repeats": repeats, **by_dropouts}
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzz
@@ -162,9 +162,9 @@ def fuzz(count: int, seed: int = 0) -> dict[str, Any]:
     offers = {each.name: make_offer(each, 0) for each in members}
     vectors = np.arange(50, dtype=np.uint32)
     sent = {each.name: mask_message(each, 0, offers, vectors) for each in members[:3]}
-    told = {each.name: make_reveal(each, 0, offers, list(sent)) for each in members[:3]}
+    reveals = {each.name: make_reveal(each, 0, offers, list(sent)) for each in members[:3]}
     roster = session.roster.toml().encode()
-    seeds = {"offer": offers[liar.name], "masked": sent[liar.name], "reveal": told[liar.name], "roster": roster}
+    seeds = {"offer": offers[liar.name], "masked": sent[liar.name], "reveal": reveals[liar.name], "roster": roster}
     readers: dict[str, Callable[[bytes], object]] = {
         "offer": lambda data: read_offer(session, 0, liar.name, data),
         "masked": lambda data: read_masked(session, 0, liar.name, data),
@@ -222,11 +222,11 @@ def fuzz(count: int, seed: int = 0) -> dict[str, Any]:
 
 def main(repeats: int, inputs: int) -> None:
     command = "OMP_NUM_THREADS=1 python benchmarks/secagg.py" + (f" --fuzz {inputs}" if inputs else "")
-    found = {"provenance": provenance(command), "round": cost(repeats)}
+    document = {"provenance": provenance(command), "round": cost(repeats)}
     if inputs:
-        found["fuzz"] = fuzz(inputs)
-    OUT.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+        document["fuzz"] = fuzz(inputs)
+    OUT.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

@@ -46,30 +46,32 @@ ABLATION = {
 }
 
 READING = (
-    "Read with care: with a step chosen for each σ at full length every method learns at every σ, and little tells",
-    "them apart. 872 sentences leave a standard error of 1.5 points on each figure, seeds about one more. At σ = 0.5",
-    "all six are level. At σ = 1 DP-FedAvg, both AdamW methods and DP-FedSAM are level, DP-SCAFFOLD and DP-FedAvg-LS",
-    "one to two points behind; DP-SCAFFOLD's step beat the one that DP-FedAvg got by 0.15 points on validation",
-    "records. At σ = 1.5 the AdamW methods and DP-FedSAM lead by one to two and a half points, DP-FedSAM at a larger",
-    "ε since it pays for two gradients a step. At σ = 2 DP-FedSAM is last, one of its seeds far below the others, and",
-    "the AdamW methods lead the other three by half a point to two. They alone shorten their steps over the rounds",
-    "(cosine); how much of the lead is due to that was not tried. DP-FedAdamW is not better than DP-LocalAdamW: 0.3",
-    "points ahead at σ = 0.5, level at 1 and 1.5, 0.8 behind at 2. The paper's order is not confirmed.",
+    "Read this table with care: with a step tuned for each σ at full length every method learns at every σ, and the",
+    "differences are small. The standard error of each figure is 1.5 points from the 872 sentences, and about one",
+    "more from seeds. At σ = 0.5 all six methods are equal. At σ = 1 DP-FedAvg, both AdamW methods and DP-FedSAM",
+    "are equal, and DP-SCAFFOLD and DP-FedAvg-LS are one to two points behind. (On validation records the chosen",
+    "step of DP-SCAFFOLD was better than the step of DP-FedAvg by 0.15 points.) At σ = 1.5 the AdamW methods and",
+    "DP-FedSAM lead by one to two and a half points, but DP-FedSAM has a larger ε because it pays for two gradients",
+    "per step. At σ = 2 DP-FedSAM is last, with one seed far below the others, and the AdamW methods lead the other",
+    "three by half a point to two points. Only the AdamW methods shorten their steps over the rounds (cosine); how",
+    "much of the lead this explains was not measured. DP-FedAdamW is not better than DP-LocalAdamW: 0.3 points",
+    "ahead at σ = 0.5, equal at 1 and 1.5, 0.8 behind at 2. The order of the paper is not confirmed.",
 )
 CHOICE = (
-    "Steps chosen, with accuracy on validation records (2,020 phrases held out of the training records; all methods do",
-    "better on them than on whole sentences), one seed, after 100 rounds at the same σ. Nobody paid for this search,",
-    "and differences below a point, about one standard error, decided some cells. Steps go by half decades; where the",
-    "best lay on an edge, one beyond was tried. DP-FedAdamW had two τ and five settings at first, the others three.",
-    "With τ = 1e-8 its best was the shortest step tried at every σ; as the other τ was better, this was not followed.",
-    "All settings: `sst2/tuning.json`.",
+    "Chosen steps, with accuracy on validation records (2,020 phrases held out of the training records; all methods",
+    "do better on them than on whole sentences), one seed, after 100 rounds at the same σ. The search was not paid",
+    "for. Differences below one point, about one standard error, decided some cells. Steps are half a decade apart;",
+    "if the best step was at an edge, the next one beyond was tried. DP-FedAdamW started with two τ and five",
+    "settings, the others with three. With τ = 1e-8 its best step was the smallest at every σ; smaller steps were",
+    "not tried, because the other τ was better. All settings: `sst2/tuning.json`.",
 )
 PARTS = (
-    "Ablation at σ = 1, at the step chosen for the whole and at the next longer one. The pull towards the last",
-    "aggregate (alignment) and the smaller denominators (bias correction) lengthen steps: without one of them the",
-    "shorter step is too short, with both the longer one is too long. At the better of the two steps each variant is",
-    "level with the whole, or about one point below it (without block aggregation); so is DP-LocalAdamW, which lacks",
-    "all three (at its own step). The parts are not seen to add more than a step of another length does.",
+    "Ablation at σ = 1, at the step chosen for the whole method and at the next larger one. Alignment (the pull",
+    "towards the last aggregate) and bias correction (smaller denominators) lengthen steps: without one of them the",
+    "smaller step is too short, and with both the larger step is too long. At the better of the two steps each",
+    "variant equals the whole method, or is about one point below it (without block aggregation). So does",
+    "DP-LocalAdamW, which has none of the three (at its own step). The parts show no gain beyond that of another",
+    "step size.",
 )
 
 
@@ -114,8 +116,8 @@ def judge(run: Any, folder: str, rows: int | None, device: str) -> float:
         _whole[part] = load(part, folder, rows, short=False)
     data = _whole[part]
     theta, x = run.theta.to(device), torch.from_numpy(data.x_test).to(device)
-    found = run.resolved.build_model(data.x_train.shape[1], len(data.classes)).predict(theta, x).cpu().numpy()
-    return float((found == data.y_test).mean())
+    predicted = run.resolved.build_model(data.x_train.shape[1], len(data.classes)).predict(theta, x).cpu().numpy()
+    return float((predicted == data.y_test).mean())
 
 
 _whole: dict[str, Any] = {}
@@ -155,7 +157,7 @@ def step(label: str) -> str:
 
 def grid(label: str, sigma: float) -> list[dict[str, float]]:
     key = step(label)
-    return [{key: lr, **own} for own, low, high in spans(label, sigma) for lr in LADDER if low <= lr <= high]
+    return [{key: lr, **options} for options, low, high in spans(label, sigma) for lr in LADDER if low <= lr <= high]
 
 
 def tuned(tuning: list[dict[str, Any]], label: str, sigma: float) -> tuple[dict[str, float], list[float]] | None:
@@ -220,15 +222,15 @@ def accounts(folder: str) -> dict[str, dict[str, float]]:
     data = load("final", folder)
     client = split(data, "dirichlet:0.8", CLIENTS, sizes="equal", seed=0)
     sizes = tuple(np.bincount(client).tolist())
-    found: dict[str, dict[str, float]] = {"sizes": list(sizes)}  # type: ignore[dict-item]
+    epsilons: dict[str, dict[str, float]] = {"sizes": list(sizes)}  # type: ignore[dict-item]
     for label in ("DP-FedAdamW", "DP-FedSAM"):
         for sigma in SIGMAS:
             for adjacency in ("add-remove", "replace-one"):
                 values = base(folder, sigma, ROUNDS) | METHODS[label] | {"adjacency": adjacency}
-                found.setdefault(f"{label} {sigma:g}", {})[adjacency] = spending.epsilon(
+                epsilons.setdefault(f"{label} {sigma:g}", {})[adjacency] = spending.epsilon(
                     resolve(Spec.of(values)).plan(sizes)
                 )
-    return found
+    return epsilons
 
 
 class Study:
@@ -254,30 +256,30 @@ class Study:
         wanted = [about(job) for job in [*final_jobs(chosen, ORDER), *part_jobs(chosen)]]
         runs = [job for job in self.runs if about(job) in wanted]
         seconds = self.before + time.perf_counter() - self.began
-        found = {"provenance": self.provenance, **self.accounts, "chosen": chosen, "runs": runs, "seconds": seconds}
-        return {**found, "tuning": self.tuning}
+        content = {"provenance": self.provenance, **self.accounts, "chosen": chosen, "runs": runs, "seconds": seconds}
+        return {**content, "tuning": self.tuning}
 
     def do(self, jobs: list[dict[str, Any]]) -> None:
         """Train what was not trained yet."""
-        known, words = [about(job) for job in (*self.tuning, *self.runs)], self.words
+        known, flags = [about(job) for job in (*self.tuning, *self.runs)], self.words
         jobs = [job for job in jobs if about(job) not in known]
         for job in jobs:
-            own = METHODS[next(label for label in METHODS if job["label"].split(" ")[0] == label)]
+            options = METHODS[next(label for label in METHODS if job["label"].split(" ")[0] == label)]
             whole = job["label"] in METHODS and job["study"] != "betas"
             job["seeds"] = [TUNER] if job["study"] == "tuning" else list(SEEDS if whole else SEEDS[:2])
-            values = {**base(words.folder, job["sigma"], self.rounds, words.device), **own, **job["options"]}
-            job["values"] = values | ({"steps": 1} if words.quick else {})
+            values = {**base(flags.folder, job["sigma"], self.rounds, flags.device), **options, **job["options"]}
+            job["values"] = values | ({"steps": 1} if flags.quick else {})
             job |= {"at": [self.rounds], "part": "tuning" if job["study"] == "tuning" else "final"}
-        how: dict[str, Any] = {"device": words.device, "workers": words.workers, "judge": judge}
-        for number, found in train(jobs, load, (words.folder, 50 if words.quick else None), **how) if jobs else ():
+        how: dict[str, Any] = {"device": flags.device, "workers": flags.workers, "judge": judge}
+        for number, result in train(jobs, load, (flags.folder, 50 if flags.quick else None), **how) if jobs else ():
             job = {key: jobs[number][key] for key in ("study", "label", "sigma", "options", "seeds")}
-            if "scores" in found:
-                found["scores"] = [{str(t): score for t, score in scores.items()} for scores in found["scores"]]
-            (self.tuning if job["study"] == "tuning" else self.runs).append(job | found)
-            last = [round(list(scores.values())[-1], 4) for scores in found.get("scores", [])]
-            line = (job["study"], job["label"], f"{job['sigma']:g}", job["options"], last or found)
+            if "scores" in result:
+                result["scores"] = [{str(t): score for t, score in scores.items()} for scores in result["scores"]]
+            (self.tuning if job["study"] == "tuning" else self.runs).append(job | result)
+            last = [round(list(scores.values())[-1], 4) for scores in result.get("scores", [])]
+            line = (job["study"], job["label"], f"{job['sigma']:g}", job["options"], last or result)
             print(f"{time.perf_counter() - self.began:6.0f} s", *line, flush=True)
-            write(words.out, self.document())
+            write(flags.out, self.document())
 
 
 def about(job: dict[str, Any]) -> tuple[Any, ...]:
@@ -315,10 +317,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def report(path: Path, folder: str) -> str:
-    found = read(path)
-    if "accounts" not in found:
-        found["accounts"] = accounts(folder)
-        write(path, found)
+    document = read(path)
+    if "accounts" not in document:
+        document["accounts"] = accounts(folder)
+        write(path, document)
 
     def cell(job: dict[str, Any], t: int = ROUNDS) -> str:
         values = [100 * scores[str(t)] for scores in job["scores"]]
@@ -329,26 +331,26 @@ def report(path: Path, folder: str) -> str:
         return "| " + " | ".join(cells) + " |"
 
     def choice(label: str, sigma: float) -> str:
-        best = tuned(found["tuning"], label, sigma)
+        best = tuned(document["tuning"], label, sigma)
         if not best:
             return "–"
         options, edges = best
         mark = "*" if edges else ""
         tau = f", τ {options['tau']:g}" if label == "DP-FedAdamW" else ""
-        mine = [job for job in found["tuning"] if (job["label"], job["sigma"]) == (label, sigma)]
+        mine = [job for job in document["tuning"] if (job["label"], job["sigma"]) == (label, sigma)]
         score = next(job["scores"][0][str(ROUNDS)] for job in mine if job["options"] == options)
         return f"{options[step(label)]:g}{mark}{tau} ({100 * score:.1f})"
 
-    runs = [job for job in found["runs"] if "scores" in job]
+    runs = [job for job in document["runs"] if "scores" in job]
     head = [f"σ = {sigma:g}" for sigma in SIGMAS]
     lines = [
         "# SST-2 by MiniLM with LoRA",
         "",
         "Rank 16, alpha 32, dropout 0.1; 4 clients (Dirichlet 0.8), 100 rounds of 20 steps, Poisson minibatches",
         "of 16, clip 0.1. `python benchmarks/sst2.py prepare DATA_DIR FOLDER`, then `… run FOLDER --device cuda`.",
-        "Phrases are cut at 32 tokens for training (5.5 % are longer), at 64 for judging. Accuracy on the 872",
+        "Phrases are truncated at 32 tokens for training (5.5 % are longer) and at 64 for testing. Accuracy on the 872",
         "development sentences after round 100, mean ± standard deviation over seeds (three; two for variants and",
-        "betas), in percent; –: not run. Always guessing the commoner class gives 50.9.",
+        "betas), in percent; –: not run. Always predicting the more common class gives 50.9.",
         "",
         *READING,
         "",
@@ -361,14 +363,14 @@ def report(path: Path, folder: str) -> str:
     cells = [line(label, *(choice(label, sigma) for sigma in SIGMAS)) for label in METHODS]
     edges = "*: on an edge of the steps tried." if "*" in "".join(cells) else "No chosen step lies on an edge."
     lines += ["", *CHOICE, edges, "", line("method", *head), line("---", *["---"] * len(head)), *cells]
-    lines += ["", "ε at δ = 1e-5 of the client worst off (Poisson minibatches, every message seen):", ""]
+    lines += ["", "ε at δ = 1e-5 of the smallest client (Poisson minibatches, untrusted server):", ""]
     lines += [line("", *head), line("---", *["---"] * len(head))]
-    for label, name in (("DP-FedAdamW", "one gradient a step"), ("DP-FedSAM", "two (DP-FedSAM)")):
+    for label, name in (("DP-FedAdamW", "one gradient per step"), ("DP-FedSAM", "two (DP-FedSAM)")):
         for adjacency in ("add-remove", "replace-one"):
-            row = (f"{found['accounts'][f'{label} {sigma:g}'][adjacency]:.3g}" for sigma in SIGMAS)
+            row = (f"{document['accounts'][f'{label} {sigma:g}'][adjacency]:.3g}" for sigma in SIGMAS)
             lines.append(line(f"{name}, {adjacency}", *row))
     lines += ["", *PARTS, ""]
-    best = found["chosen"]["DP-FedAdamW"]["1"]["lr"]
+    best = document["chosen"]["DP-FedAdamW"]["1"]["lr"]
     steps = [best, LADDER[LADDER.index(best) + 1]]
     rows = {label: ["–", "–"] for label in ("DP-LocalAdamW", "DP-FedAdamW", *ABLATION)}
     for job in runs:
@@ -377,7 +379,10 @@ def report(path: Path, folder: str) -> str:
     lines += [line("", *(f"step {lr:g}" for lr in steps)), line("---", "---", "---")]
     lines += [line(label, *row) for label, row in rows.items()]
     if any("commit" in job for job in runs):
-        lines += ["", "Runs that name a commit in `sst2.json` were made at that one, all others at the file's."]
+        lines += [
+            "",
+            "Runs that name a commit in `sst2.json` used that commit; all others used the commit of the file.",
+        ]
     if any(job["study"] == "betas" for job in runs):
         columns = ("DP-LocalAdamW", "DP-FedAdamW")
         lines += ["", "Betas at σ = 1 and the steps chosen there:", "", line("(β₁, β₂)", *columns)]

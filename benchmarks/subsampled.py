@@ -1,12 +1,12 @@
-"""Does subsampling help DP-FedSOFIM? Minibatches and more rounds against all records, at the same epsilon.
+"""Does subsampling help DP-FedSOFIM? Minibatches and more rounds compared with all records, at the same epsilon.
 
     OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR     # results/subsampled.json; the site shows it
 
-CIFAR-10 features (50,000 x 64) on 20 clients, delta 1e-5, replace-one. Steps are chosen anew for every row on
-validation records (10 % of the training records, seed 0), around the one that results/table3 has for 70 rounds of all
-records, whose rho and beta stay; where the best of four lies at an end, one or two more are tried beyond it. Then
-three seeds train on all training records, each with its own partition, minibatches and noise, and meet the test
-records once.
+CIFAR-10 features (50,000 x 64) on 20 clients, delta 1e-5, replace-one. The step of every row is tuned on
+validation records (10 % of the training records, seed 0), around the step in results/table3 for 70 rounds of all
+records; rho and beta are those of results/table3. If the best of four steps is at an end, one or two more are tried
+beyond it. Then three seeds train on all training records, each with its own partition, minibatches and noise, and are
+tested once.
 """
 
 from __future__ import annotations
@@ -49,23 +49,25 @@ ALL = [(batch, rounds) for batch, many in BATCHES.items() for rounds in many]
 FEW = [(FULL, 70), (TENTH, 70), (FIFTIETH, 70), (FIFTIETH, 350)]  # that form moves as DP-FedGD does (results/table3)
 SHAPES = {GD: ALL, GRADIENT: FEW, MOMENTUM: ALL}
 HEAD = """CIFAR-10 features of ResNet-20, 20 clients (dirichlet:0.5), clip 10, δ = 1e-5, replace-one, record level.
-Test accuracy in %, mean ± standard deviation of 3 seeds at equal ε; steps chosen on validation records, not paid for.
-Gradients: of records, in millions. Noise: standard deviation of one coordinate of the mean gradient, in brackets the
-largest noise multiplier of a client (standard deviation over clip)."""
-ANSWER = """At equal ε subsampling does not help DP-FedSOFIM: with as many rounds and the same step, minibatches of a
-tenth are within 0.1 points of all records, for the noise on the mean gradient is the same; five or twenty
-times the rounds move the momentum form by 0.3 points at most under secure aggregation, while the gradient
-form, like DP-FedGD, gains 1.2 points there at ε = 5 and 10, from the rounds, not from the sampling. It
-saves work: a tenth of the gradients (poisson:0.1, 70 rounds) costs 0.3 points at most, and against 7
-rounds of all records, which are as many gradients, the momentum form gains 2.5 to 4.7 points under secure
-aggregation; against 35 rounds, half the gradients, 0.4 at most.
+Test accuracy in %, mean ± standard deviation of 3 seeds at equal ε; steps tuned on validation records, not paid for.
+Gradients: per-record gradients in millions. Noise: standard deviation of one coordinate of the mean gradient; in
+brackets the largest noise multiplier of a client (standard deviation / clip)."""
+ANSWER = """At equal ε subsampling does not help DP-FedSOFIM. With the same number of rounds and the same step,
+minibatches of one tenth are within 0.1 points of all records, because the noise on the mean gradient is the
+same. Under secure aggregation, five or twenty times the rounds change the momentum form by at most 0.3
+points. The gradient form and DP-FedGD gain 1.2 points there at ε = 5 and 10, which comes from the rounds and
+not from the sampling.
 
-How far to trust it: steps were chosen by one validation run a setting, which for an untrusted server at ε
-= 0.5 moves a row by about a point (results/table3 has 63.7 for DP-FedGD and for the momentum form with 70
-rounds, where this table has 62.2 and 62.7): differences there of that size are the choice of the step.
-Rows of 7 rounds are tuned less well than the others (rho stays that of 70 rounds; for the momentum form,
-an untrusted server and ε = 0.5 and 1, the best step tried is the largest; for DP-FedGD at ε = 5 and 10
-the grid passes over 0.2), which flatters minibatches."""
+Subsampling saves work. One tenth of the gradients (poisson:0.1, 70 rounds) costs at most 0.3 points. Compared
+with 7 rounds of all records, which need as many gradients, the momentum form gains 2.5 to 4.7 points under
+secure aggregation; compared with 35 rounds, half of the gradients, at most 0.4.
+
+Limits of these figures: one validation run per setting chose the steps. For an untrusted server at ε = 0.5
+this changes a row by about one point (results/table3 has 63.7 for DP-FedGD and for the momentum form with 70
+rounds, this table 62.2 and 62.7), so differences of that size may come from the choice of the step. Rows of 7
+rounds are tuned less well than the others, which favours minibatches: rho is that of 70 rounds; for the
+momentum form with an untrusted server at ε = 0.5 and 1 the best step is the largest one tried; for DP-FedGD
+at ε = 5 and 10 the grid has no 0.2."""
 MORE = 2  # times that a grid is extended
 
 
@@ -76,9 +78,9 @@ def settings(trust: str) -> dict[tuple[str, float], dict[str, Any]]:
 
 def keys(trust: str, label: str, batch: str, rounds: int, epsilon: float, options: dict[str, Any]) -> dict[str, Any]:
     method, _, form = label.partition(" ")
-    said = {"apply_to": "momentum"} if form else {}
+    form_options = {"apply_to": "momentum"} if form else {}
     run = {"method": method, "trust": trust, "batch": batch, "rounds": rounds, "epsilon": epsilon}
-    return {**BASE, **TRUSTS[trust][0], **run, **said, **options}
+    return {**BASE, **TRUSTS[trust][0], **run, **form_options, **options}
 
 
 def last(trained: Trained) -> float:
@@ -97,8 +99,8 @@ def choose(
             options = start[label, epsilon]
             options = {**options, "lr": options["lr"] * factor}
             specs.append(Spec.of({**keys(trust, label, batch, rounds, epsilon, options), "seed": 0, "split_seed": 0}))
-        for (epsilon, factor), found in zip(todo, run_many(specs, data, at=()), strict=True):
-            tried[epsilon][factor] = last(found)
+        for (epsilon, factor), trained in zip(todo, run_many(specs, data, at=()), strict=True):
+            tried[epsilon][factor] = last(trained)
         todo = []
         for epsilon, scores in tried.items():
             best, ends = max(scores, key=scores.__getitem__), (min(scores), max(scores))
@@ -145,10 +147,10 @@ def tested(
 def compute(task: tuple[str, str, str]) -> list[dict[str, Any]]:
     folder, trust, label = task
     data = resolve(Spec.of({**BASE, "data": f"{folder}/cifar10_resnet20.npz", "method": GD})).read_data()
-    held, rows = validated(data), []
+    validation, rows = validated(data), []
     for batch, rounds in SHAPES[label]:
         begun = time.process_time()
-        chosen = choose(held, trust, label, batch, rounds)
+        chosen = choose(validation, trust, label, batch, rounds)
         rows += tested(data, trust, label, batch, rounds, chosen, "chosen for this row")
         print(trust, label, batch, rounds, f"{time.process_time() - begun:.0f} s", flush=True)
         print("   ", [f"{row['mean']:.4f}" for row in rows[-len(EPSILONS) :]], flush=True)
@@ -174,13 +176,13 @@ AGAINST = [  # batch and rounds of the one and the other
 
 def differences(rows: list[dict[str, Any]]) -> list[str]:
     """Points of accuracy, seed against seed, by epsilon; and the noise that the mean gradient carries."""
-    found = {(r["trust"], r["method"], r["batch"], r["rounds"], r["epsilon"]): r for r in rows}
+    row_of = {(r["trust"], r["method"], r["batch"], r["rounds"], r["epsilon"]): r for r in rows}
     names = " | ".join(f"ε = {epsilon:g}" for epsilon in EPSILONS)
     lines = ["## Differences", "", "Points of accuracy at equal ε, mean of 3 seeds ± its standard error, seed by seed."]
     lines += ["Noise: standard deviation on the mean gradient over that of the other row, at ε = 0.5 and 10.", ""]
     lines += [f"| method | trust | minibatches | against | noise | {names} |", "|---" * 9 + "|"]
     for label, trust, (one, other) in itertools.product(SHAPES, TRUSTS, AGAINST):
-        both = [[found.get((trust, label, *shape, epsilon)) for shape in (one, other)] for epsilon in EPSILONS]
+        both = [[row_of.get((trust, label, *shape, epsilon)) for shape in (one, other)] for epsilon in EPSILONS]
         if not all(a and b for a, b in both):
             continue
         cells = []
@@ -188,8 +190,8 @@ def differences(rows: list[dict[str, Any]]) -> list[str]:
             gaps = [100 * (x - y) for x, y in zip(a["accuracy"], b["accuracy"], strict=True)]
             cells.append(f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}")
         noise = ", ".join(f"{a['aggregate_std'] / b['aggregate_std']:.3f}" for a, b in (both[0], both[-1]))
-        words = f"{one[0]}, {one[1]} rounds | {other[0]}, {other[1]} rounds"
-        lines.append(f"| {label} | {trust} | {words} | {noise} | {' | '.join(cells)} |")
+        shapes = f"{one[0]}, {one[1]} rounds | {other[0]}, {other[1]} rounds"
+        lines.append(f"| {label} | {trust} | {shapes} | {noise} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
@@ -219,14 +221,14 @@ def main(folder: str, workers: int) -> None:
     begun = time.perf_counter()
     with ProcessPoolExecutor(workers) as pool:
         rows = [row for part in pool.map(compute, tasks) for row in part]
-    found = {
+    document = {
         "provenance": provenance(f"OMP_NUM_THREADS=1 python benchmarks/subsampled.py DATA_DIR --workers {workers}"),
         "seconds": time.perf_counter() - begun,
         "base": BASE,
         "seeds": SEEDS,
         "rows": rows,
     }
-    (ROOT / "results" / "subsampled.json").write_text(json.dumps(found, indent=1) + "\n")
+    (ROOT / "results" / "subsampled.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -162,22 +162,22 @@ PAGE = """\
 # What two convergence theorems say in numbers
 
 `{command}`; raw figures in `results/theory.json`. Least squares, {clients} clients with {records} records
-each, {dim} parameters, ε = {epsilon:g}, nothing clipped; L, μ and G_max are read off the data and {runs} runs, and
-the Young parameters τ are the best there are.
+each, {dim} parameters, ε = {epsilon:g}, nothing clipped. L, μ and G_max come from the data and {runs} runs, and
+the Young parameters τ are optimal.
 
 ## DP-FedSOFIM, Theorem 4.21: E F(θ_T) − F*
 
-Without any theorem, strong convexity says F(θ) − F* ≤ G_max² / 2μ wherever |∇F| ≤ G_max, which the theorem assumes of
-every iterate. One of its terms, the coupling G_max² M² / ρ² with M² ≥ C², comes in the limit to C²/ρ times that, or
-more: **where C² ≥ ρ the theorem says less than its own assumptions.** The experiments it accompanies have C = 10 and ρ
-from 0.5 to 10. Its smoothness term has C² where the gradient's own square would do, and is enough to empty the bound at
-lr/ρ = 0.3 for any ρ. Where ρ exceeds C² by far, H_t is I/ρ and the method is DP-FedGD.
+Strong convexity alone gives F(θ) − F* ≤ G_max² / 2μ wherever |∇F| ≤ G_max, which the theorem assumes of every
+iterate. One of its terms, the coupling G_max² M² / ρ² with M² ≥ C², tends to at least C²/ρ times that bound: **if C²
+≥ ρ the theorem is weaker than its own assumptions.** The experiments of the paper have C = 10 and ρ from 0.5 to 10.
+Its smoothness term has C² instead of the squared gradient, which alone makes the bound vacuous at lr/ρ = 0.3 for any
+ρ. If ρ is much larger than C², H_t is I/ρ and the method is DP-FedGD.
 
 {convex}
 
 ## DP-FedSOFIM, Theorem 4.31: the mean of E|∇F(θ_t)|²
 
-Without it: at most G_max², by assumption. The coupling term is again C²/ρ times as large.
+Trivial bound: G_max², by assumption. The coupling term is again C²/ρ times as large.
 
 {stationary}
 

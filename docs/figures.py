@@ -74,7 +74,7 @@ def figure(name: str) -> str:
     if name in figures():
         return figures()[name]
     table, which, *words, at = (part.strip() for part in name.split(";"))
-    found = []
+    figures_of_line = []
     for line in load(f"paper/{table}.json")["lines"]:
         labels = {
             key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in line["labels"].items()
@@ -82,32 +82,32 @@ def figure(name: str) -> str:
         if {*words} <= {*labels.values(), *(f"{key}={value}" for key, value in labels.items())} and at in line[
             "rounds"
         ]:
-            found.append(line["rounds"][at])
-    if len(found) != 1:
-        raise KeyError(f"'{name}' names {len(found)} lines of results/paper/{table}.json, not one")
-    return f"{found[0][which]:.{found[0].get('digits', 1)}f}".replace("-", "−")
+            figures_of_line.append(line["rounds"][at])
+    if len(figures_of_line) != 1:
+        raise KeyError(f"'{name}' names {len(figures_of_line)} lines of results/paper/{table}.json, not one")
+    return f"{figures_of_line[0][which]:.{figures_of_line[0].get('digits', 1)}f}".replace("-", "−")
 
 
 @functools.cache
 def figures() -> dict[str, str]:
     """Figures of the comparisons, of digits and of speed, from the samples."""
-    found = {
+    values = {
         "hooks": f"{load('deep_cpu.json')['auto_over_opacus_hooks']:.1f}",
         "growth": f"{100 * benchmark('guard').GROWTH:.0f}",
         "bet": f"{100 * NormalDist().cdf(load('demo_certificate.json')['mu'] / 2):.0f}",
     }
     for row in load("digits.json")["rows"]:
-        found[f"digits {row['trust']} {row['epsilon']}"] = f"{100 * statistics.mean(row['samples']):.0f}"
+        values[f"digits {row['trust']} {row['epsilon']}"] = f"{100 * statistics.mean(row['samples']):.0f}"
     for trust in TRUSTS:
-        rivals, own = scores(f"table3/{trust}.json"), scores(f"table3/{trust}_auto.json")
+        rivals, auto_scores = scores(f"table3/{trust}.json"), scores(f"table3/{trust}_auto.json")
         for epsilon, t in itertools.product(EPSILONS, (10, 70)):
-            found[f"{trust} auto {epsilon:g} {t}"] = f"{own['auto', epsilon, t]:.1f}"
+            values[f"{trust} auto {epsilon:g} {t}"] = f"{auto_scores['auto', epsilon, t]:.1f}"
             best = max(score for (_, e, r), score in rivals.items() if (e, r) == (epsilon, t))
-            found[f"{trust} best {epsilon:g} {t}"] = f"{best:.1f}"
+            values[f"{trust} best {epsilon:g} {t}"] = f"{best:.1f}"
     for (label, epsilon, t), score in scores("table3/untrusted-server.json").items():
-        found[f"cifar {label} {epsilon:g} {t}"] = f"{score:.1f}"
-    found["microseconds"] = f"{max(load('many_cuda.json')['microseconds_per_run_and_round'].values()):.1f}"
-    return found
+        values[f"cifar {label} {epsilon:g} {t}"] = f"{score:.1f}"
+    values["microseconds"] = f"{max(load('many_cuda.json')['microseconds_per_run_and_round'].values()):.1f}"
+    return values
 
 
 def scores(name: str) -> dict[tuple[str, float, int], float]:
@@ -126,42 +126,45 @@ def architectures() -> list[str]:
 
 def speeds(arch: str) -> dict[str, str]:
     """Figures of one architecture, from the raw samples."""
-    found = {}
+    values = {}
     if (RESULTS / "bench" / f"{arch}.json").exists():
         raw = load(f"bench/{arch}.json")["raw"]
         for name, (short, digits) in MEDIANS.items():
             if name in raw:
-                found[short] = f"{statistics.median(raw[name]['samples']):.{digits}f}"
-        found["peak"] = f"{statistics.median(s['peak_over_data'] for s in raw['peak_over_data']['samples']):.1f}"
-        found["normals"] = f"{statistics.median(raw['secure_normals_per_second']['samples']) / 1e6:.0f}"
+                values[short] = f"{statistics.median(raw[name]['samples']):.{digits}f}"
+        values["peak"] = f"{statistics.median(s['peak_over_data'] for s in raw['peak_over_data']['samples']):.1f}"
+        values["normals"] = f"{statistics.median(raw['secure_normals_per_second']['samples']) / 1e6:.0f}"
     if (RESULTS / "many_cpu" / f"{arch}.json").exists():
-        found["together"] = f"{min(load(f'many_cpu/{arch}.json')['times_faster'].values()):.1f}"
-    return found
+        values["together"] = f"{min(load(f'many_cpu/{arch}.json')['times_faster'].values()):.1f}"
+    return values
 
 
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
 def tables() -> dict[str, str]:
-    """Every generated table, by the name of its file."""
-    found = {
+    """Every generated table, and the report of the comparison, by the name of its file."""
+    from sordino.studies import report
+
+    tables_by_name = {
         "digits.md": digits_table(),
         "comparison.md": comparison_table(),
         "speed.md": speed_table(),
         "demo.md": f"```text\n{(RESULTS / 'demo.txt').read_text(encoding='utf-8').strip()}\n```\n",
     }
     for path in sorted((DOCS / "_tables").glob("*.md")):
-        found[path.name] = CELL.sub(lambda match: figure(match[1]), path.read_text(encoding="utf-8"))
-    found["checks-cuda.md"] = checks_table("checks_cuda.json")
-    found["checks.md"], found["audits.md"], found["halved.md"] = (
+        tables_by_name[path.name] = CELL.sub(lambda match: figure(match[1]), path.read_text(encoding="utf-8"))
+    tables_by_name["checks-cuda.md"] = checks_table("checks_cuda.json")
+    tables_by_name["checks.md"], tables_by_name["audits.md"], tables_by_name["halved.md"] = (
         checks_table("checks.json"),
         audit_table("audit.json"),
         audit_table("audit_halved.json"),
     )
     estimation, subsampled = benchmark("estimation"), benchmark("subsampled")
-    found["estimation.md"] = estimation.page(load("estimation.json")).replace("../docs/", "/")
-    found["subsampled.md"] = subsampled.report(load("subsampled.json")["rows"])
-    return found
+    tables_by_name["estimation.md"] = estimation.page(load("estimation.json")).replace("../docs/", "/")
+    tables_by_name["subsampled.md"] = subsampled.report(load("subsampled.json")["rows"])
+    tables_by_name["report.html"] = report.page(json.loads((DOCS / "comparison.json").read_text(encoding="utf-8")))
+    return tables_by_name
 
 
 def paper_pages() -> dict[str, str]:
@@ -212,7 +215,10 @@ def comparison_table() -> str:
     rows = []
     for trust, words in TRUSTS.items():
         for which, label in (("best", "best tuned rival"), ("auto", "`auto`")):
-            cells = [f"{figure(f'{trust} {which} {e:g} 10')} → {figure(f'{trust} {which} {e:g} 70')}" for e in EPSILONS]
+            cells = [
+                f"{figure(f'{trust} {which} {e:g} 10')}\u00a0→\u00a0{figure(f'{trust} {which} {e:g} 70')}"
+                for e in EPSILONS
+            ]
             rows.append([f"{label}, {words}", *cells])
     return grid(["ε", *(f"{e:g}" for e in EPSILONS)], rows)
 
@@ -256,7 +262,7 @@ def speed_table() -> str:
     """One column per architecture."""
     known = {arch: speeds(arch) for arch in architectures()}
     rows = [
-        [what, *(f"{found[name]} {unit}" if name in found else "" for found in known.values())]
+        [what, *(f"{values[name]} {unit}" if name in values else "" for values in known.values())]
         for what, name, unit in SPEEDS
     ]
     return grid(["", *map(headed, known)], rows)

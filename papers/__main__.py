@@ -1,4 +1,4 @@
-"""`python -m papers`: the papers' tables, run here and set beside what is printed."""
+"""`python -m papers`: run the tables of the papers, and compare them with the published figures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sordino.errors import SordinoError, nearest
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    return cli.main(["papers", *given], commands=(sys.modules[__name__],))
+    arguments = sys.argv[1:] if argv is None else argv
+    return cli.main(["papers", *arguments], commands=(sys.modules[__name__],))
 
 
 def add(commands: Any) -> None:
@@ -67,9 +67,7 @@ def act(arguments: argparse.Namespace) -> int:
     clients = _clients(arguments.clients) if arguments.clients else None
     chosen = known[arguments.table]
     if chosen.where(arguments.data_dir) is None:
-        missing = (
-            f"data not at hand: {chosen.name} needs {chosen.needs}, {chosen.source}. Name its folder by --data-dir."
-        )
+        missing = f"missing data: {chosen.name} needs {chosen.needs}, {chosen.source}. Name its folder by --data-dir."
         if not emit(arguments, {"table": chosen.name, "missing": missing}):
             console().print(missing, markup=False)
         return 0
@@ -84,13 +82,13 @@ def act(arguments: argparse.Namespace) -> int:
             arguments.settings,
             tick,
         )
-        found = tables.document(request, _command(arguments))
-    written = tables.write(found, Path(arguments.out))
-    if not emit(arguments, found):
-        table(*tables.pivot(found["lines"], found["across"]))
+        document = tables.document(request, _command(arguments))
+    written = tables.write(document, Path(arguments.out))
+    if not emit(arguments, document):
+        table(*tables.pivot(document["lines"], document["across"]))
         page = console()
         page.print("ours ± standard deviation (published, difference)", markup=False)
-        for note in found["notes"]:
+        for note in document["notes"]:
             page.print(f"- {note}", markup=False)
         page.print(f"written to {arguments.out}: {', '.join(path.name for path in written)}", markup=False)
     return 0
@@ -98,22 +96,22 @@ def act(arguments: argparse.Namespace) -> int:
 
 def _clients(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in text.split(","))
+        counts = tuple(int(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise SordinoError(f"--clients: '{text}' should be whole numbers above 0, as in 100,500.")
-    return found
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise SordinoError(f"--clients: '{text}' must be integers above 0, as in 100,500.")
+    return counts
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """Without where the data lie here."""
-    words = ["python", "-m", "papers", arguments.table]
-    words += ["--data-dir", "DIR"] if arguments.data_dir else []
+    """The command, without the path of the data on this machine."""
+    command = ["python", "-m", "papers", arguments.table]
+    command += ["--data-dir", "DIR"] if arguments.data_dir else []
     for flag in ("seeds", "epsilons", "clients", "settings"):
-        if (given := getattr(arguments, flag)) is not None:
-            words += [f"--{flag}", shlex.quote(str(given))]
-    return " ".join(words + (["--device", arguments.device] if arguments.device != "cpu" else []))
+        if (value := getattr(arguments, flag)) is not None:
+            command += [f"--{flag}", shlex.quote(str(value))]
+    return " ".join(command + (["--device", arguments.device] if arguments.device != "cpu" else []))
 
 
 def _list(arguments: argparse.Namespace, known: list[Any]) -> int:

@@ -1,8 +1,8 @@
-"""The federated configurations of the DP-FedAdamW paper (arXiv 2602.19945, tables 18 to 20), and what they promise.
+"""The federated configurations of the DP-FedAdamW paper (arXiv 2602.19945, tables 18 to 20), and their guarantees.
 
-`preset` gives a row as keys of a run. A table itself trains nothing: its lines are the epsilon of each row under both
-adjacencies, which needs no data, and its notes say what is at hand to run it. The paper's accuracies are not set beside
-ours: its released code clips the gradient of a batch, tensor by tensor, and not that of a record.
+`preset` gives a row as keys of a run. A table trains nothing: its lines are the epsilon of each row under both
+adjacencies, which needs no data, and its notes state what can be run on this machine. Our accuracies are not compared
+with those of the paper, because its released code clips the gradient of a batch per tensor, not that of a record.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from sordino.privacy.accounting import subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 CLIP, GAMMA = 0.1, 0.5
-UNPRINTED = {"tau": 1e-8, "rho": 0.05, "strength": 1.0}  # AdamW's own; one of those tried; ours
-SKEW = {"adamw-18": 0.6, "adamw-19": 0.8, "adamw-20": 0.6}  # of the Dirichlet partition; the paper also has 0.1
+UNPRINTED = {"tau": 1e-8, "rho": 0.05, "strength": 1.0}  # AdamW's default; a tried value; ours
+SKEW = {
+    "adamw-18": 0.6,
+    "adamw-19": 0.8,
+    "adamw-20": 0.6,
+}  # concentration of the Dirichlet partition; the paper also uses 0.1
 RECORDS = {  # for training, as published
     "cifar10": 50_000,
     "cifar100": 50_000,
@@ -60,32 +64,32 @@ class PaperRow(NamedTuple):
     clients: int
     rounds: int
     steps: int
-    part: float  # of the clients that come to a round
+    part: float  # share of clients per round
     batch: int
-    sigma: float  # of each client's own noise, over the clip
+    sigma: float  # std of a client's noise / clip
     delta: float
-    own: dict[str, Any]  # keys of the model: adapters, length
+    model_options: dict[str, Any]  # keys of the model: adapters, length
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of clients as equal as can be."""
+        """Sizes of clients, as equal as possible."""
         each, more = divmod(RECORDS[self.data], self.clients)
         return tuple(each + (k < more) for k in range(self.clients))
 
     @property
     def rate(self) -> float:
-        """At which records are drawn by the client that has fewest."""
+        """Sampling rate of the smallest client."""
         return self.batch / min(self.sizes)
 
     @property
     def releases(self) -> dict[str, int]:
-        """Noised gradients of a client: in its share of the rounds, and in all of them."""
+        """Noised gradients per client: if it joins its share of the rounds, and if it joins all."""
         every = self.rounds * self.steps
         return {"T K": every} if self.part == 1 else {"T K l": round(every * self.part), "T K": every}
 
 
 def rows(table: str) -> list[PaperRow]:
-    """Of tables 18 and 19; table 20 is about the first model of table 18."""
+    """Rows of tables 18 and 19. Table 20 is about the first model of table 18."""
     if table not in SKEW:
         raise SordinoError(f"table: '{table}' is unknown.{nearest(table, SKEW)}")
     if table == "adamw-20":
@@ -95,10 +99,10 @@ def rows(table: str) -> list[PaperRow]:
 
 def _row(line: dict[str, str]) -> PaperRow:
     models = MODELS[line["model"]]
-    own: dict[str, Any] = {"length": int(line["length"])} if "length" in line else {}
+    model_options: dict[str, Any] = {"length": int(line["length"])} if "length" in line else {}
     if models[0] in TRANSFORMERS:
         rank, alpha, dropout = int(line["lora_rank"]), float(line["lora_alpha"]), float(line["dropout"])
-        own |= {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+        model_options |= {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
     return PaperRow(
         data=SETS[line["dataset"]],
         printed=line["model"],
@@ -110,12 +114,12 @@ def _row(line: dict[str, str]) -> PaperRow:
         batch=int(line["batch"]),
         sigma=float(line["sigma"]),
         delta=float(line["delta"]),
-        own=own,
+        model_options=model_options,
     )
 
 
 def methods() -> dict[str, dict[str, str]]:
-    """Table 20, by our names."""
+    """Table 20 under the names of this library."""
     return {line["method"].lower(): line for line in published("adamw_table20")}
 
 
@@ -135,11 +139,11 @@ def preset(
 ) -> dict[str, Any]:
     """Keys for `Spec.of`: a row of adamw-18, adamw-19 or adamw-20, trained by one of table 20's methods.
 
-    The noise is such that each client's own is `sigma` times the clip. Step sizes are table 20's, which were chosen for
-    ResNet-18; for other models only the grids are printed.
+    A client's noise is `sigma` times the clip. Step sizes are those of table 20, which were chosen for ResNet-18; for
+    other models the paper prints only grids.
 
     Args:
-      model: where the row has several: resnet18-gn, vit-base-lora, swin-tiny-lora or swin-base-lora.
+      model: if the row has several: resnet18-gn, vit-base-lora, swin-tiny-lora or swin-base-lora.
       sigma: by default the row's.
       alpha: of the Dirichlet partition.
       more: further keys (weights, seed, evaluate_every), and other values for the preset's (lr, tau, rounds). Another
@@ -150,7 +154,7 @@ def preset(
     return {
         "data": data,
         "model": chosen,
-        **row.own,
+        **row.model_options,
         "method": method,
         "rounds": row.rounds,
         **options(method, row.steps),
@@ -168,29 +172,31 @@ def preset(
 
 
 def _find(table: str, data: str, model: str | None) -> tuple[PaperRow, str]:
-    found = {(row.data, each): row for row in rows(table) for each in row.models}
-    if data not in {known for known, _ in found}:
-        raise SordinoError(f"data: {table} has no row for '{data}'.{nearest(data, {known for known, _ in found})}")
-    models = [each for known, each in found if known == data]
+    row_of = {(row.data, each): row for row in rows(table) for each in row.models}
+    if data not in {known for known, _ in row_of}:
+        raise SordinoError(f"data: {table} has no row for '{data}'.{nearest(data, {known for known, _ in row_of})}")
+    models = [each for known, each in row_of if known == data]
     if model is None and len(models) == 1:
         model = models[0]
     if model not in models:
         wrong = "several models" if model is None else f"no row for '{model}'"
         raise SordinoError(f"model: {table} has {wrong} on {data}; name one of {', '.join(models)}.")
-    return found[data, model], model
+    return row_of[data, model], model
 
 
 def options(method: str, steps: int) -> dict[str, Any]:
-    """What the paper sets, of what the method has: dp-fedavg, dp-fedavg-ls and dp-scaffold have no decay here."""
+    """The paper's settings for options of the method. dp-fedavg, dp-fedavg-ls and dp-scaffold have no decay here."""
     known = methods()
     if method not in known:
-        raise SordinoError(f"method: '{method}' is none of table 20's.{nearest(method, known)}")
-    line, own = known[method], entry(method).options
+        raise SordinoError(f"method: '{method}' is not in table 20.{nearest(method, known)}")
+    line, method_options = known[method], entry(method).options
     settings = {key: float(line[key]) for key in ("beta1", "beta2", "decay") if line[key]}
-    settings |= {"local_lr": float(line["lr"]), "lr": 1.0} if "local_lr" in own else {"lr": float(line["lr"])}
+    settings |= (
+        {"local_lr": float(line["lr"]), "lr": 1.0} if "local_lr" in method_options else {"lr": float(line["lr"])}
+    )
     settings |= {"clip": CLIP, "gamma": GAMMA} | UNPRINTED
-    return {"steps": steps, **{key: value for key, value in settings.items() if key in own}} | (
-        {"schedule": "cosine"} if "schedule" in own else {}
+    return {"steps": steps, **{key: value for key, value in settings.items() if key in method_options}} | (
+        {"schedule": "cosine"} if "schedule" in method_options else {}
     )
 
 
@@ -206,7 +212,7 @@ def epsilon(
     gradients: int = 1,
     sigma: float | None = None,
 ) -> float:
-    """Of the client with fewest records. gradients: noised answers about one minibatch."""
+    """Epsilon of the smallest client. gradients: noised answers per minibatch."""
     mu = math.sqrt(gradients) / (row.sigma if sigma is None else sigma)
     sampled = SampledGaussian(row.rate, mu, releases, Sampler(sampler))
     return subsampled.epsilon([sampled], row.delta, Adjacency(adjacency))
@@ -220,7 +226,7 @@ ACCOUNTS = {  # by the words for them
 
 
 def _lines(table: str) -> list[dict[str, Any]]:
-    if table == "adamw-20":  # CIFAR-100 has as many records, and the same settings
+    if table == "adamw-20":  # CIFAR-100 has the same number of records and the same settings
         row = rows(table)[0]
         return [
             each
@@ -240,34 +246,34 @@ def _lines(table: str) -> list[dict[str, Any]]:
 
 def _published_lines(table: str, row: PaperRow, method: str, labels: dict[str, Any]) -> list[dict[str, Any]]:
     """The lines of one configuration and method: each count of minibatches by each account."""
-    found = []
+    lines = []
     for times, count in row.releases.items():
-        for words, (adjacency, sampler) in ACCOUNTS.items():
+        for account, (adjacency, sampler) in ACCOUNTS.items():
             shown = {
                 **labels,
                 "delta": row.delta,
                 "rate": f"{row.batch}/{min(row.sizes):,}",
                 "minibatches": f"{count:,} ({times})",
-                "epsilon": words,
+                "epsilon": account,
             }
             known = epsilon(row, count, adjacency, sampler=sampler, gradients=2 if method == "dp-fedsam" else 1)
             settings = preset(table, row.data, method, model=row.models[0], adjacency=adjacency)
             settings |= {"batch": f"{sampler}:{row.batch}"}
-            found.append(
+            lines.append(
                 {
                     "labels": shown,
                     "rounds": {str(row.rounds): against([known]) | {"digits": 2}},
                     "settings": settings,
                 }
             )
-    return found
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------------ what is there
 
 
-def held(data: str, data_dir: str | None) -> bool:
-    """Is the set on this machine? Nothing is downloaded."""
+def on_this_machine(data: str, data_dir: str | None) -> bool:
+    """Whether the set is on this machine. Nothing is downloaded."""
     known, members = _files(data)
     stores = [store for root in roots(data_dir) for store in fetch._stores(known, root)]
     return any(isinstance(store, fetch.Archive) or all(map(store.has, members)) for store in stores)
@@ -292,9 +298,9 @@ def command(values: dict[str, Any]) -> str:
 
 
 def _at_hand(table: str, data_dir: str | None) -> list[str]:
-    """What is missing and where it belongs; a command for each model that could be run."""
+    """Missing files and their folders, and one command per model that can be run."""
     everything = rows(table)
-    sets = {row.data: held(row.data, data_dir) for row in everything}
+    sets = {row.data: on_this_machine(row.data, data_dir) for row in everything}
     models = dict.fromkeys(model for row in everything for model in row.models if model in TRANSFORMERS)
     folders = {model: weights(model, data_dir) for model in models}
     notes = []
@@ -345,7 +351,7 @@ RESIZED = (
 
 
 def configuration(request: TableRequest, extra: tuple[str, ...] = ()) -> TableResult:
-    """The epsilon of every row, and what is there to run it."""
+    """The epsilon of every row, and what can be run on this machine."""
     name = request.table.name
     return TableResult(_lines(name), "epsilon", (*NOTES, *extra, *_at_hand(name, request.data_dir)))
 

@@ -1,9 +1,9 @@
-"""The tables of the DP-FedNew paper (PoPETs 2025), and those of its experiments that it shows as figures only.
+"""The tables of the DP-FedNew paper (PoPETs 2025), and experiments that it shows only as figures.
 
-Its noise is that of secure aggregation, a record or a client joins or leaves, and delta is one over the records. What
-is not proved there (duals and control variates are hidden client state) runs uncertified, and beside it what is: the
-same without duals, and the same where every message is seen. Settings are chosen at few budgets on validation records;
-a run takes those of the nearest.
+The paper uses the noise of secure aggregation, add-remove adjacency, and delta = 1 / records. Variants that are not
+proved under it (duals and control variates are hidden client state) run uncertified. The proved variants run beside
+them: without duals, and with an untrusted server. Settings are tuned at a few budgets on validation records; a run uses
+those of the nearest budget.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sordino.training.spec import Spec
 SEEDS, ROUNDS = 2, 70
 EPSILONS = (0.1, 0.3, 0.5, 0.7, 1.0, 2.0, 3.0, 8.0, 10.0)
 TUNED_AT = (0.1, 1.0, 10.0)
-USERS, USER_EPSILONS = 500, (1.0, 3.0, 10.0)  # where a whole client is protected; the paper too keeps to 1 and more
-LIVES_AT = 100  # clients where every message is seen: with more, the noise of each drowns the rest
+USERS, USER_EPSILONS = 500, (1.0, 3.0, 10.0)  # at user level; the paper also uses 1 and more
+LIVES_AT = 100  # clients under an untrusted server; with more, noise dominates
 MEMORY = {"cpu": 3e9, "cuda": 3e10}  # bytes for Hessians
 STEPS, CURVATURE = (0.5, 2.0, 8.0), (0.1, 1.0)
 
@@ -44,12 +44,12 @@ SUMS, SEEN = "secure-aggregation", "untrusted-server"
 
 
 class Rival(NamedTuple):
-    """A method in one of the ways to run it."""
+    """A method in one of its variants."""
 
     method: str
     name: str  # as printed
     trust: str = SUMS
-    duals: bool | None = None  # None: it has none
+    duals: bool | None = None  # None: the method has no duals
 
     @property
     def label(self) -> str:
@@ -57,8 +57,8 @@ class Rival(NamedTuple):
 
     def values(self, unit: str) -> dict[str, Any]:
         hidden = self.trust == SUMS and (self.duals or self.method == "dp-scaffold")
-        own = {"method": self.method, "trust": self.trust, "unit": unit, "uncertified": bool(hidden)}
-        return own if self.duals is None else {**own, "duals": self.duals}
+        keys = {"method": self.method, "trust": self.trust, "unit": unit, "uncertified": bool(hidden)}
+        return keys if self.duals is None else {**keys, "duals": self.duals}
 
 
 FIRST_ORDER = (
@@ -70,7 +70,7 @@ FIRST_ORDER = (
 
 
 def newton(method: str, name: str) -> tuple[Rival, ...]:
-    """With duals as published, without them, and with them where that is proved."""
+    """With duals as published, without duals, and with duals under the trust model for which they are proved."""
     return Rival(method, name, SUMS, True), Rival(method, name, SUMS, False), Rival(method, name, SEEN, True)
 
 
@@ -91,14 +91,14 @@ NOTES = (
 
 
 def rivals(who: Sequence[Rival], unit: str) -> list[Rival]:
-    """At user level where sums alone are seen: a client's own noise would drown it."""
+    """User level under secure aggregation, because per-client noise would be too large."""
     return [each for each in who if unit == "record" or each.trust == SUMS]
 
 
 def settle(
     request: TableRequest, who: Sequence[Rival], units: Sequence[str], source: str, partition: str
 ) -> dict[str, Any]:
-    """The best setting of every rival at every level, at few budgets."""
+    """The best setting of every rival at every level, at a few budgets."""
     if request.settings:
         return request.tuning()
     settings = []
@@ -142,12 +142,12 @@ def settle(
 
 
 def _grid(method: str, unit: str) -> Grid:
-    """At user level no record is clipped, so that curvature has no bound and is inverted as it is."""
-    own = GRIDS[method]
+    """The grid. At user level no record is clipped, so the curvature has no bound and is inverted directly."""
+    grid = GRIDS[method]
     if unit == "record":
-        return own
-    return {key: values for key, values in own.items() if key not in ("curvature_clip", "solver")} | (
-        {"covariance_clip": (1.0,)} if "covariance_clip" in own else {}
+        return grid
+    return {key: values for key, values in grid.items() if key not in ("curvature_clip", "solver")} | (
+        {"covariance_clip": (1.0,)} if "covariance_clip" in grid else {}
     )
 
 
@@ -161,14 +161,14 @@ def _apart(a: float, b: float) -> float:
 
 
 def _of_nearest(settings: Settings, each: Rival, unit: str, epsilon: float) -> dict[str, Any]:
-    """What was chosen for a rival at the budget nearest to this one, or a refusal."""
+    """The setting chosen for a rival at the nearest budget; an error if there is none."""
     key = _key(each, unit)
     tuned = [budget for label, budget in settings if label == key and budget is not None]
     if not tuned:
         labels = sorted({label for label, _ in settings})
         raise SordinoError(
             f"settings: none for '{key}'; the file has {', '.join(labels) or 'none at all'}. Give the JSON file that "
-            "this table wrote, or leave --settings out: then they are chosen anew."
+            "this table wrote, or leave out --settings to tune again."
         )
     return settings[key, min(tuned, key=partial(_apart, epsilon))]
 
@@ -179,12 +179,12 @@ def _budgets(request: TableRequest, unit: str) -> tuple[float, ...]:
 
 
 def _of_table(request: TableRequest, clients: Sequence[int]) -> list[int]:
-    """Those that were asked for, of the table's own."""
-    found = [n for n in clients if n in (request.clients or clients)]
-    if not found:
-        asked, own = (", ".join(map(str, part)) for part in (request.clients or (), clients))
-        raise SordinoError(f"clients: {asked}, but the table has {own}; name some of these.")
-    return found
+    """The requested numbers of clients that the table has."""
+    counts = [n for n in clients if n in (request.clients or clients)]
+    if not counts:
+        asked, known = (", ".join(map(str, part)) for part in (request.clients or (), clients))
+        raise SordinoError(f"clients: {asked}, but the table has {known}; choose from these.")
+    return counts
 
 
 def _key(each: Rival, unit: str) -> str:
@@ -192,7 +192,7 @@ def _key(each: Rival, unit: str) -> str:
 
 
 def _most(request: TableRequest, each: Rival, unit: str, clients: int, dataset: Dataset) -> int:
-    """Runs of a batch: Hessians that are built at user level fill the memory."""
+    """Runs per batch. At user level Hessians are built, which limits it."""
     if each.method != "dp-fednew" or unit == "record":
         return MAX_RUNS_PER_BATCH
     size = (dataset.x_train.shape[1] + 1) * len(dataset.classes)
@@ -203,7 +203,7 @@ def _most(request: TableRequest, each: Rival, unit: str, clients: int, dataset: 
 
 
 def _data(request: TableRequest, source: str, partition: str, clients: int) -> Dataset:
-    """At hand, or made for so many clients."""
+    """The data source: on this machine, or generated for this number of clients."""
     if partition != "by-site":
         return request.dataset
     return resolve(Spec.of({"data": source.format(clients=clients), "partition": partition})).read_data()
@@ -228,7 +228,7 @@ def comparison(
     source: str | None = None,
     partition: str = "iid",
 ) -> TableResult:
-    """All rivals at all budgets and numbers of clients. source: of data made anew for every seed, by-site."""
+    """All rivals at all budgets and numbers of clients. source: generates data for every seed, by-site."""
     data, own_data = source or request.source, partition == "by-site"
     units = [unit for unit in units if _budgets(request, unit)]
     clients = _of_table(request, clients)

@@ -1,7 +1,7 @@
 """The tables of the DP-FedSOFIM paper (arXiv 2601.09166).
 
-Its noise is that of its appendix E: every client accounted on its own, one record replaced, clients weighed alike.
-Beside it stands the noise of secure aggregation, which its section 5.1 suggests, where that is proved.
+The paper uses the noise of its appendix E: per-client accounting, replace-one, equal weights. The tables add the noise
+of secure aggregation, which section 5.1 suggests, for methods that are proved under it.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ AS_PRINTED = "DP-FedSOFIM (gradient) is the formula as printed, (momentum) multi
 
 
 def title(label: str) -> str:
-    """A contestant as the tables call it."""
+    """The name of a contestant in the tables."""
     name, _, form = label.partition(" ")
     return NAMES[name] + (f" {form or '(gradient)'}" if name == GRADIENT else "")
 
 
 def printed_figures(rows: Sequence[dict[str, str]], **where: Any) -> PrintedFigures:
-    """By round, mean and standard deviation of the rows that match."""
+    """Mean and standard deviation by round, of the matching rows."""
     return {
         int(row.get("round", ROUNDS)): (float(row["test_accuracy_mean_pct"]), float(row["test_accuracy_std_pct"]))
         for row in rows
@@ -88,7 +88,7 @@ def _same(text: str, value: Any) -> bool:
 
 
 def of_budget(settings: dict[tuple[str, float | None], dict[str, Any]], label: str, epsilon: float) -> dict[str, Any]:
-    """What was chosen for a method at a budget, or a refusal."""
+    """The setting chosen for a method at a budget; an error if there is none."""
     if (label, finite(epsilon)) not in settings:
         raise SordinoError(
             f"settings: none for {label} at epsilon {epsilon:g}; choose them with sordino compare "
@@ -103,7 +103,7 @@ def listed(budgets: Sequence[float]) -> str:
 
 
 def trained(request: TableRequest, wants: Sequence[Want]) -> list[dict[str, Any]]:
-    """Lines whose mark stands beside their labels, so that rows go on to a budget that is not certified."""
+    """Lines with their mark as a label, so that a row continues at a budget that is not certified."""
     lines = train(request, wants, request.seeds or SEEDS)
     for line in lines:
         mark = line["labels"].pop("certified")
@@ -112,7 +112,7 @@ def trained(request: TableRequest, wants: Sequence[Want]) -> list[dict[str, Any]
 
 
 def remarks(budgets: Sequence[float]) -> list[str]:
-    """Notes on budgets that the paper has not."""
+    """Notes on budgets that the paper does not have."""
     notes = []
     if more := [epsilon for epsilon in budgets if epsilon not in BUDGETS]:
         notes.append(f"the paper has no epsilon {listed(more)}")
@@ -132,7 +132,7 @@ def lineup(
     *,
     strict: bool = True,
 ) -> list[Want]:
-    """Every method of the paper that is proved in this world, at every budget. strict: refuse one without settings."""
+    """Every method of the paper that is proved in this setting, at every budget. strict: settings must exist."""
     base = {**BASE, **world, "data": request.source}
     settings = chosen(tuning)
     budgets = request.epsilons or tuple(sorted({float("inf") if e is None else e for _, e in settings}))
@@ -161,7 +161,7 @@ def comparison(
     ]
     unprinted: PrintedFigures = dict.fromkeys(
         range(10, ROUNDS + 1, 10), (None, None)
-    )  # of a budget that the paper has not
+    )  # at a budget that the paper does not have
     wants = [want._replace(printed=want.printed or unprinted) for want in wants]
     notes = [FEATURES, TUNED, AS_PRINTED]
     if len(worlds) > 1:
@@ -183,7 +183,7 @@ BOTH = ((SEEN, "settings_client-mean"), (SUMS, "settings_sa"))
 
 
 def ablation(request: TableRequest, dataset: str) -> TableResult:
-    """Tables 10 and 11: as printed, and with the parts at the whole's own step lr / rho."""
+    """Tables 10 and 11: as published, and with the parts at the effective step lr / rho of the whole method."""
     rows, base = published("sofim-10-11"), {**BASE, **SEEN, "data": request.source}
     base.pop("covariance_clip")
     tuning = request.tuning("settings_client-mean")
@@ -259,12 +259,12 @@ def regulariser(request: TableRequest) -> TableResult:
 
 
 def measured(labels: dict[str, Any], figure: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """A line that is no accuracy by round."""
+    """A line that is not an accuracy by round."""
     return {"labels": labels, "rounds": {str(ROUNDS): figure}, "settings": settings}
 
 
 def runtime(request: TableRequest) -> TableResult:
-    """Table 7: rounds are timed on this machine, so that ratios to DP-FedGD are what compares."""
+    """Table 7: rounds are timed on this machine, so only ratios to DP-FedGD are comparable."""
     rows = [row for row in published("sofim-7") if (row["dataset"], row["backbone"]) == ("CIFAR-10", "ResNet-20")]
     base, times, repeats = {**BASE, **SEEN, "data": request.source}, dict[tuple[str, int], list[float]](), 3
     todo = {(row["method"], int(row["local_steps_K"])): float(row["seconds_per_round"]) for row in rows}
@@ -292,7 +292,7 @@ def runtime(request: TableRequest) -> TableResult:
 
 
 def partition(request: TableRequest, of: str, dataset: str) -> TableResult:
-    """Tables 13 and 14: what the printed counts are like among Dirichlet partitions, and what they do to training."""
+    """Tables 13 and 14: the published counts compared with Dirichlet partitions, and their effect on training."""
     rows, file = published(of), PUBLISHED / f"{of}.csv"
     classes = len(request.dataset.classes)
     counts = np.array([[int(row[f"class_{k}"]) for k in range(classes)] for row in rows])

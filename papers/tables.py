@@ -1,8 +1,8 @@
-"""What the papers' tables have in common: how one is described, run, and set beside the published figures.
+"""What all tables share: their description, their runs, and the comparison with published figures.
 
 `published/` holds the figures that the papers print, and settings tuned for them. A table is a list of `Want`s: runs,
-and what the paper prints of them by round. The features here were pre-trained elsewhere than the papers' features, so
-levels differ; compare orders, gaps and shapes. `sofim`, `fednew` and `adamw` define the tables; `catalog` lists them.
+and what the paper prints of them by round. Our features come from other pre-training than those of the papers, so
+levels differ: compare orders, gaps and shapes. `sofim`, `fednew` and `adamw` define the tables; `catalog` lists them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class PaperTable(NamedTuple):
     name: str
     about: str
     make: Callable[[TableRequest], TableResult]
-    needs: str | None = None  # a file or a set that must be at hand
+    needs: str | None = None  # a file or a set that must be on this machine
     source: str = ""  # where that comes from
 
     def where(self, data_dir: str | Path | None) -> str | None:
-        """What `needs` is called here: a file's path, or a set's name; None: not at hand."""
+        """The path or set name of `needs` on this machine; None if it is missing."""
         if self.needs is None:
             return ""
         for root in roots(data_dir):
@@ -64,12 +64,12 @@ class PaperTable(NamedTuple):
 
 
 def roots(data_dir: str | Path | None) -> list[Path]:
-    """Folders to look in."""
-    return [*(Path(given).expanduser() for given in (data_dir, os.environ.get("SORDINO_DATA")) if given), cache()]
+    """Folders to search."""
+    return [*(Path(folder).expanduser() for folder in (data_dir, os.environ.get("SORDINO_DATA")) if folder), cache()]
 
 
 class Want(NamedTuple):
-    """One line: its labels, the keys of its runs but for the seed, and what is printed of it."""
+    """One line: its labels, the keys of its runs without the seed, and the published figures."""
 
     labels: dict[str, Any]
     values: dict[str, Any]
@@ -85,7 +85,7 @@ class TableResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TableRequest:
-    """What was asked of a table."""
+    """A request for a table."""
 
     table: PaperTable
     data_dir: str | None = None
@@ -98,10 +98,10 @@ class TableRequest:
 
     @cached_property
     def source(self) -> str:
-        """Of the data, for a spec."""
+        """The keys of the data, for a spec."""
         where = self.table.where(self.data_dir)
         if where is None:
-            raise SordinoError(f"data: {self.table.needs} is not at hand; {self.table.source}.")
+            raise SordinoError(f"data: {self.table.needs} is not on this machine; {self.table.source}.")
         return where
 
     @cached_property
@@ -109,7 +109,7 @@ class TableRequest:
         return load(self.source, data_dir=self.data_dir)
 
     def tuning(self, *names: str) -> dict[str, Any]:
-        """Settings that were asked for, or those of `published/` whose file names begin so."""
+        """Requested settings, or those of `published/` whose file names have this prefix."""
         files = [Path(self.settings)] if self.settings else []
         files = files or sorted(path for name in names for path in PUBLISHED.glob(f"{name}*.json"))
         parts = [frozen(path) for path in files]
@@ -145,7 +145,7 @@ def attempt(
     split: int | None = None,
     own_data: bool = False,
 ) -> list[Trained]:
-    """split: one partition for all seeds, so that they fit one batch. own_data: each seed has data of its own."""
+    """split: one partition for all seeds, so that they fit one batch. own_data: each seed has its own data."""
     specs = [
         Spec.of({**want.values, "seed": seed, "split_seed": seed if split is None else split})
         for want in wants
@@ -157,7 +157,7 @@ def attempt(
 
 
 def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
-    """Ours by round over the seeds, in percent, beside what is printed."""
+    """Our figures by round over the seeds, in percent, and the published ones."""
     last = max(runs[0].scores)
     rounds = {
         str(t): against([100 * run.scores[t] for run in runs], *want.printed.get(t, (None, None)))
@@ -175,7 +175,7 @@ def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
 
 
 def against(samples: Sequence[float], published: float | None = None, spread: float | None = None) -> dict[str, Any]:
-    """Mean and standard deviation of ours, the printed ones, and the difference of the means."""
+    """Our mean and standard deviation, the published ones, and the difference of the means."""
     mean = float(np.mean(samples))
     return {
         "ours": round(mean, 4),
@@ -189,7 +189,7 @@ def against(samples: Sequence[float], published: float | None = None, spread: fl
 
 def document(request: TableRequest, command: str) -> dict[str, Any]:
     """Everything about one table."""
-    found = request.table.make(request)
+    content = request.table.make(request)
     return {
         "table": request.table.name,
         "about": request.table.about,
@@ -197,10 +197,10 @@ def document(request: TableRequest, command: str) -> dict[str, Any]:
         "device": request.device,
         "python": platform.python_version(),
         "versions": {"sordino": sordino.__version__, **{name: version(name) for name in ("torch", "numpy", "scipy")}},
-        "notes": list(found.notes),
-        "across": found.across,
-        "tuning": found.tuning,
-        "lines": found.lines,
+        "notes": list(content.notes),
+        "across": content.across,
+        "tuning": content.tuning,
+        "lines": content.lines,
     }
 
 
@@ -222,7 +222,7 @@ def pivot(lines: Sequence[dict[str, Any]], across: str, at: str | None = None) -
         if at is None or at in figures:
             rows.setdefault(row, {})[each["labels"][across]] = cell(figures[at or list(figures)[-1]])
     head = [*names, *(f"{across} {_word(column)}" for column in columns)]
-    return head, [[*row, *(found.get(column, "") for column in columns)] for row, found in rows.items()]
+    return head, [[*row, *(cells.get(column, "") for column in columns)] for row, cells in rows.items()]
 
 
 def cell(figure: dict[str, Any]) -> str:
@@ -242,16 +242,16 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """The document as a page: the last round, and earlier ones where the paper prints them."""
-    parts = [f"# {found['table']}: {found['about']}", f"`{found['command']}` ({found['device']})"]
-    parts += [f"- {note}" for note in found["notes"]]
+def markdown(document: dict[str, Any]) -> str:
+    """The document as a page: the last round, and earlier ones if the paper prints them."""
+    parts = [f"# {document['table']}: {document['about']}", f"`{document['command']}` ({document['device']})"]
+    parts += [f"- {note}" for note in document["notes"]]
     parts.append("Cells: ours ± standard deviation (published, difference).")
-    rounds = list(dict.fromkeys(t for each in found["lines"] for t in each["rounds"]))
+    rounds = list(dict.fromkeys(t for each in document["lines"] for t in each["rounds"]))
     if len(rounds) < 2:
-        parts.append(_table(pivot(found["lines"], found["across"])))
+        parts.append(_table(pivot(document["lines"], document["across"])))
     for t in sorted(rounds, key=int, reverse=True) if len(rounds) > 1 else ():
-        parts += [f"## After round {t}", _table(pivot(found["lines"], found["across"], t))]
+        parts += [f"## After round {t}", _table(pivot(document["lines"], document["across"], t))]
     return "\n\n".join(parts).replace("\n\n- ", "\n- ") + "\n"
 
 
@@ -260,16 +260,16 @@ def _table(grid: Grid) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def write(found: dict[str, Any], out: Path) -> list[Path]:
+def write(document: dict[str, Any], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"{found['table']}.md", out / f"{found['table']}.json"]
-    files[0].write_text(markdown(found), encoding="utf-8")
-    files[1].write_text(json.dumps(_plain(found), indent=1) + "\n", encoding="utf-8")
+    files = [out / f"{document['table']}.md", out / f"{document['table']}.json"]
+    files[0].write_text(markdown(document), encoding="utf-8")
+    files[1].write_text(json.dumps(_plain(document), indent=1) + "\n", encoding="utf-8")
     return files
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity: the word."""
+    """Replace infinity by a string, because JSON has none."""
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -306,7 +306,7 @@ def test_bad_data_is_refused():
         fast().fit(csr_matrix(x), y)
     with pytest.raises(ValueError, match="too large for dtype"):
         fast().fit(np.where(x == x.max(), 1e39, x), y)
-    with pytest.raises(SordinoError, match=r"^y: all records are of one class"):
+    with pytest.raises(SordinoError, match=r"^y: all records have one class"):
         fast().fit(x, np.zeros(20))
     with pytest.raises(NotFittedError):
         fast().predict(x)

@@ -10,7 +10,20 @@ import pytest
 SRC = Path(__file__).parents[1] / "src" / "sordino"
 # Each layer may import those before it, and itself.
 LAYERS = [
-    *("errors", "lazy", "files", "settings", "core", "tree", "wire", "privacy", "plugins", "secagg", "rules"),
+    *(
+        "version",
+        "errors",
+        "lazy",
+        "files",
+        "settings",
+        "core",
+        "tree",
+        "wire",
+        "privacy",
+        "plugins",
+        "secagg",
+        "rules",
+    ),
     *("models", "data", "methods", "engines", "checks", "training", "studies", "federation", "estimators", "cli"),
 ]
 APART = {("models", "privacy"), ("data", "privacy"), ("privacy", "models"), ("privacy", "data"), ("data", "models")}
@@ -36,8 +49,6 @@ def backward(path: Path, source: str | None = None):
     here = path.relative_to(SRC).parts[0].removesuffix(".py")
     for line, module in arrows(path, source):
         there = layer(module)
-        if there == "__init__" and here in ("training", "studies", "federation", "estimators", "cli"):
-            continue  # for the version number
         if there not in LAYERS or LAYERS.index(there) > LAYERS.index(here) or (here, there) in APART:
             yield f"{path.relative_to(SRC)}:{line} imports {module}"
 
@@ -60,6 +71,64 @@ def test_an_arrow_that_points_back_is_found():
     assert list(backward(SRC / "privacy" / "plan.py", "from sordino.models.linear import Linear"))
     assert list(backward(SRC / "methods" / "fedgd.py", "def f():\n    from sordino import cli"))
     assert not list(backward(SRC / "methods" / "fedgd.py", "from sordino.rules import scale"))
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others. sources: module name -> source code.
+
+    Imports inside functions and under TYPE_CHECKING count too. `from sordino import files` imports the module
+    `sordino.files`; any other name of a package is an import of the package itself.
+    """
+    direct = {}
+    for module, source in sources.items():
+        direct[module] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{module}: a relative import"
+                parts = (f"{node.module}.{alias.name}" for alias in node.names)
+                direct[module] |= {part if part in sources else node.module for part in parts}
+            elif isinstance(node, ast.Import):
+                direct[module] |= {alias.name for alias in node.names}
+        direct[module] &= sources.keys()
+    reachable = {}
+    for module in direct:
+        reachable[module], waiting = set(), [module]
+        while waiting:
+            new = direct[waiting.pop()] - reachable[module]
+            reachable[module] |= new
+            waiting.extend(new)
+    groups = {tuple(sorted({m for m in reachable[module] if module in reachable[m]})) for module in direct}
+    return sorted(list(group) for group in groups if group)
+
+
+def module_name(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def sources_of_the_package() -> dict[str, str]:
+    root = SRC.parents[1]
+    paths = [(path, SRC.parent) for path in SRC.rglob("*.py")]
+    paths += [(path, root) for path in (root / "papers").rglob("*.py")]
+    return {module_name(path, top): path.read_text() for path, top in paths}
+
+
+def test_no_module_imports_itself_through_others():
+    assert circles(sources_of_the_package()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "others"),
+    [
+        ("sordino.errors", "from sordino.core import Method", {"sordino.core"}),
+        ("sordino.version", "import sordino", {"sordino"}),
+        ("sordino.files", "def f():\n    from sordino import secagg", {"sordino.secagg.keys"}),
+        ("sordino.privacy.plan", "from sordino.privacy import spending", {"sordino.privacy.spending"}),
+    ],
+)
+def test_an_added_circle_is_found(module, line, others):
+    sources = sources_of_the_package()
+    sources[module] += "\n" + line
+    assert any({module, *others} <= set(group) for group in circles(sources))
 
 
 def test_the_library_needs_torch_numpy_and_scipy_alone():

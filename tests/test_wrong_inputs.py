@@ -174,7 +174,7 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda z: {"logits": z}, lambda z: (z, z), lambda z: None])
 def test_a_module_that_does_not_give_one_tensor(wrap):
     kind = type(wrap(1)).__name__
-    with pytest.raises(SordinoError, match=f"module: gives a {kind} for two rows; it must give one tensor"):
+    with pytest.raises(SordinoError, match=f"module: it returns a {kind} for two rows; it must return one tensor"):
         TorchModel(Wrapped(wrap), shape=(4,))
 
 
@@ -193,12 +193,12 @@ def test_a_module_that_does_not_give_one_tensor(wrap):
         (["sweep", "--grid", "lr=1,2", "--search", "optuna", "--trials", "0"], "--trials: 0 must be at least 1"),
         (
             ["sweep", "--grid", "lr=1,2", "--search", "optuna", "--storage", "x"],
-            "--storage: 'x' is not a database's URL",
+            "--storage: 'x' is not the URL of a database",
         ),
         (["compare", "--search", "optuna", "--tune", "--trials", "0"], "--trials: 0 must be at least 1"),
         (["compare", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
         (["papers", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
-        (["papers", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' should be whole numbers"),
+        (["papers", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' must be integers"),
         (["papers", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
         (["federate", "up", "--set", "lr=x"], "lr: 'x' must be a number"),
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),

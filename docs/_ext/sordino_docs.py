@@ -78,28 +78,28 @@ class Section(NamedTuple):
 
     def items(self) -> list[tuple[str, str]]:
         """Name and text of each entry of Args, Raises or Attributes."""
-        found: list[tuple[str, str]] = []
+        entries: list[tuple[str, str]] = []
         for line in self.text.splitlines():
             match = None if line.startswith(" ") else ITEM.match(line)
             if match:
-                found.append((match[1], match[3]))
-            elif found:
-                found[-1] = (found[-1][0], f"{found[-1][1]} {line.strip()}".strip())
-        return found
+                entries.append((match[1], match[3]))
+            elif entries:
+                entries[-1] = (entries[-1][0], f"{entries[-1][1]} {line.strip()}".strip())
+        return entries
 
 
 def sections(doc: str) -> list[Section]:
     """A docstring in its parts."""
-    found: list[tuple[str, list[str]]] = [("", [])]
+    parts: list[tuple[str, list[str]]] = [("", [])]
     for line in inspect.cleandoc(doc).splitlines():
         match = HEAD.match(line)
         if match:
-            found.append((match[1], [match[2]] if match[2] else []))
-        elif found[-1][0] and line.strip() and not line.startswith(" "):
-            found.append(("", [line]))  # a section ends where the indent does
+            parts.append((match[1], [match[2]] if match[2] else []))
+        elif parts[-1][0] and line.strip() and not line.startswith(" "):
+            parts.append(("", [line]))  # a section ends where the indent does
         else:
-            found[-1][1].append(line)
-    return [Section(head, textwrap.dedent("\n".join(lines)).strip("\n")) for head, lines in found]
+            parts[-1][1].append(line)
+    return [Section(head, textwrap.dedent("\n".join(lines)).strip("\n")) for head, lines in parts]
 
 
 def markdown(doc: str) -> str:
@@ -158,8 +158,8 @@ def public_names() -> Iterator[tuple[str, str, Any]]:
         yield "sordino", f"sordino.{name}", getattr(sordino, name)
     for group, names in MORE.items():
         for name in names:
-            module, _, own = name.partition(":")
-            yield group, name.replace(":", "."), getattr(import_module(module), own)
+            module, _, attribute = name.partition(":")
+            yield group, name.replace(":", "."), getattr(import_module(module), attribute)
 
 
 def api() -> Iterator[tuple[str, str]]:
@@ -180,7 +180,7 @@ def api() -> Iterator[tuple[str, str]]:
 def described(name: str, thing: Any) -> str:
     """One public name: signature, docstring, and the members of classes and modules."""
     if isinstance(thing, ModuleType):
-        own = [
+        functions = [
             (key, value)
             for key, value in vars(thing).items()
             if not key.startswith("_")
@@ -188,7 +188,7 @@ def described(name: str, thing: Any) -> str:
             and value.__module__ == thing.__name__
             and value.__doc__
         ]
-        members = "\n\n".join(_object("function", f"{thing.__name__}.{key}", value) for key, value in own)
+        members = "\n\n".join(_object("function", f"{thing.__name__}.{key}", value) for key, value in functions)
         return f"Module `{thing.__name__}`.\n\n{markdown(thing.__doc__ or '')}\n\n{members}"
     if inspect.isclass(thing):
         return _object("class", name, thing, _members(thing))
@@ -240,12 +240,12 @@ def source_comments(cls: type) -> dict[str, str]:
         lines = inspect.getsource(cls).splitlines()
     except (OSError, TypeError):
         return {}
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     for line in lines:
         match = re.match(r"^    (\w+): [^#]*?(?:  # (.*))?$", line)
         if match:
-            found[match[1]] = match[2] or ""
-    return found
+            comments[match[1]] = match[2] or ""
+    return comments
 
 
 def _cell(text: str) -> str:
@@ -290,10 +290,10 @@ def _help(parser: argparse.ArgumentParser, name: str) -> str:
 def _command(parser: argparse.ArgumentParser, level: int) -> str:
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=88)
     usage = parser.format_usage().removeprefix("usage: ").strip()
-    parts = [(parser.description or "").strip(), f"```text\n{usage}\n```"]
+    parts = [_description(parser.description or ""), f"```text\n{usage}\n```"]
     inner = _commands(parser)
     rows = [
-        f"| {_invocation(action)} | {_cell(_expanded(parser, action))} |"
+        f"| {_invocation(action)} | {_flags(_cell(_expanded(parser, action)))} |"
         for action in sorted(parser._actions, key=lambda action: bool(action.option_strings))  # positional ones first
         if action.help is not argparse.SUPPRESS
         and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
@@ -305,6 +305,28 @@ def _command(parser: argparse.ArgumentParser, level: int) -> str:
     for name, each in inner.items():
         parts.append(f"{'#' * level} {parser.prog} {name}\n\n{_command(each, level + 1)}")
     return "\n\n".join(part for part in parts if part)
+
+
+def _description(text: str) -> str:
+    """Help text as Markdown: indented lines `  term   meaning`, with deeper indented continuations, become a list."""
+    lines: list[str] = []
+    for line in text.strip().splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent == 2:
+            term, _, meaning = line.strip().partition("  ")
+            if lines and lines[-1] and not lines[-1].startswith("-"):
+                lines.append("")
+            lines.append(f"- **{term}**: {meaning.strip()}" if meaning.strip() else f"- **{term}**:")
+        elif indent and lines:
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line)
+    return _flags("\n".join(lines))
+
+
+def _flags(text: str) -> str:
+    """Flags as code, because the typesetting of pages turns two hyphens into a dash."""
+    return re.sub(r"(?<![`\w-])(--[a-z][a-z-]*)", r"`\1`", text)
 
 
 def _invocation(action: argparse.Action) -> str:
@@ -351,9 +373,12 @@ def _items(text: str) -> str:
 
 def method_page(name: str, entry: Any, note: Path) -> str:
     doc = sections(inspect.getdoc(entry.factory) or "")
-    told = {key: text for s in doc if s.head == "Args" for names, text in s.items() for key in re.split(r",\s*", names)}
-    rows = [f"| `{key}` | `{value}` | {_cell(told.get(key, ''))} |" for key, value in entry.options.items()]
-    text = "\n\n".join(markdown(_rejoined(s)) for s in doc if s.head not in ("Args", "Returns", "Guarantee"))
+    meanings = {
+        key: text for s in doc if s.head == "Args" for names, text in s.items() for key in re.split(r",\s*", names)
+    }
+    rows = [f"| `{key}` | `{value}` | {_cell(meanings.get(key, ''))} |" for key, value in entry.options.items()]
+    text = "\n\n".join(markdown(_rejoined(s)) for s in doc if not s.head)
+    python = "\n\n".join(markdown(_rejoined(s)) for s in doc if s.head in ("Raises", "Example"))
     parts = [f"# {name}", text]
     releases, remarks = noted(note)
     guarantee = "\n\n".join(_items(section.text) for section in doc if section.head == "Guarantee") or releases
@@ -361,13 +386,14 @@ def method_page(name: str, entry: Any, note: Path) -> str:
         parts.append(f"## Guarantee\n\n{guarantee}")
     parts.append("## Certified for\n\n" + certified(name, entry))
     parts.append(
-        f"## Facts\n\n- Family: {entry.family}\n- Source: {entry.paper}\n"
-        f"- Rounds, unless the run says otherwise: {entry.rounds}"
+        f"## Facts\n\n- Family: {entry.family}\n- Source: {entry.paper}\n- Default number of rounds: {entry.rounds}"
     )
     if rows:
         parts.append("## Options\n\n| option | default | meaning |\n|---|---|---|\n" + "\n".join(rows))
     if remarks:
         parts.append(f"## Notes\n\n{remarks}")
+    if python:
+        parts.append(f"## In Python\n\n{python}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -393,8 +419,8 @@ def certified(name: str, entry: Any) -> str:
             lines.append(f"- {unit} level: {error}")
             continue
         proved = [trust.value for u, trust in sorted(method.proves) if u is unit]
-        told = ", ".join(f"`{trust}`" for trust in proved) if proved else "nothing"
-        lines.append(f"- {unit} level, default options: {told}")
+        trusts = ", ".join(f"`{trust}`" for trust in proved) if proved else "nothing"
+        lines.append(f"- {unit} level, default options: {trusts}")
         if method.caveat and len(proved) < len(sordino.Trust):
             lines.append(f"  ({method.caveat})")
     return "\n".join(lines)
@@ -413,12 +439,14 @@ def spec_page() -> str:
     for field in dataclasses.fields(specs.Spec):
         if field.name == "options":
             continue
-        _, told = help_of.get(field.name, ("", ""))
-        told = told or MEANINGS.get(field.name, "") or comments.get(field.name, "")
+        _, meaning = help_of.get(field.name, ("", ""))
+        meaning = meaning or MEANINGS.get(field.name, "") or comments.get(field.name, "")
         default = (
             "" if field.default is dataclasses.MISSING or field.default in (None, "") else f"`{_toml(field.default)}`"
         )
-        rows.append(f"| `{field.name}` | {_cell(str(field.type)).replace(' | None', '')} | {default} | {_cell(told)} |")
+        rows.append(
+            f"| `{field.name}` | {_cell(str(field.type)).replace(' | None', '')} | {default} | {_cell(meaning)} |"
+        )
     return (
         "# Keys of a run\n\n"
         "`sordino run SPEC.toml` reads a flat TOML file. `--set KEY=VALUE` sets any key; the most frequent ones have a "

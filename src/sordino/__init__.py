@@ -31,6 +31,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from sordino.version import __version__ as __version__
+
 if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test compares the two
     from sordino.core import (
         Adjacency,
@@ -62,8 +64,6 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
     from sordino.privacy.mechanisms.random import source
     from sordino.privacy.participation import Participation
     from sordino.privacy.plan import Plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Adjacency",

@@ -1,8 +1,8 @@
-"""A federated, differentially private linear classifier with the manners of scikit-learn.
+"""A federated, differentially private linear classifier with the interface of scikit-learn.
 
     FederatedClassifier(epsilon=2.0).fit(X, y, groups=hospital).predict(X_new)
 
-Every fit is one simulated run, with a certificate of its own. Nothing is evaluated on the training records.
+Every fit is one simulated run with its own certificate. Nothing is evaluated on the training records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-import sordino
 from sordino.core import Unit
 from sordino.data.preprocess import preprocess
 from sordino.data.sources import Dataset
@@ -32,6 +31,7 @@ from sordino.privacy.evidence.statement import statement
 from sordino.training.resolved import resolve
 from sordino.training.run import PreparedRun, prepare_resolved
 from sordino.training.spec import RUN_KEYS, Spec
+from sordino.version import __version__
 
 OWN = ("method", "epsilon", "delta", "rounds", "clients", "unit", "adjacency", "trust", "divisor", "normalize")
 OTHERS = ("class_weights", "client_epsilon", "dtype", "participation", "uncertified")  # keys of a run for `options`
@@ -39,12 +39,14 @@ OTHERS = ("class_weights", "client_epsilon", "dtype", "participation", "uncertif
 PREPARED = "Features were prepared without statistics of these records: by each record alone, or by public figures."
 SEARCHED = "this was one of several fits of copies of one estimator; the others are not paid for here"
 
-_COPIES: WeakKeyDictionary[FederatedClassifier, tuple[str, int]] = WeakKeyDictionary()  # family, copies made so far
+_COPIES: WeakKeyDictionary[FederatedClassifier, tuple[str, int]] = (
+    WeakKeyDictionary()
+)  # family, number of copies so far
 _WARNED: set[str] = set()  # families
 
 
 class UnpaidSearchWarning(UserWarning):
-    """Several copies of one estimator are fitted, and no certificate covers them together.
+    """Several copies of one estimator were fitted, and no certificate covers all of them.
 
     Example:
         >>> issubclass(UnpaidSearchWarning, UserWarning)
@@ -55,37 +57,38 @@ class UnpaidSearchWarning(UserWarning):
 class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn is not typed
     """Softmax regression, trained over clients under (epsilon, delta)-differential privacy.
 
-    `fit(X, y, groups=site)` takes one client a group; at user level the groups are the users whom the promise is for.
-    Without groups the records are dealt out at random to `clients` simulated ones. In a `Pipeline` pass
-    `model__groups=site`, or route it: `set_fit_request(groups=True)`. The groups given to a search reach its splitter
-    alone, unless they are routed.
+    `fit(X, y, groups=site)` makes one client per group; at user level the groups are the protected users. Without
+    groups the records are divided at random among `clients` simulated clients. In a `Pipeline` pass
+    `model__groups=site`, or route it: `set_fit_request(groups=True)`. The groups of a search reach only its splitter,
+    unless they are routed.
 
-    What the promise does not cover:
+    What the guarantee does not cover:
 
-    - Steps before this one. A scaler fitted to the same records is a release that nothing pays for; scale by public
-      figures, or set `normalize="l2"`.
-    - Searches and cross-validation. Each fit's certificate covers that fit alone; a second copy that is fitted says so
-      by an `UnpaidSearchWarning`, once a search. `sordino.privacy.accounting.selection` has the price of all.
-    - The set of classes, which is public. It is taken from `y`, unless `classes` declares it.
+    - Earlier steps of a pipeline. A scaler fitted to the same records is a release that no budget pays for; scale by
+      public constants, or set `normalize="l2"`.
+    - Searches and cross-validation. The certificate of a fit covers only that fit. The second fitted copy raises an
+      `UnpaidSearchWarning`, once per search. `sordino.privacy.accounting.selection` computes the joint cost.
+    - The set of classes, which is public. It comes from `y`, unless `classes` declares it.
 
     Args:
-      method: as `sordino methods` lists them.
-      epsilon, delta, unit, adjacency, trust: the promise, as in `sordino.Privacy`. epsilon = inf: no noise.
-      rounds: by default the method's own number.
-      clients: simulated ones, where no groups are given; no more than there are records.
+      method: a name that `sordino methods` lists.
+      epsilon, delta, unit, adjacency, trust: the guarantee, as in `sordino.Privacy`. epsilon = inf: no noise.
+      rounds: number of rounds; by default that of the method.
+      clients: number of simulated clients if there are no groups; at most the number of records.
       divisor: `pooled` or `client-mean`.
-      normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R); by default the method's own.
-      options: the method's own, as in `{"lr": 0.5, "clip": 2.0}`; also `participation`, `class_weights`,
-        `client_epsilon`, `dtype` and `uncertified`, as a run's spec has them.
-      classes: all labels that may occur, whether they do or not.
-      random_state: None for cryptographic noise. An int makes a fit reproducible, and not private: whoever knows it
-        can subtract the noise, and the certificate says so.
+      normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R); by default as the
+        method needs it.
+      options: options of the method, as in `{"lr": 0.5, "clip": 2.0}`; also the keys `participation`, `class_weights`,
+        `client_epsilon`, `dtype` and `uncertified` of a run.
+      classes: all labels that may occur, even if `y` lacks some.
+      random_state: None for cryptographic noise. An int makes a fit reproducible but not private, because whoever
+        knows it can subtract the noise. The certificate states this.
 
     Attributes:
       classes_, n_features_in_, feature_names_in_, coef_, intercept_: as in scikit-learn's linear classifiers.
       normalize_: how records are scaled before they are used.
-      certificate_: all numbers of the promise, for `sordino.verify`. statement_: the same in words, as Markdown.
-      history_: of each round, its number and the epsilon spent up to it.
+      certificate_: all numbers of the guarantee, for `sordino.verify`. statement_: the same in words, as Markdown.
+      history_: number of each round and the epsilon spent so far.
 
     Example:
       >>> import sordino as so
@@ -127,11 +130,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> FederatedClassifier:
-        """Train. groups: whose each record is."""
+        """Train. groups: the client (or user) of each record."""
         resolved = resolve(self._spec(groups is not None))
         if resolved.privacy.unit is Unit.USER and groups is None:
             raise SordinoError("groups: at user level, fit needs the user of every record; pass groups.")
-        with np.errstate(over="ignore"):  # what overflows is reported as infinite
+        with np.errstate(over="ignore"):  # values that overflow are reported as infinite
             X, y = validate_data(self, X, y, dtype=resolved.spec.dtype)
         site = None if groups is None else _sites(groups, len(X))
         classes, index = self._labels(y)
@@ -159,7 +162,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Logits, one a class; of two classes, the second one's less the first's."""
+        """Logits, one per class; for two classes, the second minus the first."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float64, reset=False)
         z = preprocess(X, None, self.normalize_) @ self.coef_.T + self.intercept_
@@ -176,26 +179,24 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------- inside
 
     def _spec(self, grouped: bool) -> Spec:
-        """The run that the parameters ask for, each checked."""
+        """The spec of the run, with every parameter checked."""
         seed = _plain(self.random_state)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise SordinoError(
-                f"random_state: {seed!r} must be a whole number, 0 or more, or None for noise that is private."
-            )
+            raise SordinoError(f"random_state: {seed!r} must be an integer of at least 0, or None for private noise.")
         if self.options is not None and not isinstance(self.options, Mapping):
-            raise SordinoError(f"options: {self.options!r} should be a dict of the method's options.")
+            raise SordinoError(f"options: {self.options!r} must be a dict of the method's options.")
         if self.clients is None:
-            raise SordinoError("clients: None; give the number of clients to simulate, which groups overrule.")
+            raise SordinoError("clients: None; give the number of simulated clients (groups override it).")
         options = {str(key): _plain(value) for key, value in (self.options or {}).items()}
         keys = set(RUN_KEYS) - set(OTHERS)
         if misplaced := sorted(keys & options.keys()):
             where = "it is a parameter of the estimator" if misplaced[0] in OWN else "it has no meaning here"
             raise SordinoError(f"options: '{misplaced[0]}' does not belong there; {where}.")
-        own = {key: _plain(getattr(self, key)) for key in OWN if not (grouped and key == "clients")}
+        parameters = {key: _plain(getattr(self, key)) for key in OWN if not (grouped and key == "clients")}
         spec = Spec.of(
             {
                 **options,
-                **own,
+                **parameters,
                 "data": "given",
                 "partition": "by-site" if grouped else "iid",
                 "seed": seed,
@@ -205,25 +206,29 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return spec
 
     def _labels(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The classes, sorted, and the index of each record's."""
+        """The sorted classes, and the class index of each record."""
         check_classification_targets(y)
         classes, index = np.unique(y, return_inverse=True)
         if self.classes is not None:
-            found, classes = classes, np.unique(np.asarray(self.classes))
-            if unknown := [label for label in found if label not in classes]:
-                raise SordinoError(f"classes: label '{unknown[0]}' of y is not among them; declare it, or drop it.")
-            index = np.searchsorted(classes, found)[index]
+            present, classes = classes, np.unique(np.asarray(self.classes))
+            if unknown := [label for label in present if label not in classes]:
+                raise SordinoError(
+                    f"classes: label '{unknown[0]}' of y is not declared; declare it, or drop its records."
+                )
+            index = np.searchsorted(classes, present)[index]
         if len(classes) < 2:
-            raise SordinoError("y: all records are of one class; take more data, or declare the others by classes.")
+            raise SordinoError(
+                "y: all records have one class; use more data, or declare the other classes by `classes`."
+            )
         return classes, index.astype(np.int64)
 
     def __sklearn_clone__(self) -> FederatedClassifier:
-        """A copy that knows it is one. Searches copy an estimator once and then that copy for every fit; so copies of
-        one estimator are a family, and the second of them to be made is the first sign of a search."""
+        """Copy, and count the copies. A search copies an estimator once, and then that copy for every fit, so the
+        second copy of one estimator is the first sign of a search."""
         copy: FederatedClassifier = super().__sklearn_clone__()
-        family, made = _COPIES.get(self, (secrets.token_hex(8), 0))
-        _COPIES[self] = family, made + 1
-        copy._copy = family, made + 1
+        family, copies = _COPIES.get(self, (secrets.token_hex(8), 0))
+        _COPIES[self] = family, copies + 1
+        copy._copy = family, copies + 1
         return copy
 
     def _warn_of_a_search(self) -> bool:
@@ -241,16 +246,16 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _certificate(run: PreparedRun, searched: bool) -> dict[str, Any]:
-    # At user level the names say who took part, and that is to be hidden.
+    # At user level the names tell who took part, which must stay secret.
     names = run.names if run.plan.privacy.unit is Unit.RECORD else []
     tuning: dict[str, Any] = {"tuning": SEARCHED} if searched else {}
-    return certificate(run.plan, run.source, version=sordino.__version__, names=names, assumes=[PREPARED], **tuning)
+    return certificate(run.plan, run.source, version=__version__, names=names, assumes=[PREPARED], **tuning)
 
 
 def _sites(groups: Any, records: int) -> np.ndarray:
     site = np.asarray(groups)
     if site.shape != (records,):
-        raise SordinoError(f"groups: shape {site.shape} for {records} records; give one group a record.")
+        raise SordinoError(f"groups: shape {site.shape} for {records} records; give one group per record.")
     missing = sum(each is None or each != each for each in site.tolist())
     if missing:
         raise SordinoError(f"groups: {missing} entries are missing; fill them or drop those records.")
@@ -258,5 +263,5 @@ def _sites(groups: Any, records: int) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's, as a grid of parameters holds them, as Python's own."""
+    """A numpy number, as in a grid of parameters, as a Python number."""
     return value.item() if isinstance(value, np.generic) else value

@@ -238,7 +238,7 @@ def test_features_command_with_a_module_of_ones_own(
         (["--module", "m.pt", "--device", "tpu"], "--device: 'tpu' is unknown"),
         (["--module", "m.pt", "--mean", "a,b"], "--mean: 'a,b' must be numbers"),
         (["--module", "m.pt", "--std", "0"], "--std: '0' must be positive numbers"),
-        (["--module", "m.pt", "--data", "a9a"], "--data: 'a9a' is no set of images"),
+        (["--module", "m.pt", "--data", "a9a"], "--data: 'a9a' is not a set of images"),
         (["--module", "m.pt"], "module: there is no file 'm.pt'"),
         (["--network", "resnet20", "--weights", "w.pt"], "weights: there is no file 'w.pt'"),
     ],
@@ -268,4 +268,4 @@ def test_help_warns_of_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         call(capsys, "--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "meant for PUBLIC data; of private data these are a release" in text
+    assert "Use it for PUBLIC data only" in text

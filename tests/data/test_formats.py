@@ -98,7 +98,7 @@ def test_fashion_mnist_is_not_taken_for_mnist(tmp_path: Path) -> None:
     opening = np.array([9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9], np.uint8)
     mnist(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(opening))
-    with pytest.raises(SordinoError, match="are Fashion-MNIST; put each set into a folder"):
+    with pytest.raises(SordinoError, match="are Fashion-MNIST; put each set into its own folder"):
         load("mnist", data_dir=tmp_path)
 
 
@@ -214,7 +214,7 @@ def test_a_pickle_that_names_anything_else_is_refused(tmp_path: Path) -> None:
     members["data_batch_3"] = pickle.dumps({"data": PIXELS, "labels": Malicious()}, 2)
     tar(tmp_path / "cifar-10-python.tar.gz", "cifar-10-batches-py", members)
     with pytest.raises(
-        SordinoError, match=r"data_batch_3.*it names (__builtin__|builtins)\.exec, which no array needs"
+        SordinoError, match=r"data_batch_3.*it refers to (__builtin__|builtins)\.exec, which no array needs"
     ):
         load("cifar10", data_dir=tmp_path)
 
@@ -402,7 +402,7 @@ def test_glue_errors(tmp_path: Path) -> None:
     with pytest.raises(SordinoError, match=r"split: 'trian' is unknown. Did you mean 'train'"):
         glue.load("sst2", "trian")
     (tmp_path / "train.tsv").write_text("sentence\tlabel\na\t2\n")
-    with pytest.raises(SordinoError, match=r"label '2' in .* is none of 0, 1"):
+    with pytest.raises(SordinoError, match=r"label '2' in .* is not one of 0, 1"):
         glue.load("sst2", data_dir=tmp_path)
     with pytest.raises(SordinoError, match=r"has columns \['sentence', 'label'\]; QNLI needs question and sentence"):
         glue.load("qnli", data_dir=tmp_path)
@@ -426,7 +426,7 @@ def test_the_real_sets(name: str, train: int, test: int, features: int, classes:
     assert data.x_train.min() == 0
     assert data.x_train.max() == 1
     if name == "mnist":
-        with pytest.raises(SordinoError, match="Fashion-MNIST is not at hand"):
+        with pytest.raises(SordinoError, match="Fashion-MNIST is not on this machine"):
             load("fashion-mnist", data_dir=SHARED)
 
 

@@ -231,7 +231,7 @@ def test_a_published_partition_is_rebuilt_exactly(name: str, totals: list[int] |
 @pytest.mark.parametrize(
     ("content", "clients", "message"),
     [
-        ("client,class_0,class_1\n0,9,1\n", None, "9 records of class 0 are asked for, but the data has 5"),
+        ("client,class_0,class_1\n0,9,1\n", None, "the counts need 9 records of class 0, but the data have 5"),
         ("client,class_0\n0,1\n", None, r"no column 'class_1'. Did you mean 'class_0'"),
         ("class_0,class_1\n1,1\n", None, "no column 'client'"),
         ("client,class_0,class_1,class_2\n0,1,1,1\n", None, r"columns \['class_2'\], but the data has only 2"),
@@ -240,7 +240,7 @@ def test_a_published_partition_is_rebuilt_exactly(name: str, totals: list[int] |
         ("client,class_0,class_1\n0,1,1\n0,1,1\n", None, "once each"),
         ("client,class_0,class_1\n", None, "once each"),
         ("client,class_0,class_1\n0,0,0\n", None, "client 0 .* has no records"),
-        ("client,class_0,class_1\n0,1,1\n", 3, "clients: 3 were asked for, but .* has 1"),
+        ("client,class_0,class_1\n0,1,1\n", 3, "clients: 3 requested, but .* has 1"),
     ],
 )
 def test_counts_errors(tmp_path: Path, content: str, clients: int | None, message: str) -> None:
@@ -263,7 +263,7 @@ def test_counts_errors(tmp_path: Path, content: str, clients: int | None, messag
         ("classes:2.5", 4, "equal", "malformed; write classes:2"),
         ("classes:11", 4, "equal", "impossible with 10 classes"),
         ("classes:0", 4, "equal", "impossible"),
-        ("classes:10", 20, "equal", "class 0 has 10 records for the 20 clients"),
+        ("classes:10", 20, "equal", "class 0 has 10 records for 20 clients"),
         ("iid:2", 4, "equal", "takes no argument"),
         ("iid", 101, "equal", "101 clients cannot share 100 records"),
         ("dirichlet", 101, "equal", "101 clients cannot share 100 records"),

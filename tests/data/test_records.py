@@ -241,5 +241,5 @@ def test_views_of_some_clients():
 
 def test_a_client_that_holds_another_number_of_records_is_refused():
     records = Lazy.of((2, 3), lambda i: (torch.ones(2, 1), torch.zeros(2)))
-    with pytest.raises(SordinoError, match="clients: client 1 holds 2 records where 3 were declared"):
+    with pytest.raises(SordinoError, match="clients: client 1 has 2 records, but 3 were declared"):
         records.shard(1)

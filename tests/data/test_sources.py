@@ -148,10 +148,10 @@ def test_alpha_moves_all_logits_of_a_device_alike() -> None:
         ("synthetic(one,1)", "'one' in .* is malformed"),
         ("synthetic(1,1,clients=2.5)", "'clients=2.5' in .* is malformed"),
         ("synthetic(1,1,client=3)", "no setting 'client'. Did you mean 'clients'"),
-        ("synthetic(1,1,classes=1)", "the least is 2"),
-        ("synthetic(-1,1)", "the least is 0"),
-        ("synthetic(1,1,spread=99)", "the most is 10"),
-        ("synthetic(1,1,clients=60,records=100)", "fewer than two records a client"),
+        ("synthetic(1,1,classes=1)", "the minimum is 2"),
+        ("synthetic(-1,1)", "the minimum is 0"),
+        ("synthetic(1,1,spread=99)", "the maximum is 10"),
+        ("synthetic(1,1,clients=60,records=100)", "fewer than two records per client"),
     ],
 )
 def test_synthetic_errors(source: str, message: str) -> None:
@@ -391,7 +391,7 @@ def test_public_stats_errors(tmp_path: Path, arrays: dict[str, object], message:
 
 def test_preprocessing_errors() -> None:
     for word in ("standardize", "pca", "pca:10"):
-        with pytest.raises(SordinoError, match=r"themselves a release.*--public-stats.*normalize l2"):
+        with pytest.raises(SordinoError, match=r"these are a release.*--public-stats.*normalize l2"):
             load("digits", normalize=word)
     with pytest.raises(SordinoError, match=r"normalize: 'l1' is unknown. Did you mean 'l2'"):
         load("digits", normalize="l1")

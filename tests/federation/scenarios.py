@@ -83,7 +83,7 @@ OPEN = {
     "open-nan": Scenario("NaN for a message", "nan", (("round", 2),), came=(6, 6, 5, 6), **PLAIN),
     "open-wrong-shape": Scenario("a message of another shape", "shape", (("round", 2),), came=(6, 6, 5, 6), **PLAIN),
     "open-coordinator-killed": Scenario("kill -9 of the coordinator in a round", "kill-after", exchange=3, **PLAIN),
-    "open-hostile-server": Scenario("a server that breaks its word", "attack", trust="untrusted-server"),
+    "open-hostile-server": Scenario("a server that breaks the terms", "attack", trust="untrusted-server"),
 }
 STORMS = {  # two of five in the open
     f"random-faults-{k:02}": Scenario("random faults", "random-faults", came=(), **(PLAIN if k % 5 in (1, 3) else {}))

@@ -220,7 +220,7 @@ def test_terms_that_were_refused_are_proposed_anew(tiny):
     (federation.coordinator / "spec.toml").write_text(tomli_w.dumps({**federation.spec, "method": "dp-scaffold"}))
     federation.run()
     terms = Terms.read((federation.coordinator / "run" / "terms.json").read_text())
-    assert terms.parsed.method == "dp-scaffold"
+    assert terms.resolved.method_name == "dp-scaffold"
     assert json.loads((federation.coordinator / "run" / "certificate.json").read_text())["method"] == "dp-scaffold"
 
 

@@ -8,6 +8,7 @@ import torch
 
 from sordino.data.records import Records
 from sordino.engines import reference
+from sordino.federation.terms import against_terms
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.training.artifacts import load_model
@@ -16,7 +17,7 @@ from sordino.training.verify_run import verify_run
 
 def simulated(federation, coordinator):
     terms = coordinator.terms
-    parts = [federation.site(name).load(str(terms.parsed.normalize)) for name in terms.names]
+    parts = [federation.site(name).load(terms.resolved.source.normalize) for name in terms.names]
     x, y = (np.concatenate([getattr(part, key) for part in parts]) for key in ("x_train", "y_train"))
     client = np.repeat(np.arange(len(parts)), [len(part.y_train) for part in parts])
     records = Records.of(x, y, client, dtype=terms.number)
@@ -47,16 +48,21 @@ def test_the_model_is_the_simulators(federation, method, trust, keys):
         (place,) = (federation.place(name) / "runs").iterdir()
         cert = json.loads((place / "certificate.json").read_text())
         assert verify(cert).problems == []
-        verdict = verify_run(place, federation.roster.card(name).sign)  # the plan rebuilt from the terms beside it
-        assert verdict.problems == []
+        verdict = verify_run(place, federation.roster.card(name).sign, against_terms=against_terms)
+        assert verdict.problems == verdict.assumed == []
+        assert verdict.gaps == ["metrics.jsonl, whose hash the certificate does not hold"]
         assert verdict.known
         assert verdict.signed.startswith(f"site {name} ")
         whole = (place / "certificate.json").read_text()
         (place / "certificate.json").write_text(json.dumps({**cert, "certified": True, "reasons": []}))
-        assert any("certified: the certificate says true" in each for each in verify_run(place).problems)
+        assert any(
+            "certified: the certificate says true" in each
+            for each in verify_run(place, against_terms=against_terms).problems
+        )
         (place / "certificate.json").write_text(whole)
         assert not cert["certified"]  # seeded
         assert cert["epsilon"] <= 8 * (1 + 1e-9)
         assert (cert["secure"] is not None) == (trust == "secure-aggregation")
         assert not (place / "secret").exists()
-    assert verify_run(coordinator.out).problems == []
+    assert verify_run(coordinator.out, against_terms=against_terms).problems == []
+    assert any(gap.startswith("the plan of the federation") for gap in verify_run(coordinator.out).gaps)

@@ -17,7 +17,7 @@ from test_parity import simulated
 import sordino
 from sordino.federation.flower.processes import LocalFederation
 from sordino.federation.handler import HANDLER
-from sordino.federation.terms import Terms
+from sordino.federation.terms import Terms, against_terms
 from sordino.training.artifacts import load_model
 from sordino.training.verify_run import verify_run
 
@@ -69,4 +69,4 @@ def compare(federation, found):
     assert all(len(line["came"]) == 3 for line in lines if line["what"] == "round")
     for name in federation.names:
         path = federation.place(name) / "runs" / found.terms.run / "certificate.json"
-        assert verify_run(path).problems == []  # against its spec and its ledger too
+        assert verify_run(path, against_terms=against_terms).problems == []  # against its spec and its ledger too

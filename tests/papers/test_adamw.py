@@ -123,7 +123,11 @@ def test_a_preset_can_be_typed_as_a_command():
             "no row for 'resnet18-gn' on tiny-imagenet",
             "name one of swin-tiny-lora, swin-base-lora.",
         ),
-        ((("adamw-19", "sst2", "dp-fedadam"), {}), "method: 'dp-fedadam' is none", "Did you mean 'dp-fedadamw'?"),
+        (
+            (("adamw-19", "sst2", "dp-fedadam"), {}),
+            "method: 'dp-fedadam' is not in table 20",
+            "Did you mean 'dp-fedadamw'?",
+        ),
     ],
 )
 def test_an_unknown_row_is_refused_with_a_remedy(arguments, words, remedy):

@@ -121,7 +121,7 @@ def test_published_figures_meet_their_rows():
 def test_what_is_not_at_hand_is_said_and_is_no_error(capsys, features):
     status, out = call(capsys, "sofim-4", "--data-dir", str(features))
     assert status == 0
-    assert "data not at hand" in out
+    assert "missing data" in out
     assert "pathmnist_resnet20.npz" in out
     assert "sordino features --data pathmnist" in out
     assert call(capsys, "sofim-99")[0] == 2

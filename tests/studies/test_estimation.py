@@ -200,7 +200,7 @@ def test_the_command_prints_a_table_and_writes_what_it_says(capsys, tmp_path, sm
     status, text, err = call(capsys, "--repetitions", "2", "--mu", "0.5,3", "--out", str(out))
     assert status == 0
     assert all(label in text for label in estimation.LABELS.values())
-    assert "no certificate" in text
+    assert "it is not a certificate" in text
     assert "6 clients" in err
     document = json.loads((out / "estimation.json").read_text())
     assert [(p["mu"], p["clients"]) for p in document["points"]] == [(0.5, 4), (0.5, 6), (3.0, 4), (3.0, 6)]

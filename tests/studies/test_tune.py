@@ -70,7 +70,7 @@ def test_halving_trains_few_to_the_end_and_loses_little(digits):
     assert sum(ticks) == 9 + 3 + 1
     assert best.tried == 9
     assert whole.score - 0.1 <= best.score <= whole.score
-    with pytest.raises(SordinoError, match="equally many rounds"):
+    with pytest.raises(SordinoError, match="same number of rounds"):
         tune([TuningCase(BASE, grid), TuningCase({**BASE, "rounds": 5}, grid)], validated(digits), how="halving")
 
 
@@ -165,7 +165,7 @@ def test_runs_of_a_paid_search_have_their_own_noise(digits):
 def test_what_cannot_be_paid_is_refused(digits):
     with pytest.raises(SordinoError, match="budget"):
         private_tuning.search({**BASE, "epsilon": math.inf}, GRID, validated(digits), "count")
-    with pytest.raises(SordinoError, match="public data"):
+    with pytest.raises(SordinoError, match="--charge-tuning public"):
         private_tuning.search({**BASE, "unit": "user"}, GRID, validated(digits), "count")
     with pytest.raises(SordinoError, match="stopping"):
         private_tuning.search(BASE, GRID, validated(digits), "stoping")
@@ -185,7 +185,7 @@ def test_what_cannot_be_paid_is_refused(digits):
 )
 def test_a_paid_search_tries_options_only(grid, digits):
     """What changes the promise from run to run would not be paid for by the one budget."""
-    with pytest.raises(SordinoError, match="tries options only"):
+    with pytest.raises(SordinoError, match="varies only options"):
         private_tuning.search(BASE, grid, validated(digits), "count")
 
 

@@ -164,6 +164,18 @@ def test_a_run_goes_on_only_with_the_spec_and_data_it_began_with(tmp_path):
         run.finish(job, tmp_path / "run", [])
 
 
+def test_a_checkpoint_without_a_model_is_refused(tmp_path):
+    job = run.prepare(Spec.of({"method": "dp-fedgd", "rounds": 3}))
+    run.start(job, tmp_path / "run")
+    place, identity = where(job, tmp_path / "run")
+    for tree in ((), ((), ()), ((), (), ())):
+        artifacts.store(place, identity, tree, {"round": 1})
+        with pytest.raises(SordinoError, match=r"checkpoint.npz' is of round 1 and holds no model"):
+            artifacts.restore(place, identity)
+    artifacts.store(place, identity, (), None)
+    assert artifacts.restore(place, identity).done == 0
+
+
 def test_a_run_killed_before_it_paid_pays_when_it_resumes(tmp_path):
     job = run.prepare(Spec.of({"method": "dp-fedgd", "rounds": 3, "seed": 1}))
     run.start(job, tmp_path / "run")
@@ -413,7 +425,7 @@ def test_auto_is_for_classes(tmp_path):
 
 
 def test_model_must_fit_labels(tmp_path):
-    with pytest.raises(SordinoError, match="logistic is for two classes, the data have 10"):
+    with pytest.raises(SordinoError, match="logistic is for two classes, but the data have 10"):
         run.prepare(Spec.of({"model": "logistic"}))
     with pytest.raises(SordinoError, match="squares does not fit"):
         run.prepare(Spec.of({"model": "squares"}))

@@ -90,7 +90,7 @@ def _main(argv: Sequence[str] | None, commands: Sequence[Any]) -> int:
 
 
 def _parser(modules: Sequence[Any]) -> argparse.ArgumentParser:
-    import sordino
+    from sordino.version import __version__
 
     parser = argparse.ArgumentParser(
         prog="sordino",
@@ -99,12 +99,12 @@ def _parser(modules: Sequence[Any]) -> argparse.ArgumentParser:
         "  sordino run                                  train on the embedded digits, over ten clients\n"
         "  sordino privacy --epsilon 1 --rounds 70 --clients 20\n"
         "  sordino check --all                          try to break every method's guarantee\n"
-        "  sordino audit dp-fedgd                       attack it: a lower bound on epsilon\n"
+        "  sordino audit dp-fedgd                       attack it, for a lower bound on epsilon\n"
         "  sordino federate up --sites 3                a federation on this machine, with secure aggregation\n"
         "  sordino verify runs/mine                     recompute a certificate with a second accountant\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"sordino {sordino.__version__}")
+    parser.add_argument("--version", action="version", version=f"sordino {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in modules:
         module.add(commands)

@@ -13,15 +13,21 @@ from sordino.core import Adjacency, Method, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 
 ABOUT = """
-Two worlds that differ in one record (or user) are run many times, and an adversary who knows all but the noise tells
-them apart as well as anybody can. How often it errs refutes every epsilon below a bound, with 95 % confidence.
-'by account' tests what the certificate claims, that all releases together are mu-Gaussian DP, or that they are Gaussian
-releases of minibatches drawn as declared; 'by thresholds' assumes nothing, and is loose at small delta. A bound above
-the certified epsilon is looked for again twice, with fresh noise; if it stays there, the guarantee is broken and the
-exit status is 1. 'reach' is the canary's mu over the certified one; 'least claim' is that of the query whose bound
-is reached least, each query by the canary that suits it best.
+The audit runs the method many times on two neighbouring data sets, which differ in one record (or one user). An
+adversary who knows everything but the noise guesses, after each run, which of the two it saw. Its error rate gives a
+lower bound on epsilon that holds with 95 % confidence.
+
+Columns of the table:
+  by account     lower bound that assumes the form of the releases that the certificate states: mu-Gaussian DP, or
+                 Gaussian releases of minibatches
+  by thresholds  lower bound that assumes nothing; it is loose at small delta
+  reach          mu that the canary reaches, as a share of the certified mu
+  least claim    the same share for the query whose bound is reached least, each with its best canary
+
+If a lower bound lies above the certified epsilon, the audit repeats it twice with fresh noise. If it stays above, the
+guarantee is broken and the exit status is 1.
 """
-SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # what --all audits of minibatches
+SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatches that --all adds
 AUDIT_DTYPES = ("float32", "float64")
 
 
@@ -30,7 +36,7 @@ def add(commands: Any) -> None:
         commands,
         "audit",
         act,
-        "attack a method: a lower bound on epsilon",
+        "attack a method, for a lower bound on epsilon",
         "sordino audit dp-fedgd\n"
         "sordino audit dp-fedgd --noise-factor 0.5            half the noise: the attack must win\n"
         "sordino audit dp-fedavg --set steps=3 --epsilon 4 --adjacency add-remove\n"
@@ -39,29 +45,37 @@ def add(commands: Any) -> None:
         "sordino audit --all --json results/audit.json",
     )
     parser.description = f"{parser.description}\n{ABOUT}"
-    parser.add_argument("method", nargs="*", metavar="METHOD")
-    parser.add_argument("--all", action="store_true", help="every method there is")
-    parser.add_argument("--epsilon", type=float, default=1.0, metavar="E", help="to certify and attack (default: 1)")
-    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="(default: 1e-5)")
-    parser.add_argument("--unit", metavar="X", help=f"{', '.join(Unit)} (default: each that the method has)")
+    parser.add_argument("method", nargs="*", metavar="METHOD", help="names from 'sordino methods'")
+    parser.add_argument("--all", action="store_true", help="audit every method")
+    parser.add_argument(
+        "--epsilon", type=float, default=1.0, metavar="E", help="epsilon to certify and attack (default: 1)"
+    )
+    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="delta of the guarantee (default: 1e-5)")
+    parser.add_argument("--unit", metavar="X", help=f"{', '.join(Unit)} (default: every unit of the method)")
     parser.add_argument("--adjacency", metavar="X", help=f"{', '.join(Adjacency)} (default: both)")
     parser.add_argument("--trust", metavar="X", help=f"{', '.join(Trust)} (default: the first that is proved)")
     parser.add_argument(
-        "--runs", type=int, metavar="N", help="of each world (default: 10000); with --one-run: canaries"
+        "--runs", type=int, metavar="N", help="runs per data set (default: 10000); with --one-run: canaries"
     )
-    parser.add_argument("--rounds", type=int, metavar="T", help="of the stage whose length is open (default: up to 5)")
+    parser.add_argument("--rounds", type=int, metavar="T", help="number of rounds (default: up to 5)")
     parser.add_argument(
         "--batch",
         metavar="X",
         help="minibatches: poisson:16, fixed:16 (default: full; --all adds poisson:4 and fixed:4 of dp-fedgd)",
     )
-    parser.add_argument("--dtype", default="float32", metavar="X", help="of the runs: float32 (default) or float64")
+    parser.add_argument(
+        "--dtype", default="float32", metavar="X", help="arithmetic of the runs: float32 (default) or float64"
+    )
     parser.add_argument("--one-run", action="store_true", help="many canaries in one run (record level; default: 2000)")
     parser.add_argument(
-        "--noise-factor", type=float, default=1.0, metavar="F", help="multiply the noise, not the certificate: a drill"
+        "--noise-factor",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="multiply the noise but not the certificate, to test the audit",
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the method")
-    parser.add_argument("--seed", type=int, help="reproducible noise (default: the secret noise that ships)")
+    parser.add_argument("--seed", type=int, help="reproducible noise (default: secret noise, as in a real run)")
     add_json(parser)
 
 
@@ -70,19 +84,19 @@ def act(arguments: argparse.Namespace) -> int:
     jobs = list(_jobs(arguments))
     if not jobs:
         raise SordinoError("audit: no method is certified for these options; change --batch, --unit or --adjacency.")
-    found: list[Any] = []
+    rows: list[Any] = []
     with bar("auditing", len(jobs)) as progress:
         for job in jobs:
-            found.append(job())
+            rows.append(job())
             progress()
-    if not emit(arguments, [{**each._asdict(), "broken": each.broken} for each in found]):
-        (_one_run_table if arguments.one_run else _table)(found)
-        _tell(found)
-    return 1 if any(each.broken for each in found) else 0
+    if not emit(arguments, [{**each._asdict(), "broken": each.broken} for each in rows]):
+        (_one_run_table if arguments.one_run else _table)(rows)
+        _tell(rows)
+    return 1 if any(each.broken for each in rows) else 0
 
 
 def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
-    """Everything that is asked for, checked before the first of it runs."""
+    """All requested audits. Their arguments are checked before the first one runs."""
     import torch
 
     from sordino.checks.audit import attacks
@@ -94,12 +108,14 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     if arguments.dtype not in AUDIT_DTYPES:
         raise SordinoError(f"dtype: '{arguments.dtype}' is unknown; use {' or '.join(AUDIT_DTYPES)}.")
     if arguments.one_run and arguments.batch:
-        raise SordinoError("batch: an audit in one run uses all records; leave --batch away.")
+        raise SordinoError("batch: an audit in one run uses all records; leave out --batch.")
     call, counted = (attacks.one_run, "canaries") if arguments.one_run else (attacks.audit, "runs")
     count = attacks.RUNS if arguments.runs is None else arguments.runs
     attacks.check_arguments(counted, count, arguments.noise_factor, arguments.seed)
-    given = {counted: arguments.runs, "rounds": arguments.rounds, "seed": arguments.seed}
-    rest = {key: value for key, value in given.items() if value is not None} | {"noise_factor": arguments.noise_factor}
+    options = {counted: arguments.runs, "rounds": arguments.rounds, "seed": arguments.seed}
+    rest = {key: value for key, value in options.items() if value is not None} | {
+        "noise_factor": arguments.noise_factor
+    }
     rest["dtype"] = getattr(torch, arguments.dtype)
     for name in names:
         for privacy, method in _targets(arguments, name):
@@ -142,16 +158,16 @@ def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy
             yield replace(asked, unit=unit, adjacency=adjacency, trust=trust), method
 
 
-def _options(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Of a method, read as a run reads them; `build` refuses what is unknown."""
+def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a method, parsed as a run parses them. `build` refuses unknown ones."""
     from sordino.methods import entry
     from sordino.training.spec import Spec
 
-    known = {key: value for key, value in given.items() if key in entry(name).options}
-    return given | Spec.of({"method": name, **known}).options
+    known = {key: value for key, value in options.items() if key in entry(name).options}
+    return options | Spec.of({"method": name, **known}).options
 
 
-def _table(found: list[Any]) -> None:
+def _table(rows: list[Any]) -> None:
     columns = ("method", "unit", "adjacency", "trust", "batch", "certified ε", "by thresholds", "by account", "reach")
     table(
         (*columns, "least claim", ""),
@@ -161,12 +177,12 @@ def _table(found: list[Any]) -> None:
                 *(f"{r.lower_thresholds:.3f}", f"{_by_account(r):.3f}", f"{r.reach:.1%}", f"{r.least_claim:.1%}"),
                 _verdict(r),
             )
-            for r in found
+            for r in rows
         ],
     )
 
 
-def _one_run_table(found: list[Any]) -> None:
+def _one_run_table(rows: list[Any]) -> None:
     columns = ("method", "unit", "adjacency", "trust", "certified ε", "lower bound", "right guesses", "canaries", "")
     table(
         columns,
@@ -176,29 +192,31 @@ def _one_run_table(found: list[Any]) -> None:
                 *(f"{r.lower:.3f}", f"{r.right} of {r.guesses}", str(r.canaries)),
                 _verdict(r),
             )
-            for r in found
+            for r in rows
         ],
     )
 
 
 def _by_account(row: Any) -> float:
-    found: float = row.lower_gaussian if row.lower_account is None else row.lower_account
-    return found
+    bound: float = row.lower_gaussian if row.lower_account is None else row.lower_account
+    return bound
 
 
 def _verdict(row: Any) -> str:
     return "[bold red]broken[/]" if row.broken else "[green]holds[/]"
 
 
-def _tell(found: list[Any]) -> None:
-    first = found[0]
-    runs = f"{first.canaries:,} canaries in one run" if hasattr(first, "canaries") else f"{first.runs:,} runs a world"
+def _tell(rows: list[Any]) -> None:
+    first = rows[0]
+    runs = (
+        f"{first.canaries:,} canaries in one run" if hasattr(first, "canaries") else f"{first.runs:,} runs per data set"
+    )
     console().print(f"lower bounds at {first.confidence:.0%} confidence, δ = {first.delta:g}, {runs}, {first.dtype}")
     if first.noise_factor != 1:
         console().print(
-            f"the noise was multiplied by {first.noise_factor:g} on purpose, and the certificate was not told"
+            f"the noise was multiplied by {first.noise_factor:g} on purpose; the certificate does not know it"
         )
-    for row in found:
+    for row in rows:
         if row.broken:
             console().print(
                 f"[bold red]the guarantee is broken[/]: {row.method}, {row.unit} level, {row.adjacency}, {row.trust}: "

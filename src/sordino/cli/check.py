@@ -19,10 +19,12 @@ def add(commands: Any) -> None:
         "sordino check dp-fedsofim\nsordino check mlp\n"
         "sordino check --all --json checks.json\nsordino check --sums --device cuda",
     )
-    parser.add_argument("method", nargs="*", metavar="METHOD", help="a method, or a model")
-    parser.add_argument("--all", action="store_true", help="every method there is, and the sums they are made of")
-    parser.add_argument("--sums", action="store_true", help="the sums alone: float32, up to a million records")
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda, for the sums")
+    parser.add_argument("method", nargs="*", metavar="METHOD", help="methods (see 'sordino methods'), or models")
+    parser.add_argument("--all", action="store_true", help="check every method, and the sums that all of them use")
+    parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
+    parser.add_argument(
+        "--device", default="cpu", metavar="D", help="where the sums are computed: cpu or cuda (default: cpu)"
+    )
     add_json(parser)
 
 

@@ -33,27 +33,47 @@ def add(commands: Any) -> None:
         metavar="A,B,…",
         help="paper, all, or names: dp-fedgd,dp-fedsofim:rho=1 (default: paper)",
     )
-    parser.add_argument("--epsilons", default="8", metavar="A,B,…", help="budgets; inf is without noise (default: 8)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="partitions and noises (default: 3)")
+    parser.add_argument(
+        "--epsilons", default="8", metavar="A,B,…", help="privacy budgets; inf trains without noise (default: 8)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of seeds; each changes partition and noise (default: 3)",
+    )
     parser.add_argument("--tune", action="store_true", help="tune each method once per budget, on validation records")
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
-    parser.add_argument("--trials", type=int, default=64, metavar="N", help="of optuna, per method and budget")
+    parser.add_argument(
+        "--trials",
+        type=int,
+        default=64,
+        metavar="N",
+        help="number of Optuna trials per method and budget (default: 64)",
+    )
     parser.add_argument(
         "--preset", default="paper-fine", metavar="NAME", help="grid to tune over (default: paper-fine)"
     )
-    parser.add_argument("--settings", metavar="FILE", help="take the settings that an earlier comparison chose")
+    parser.add_argument("--settings", metavar="FILE", help="settings.json of an earlier comparison, instead of tuning")
     parser.add_argument(
-        "--only-tune", action="store_true", help="stop after tuning; settings.json holds what was chosen"
+        "--only-tune", action="store_true", help="stop after tuning; the chosen settings are in settings.json"
     )
     parser.add_argument(
-        "--pairs", metavar="A/B,…", help="labels for McNemar's test (default: the last method and the others)"
+        "--pairs",
+        metavar="A/B,…",
+        help="pairs of labels for McNemar's test (default: the last method against each other)",
     )
-    parser.add_argument("--of", metavar="LABEL", help="whose ablation and sensitivity (default: dp-fedsofim's)")
-    parser.add_argument("--ablation", action="store_true", help="DP-FedSOFIM in parts, at equal effective step")
-    parser.add_argument("--sensitivity", action="store_true", help="vary its lr, rho and beta around the setting")
+    parser.add_argument("--of", metavar="LABEL", help="method for --ablation and --sensitivity (default: dp-fedsofim)")
+    parser.add_argument(
+        "--ablation", action="store_true", help="also run DP-FedSOFIM without its parts, at equal effective step"
+    )
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also vary lr, rho and beta around the chosen setting"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
-        "--out", metavar="DIR", default="runs/compare", help="where everything goes (default: runs/compare)"
+        "--out", metavar="DIR", default="runs/compare", help="folder for the results (default: runs/compare)"
     )
     add_json(parser)
 
@@ -66,9 +86,9 @@ def act(arguments: argparse.Namespace) -> int:
     base, out = read_keys(arguments), Path(arguments.out)
     for key in ("method", "epsilon", "seed", "noise"):
         if key in base:
-            raise SordinoError(f"{key}: a comparison has its own; use --methods, --epsilons and --seeds.")
+            raise SordinoError(f"{key}: a comparison sets it for every run; use --methods, --epsilons and --seeds.")
     if arguments.tune and arguments.settings:
-        raise SordinoError("--tune: the settings are given already; leave one out.")
+        raise SordinoError("--tune: --settings names the settings already; leave out one of the two.")
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
     who = compare.contestants(arguments.methods.split(","), base)
@@ -96,10 +116,10 @@ def act(arguments: argparse.Namespace) -> int:
     of = arguments.of or next((each.label for each in reversed(who) if each.method == "dp-fedsofim"), "")
     for wanted, more in ((arguments.ablation, compare.ablation), (arguments.sensitivity, compare.sensitivity)):
         if wanted:
-            found = more(runs, of)
-            if not found:
+            added = more(runs, of)
+            if not added:
                 raise SordinoError(f"--of: '{of}' is not among the methods; name a label such as {who[0].label}.")
-            runs = [*runs, *found]
+            runs = [*runs, *added]
     with bar("runs", len(runs)) as tick:
         document = compare.document(
             runs,
@@ -121,21 +141,21 @@ def act(arguments: argparse.Namespace) -> int:
 
 
 def budgets(text: str) -> list[float]:
-    """Of --epsilons; checked as those of a run are."""
+    """The budgets of --epsilons, checked as a run checks its own."""
     try:
-        found = [float(part) for part in text.split(",")]
+        epsilons = [float(part) for part in text.split(",")]
     except ValueError:
         raise SordinoError(f"--epsilons: '{text}' should be numbers, as in 0.5,1,inf.") from None
-    for epsilon in found:
+    for epsilon in epsilons:
         Privacy(epsilon)
-    return found
+    return epsilons
 
 
 def _pairs(text: str | None, labels: list[str]) -> list[tuple[str, str]]:
     if text is None:
         return [(labels[-1], other) for other in labels[:-1]]
-    found = [tuple(part.split("/")) for part in text.split(",")]
-    for pair in found:
+    pairs = [tuple(part.split("/")) for part in text.split(",")]
+    for pair in pairs:
         if len(pair) != 2 or not set(pair) <= set(labels):
             raise SordinoError(f"--pairs: '{'/'.join(pair)}' should be two labels, as in {labels[0]}/{labels[-1]}.")
-    return [(pair[0], pair[1]) for pair in found]
+    return [(pair[0], pair[1]) for pair in pairs]

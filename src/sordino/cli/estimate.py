@@ -15,10 +15,16 @@ from sordino.cli.sweep import check_device
 from sordino.errors import SordinoError, nearest
 
 ABOUT = """
-Squared error of FedSGD, FedHybrid, FedAvg and FedNewton over simulated federations, beside closed forms and the pooled
-estimate without privacy. The promise is mu-GDP for one record of a client, against a server that sees every message.
-equal, uniform, lognormal: 20 to 60 clients with some 400 records each. fixed-total: 20,000 records over 10 to 200
-clients. iterations: 40 clients, 2 to 400 gradients. mnist-*: test accuracy over 80 clients; needs --data.
+The command measures the squared error of FedSGD, FedHybrid, FedAvg and FedNewton over simulated federations. It
+compares them with closed forms and with the pooled estimate without privacy. The guarantee is mu-GDP for one record of
+a client, against a server that sees every message.
+
+Designs:
+  equal, uniform, lognormal  20 to 60 clients with about 400 records each
+  fixed-total                20,000 records over 10 to 200 clients
+  iterations                 40 clients, 2 to 400 gradients
+  mnist-binary, mnist-multiclass
+                             test accuracy over 80 clients; needs --data
 """
 
 
@@ -27,22 +33,28 @@ def add(commands: Any) -> None:
         commands,
         "estimate",
         act,
-        "simulate private estimates, beside what is predicted",
+        "simulate private estimates and compare them with predictions",
         "sordino estimate\n"
         "sordino estimate --design fixed-total --mu 3 --repetitions 100\n"
         "sordino estimate --design lognormal --model poisson --mu 1 --out runs/poisson\n"
         "sordino estimate --design mnist-binary --data ../mnist --mu 0.5,1,3",
     )
     parser.description = f"{parser.description}\n{ABOUT}"
-    parser.add_argument("--design", default="equal", metavar="X", help="one of the above (default: equal)")
+    parser.add_argument(
+        "--design", default="equal", metavar="X", help="design of the simulation, see above (default: equal)"
+    )
     parser.add_argument("--model", default="logistic", help="logistic or poisson (default: logistic)")
-    parser.add_argument("--sizes", default="equal", help="of clients in fixed-total and iterations (default: equal)")
-    parser.add_argument("--mu", default="1", metavar="MU", help="a budget, or several: 0.5,1,3 (default: 1)")
-    parser.add_argument("--repetitions", type=int, metavar="N", help="(default: 10; mnist: 3)")
-    parser.add_argument("--seed", type=int, default=0, help="of data and noise (default: 0)")
+    parser.add_argument(
+        "--sizes", default="equal", help="law of client sizes in fixed-total and iterations (default: equal)"
+    )
+    parser.add_argument(
+        "--mu", default="1", metavar="MU", help="privacy budget as Gaussian DP, or several: 0.5,1,3 (default: 1)"
+    )
+    parser.add_argument("--repetitions", type=int, metavar="N", help="simulations per point (default: 10; mnist: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data and noise (default: 0)")
     parser.add_argument("--data", metavar="DIR", help="folder of MNIST's four gzipped idx files")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--out", metavar="DIR", help="write estimation.json, .md and .png there")
+    parser.add_argument("--out", metavar="DIR", help="folder for estimation.json, .md and .png")
     add_json(parser)
 
 
@@ -87,12 +99,12 @@ def _simulate(arguments: argparse.Namespace, mus: list[float], repetitions: int)
     from sordino.studies import estimation
 
     points = estimation.cells(arguments.design, [arguments.model], mus, arguments.sizes)
-    estimation.setup(arguments.model), points[0].sizes  # a wrong word is told before any work
+    estimation.setup(arguments.model), points[0].sizes  # an unknown value fails before any work
     total = sum(estimation.pieces(cell, repetitions) for cell in points)
     with bar("estimating", total) as progress:
         options = {"seed": arguments.seed, "device": arguments.device, "progress": _advance(progress)}
-        found = list(estimation.measure(points, repetitions, **options))
-    return {**_about(arguments, repetitions), "points": found}
+        results = list(estimation.measure(points, repetitions, **options))
+    return {**_about(arguments, repetitions), "points": results}
 
 
 def _mnist(arguments: argparse.Namespace, mus: list[float], repetitions: int) -> dict[str, Any]:
@@ -105,22 +117,22 @@ def _mnist(arguments: argparse.Namespace, mus: list[float], repetitions: int) ->
     binary = arguments.design == "mnist-binary"
     data = estimation.mnist(arguments.data, binary=binary)
     options: dict[str, Any] = {"binary": binary, "repetitions": repetitions, "seed": arguments.seed}
-    found = []
+    results = []
     with bar("estimating", len(mus) * len(estimation.LABELS)) as progress:
         for mu in mus:
             accuracies = estimation.mnist_accuracies(
                 data, mu, device=arguments.device, progress=_advance(progress), **options
             )
-            found.append(estimation.mnist_point(mu, accuracies))
+            results.append(estimation.mnist_point(mu, accuracies))
     pooled = estimation.mnist_pooled(data, binary=binary, steps=500)
-    return {**_about(arguments, repetitions), "pooled": pooled, "points": found}
+    return {**_about(arguments, repetitions), "pooled": pooled, "points": results}
 
 
 def _about(arguments: argparse.Namespace, repetitions: int) -> dict[str, Any]:
-    import sordino
+    from sordino.version import __version__
 
     command = shlex.join(["sordino", *sys.argv[1:]])
-    return {"command": command, "version": sordino.__version__, "design": arguments.design, "samples": repetitions}
+    return {"command": command, "version": __version__, "design": arguments.design, "samples": repetitions}
 
 
 def _advance(progress: Bar) -> Callable[[str], None]:
@@ -170,7 +182,7 @@ def _tell(document: dict[str, Any]) -> None:
     x = report.varying(points)
     rows = []
     for p in points:
-        said = (report.said(p, name, markdown=False) for name in (*LABELS, POOLED))
-        rows.append((f"{p['mu']:g}", str(p[x]), *said, report.short(p["rate"])))
+        cells = (report.error_text(p, name, markdown=False) for name in (*LABELS, POOLED))
+        rows.append((f"{p['mu']:g}", str(p[x]), *cells, report.short(p["rate"])))
     table(("mu", x, *LABELS.values(), POOLED, "rate"), rows)
-    console().print("squared error ± standard error (predicted); the rate has constant 1 and is no certificate")
+    console().print("squared error ± standard error (predicted); the rate has constant 1; it is not a certificate")

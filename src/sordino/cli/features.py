@@ -12,8 +12,9 @@ from sordino.cli.sweep import check_device
 from sordino.errors import SordinoError
 
 ABOUT = """
-The network must have learnt from public data, and stays as it is: then every record is mapped by itself, and that costs
-no privacy. --mean and --std are constants of the network (default: ImageNet's), not statistics of your data.
+The network must be trained on public data, and it is not changed. So each record is mapped independently of all
+others, which costs no privacy. --mean and --std are constants of the network (default: ImageNet's), not statistics of
+your data.
 """
 
 
@@ -31,21 +32,25 @@ def add(commands: Any) -> None:
     parser.description = f"{parser.description}\n{ABOUT}"
     parser.add_argument("--data", required=True, metavar="NAME", help="a published set of images: cifar10, mnist …")
     parser.add_argument("--network", metavar="NAME", help="resnet20, resnet44, resnet50 or vgg16")
-    parser.add_argument("--weights", metavar="FILE", help="its state dict: .pt or .safetensors")
-    parser.add_argument("--module", metavar="FILE", help="in place of both: a module saved by torch.jit.save")
+    parser.add_argument("--weights", metavar="FILE", help="state dict of the network: .pt or .safetensors")
+    parser.add_argument(
+        "--module", metavar="FILE", help="instead of --network and --weights: a module saved by torch.jit.save"
+    )
     parser.add_argument("--out", required=True, metavar="FILE", help=".npz with x_train, y_train, x_test, y_test")
     parser.add_argument(
         "--stats",
         metavar="FILE",
-        help="also the mean, cov and n of the training features, for --public-stats of a run: meant for PUBLIC data; "
-        "of private data these are a release that nothing here pays for",
+        help="also write mean, cov and n of the training features, for --public-stats of a run. Use it for PUBLIC data "
+        "only: statistics of private data are a release that no budget pays for",
     )
-    parser.add_argument("--mean", metavar="R,G,B", help="of each channel, pixels in [0, 1] (default: ImageNet's)")
-    parser.add_argument("--std", metavar="R,G,B", help="(default: ImageNet's)")
+    parser.add_argument("--mean", metavar="R,G,B", help="mean per channel, of pixels in [0, 1] (default: ImageNet's)")
+    parser.add_argument("--std", metavar="R,G,B", help="standard deviation per channel (default: ImageNet's)")
     parser.add_argument("--size", type=int, metavar="N", help="resize to N by N (default: pad to 32 by 32 at least)")
     parser.add_argument("--batch", type=int, default=256, metavar="N", help="images at a time (default: 256)")
     parser.add_argument("--device", default="cpu", metavar="X", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--data-dir", metavar="DIR", help="where the set's files lie (or $SORDINO_DATA, or the cache)")
+    parser.add_argument(
+        "--data-dir", metavar="DIR", help="folder of the set's files (also: $SORDINO_DATA, or the cache)"
+    )
     add_json(parser)
 
 
@@ -59,7 +64,7 @@ def act(arguments: argparse.Namespace) -> int:
 
     if arguments.data not in catalog.IMAGE_SETS:
         raise SordinoError(
-            f"--data: '{arguments.data}' is no set of images.{nearest(arguments.data, catalog.IMAGE_SETS)}"
+            f"--data: '{arguments.data}' is not a set of images.{nearest(arguments.data, catalog.IMAGE_SETS)}"
         )
     normal = {"mean": _channels(arguments.mean, "--mean"), "std": _channels(arguments.std, "--std", positive=True)}
     normal = {key: value for key, value in normal.items() if value is not None}
@@ -67,10 +72,10 @@ def act(arguments: argparse.Namespace) -> int:
         module = backbones.script(arguments.module)
     else:
         module = backbones.network(arguments.network, arguments.weights)
-    found = catalog.read(arguments.data, arguments.data_dir)
+    images = catalog.read(arguments.data, arguments.data_dir)
     start = time.perf_counter()
-    x_train, x_test = _extract(arguments, module, (found.x_train, found.x_test), normal)
-    np.savez_compressed(arguments.out, x_train=x_train, y_train=found.y_train, x_test=x_test, y_test=found.y_test)
+    x_train, x_test = _extract(arguments, module, (images.x_train, images.x_test), normal)
+    np.savez_compressed(arguments.out, x_train=x_train, y_train=images.y_train, x_test=x_test, y_test=images.y_test)
     if arguments.stats:
         backbones.save_statistics(arguments.stats, x_train)
     summary = {
@@ -91,7 +96,10 @@ def act(arguments: argparse.Namespace) -> int:
             markup=False,
         )
         if arguments.stats:
-            page.print(f"statistics in {arguments.stats}: of private data they would be a release", markup=False)
+            page.print(
+                f"statistics in {arguments.stats}: a release that no budget pays for, if the data are private",
+                markup=False,
+            )
     return 0
 
 

@@ -51,7 +51,9 @@ def _add_up(parts: Any) -> None:
     parser.add_argument("--sites", type=int, default=3, metavar="N", help="number of sites (default: 3)")
     parser.add_argument("--data", default="digits", metavar="X", help="as in 'sordino run'; divided among the sites")
     parser.add_argument("--label", metavar="COLUMN", help="the label's column, if --data is a table")
-    parser.add_argument("--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round")
+    parser.add_argument(
+        "--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round (default: 0)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
     parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
@@ -181,7 +183,7 @@ def _site_sentence(line: dict[str, Any]) -> str:
 def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     import json
 
-    import sordino.federation.terms  # noqa: F401  # registers how a federation's certificate is rebuilt
+    from sordino.federation.terms import against_terms
     from sordino.training.verify_run import verify_run
 
     sites = []
@@ -190,9 +192,9 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
             path = run / "certificate.json"
             if path.exists():
                 cert = json.loads(path.read_text(encoding="utf-8"))
-                verified = not verify_run(path).problems
-                kept = {key: cert[key] for key in ("epsilon", "delta", "certified", "trust", "secure", "site")}
-                sites.append({"certificate": str(path), "verified": verified, **kept})
+                verified = not verify_run(path, against_terms=against_terms).problems
+                claims = {key: cert[key] for key in ("epsilon", "delta", "certified", "trust", "secure", "site")}
+                sites.append({"certificate": str(path), "verified": verified, **claims})
     rounds = [line for line in lines if line["what"] == "round"]
     scores = [line["accuracy"] for line in rounds if "accuracy" in line]
     return {
@@ -211,27 +213,27 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     page.print()
     rows = []
     for site in document["sites"]:
-        own, secure = site["site"], site["secure"]
+        budget, secure = site["site"], site["secure"]
         rows.append(
             [
-                own["name"],
+                budget["name"],
                 f"{site['epsilon']:.4g}",
                 f"{secure['epsilon_server']:.4g}" if secure else f"{site['epsilon']:.4g}",
                 f"{site['delta']:g}",
                 "[green]yes[/]" if site["certified"] else "[red]no[/]",
                 "[green]yes[/]" if site["verified"] else "[red]no[/]",
-                f"{own['spent']:.4g} of {own['epsilon']:g}",
+                f"{budget['spent']:.4g} of {budget['epsilon']:g}",
             ]
         )
     table(["site", "ε", "ε, server alone", "δ", "certified", "verified", "budget spent"], rows)
     page.print()
-    for what, where in (
+    for heading, where in (
         ("trust model", document["sites"][0]["trust"] if document["sites"] else "-"),
         ("model", f"{out}/coordinator/run/model.safetensors"),
         ("certificates", f"{out}/sites/*/runs/*/certificate.json"),
         ("statements", f"{out}/sites/*/runs/*/statement.md"),
     ):
-        page.print(f"{what:<13}{where}", markup=False)
+        page.print(f"{heading:<13}{where}", markup=False)
 
 
 # -------------------------------------------------------------------------------------------------------- the others
@@ -245,7 +247,7 @@ def _add_init(parts: Any) -> None:
         "write a coordinator's folder: spec.toml, federation.toml, and a README with the commands",
         "sordino federate init study --sites north,south,west --features 64 --classes 0,1,2",
     )
-    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("folder", metavar="DIR", help="folder to write")
     parser.add_argument("--sites", required=True, metavar="A,B,C", help="names of the sites")
     parser.add_argument(
         "--features", required=True, type=int, metavar="N", help="number of columns without the label (public)"
@@ -253,12 +255,23 @@ def _add_init(parts: Any) -> None:
     parser.add_argument(
         "--classes", default="", metavar="A,B", help="the labels (public); leave out if the label is a number"
     )
-    parser.add_argument("--method", default="dp-fedsofim", metavar="X")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N")
-    parser.add_argument("--epsilon", type=float, default=8.0, metavar="X")
-    parser.add_argument("--trust", default="secure-aggregation", metavar="X")
-    parser.add_argument("--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round")
-    parser.add_argument("--colluders", type=int, default=1, metavar="N", help="sites that may collude with the server")
+    parser.add_argument("--method", default="dp-fedsofim", metavar="X", help="method (default: dp-fedsofim)")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="number of rounds (default: 20)")
+    parser.add_argument(
+        "--epsilon", type=float, default=8.0, metavar="X", help="privacy budget of the run (default: 8)"
+    )
+    parser.add_argument(
+        "--trust",
+        default="secure-aggregation",
+        metavar="X",
+        help="secure-aggregation or untrusted-server (default: secure-aggregation)",
+    )
+    parser.add_argument(
+        "--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round (default: 0)"
+    )
+    parser.add_argument(
+        "--colluders", type=int, default=1, metavar="N", help="sites that may collude with the server (default: 1)"
+    )
 
 
 def _init(arguments: argparse.Namespace) -> int:
@@ -283,12 +296,16 @@ def _add_keys(parts: Any) -> None:
         "create a site's keys and a site.toml to check; prints the public card for the roster",
         "sordino federate keys north site-north --data patients.csv --label outcome >> roster.toml",
     )
-    parser.add_argument("name", metavar="NAME")
-    parser.add_argument("folder", metavar="DIR")
-    parser.add_argument("--data", default="data.csv", metavar="FILE")
-    parser.add_argument("--label", default="", metavar="COLUMN")
-    parser.add_argument("--classes", default="", metavar="A,B", help="the public list of labels")
-    parser.add_argument("--limit", type=float, default=8.0, metavar="EPSILON", help="limit over all runs (default: 8)")
+    parser.add_argument("name", metavar="NAME", help="name of the site")
+    parser.add_argument("folder", metavar="DIR", help="folder to write")
+    parser.add_argument("--data", default="data.csv", metavar="FILE", help="the site's records (default: data.csv)")
+    parser.add_argument("--label", default="", metavar="COLUMN", help="the label's column, if --data is a table")
+    parser.add_argument(
+        "--classes", default="", metavar="A,B", help="the public list of labels; leave out if the label is a number"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=8.0, metavar="EPSILON", help="limit of epsilon over all runs (default: 8)"
+    )
 
 
 def _keys(arguments: argparse.Namespace) -> int:
@@ -320,7 +337,7 @@ def _add_doctor(parts: Any) -> None:
         "check a site's data, keys and budget before it joins",
         "sordino federate doctor site-north/site.toml\nsordino federate doctor site.toml --federation study",
     )
-    parser.add_argument("site", metavar="SITE.toml")
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
     parser.add_argument(
         "--federation", metavar="DIR", help="a coordinator's folder: check its run against site.toml and the budget"
     )
@@ -402,7 +419,7 @@ def _add_join(parts: Any) -> None:
         "connect a site to a link and answer its messages, until stopped",
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
     )
-    parser.add_argument("site", metavar="SITE.toml")
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
     parser.add_argument("--link", required=True, metavar="HOST:PORT")
     parser.add_argument("--authority", required=True, metavar="FILE", help="the coordinator's tls/authority.pem")
     parser.add_argument(

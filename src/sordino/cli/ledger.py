@@ -17,12 +17,14 @@ def add(commands: Any) -> None:
         commands,
         "ledger",
         act,
-        "show or export what was spent, when, for whom",
+        "show or export what was spent, by which run and when",
         "sordino ledger show site-north/ledger.db\nsordino ledger export site-north/ledger.db --json ledger.json",
     )
     parts = parent.add_subparsers(title="steps", metavar="STEP", required=True)
-    show = command(parts, "show", _show, "the account of every data set, and each run's part", "sordino ledger show F")
-    export = command(parts, "export", _export, "every row, as CSV or JSON", "sordino ledger export F > rows.csv")
+    show = command(
+        parts, "show", _show, "show the account of every data set, and what each run spent", "sordino ledger show F"
+    )
+    export = command(parts, "export", _export, "write every row as CSV or JSON", "sordino ledger export F > rows.csv")
     for parser in (show, export):
         parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
@@ -43,24 +45,24 @@ def _open(arguments: argparse.Namespace) -> Any:
 
 
 def _path(arguments: argparse.Namespace) -> Path:
-    """The ledger that is named, or that of the run whose directory, or public file, is."""
+    """The ledger at this path, or of the run whose directory or public file this is."""
     from sordino.training.folder import RunFolder
 
-    given = Path(arguments.file)
-    place = RunFolder.find(given)
-    return place.private / "ledger.db" if given.is_dir() or given.parent == place.public != place.private else given
+    named = Path(arguments.file)
+    place = RunFolder.find(named)
+    return place.private / "ledger.db" if named.is_dir() or named.parent == place.public != place.private else named
 
 
 def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The head and length that the run's certificate names, where it lies beside the ledger."""
+    """Head and length of the ledger according to the run's certificate; None if no certificate is beside the ledger."""
     import json
 
     from sordino.training.folder import RunFolder
 
     path = RunFolder.find(_path(arguments)).public / "certificate.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["ledger"]
-        return {"head": str(found["head"]), "rows": int(found["rows"])}
+        head = json.loads(path.read_text(encoding="utf-8"))["ledger"]
+        return {"head": str(head["head"]), "rows": int(head["rows"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -104,12 +106,12 @@ def _show(arguments: argparse.Namespace) -> int:
             {
                 "who": who,
                 "run": run,
-                "rounds": len({r.round for r in own}),
-                "releases": sum(r.times for r in own),
-                "first": own[0].time,
-                "last": own[-1].time,
+                "rounds": len({r.round for r in rows_of_run}),
+                "releases": sum(r.times for r in rows_of_run),
+                "first": rows_of_run[0].time,
+                "last": rows_of_run[-1].time,
             }
-            for (who, run), own in runs.items()
+            for (who, run), rows_of_run in runs.items()
         ],
     }
     if not emit(arguments, document):

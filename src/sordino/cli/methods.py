@@ -12,7 +12,9 @@ from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:
-    add_json(command(commands, "methods", act, "what there is, and what is certified", "sordino methods --json"))
+    add_json(
+        command(commands, "methods", act, "list the methods, and what is certified of each", "sordino methods --json")
+    )
 
 
 def act(arguments: argparse.Namespace) -> int:
@@ -30,7 +32,7 @@ def act(arguments: argparse.Namespace) -> int:
         except SordinoError as error:
             if name in REGISTRY:
                 raise
-            print(f"sordino: {error}", file=sys.stderr)  # a broken package hides no other method
+            print(f"sordino: {error}", file=sys.stderr)  # a broken package must not hide other methods
             continue
         rows.append(
             {
@@ -41,7 +43,7 @@ def act(arguments: argparse.Namespace) -> int:
                 "summary": entry.summary,
                 "units": list(built),
                 "certified": {unit: sorted(str(trust) for _, trust in m.proves) for unit, m in built.items()},
-                "releases_per_round": {  # of each stage in turn
+                "releases_per_round": {  # one number per stage
                     unit: [sum(q.calls for q in stage.queries if q.noise is not None) for stage in m.stages]
                     for unit, m in built.items()
                 },
@@ -61,7 +63,7 @@ def act(arguments: argparse.Namespace) -> int:
             for unit, trusts in row["certified"].items():
                 certified = "every trust model" if set(trusts) == every else ", ".join(trusts) or "no trust model"
                 count = ", then ".join(map(str, row["releases_per_round"][unit]))
-                console().print(f"    {unit} level: certified under {certified}; releases a round: {count}")
+                console().print(f"    {unit} level: certified under {certified}; releases per round: {count}")
         for row in models:
             state = "passed `sordino check` here" if row["checked"] else f"run `sordino check {row['name']}` first"
             console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    a model, from {row['package']}; {state}")

@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help=".csv or .parquet with the training columns, .npz with x, or (text models) .txt, a sentence a line",
+        help=".csv or .parquet with the training columns, .npz with x, or (text models) .txt, one sentence per line",
     )
     add_json(parser)
 
@@ -31,14 +31,14 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.training.predict import predict
 
-    found = predict(arguments.model, arguments.file)
-    document = {"predictions": found.labels}
-    if found.classes:
-        document |= {"classes": found.classes, "probabilities": found.probabilities}
+    predictions = predict(arguments.model, arguments.file)
+    document = {"predictions": predictions.labels}
+    if predictions.classes:
+        document |= {"classes": predictions.classes, "probabilities": predictions.probabilities}
     if not emit(arguments, document):
         out = csv.writer(sys.stdout, lineterminator="\n")
-        out.writerow(["row", "prediction", *(f"p({name})" for name in found.classes)])
-        for row, label in enumerate(found.labels):
-            chances = [f"{p:.4f}" for p in found.probabilities[row]] if found.classes else []
+        out.writerow(["row", "prediction", *(f"p({name})" for name in predictions.classes)])
+        for row, label in enumerate(predictions.labels):
+            chances = [f"{p:.4f}" for p in predictions.probabilities[row]] if predictions.classes else []
             out.writerow([row, label, *chances])
     return 0

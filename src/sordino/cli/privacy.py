@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         commands,
         "privacy",
         act,
-        "epsilon from noise, or noise from epsilon",
+        "compute epsilon from noise, or noise from epsilon",
         "sordino privacy --epsilon 1 --rounds 70 --clients 20 --records 2500 --clip 10\n"
         "sordino privacy --noise 62.4 --rounds 70 --clients 20 --trust secure-aggregation\n"
         "sordino privacy --noise 1 --rounds 2000 --records 1000 --batch 16 --adjacency add-remove",
@@ -35,17 +35,27 @@ def add(commands: Any) -> None:
     either.add_argument(
         "--noise", type=float, metavar="S", help="find epsilon for this noise: std of the summed client noise / clip"
     )
-    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="(default: 1e-5)")
-    parser.add_argument("--rounds", type=int, default=1, metavar="T", help="releases of each client (default: 1)")
-    parser.add_argument("--clients", type=int, default=1, metavar="N", help="(default: 1)")
-    parser.add_argument("--records", type=int, help="of each client; gives the noise on the aggregate")
+    parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="delta of the guarantee (default: 1e-5)")
+    parser.add_argument("--rounds", type=int, default=1, metavar="T", help="releases per client (default: 1)")
+    parser.add_argument("--clients", type=int, default=1, metavar="N", help="number of clients (default: 1)")
+    parser.add_argument("--records", type=int, help="records per client; with it, the noise on the aggregate is shown")
     parser.add_argument(
-        "--batch", default="full", help="records of a release: full, poisson:16, poisson:0.01, fixed:16"
+        "--batch", default="full", help="records per release: full, poisson:16, poisson:0.01, fixed:16 (default: full)"
     )
-    parser.add_argument("--clip", type=float, default=1.0, metavar="C", help="(default: 1)")
-    parser.add_argument("--unit", default=str(Unit.RECORD), help=", ".join(Unit))
-    parser.add_argument("--adjacency", default=str(Adjacency.REPLACE_ONE), help=", ".join(Adjacency))
-    parser.add_argument("--trust", default=str(Trust.UNTRUSTED_SERVER), help=", ".join(Trust))
+    parser.add_argument(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="C",
+        help="bound on one record's gradient, or on a user's message (default: 1)",
+    )
+    parser.add_argument("--unit", default=str(Unit.RECORD), help=f"{', '.join(Unit)} (default: record)")
+    parser.add_argument(
+        "--adjacency", default=str(Adjacency.REPLACE_ONE), help=f"{', '.join(Adjacency)} (default: replace-one)"
+    )
+    parser.add_argument(
+        "--trust", default=str(Trust.UNTRUSTED_SERVER), help=f"{', '.join(Trust)} (default: untrusted-server)"
+    )
     add_json(parser)
 
 
@@ -74,14 +84,14 @@ def act(arguments: argparse.Namespace) -> int:
     method = build("dp-fedgd", privacy.unit, clip=arguments.clip)
     sampling = Sampling.parse(arguments.batch)
     if sampling.kind != FULL and arguments.records is None and sampling.amount >= 1:
-        raise SordinoError("--records: a minibatch is a part of a client's records; say how many there are.")
+        raise SordinoError("--records: a minibatch is a part of a client's records; give their number.")
     plan = Plan(method, arguments.rounds, sizes, privacy, noise=arguments.noise, sampling=sampling)
-    noise, own = calibration.summed_noise(plan)
+    noise, client_noise = calibration.summed_noise(plan)
     counted = privacy.unit is Unit.USER or arguments.records is not None
     document = {
         "mu": spending.mu(plan),
         "noise": noise,
-        "client_noise": own,
+        "client_noise": client_noise,
         "aggregate_std": calibration.aggregate_std(plan, 0) if counted else None,
         "epsilon": spending.epsilon(plan),
         "guess": events.guess(spending.worst(plan).releases, plan.privacy.adjacency),

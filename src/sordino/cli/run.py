@@ -140,13 +140,13 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     from sordino.training.folder import RunFolder, publishable, tested_on
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
-    sizes, told = sorted(plan.sizes), cert["records"] is not None
+    sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None
     clients = f"{plan.clients} with {sum(sizes):,} records ({sizes[0]:,} to {sizes[-1]:,} each)"
     took = f" in {total_seconds(RunFolder.find(out)):.1f} s" if prepared.resolved.source.open else ""
     tested = "" if cert["test_records"] is None else f" on {cert['test_records']:,} test records"
     rows = [
         ("run", f"{settings.method} on {prepared.dataset.name}, {plan.rounds} rounds{took}"),
-        ("clients", clients if told else str(plan.clients)),
+        ("clients", clients if sizes_public else str(plan.clients)),
     ]
     if unlike := prepared.heterogeneity:
         rows.append(
@@ -182,7 +182,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         )
         console().print(f"warning: the model is no better than a constant guess. {remedy}", markup=False)
     whole = [i for i, rate in enumerate(plan.rates) if rate == 1]
-    if settings.batch != "full" and whole and told:
+    if settings.batch != "full" and whole and sizes_public:
         console().print(
             f"note: batch {settings.batch} is every record of clients {ranges(whole)}, so sampling adds no privacy "
             "for them",

@@ -29,19 +29,28 @@ def add(commands: Any) -> None:
     add_keys(parser)
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B,…", help="values to try for one key")
     parser.add_argument("--preset", metavar="NAME", help="paper-coarse or paper-fine: the method's grid in the papers")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each setting (default: 1)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per setting (default: 1)")
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
-    parser.add_argument("--trials", type=int, default=64, metavar="N", help="of optuna (default: 64)")
-    parser.add_argument("--storage", metavar="URL", help="of optuna's studies (default: optuna.db in --out)")
+    parser.add_argument("--trials", type=int, default=64, metavar="N", help="number of Optuna trials (default: 64)")
+    parser.add_argument("--storage", metavar="URL", help="database of Optuna's studies (default: optuna.db in --out)")
     parser.add_argument(
-        "--validation", type=float, default=0.1, metavar="PART", help="of the training records (default: 0.1)"
+        "--validation",
+        type=float,
+        default=0.1,
+        metavar="PART",
+        help="share of the training records used for validation (default: 0.1)",
     )
     parser.add_argument(
-        "--charge-tuning", default="no", metavar="HOW", help=f"{', '.join(PAY)}: see docs/how-to/tune.md"
+        "--charge-tuning",
+        default="no",
+        metavar="HOW",
+        help=f"how tuning is paid for: {', '.join(PAY)} (docs/how-to/tune.md)",
     )
-    parser.add_argument("--public", metavar="FILE", help="records that anybody may see, to score by (with public)")
+    parser.add_argument(
+        "--public", metavar="FILE", help="public records that score the settings (with --charge-tuning public)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--out", metavar="DIR", help="keep sweep.json here")
+    parser.add_argument("--out", metavar="DIR", help="folder for sweep.json")
     add_json(parser)
 
 
@@ -58,8 +67,8 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
 
     values: dict[str, Any] = read_toml(arguments.spec) if arguments.spec else {}
     for _, key, _ in RUN_FLAGS:
-        if (given := getattr(arguments, f"key_{key}")) is not None:
-            values |= dict([parse_setting(f"{key}={given}")])
+        if (flag := getattr(arguments, f"key_{key}")) is not None:
+            values |= dict([parse_setting(f"{key}={flag}")])
     return values | dict(map(parse_setting, arguments.set))
 
 
@@ -83,17 +92,17 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
     if arguments.storage and not re.match(r"[a-z0-9+]+://", arguments.storage):
-        raise SordinoError(f"--storage: '{arguments.storage}' is not a database's URL; write sqlite:///FILE.db.")
+        raise SordinoError(f"--storage: '{arguments.storage}' is not the URL of a database; write sqlite:///FILE.db.")
     if (arguments.charge_tuning == "public") != bool(arguments.public):
-        raise SordinoError("--public: --charge-tuning public needs it, a file of records, and nothing else does.")
+        raise SordinoError("--public: give it together with --charge-tuning public, and only then.")
     grid = sweep.grid_of(arguments.grid, arguments.preset, values)
     if out:
         out.mkdir(parents=True, exist_ok=True)
     total = {"grid": grids.size(grid) * arguments.seeds, "optuna": arguments.trials}.get(arguments.search)
-    hidden = arguments.charge_tuning == "stopping"  # how many runs there were is a secret
+    hidden = arguments.charge_tuning == "stopping"  # the number of runs is a secret
     with nullcontext(lambda runs: None) if hidden else bar("settings", total) as tick:
         if arguments.charge_tuning == "no":
-            found = sweep.sweep(
+            results = sweep.sweep(
                 values,
                 grid,
                 seeds=arguments.seeds,
@@ -105,7 +114,7 @@ def act(arguments: argparse.Namespace) -> int:
                 tick=tick,
             )
         else:
-            found = sweep.paid(
+            results = sweep.paid(
                 values,
                 grid,
                 arguments.charge_tuning,
@@ -116,31 +125,31 @@ def act(arguments: argparse.Namespace) -> int:
                 tick=tick,
             )
     if out:
-        sweep.keep(found, out)
-    if not emit(arguments, found):
-        _tell(found, out)
+        sweep.keep(results, out)
+    if not emit(arguments, results):
+        _tell(results, out)
     return 0
 
 
-def _tell(found: dict[str, Any], out: Path | None) -> None:
+def _tell(results: dict[str, Any], out: Path | None) -> None:
     page = console()
-    if "rows" in found:
-        varied = found["varied"]
+    if "rows" in results:
+        varied = results["varied"]
         rows = [
             [*(f"{row['setting'].get(key, '')}" for key in varied), _score(row)]
-            for row in found["rows"][: found["shown"]]
+            for row in results["rows"][: results["shown"]]
         ]
         table([*varied, "validation accuracy"], rows)
-        if len(found["rows"]) > found["shown"]:
-            page.print(f"… and {len(found['rows']) - found['shown']} more; --json or --out keeps all", markup=False)
-    page.print(f"best: {', '.join(f'{k} = {v}' for k, v in found['best'].items())}", markup=False)
-    page.print(f"tuning: {found['paid']}", markup=False)
-    if "certificate" in found:
-        cert = found["certificate"]
+        if len(results["rows"]) > results["shown"]:
+            page.print(f"… and {len(results['rows']) - results['shown']} more; --json or --out keeps all", markup=False)
+    page.print(f"best: {', '.join(f'{k} = {v}' for k, v in results['best'].items())}", markup=False)
+    page.print(f"tuning: {results['paid']}", markup=False)
+    if "certificate" in results:
+        cert = results["certificate"]
         verdict = f"certified: ε = {cert['epsilon']:.4g} at δ = {cert['delta']:g}, all runs of the search together"
         page.print(verdict if cert["certified"] else f"not certified: {'; '.join(cert['reasons'])}", markup=False)
-    if found.get("command"):
-        page.print(f"train it: {found['command']}", markup=False)
+    if results.get("command"):
+        page.print(f"train it: {results['command']}", markup=False)
     if out:
         page.print(f"written to {out}", markup=False)
 

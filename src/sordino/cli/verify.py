@@ -29,12 +29,11 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from rich.console import Console
 
-    from sordino.training.verify_run import AGAINST_TERMS, verify_run
-
-    AGAINST_TERMS[:] = [_against_terms]
+    from sordino.training.verify_run import verify_run
 
     with Console(stderr=True).status("recomputing the account"):  # seconds, where much was sampled
-        verdict = verify_run(Path(arguments.certificate), arguments.key)
+        verdict = verify_run(Path(arguments.certificate), arguments.key, against_terms=_against_terms)
+    not_compared = [*verdict.assumed, *verdict.gaps]
     document = {
         "ok": not verdict.problems,
         "problems": verdict.problems,
@@ -43,7 +42,7 @@ def act(arguments: argparse.Namespace) -> int:
         "certified": verdict.certified,
         "signed_by": verdict.signed or None,
         "key_known": verdict.known,
-        "not_compared": verdict.gaps,
+        "not_compared": not_compared,
     }
     if not emit(arguments, document):
         facts(
@@ -53,7 +52,7 @@ def act(arguments: argparse.Namespace) -> int:
                 ("certified", "yes" if verdict.certified else "no: the certificate says so itself"),
                 ("signed by", verdict.signed or "nobody"),
                 *(("mismatch", problem) for problem in verdict.problems),
-                *(("not compared", missing) for missing in verdict.gaps),
+                *(("not compared", missing) for missing in not_compared),
             ]
         )
         page = console()

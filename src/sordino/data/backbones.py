@@ -1,8 +1,8 @@
-"""Frozen networks that turn images into features: ResNet-20, -44 and -50, VGG-16, or a TorchScript module of your own.
+"""Frozen networks that turn images into features: ResNet-20, -44 and -50, VGG-16, or your own TorchScript module.
 
-A frozen network maps each record by itself, so its features cost no privacy, if its weights were learnt from public
-data. Parameters of ResNet-50 and VGG-16 (with batch norm) carry torchvision's names; those of the small ones follow
-the same pattern. The last, classifying layer is left out, and its weights are ignored.
+A frozen network maps each record independently of the others, so its features cost no privacy if its weights come from
+public data. Parameters of ResNet-50 and VGG-16 (with batch norm) carry torchvision's names, and those of the small
+networks follow the same pattern. The last (classifying) layer is left out, and its weights are ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn import functional
 from sordino.data.catalog import Pictures
 from sordino.errors import SordinoError, nearest
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as most published weights expect
-MIN_SIDE_PIXELS = 32  # pixels a side: smaller images are padded with black
-CLASSIFIER_PREFIXES = ("fc.", "linear.", "classifier.")  # what networks call their classifying layer
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as most published weights expect
+MIN_SIDE_PIXELS = 32  # pixels per side; smaller images are padded with black
+CLASSIFIER_PREFIXES = ("fc.", "linear.", "classifier.")  # names of classifying layers
 
 
 # -------------------------------------------------------------------------------------------------------- the networks
@@ -51,7 +51,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 by 1, 3 by 3 and 1 by 1 convolutions beside a shortcut; the stride is the middle one's."""
+    """1 by 1, 3 by 3 and 1 by 1 convolutions beside a shortcut. The middle convolution has the stride."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _shortcut(before: int, after: int, stride: int) -> nn.Sequential:
 class SmallResNet(nn.Module):
     """The residual network for CIFAR of He et al. (2016, section 4.2), 6 `blocks` + 2 layers deep: 64 features.
 
-    Its shortcuts have no weights, as published; with `projection` they are 1 by 1 convolutions, as others do it.
+    Its shortcuts have no weights, as published. With `projection` they are 1 by 1 convolutions.
     """
 
     def __init__(self, blocks: int, projection: bool = False) -> None:
@@ -173,8 +173,10 @@ def network(name: str, weights: str | Path) -> nn.Module:
 
 
 def script(path: str | Path) -> nn.Module:
-    """A module saved by torch.jit.save, which holds its own code, confined to TorchScript. What torch.save makes of a
-    whole module, and torch.export, is read by pickle, which may run anything; these are refused."""
+    """Load a module saved by torch.jit.save, whose code is confined to TorchScript.
+
+    Files of torch.save(module) and torch.export are refused, because pickle reads them and may run any code.
+    """
     file = _existing(Path(path).expanduser(), "module")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # its successor, torch.export, is the unsafe one
@@ -191,29 +193,30 @@ def script(path: str | Path) -> nn.Module:
 def _state(path: Path) -> dict[str, Tensor]:
     """The tensors of the file by name, without wrappers and classifying layers."""
     _existing(path, "weights")
-    found: Any
+    state: Any
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
-            found = load_file(path)
+            state = load_file(path)
         except SafetensorError as error:
-            raise SordinoError(f"weights: '{path}' cannot be read ({error}); give a whole file.") from None
+            raise SordinoError(f"weights: '{path}' cannot be read ({error}); give a complete file.") from None
     else:
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception:  # what is no such file fails in any way
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:  # a file of another kind fails in many ways
             raise SordinoError(
-                f"weights: '{path}' is no state dict of plain tensors (nothing else is read: it might run code); save "
+                f"weights: '{path}' is not a state dict of plain tensors (other content might run code, so it is not "
+                "read); save "
                 "module.state_dict(), as .pt or .safetensors."
             ) from None
     for wrapper in ("state_dict", "model", "net"):
-        if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
-            found = found[wrapper]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise SordinoError(f"weights: '{path}' holds no state dict; save module.state_dict().")
-    named = {str(key).removeprefix("module."): value for key, value in found.items()}
+        if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
+            state = state[wrapper]
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise SordinoError(f"weights: '{path}' does not hold a state dict; save module.state_dict().")
+    named = {str(key).removeprefix("module."): value for key, value in state.items()}
     return {key: value for key, value in named.items() if not key.startswith(CLASSIFIER_PREFIXES)}
 
 
@@ -241,10 +244,12 @@ def extract(
     std: tuple[float, ...] = STD,
     size: int | None = None,
 ) -> np.ndarray:
-    """float32 features of images (n, height, width, 1 or 3) of bytes, `batch` at a time; `progress` hears how many.
+    """float32 features of images (n, height, width, 1 or 3) of bytes, `batch` at a time.
 
-    Grey images get three equal channels. `mean` and `std` are per channel of pixels in [0, 1], and public constants.
-    `size` resizes to so many pixels a side; without it images below 32 by 32 are padded with black.
+    `progress` is called with the number of images done.
+
+    Grey images get three equal channels. `mean` and `std` are public constants per channel, for pixels in [0, 1].
+    `size` is the side after resizing; without it, images below 32 by 32 are padded with black.
     """
     module = module.to(device).eval()
     out: np.ndarray | None = None
@@ -252,13 +257,13 @@ def extract(
         pixels = prepared(torch.from_numpy(np.array(images[start : start + batch], order="C")), mean, std, size, device)
         with torch.inference_mode():
             try:
-                found = module(pixels)
+                features = module(pixels)
             except RuntimeError as error:
                 why = str(error).strip().split("\n")[-1]
                 raise SordinoError(f"module: it fails on input {tuple(pixels.shape)} ({why}).") from None
-        if not isinstance(found, Tensor) or len(found) != len(pixels):
-            raise SordinoError("module: it must map (n, 3, height, width) to one tensor of n rows.")
-        values = found.flatten(1).float().cpu().numpy()
+        if not isinstance(features, Tensor) or len(features) != len(pixels):
+            raise SordinoError("module: its output must be one tensor of n rows for input (n, 3, height, width).")
+        values = features.flatten(1).float().cpu().numpy()
         if not np.isfinite(values).all():
             raise SordinoError("module: its features are not all finite; check the weights, mean and std.")
         if out is None:
@@ -267,7 +272,7 @@ def extract(
         if progress is not None:
             progress(len(values))
     if out is None:
-        raise SordinoError("data: there are no images.")
+        raise SordinoError("data: there are no images; check the files.")
     return out
 
 
@@ -285,6 +290,6 @@ def prepared(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
 
 
 def save_statistics(path: str | Path, x: np.ndarray) -> None:
-    """mean, cov and n of features, as `public_stats` reads them. Of private data this is a release."""
+    """Write mean, cov and n of features for `public_stats`. For private data this is a release."""
     wide = x.astype(np.float64)
     np.savez(path, mean=wide.mean(0), cov=np.atleast_2d(np.cov(wide, rowvar=False, ddof=0)), n=len(x))

@@ -1,8 +1,8 @@
 """Published sets by name: where their files come from, and how they are read.
 
-Images come as bytes, (n, height, width, channels); as features they are flat pixels in [0, 1], a map of each record by
-itself, which costs no privacy. The test part is the official one (Tiny-ImageNet: its validation part, for the test
-labels are not published; MedMNIST: without its validation part).
+Images are bytes of shape (n, height, width, channels). As features they are flat pixels in [0, 1]: each record is
+mapped independently of the others, which costs no privacy. The test part is the official one. For Tiny-ImageNet it is
+the validation part, because the test labels are not published. The validation part of MedMNIST is not used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sordino.data import formats, glue
 from sordino.data.fetch import Published, Remote, Store, locate
 from sordino.errors import SordinoError, nearest
 
-IMAGES_CHUNK = 4096  # images that are decoded at a time
+IMAGES_CHUNK = 4096  # images decoded at a time
 
 
 class Pictures(Protocol):
-    """(n, height, width, channels) of bytes, in memory or decoded as they are asked for."""
+    """(n, height, width, channels) of bytes, in memory, or decoded on access."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -54,7 +54,7 @@ class Jpegs:
 
 
 class Official(NamedTuple):
-    """A set as published. `y` holds indices into `classes`, or labels as they are where that is None."""
+    """A published set. `y` holds indices into `classes`, or raw labels if `classes` is None."""
 
     x_train: Pictures
     y_train: np.ndarray
@@ -65,35 +65,37 @@ class Official(NamedTuple):
 
 class CatalogEntry(NamedTuple):
     published: Published
-    members: tuple[str, ...]  # that must be there
+    members: tuple[str, ...]  # files that must exist
     read: Callable[[Store], Official]
 
 
 def read(name: str, data_dir: str | Path | None = None) -> Official:
-    """A set of the table, found or downloaded; features of `a9a` are no images."""
+    """Read a published set from disk, or download it. `a9a` has features instead of images."""
     if name in glue.TASKS:
         raise SordinoError(
-            f"data: '{name}' is text, and a model of features cannot read sentences. sordino.data.glue.load('{name}') "
-            "gives them; save what a language model makes of them as an .npz, and train on that."
+            f"data: '{name}' is text, which a model of features cannot read. sordino.data.glue.load('{name}') "
+            "reads the sentences; save their embeddings by a language model as an .npz, and train on that."
         )
     name = ALIASES.get(name, name)
     if name not in SETS:
         raise SordinoError(f"data: '{name}' is unknown.{nearest(name, NAMES)}")
     entry = SETS[name]
-    found = entry.read(locate(entry.published, entry.members, data_dir))
-    for x, y, part in ((found.x_train, found.y_train, "training"), (found.x_test, found.y_test, "test")):
+    official = entry.read(locate(entry.published, entry.members, data_dir))
+    for x, y, part in ((official.x_train, official.y_train, "training"), (official.x_test, official.y_test, "test")):
         if len(x) != len(y):
-            raise SordinoError(f"data: {len(x)} records for {len(y)} labels in the {part} part of '{name}'; check it.")
-        if found.classes and len(y) and not 0 <= y.min() <= y.max() < len(found.classes):
+            raise SordinoError(
+                f"data: {len(x)} records for {len(y)} labels in the {part} part of '{name}'; check the files."
+            )
+        if official.classes and len(y) and not 0 <= y.min() <= y.max() < len(official.classes):
             raise SordinoError(
                 f"data: labels from {y.min()} to {y.max()} in the {part} part of '{name}', which has "
-                f"{len(found.classes)} classes; check the files."
+                f"{len(official.classes)} classes; check the files."
             )
-    return found
+    return official
 
 
 def flat(x: Pictures) -> np.ndarray:
-    """Features: pixels in [0, 1], row by row of the image with the channels innermost; other features as they are."""
+    """Features: pixels in [0, 1], by rows with the channels innermost. Sets without images keep their features."""
     if isinstance(x, np.ndarray) and x.dtype == np.float32:
         return x
     out = np.empty((len(x), math.prod(x.shape[1:])), np.float32)
@@ -110,12 +112,10 @@ def _idx(store: Store, parts: Sequence[str], classes: str | tuple[str, ...], fir
     images, labels, test_images, test_labels = (formats.idx(store.read(part), _at(store, part)) for part in parts)
     for opening, title in OPENINGS.items():  # two sets whose files have the same names
         if labels[: len(opening)].tobytes() == opening and classes != CLASSES[title]:
-            raise SordinoError(
-                f"data: the files in '{store.where}' are {title}; put each set into a folder of its own name."
-            )
-    for part, found, dimensions in zip(parts, (images, labels, test_images, test_labels), (3, 1, 3, 1), strict=True):
-        if found.ndim != dimensions:
-            raise SordinoError(f"data: '{_at(store, part)}' has {found.ndim} dimensions, not {dimensions}; check it.")
+            raise SordinoError(f"data: the files in '{store.where}' are {title}; put each set into its own folder.")
+    for part, array, dimensions in zip(parts, (images, labels, test_images, test_labels), (3, 1, 3, 1), strict=True):
+        if array.ndim != dimensions:
+            raise SordinoError(f"data: '{_at(store, part)}' has {array.ndim} dimensions, not {dimensions}; check it.")
     if not upright:  # columns first on disk
         images, test_images = images.transpose(0, 2, 1), test_images.transpose(0, 2, 1)
     y, y_test = (each.astype(np.int64) - first for each in (labels, test_labels))
@@ -168,7 +168,9 @@ OPENINGS = {  # the first labels for training
     bytes((5, 0, 4, 1, 9, 2, 1, 3, 1, 4, 3, 5)): "MNIST",
     bytes((9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9)): "Fashion-MNIST",
 }
-MERGED = string.digits + string.ascii_uppercase + "abdefghnqrt"  # EMNIST's other small letters look like capitals
+MERGED = (
+    string.digits + string.ascii_uppercase + "abdefghnqrt"
+)  # EMNIST merges the other small letters with their capitals
 EMNIST = {  # classes, and the number of the first
     "balanced": (MERGED, 0),
     "byclass": (string.digits + string.ascii_uppercase + string.ascii_lowercase, 0),
@@ -177,7 +179,7 @@ EMNIST = {  # classes, and the number of the first
     "letters": (string.ascii_lowercase, 1),
     "mnist": (string.digits, 0),
 }
-MEDMNIST = {  # those with one label an image of two dimensions; MD5 of the 28 by 28 version
+MEDMNIST = {  # sets of 2D images with one label per image; MD5 of the 28 by 28 version
     "pathmnist": "a8b06965200029087d5bd730944a56c1",
     "dermamnist": "0744692d530f8e62ec473284d019b0c7",
     "octmnist": "c68d92d5b585d8d81f7112f81e2d0842",

@@ -1,7 +1,7 @@
 """Published files: found on disk, or downloaded once into the cache.
 
-A download is checked against the checksum that its publisher gives, where there is one, and against its length. Its
-SHA-256 is kept beside it, and every later load is held to that. Files that you bring yourself are taken as they are.
+A download is checked against its length, and against the publisher's checksum if there is one. Its SHA-256 is stored
+beside it and checked at every later load. Files that you provide yourself are not checked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sordino import files
 from sordino.data.formats import PACKED, reading, unpack
 from sordino.errors import SordinoError
 
-SILENCE_SECONDS = 30.0  # seconds that a server may keep silent
+SILENCE_SECONDS = 30.0  # seconds to wait for a server
 MAX_SECONDS = 3600.0  # seconds that one file may take
 DOWNLOAD_CHUNK_BYTES = 1 << 20
 ARCHIVES = (".zip", ".tar.gz")
 
 
 class Remote(NamedTuple):
-    """A file to download, from the first of `urls` that has it."""
+    """A file to download from the first URL that works."""
 
     file: str
     urls: tuple[str, ...]
@@ -37,12 +37,12 @@ class Remote(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A set of files: how they are called, where they may lie, and where they come from."""
+    """A set of files: names, folders, and URLs."""
 
     name: str
     title: str
     remotes: tuple[Remote, ...]
-    folders: tuple[str, ...]  # under a data folder; the first is also its place in the cache
+    folders: tuple[str, ...]  # names of its folder in a data folder; the cache uses the first
     top: str = ""  # the folder inside the archive
 
 
@@ -54,7 +54,7 @@ def cache() -> Path:
 
 
 class Folder:
-    """Members as files, compressed or not, maybe with a prefix to their official names."""
+    """Members as plain or compressed files; their names may have a prefix."""
 
     def __init__(self, where: Path, prefix: str = "") -> None:
         self.where, self.prefix = where, prefix
@@ -69,14 +69,14 @@ class Folder:
     def read(self, member: str) -> bytes:
         path = self.find(member)
         if path is None:
-            raise SordinoError(f"data: '{self.where}' lacks {member}; put a whole copy there.")
+            raise SordinoError(f"data: '{self.where}' lacks {member}; put a complete copy there.")
         verify(path)
         return unpack(path.read_bytes(), str(path))
 
     def below(self, folder: str) -> list[str]:
         """Members under a folder, sorted."""
-        found = (path for path in (self.where / folder).rglob("*") if path.is_file())
-        return sorted(path.relative_to(self.where).as_posix() for path in found)
+        paths = (path for path in (self.where / folder).rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.where).as_posix() for path in paths)
 
 
 class Archive:
@@ -95,15 +95,15 @@ class Archive:
 
     @cached_property
     def _tar(self) -> dict[str, bytes]:
-        """All of it, in one pass: going back in a compressed tar means to begin anew."""
+        """All members, read in one pass, because a compressed tar cannot be read backwards."""
         verify(self.where)
-        found = {}
+        contents = {}
         with reading(str(self.where), "a whole .tar.gz archive"), tarfile.open(self.where, "r:gz") as archive:
             for member in archive:
                 file = archive.extractfile(member)
                 if file is not None:
-                    found[member.name.removeprefix("./")] = file.read()
-        return found
+                    contents[member.name.removeprefix("./")] = file.read()
+        return contents
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -117,14 +117,14 @@ class Archive:
         return self.find(member) is not None
 
     def read(self, member: str) -> bytes:
-        found = self.find(member)
-        if found is None:
-            raise SordinoError(f"data: '{self.where}' lacks {self.top}{member}; put a whole copy in its place.")
-        where = f"{self.where}: {self.top}{found}"
+        path = self.find(member)
+        if path is None:
+            raise SordinoError(f"data: '{self.where}' lacks {self.top}{member}; replace it by a complete copy.")
+        where = f"{self.where}: {self.top}{path}"
         if self._zip is None:
-            return unpack(self._tar[self.top + found], where)
+            return unpack(self._tar[self.top + path], where)
         with reading(where, "a whole member"):
-            return unpack(self._zip.read(self.top + found), where)
+            return unpack(self._zip.read(self.top + path), where)
 
     def below(self, folder: str) -> list[str]:
         return sorted(name for name in self._names if name.startswith(f"{folder}/") and not name.endswith("/"))
@@ -134,10 +134,10 @@ Store = Folder | Archive
 
 
 def locate(published: Published, members: Sequence[str], data_dir: str | Path | None = None) -> Store:
-    """Where all `members` lie: in `data_dir`, $SORDINO_DATA or the cache, else in the cache after a download.
+    """Find all `members` in `data_dir`, $SORDINO_DATA or the cache; else download them into the cache.
 
-    In each of these are tried: names with the set's own before them (`mnist-train-…`), the set's folders, its archive,
-    and the official names as they are.
+    Each folder is searched for names with the set's prefix (`mnist-train-…`), the set's folders, its archive, and the
+    official names.
     """
     for root in _roots(data_dir):
         for store in _stores(published, root):
@@ -151,19 +151,19 @@ def locate(published: Published, members: Sequence[str], data_dir: str | Path | 
         if all(store.has(member) for member in members):
             return store
     raise SordinoError(
-        f"data: '{home}' does not hold all of {', '.join(members)} of {published.title}; delete it to fetch it anew."
+        f"data: '{home}' lacks some of {', '.join(members)} of {published.title}; delete it to download it again."
     )
 
 
 def _roots(data_dir: str | Path | None) -> list[Path]:
-    found = []
-    for field, given in (("data_dir", data_dir), ("SORDINO_DATA", os.environ.get("SORDINO_DATA"))):
-        if given:
-            folder = Path(given).expanduser()
+    folders = []
+    for field, value in (("data_dir", data_dir), ("SORDINO_DATA", os.environ.get("SORDINO_DATA"))):
+        if value:
+            folder = Path(value).expanduser()
             if not folder.is_dir():
-                raise SordinoError(f"{field}: there is no folder '{given}'; check the path.")
-            found.append(folder)
-    return [*found, cache()]
+                raise SordinoError(f"{field}: there is no folder '{value}'; check the path.")
+            folders.append(folder)
+    return [*folders, cache()]
 
 
 def _stores(published: Published, root: Path) -> Iterator[Store]:
@@ -180,14 +180,14 @@ def _stores(published: Published, root: Path) -> Iterator[Store]:
 
 
 def verify(path: Path) -> None:
-    """Held to the SHA-256 beside it, if a download left one there."""
+    """Check a file against the SHA-256 that its download stored beside it, if there is one."""
     side = _side(path)
     if not side.is_file():
         return
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != side.read_text().strip():
-        raise SordinoError(f"data: '{path}' has changed since it was downloaded; delete it to fetch it anew.")
+        raise SordinoError(f"data: '{path}' has changed since it was downloaded; delete it to download it again.")
 
 
 def _side(path: Path) -> Path:
@@ -198,7 +198,7 @@ def _side(path: Path) -> Path:
 
 
 def download(published: Published, remote: Remote, folder: Path) -> Path:
-    """One file into the folder: whole, checked and under its name, or not at all."""
+    """Download one file into the folder. It gets its name only when it is complete and checked."""
     reasons = []
     for url in remote.urls:
         try:
@@ -208,8 +208,8 @@ def download(published: Published, remote: Remote, folder: Path) -> Path:
             reasons.append(f"{url} ({getattr(error, 'reason', None) or error})")
     files = ", ".join(each.file for each in published.remotes)
     raise SordinoError(
-        f"data: {published.title} is not at hand, and {remote.file} could not be fetched: {'; '.join(reasons)}. "
-        f"Put {files} into '{folder}', or into a folder that data_dir or $SORDINO_DATA names."
+        f"data: {published.title} is not on this machine, and {remote.file} could not be downloaded: "
+        f"{'; '.join(reasons)}. Put {files} into '{folder}', or into a folder that data_dir or $SORDINO_DATA names."
     )
 
 
@@ -237,10 +237,10 @@ def _download(url: str, remote: Remote, folder: Path) -> Path:
                 done += len(chunk)
                 progress.update(task, completed=done)
                 if time.monotonic() - start > MAX_SECONDS:
-                    raise TimeoutError(f"not done after {MAX_SECONDS:.0f} s")
+                    raise TimeoutError(f"not complete after {MAX_SECONDS:.0f} s")
         if length and done != length:
-            raise ValueError(f"{done} bytes came of {length}")
+            raise ValueError(f"received {done} of {length} bytes")
         if published and checksum.hexdigest() != published:
-            raise ValueError(f"what came has {algorithm} {checksum.hexdigest()}, not the published {published}")
+            raise ValueError(f"it has {algorithm} {checksum.hexdigest()}, not the published {published}")
         _side(path).write_text(digest.hexdigest() + "\n")
     return path

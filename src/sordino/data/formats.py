@@ -1,6 +1,6 @@
 """Published file formats, read from bytes: idx, CIFAR's pickles, MedMNIST's .npz, LIBSVM text, JPEG, tables of text.
 
-A damaged file gets one line that names it. Nothing here runs what a file says.
+A damaged file raises an error that names it. No code of a file is run.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import numpy as np
 from sordino.errors import SordinoError
 
 PACKED = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
-ARRAYS = {  # all that a pickled numpy array names, by the old and the new name of numpy's inner module
+ARRAYS = {  # all that a pickled numpy array refers to, under the old and new name of numpy's internal module
     ("numpy", "ndarray"): "numpy",
     ("numpy", "dtype"): "numpy",
     ("numpy.core.multiarray", "_reconstruct"): "numpy._core.multiarray",
     ("numpy._core.multiarray", "_reconstruct"): "numpy._core.multiarray",
     ("numpy.core.numeric", "_frombuffer"): "numpy._core.numeric",
     ("numpy._core.numeric", "_frombuffer"): "numpy._core.numeric",
-    ("_codecs", "encode"): "_codecs",  # bytes, where Python 3 wrote protocol 2
+    ("_codecs", "encode"): "_codecs",  # bytes, as Python 3 writes them in protocol 2
 }
 
 
 @contextmanager
 def reading(where: str, kind: str) -> Iterator[None]:
-    """Whatever goes wrong inside is the file's fault, and said so."""
+    """Turn any error inside into one that names the damaged file."""
     try:
         yield
     except SordinoError:
@@ -60,12 +60,12 @@ def reading(where: str, kind: str) -> Iterator[None]:
         pickle.UnpicklingError,
     ) as error:
         raise SordinoError(
-            f"data: '{where}' is damaged or not {kind} ({error}); put a whole copy in its place."
+            f"data: '{where}' is damaged or not {kind} ({error}); replace it by a complete copy."
         ) from None
 
 
 def unpack(data: bytes, where: str) -> bytes:
-    """Decompressed, as the name's ending says."""
+    """Decompress by the suffix of the name."""
     for suffix, decompress in PACKED.items():
         if where.endswith(suffix):
             with reading(where, f"a whole {suffix} file"):
@@ -74,7 +74,7 @@ def unpack(data: bytes, where: str) -> bytes:
 
 
 def idx(data: bytes, where: str) -> np.ndarray:
-    """The bytes of an idx file (MNIST and its kin), in their shape."""
+    """The array of an idx file (MNIST and similar sets)."""
     with reading(where, "an idx file of bytes"):
         zero, kind, dimensions = struct.unpack_from(">HBB", data)
         if zero or kind != 8 or not dimensions:
@@ -87,19 +87,19 @@ def idx(data: bytes, where: str) -> np.ndarray:
 
 
 class _Plain(pickle.Unpickler):
-    """Numbers, strings, containers and numpy arrays; a pickle that names anything else is refused unread."""
+    """Unpickle numbers, strings, containers and numpy arrays. A pickle that refers to anything else is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ARRAYS:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no array needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no array needs")
         return getattr(importlib.import_module(ARRAYS[module, name]), name)
 
 
 def unpickle(data: bytes, where: str) -> dict[str, Any]:
     """One of CIFAR's pickled dictionaries."""
     with reading(where, "a batch of plain arrays"):
-        found = _Plain(io.BytesIO(data), encoding="latin1").load()
-        return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in found.items()}
+        batch = _Plain(io.BytesIO(data), encoding="latin1").load()
+        return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in batch.items()}
 
 
 def cifar(data: bytes, where: str, labels: str) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +128,7 @@ def libsvm(data: bytes, where: str, features: int) -> tuple[np.ndarray, np.ndarr
             for pair in pairs:
                 index, value = pair.split(b":")
                 if not 1 <= int(index) <= features:
-                    raise ValueError(f"there is no feature {int(index)} of {features}")
+                    raise ValueError(f"feature {int(index)} is outside 1 to {features}")
                 x[row, int(index) - 1] = float(value)
     return x, y
 
@@ -146,7 +146,7 @@ def jpeg(data: bytes, where: str, side: int) -> np.ndarray:
 
 
 def table(data: bytes, where: str) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of tab-separated text; quotes are letters like any other."""
+    """Header and rows of tab-separated text; quotes have no special meaning."""
     with reading(where, "UTF-8 text"):
         lines = data.decode("utf-8").removesuffix("\n").split("\n")
     header, *rows = ([cell.strip() for cell in line.split("\t")] for line in lines)

@@ -1,4 +1,4 @@
-"""GLUE's sentences and their labels, for models that read text; a linear model of features cannot."""
+"""The sentences and labels of GLUE, for models that read text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sordino.data import formats
 from sordino.data.fetch import Published, Remote, locate
 from sordino.errors import SordinoError, nearest
 
-BROKEN = 0.01  # of the rows: QQP has a few that a line break cut in two, and they are left out; more is damage
+BROKEN = 0.01  # share of rows: a few of QQP are broken by a line break and left out; more means a damaged file
 
 
 class Sentences(NamedTuple):
-    """One part of a task. `second` is empty where the task has single sentences, `y` None where labels are secret."""
+    """One part of a task. `second` is empty for tasks of single sentences; `y` is None if labels are not published."""
 
     name: str
     first: list[str]
@@ -26,7 +26,7 @@ class Sentences(NamedTuple):
 
 class Task(NamedTuple):
     published: Published
-    columns: tuple[tuple[str, ...], ...]  # of each sentence: the names it goes by
+    columns: tuple[tuple[str, ...], ...]  # column names of each sentence
     label: str
     classes: tuple[str, ...]
     parts: dict[str, str]  # split -> file
@@ -36,8 +36,8 @@ def load(task: str, split: str = "train", data_dir: str | Path | None = None) ->
     """A split (`train`, `dev`, `test`; of `mnli` also `dev_mismatched`, `test_mismatched`) of `sst2`, `qnli`, `qqp` or
     `mnli`.
 
-    Columns are found by the header's names: GLUE's own, or `label<TAB>content`. GLUE keeps the labels of its test
-    parts to itself.
+    Columns are found by the header's names: GLUE's own, or `label<TAB>content`. GLUE does not
+    publish the labels of its test parts.
     """
     if task not in TASKS:
         raise SordinoError(f"task: '{task}' is unknown.{nearest(task, TASKS)}")
@@ -52,7 +52,7 @@ def load(task: str, split: str = "train", data_dir: str | Path | None = None) ->
     if len(rows) - len(whole) > BROKEN * len(rows) or not whole:
         raise SordinoError(
             f"data: {len(rows) - len(whole)} of {len(rows)} rows in '{where}' have fewer than the header's "
-            f"{len(header)} columns; put a whole copy in its place."
+            f"{len(header)} columns; replace it by a complete copy."
         )
     places = [next((header.index(name) for name in names if name in header), None) for names in about.columns]
     if None in places:
@@ -67,7 +67,7 @@ def _labels(words: list[str], about: Task, where: str) -> np.ndarray:
     index = {word: i for i, word in enumerate(about.classes)}
     if unknown := set(words) - index.keys():
         raise SordinoError(
-            f"data: label '{min(unknown)}' in '{where}' is none of {', '.join(about.classes)}; check it."
+            f"data: label '{min(unknown)}' in '{where}' is not one of {', '.join(about.classes)}; check the file."
         )
     return np.array([index[word] for word in words], np.int64)
 

@@ -1,4 +1,4 @@
-"""Who holds which record: partitions of the training records into clients."""
+"""Partitions of the training records into clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sordino.errors import SordinoError, nearest
 
 PARTITIONS = ("iid", "dirichlet", "classes", "by-column", "by-site", "counts")
 SIZE_LAWS = ("equal", "uniform", "lognormal")
-MAX_REDRAWS = 1000  # redraws of a Dirichlet partition that leaves a client empty,
-DRAWS = 2_000_000  # and the proportions drawn in all of them: with very many clients no redraw would succeed
+MAX_REDRAWS = 1000  # redraws of a Dirichlet partition that leaves a client without records,
+DRAWS = 2_000_000  # and a limit on all proportions drawn, because with very many clients no redraw succeeds
 
 
 _ARGUMENT = {"dirichlet": "a number above 0", "classes": "a number", "by-column": "a column", "counts": "a CSV file"}
@@ -51,23 +51,23 @@ class Partition:
                 raise SordinoError(f"partition: '{text}' needs a concentration above 0; write dirichlet:0.5.")
             return Partition(law, concentration)
         if law == "classes":
-            held = parse_number(argument, "partition", f"'{text}' is malformed; write classes:2", whole=True)
-            return Partition(law, int(held))
+            classes = parse_number(argument, "partition", f"'{text}' is malformed; write classes:2", whole=True)
+            return Partition(law, int(classes))
         return Partition(law, argument or None, size_law, spread)
 
     @property
     def brings_clients(self) -> bool:
-        """The data or a file determine the number of clients."""
+        """Whether the data or a file determine the number of clients."""
         return self.law in ("by-column", "by-site", "counts")
 
     @property
     def by_site(self) -> bool:
-        """Clients are the sites that the data came with."""
+        """Whether clients are the sites that the data name."""
         return self.law in ("by-column", "by-site")
 
     @property
     def reads_labels(self) -> bool:
-        """Labels decide who holds a record, so the sizes of clients depend on the records."""
+        """Whether labels decide who holds a record. Then the sizes of clients depend on the records."""
         return self.law in ("dirichlet", "classes", "counts")
 
     @property
@@ -79,21 +79,21 @@ class Partition:
 def split(
     dataset: Dataset, partition: str | Partition, clients: int | None, *, sizes: str = "equal", seed: int = 0
 ) -> np.ndarray:
-    """Deal the training records out to clients.
+    """Divide the training records among clients.
 
     Args:
         dataset: The data.
         partition: `iid`; `dirichlet:A` (each class divided by proportions ~ Dir(A); 0.5 by default); `classes:K` (each
-            client holds K classes); `by-site` or `by-column:NAME` (the sites the data came with, in sorted order,
-            whatever `clients` says); `counts:FILE` (a CSV of `client, class_0, class_1, ..`: how many records of each
+            client holds K classes); `by-site` or `by-column:NAME` (the sites that the data name, in sorted order;
+            `clients` is ignored); `counts:FILE` (a CSV of `client, class_0, class_1, ..`: how many records of each
             class); or a parsed `Partition`, which holds its sizes.
-        clients: Number of clients; None where the partition brings them.
+        clients: Number of clients; None if the partition determines it.
         sizes: Sizes of iid clients: `equal`, `uniform` (0.5 to 1.5 of the mean) or `lognormal:S` (log-sd S, 0.5 by
             default).
-        seed: Of the partition.
+        seed: Seed of the partition.
 
     Returns:
-        The client index (0..clients-1) of each training record; -1: left out, which only `counts:FILE` may ask for.
+        The client index (0..clients-1) of each training record; -1: left out, only with `counts:FILE`.
 
     Raises:
         SordinoError: The partition is unknown, or does not fit the data.
@@ -137,7 +137,7 @@ def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.nda
     if (left < 0).any():
         short = int(left.argmin())
         raise SordinoError(
-            f"partition: {counts[:, short].sum()} records of class {short} are asked for, but the data has "
+            f"partition: the counts need {counts[:, short].sum()} records of class {short}, but the data have "
             f"{counts[:, short].sum() + left[short]}; lower the counts."
         )
     order = np.lexsort((rng.random(len(y)), y))
@@ -166,11 +166,11 @@ def _weights(law: str, spread: float, clients: int, rng: np.random.Generator) ->
 
 
 def _dirichlet(totals: np.ndarray, clients: int, concentration: float, rng: np.random.Generator) -> np.ndarray:
-    """Counts by client and class; redrawn while a client is empty, and mended by single records if that fails."""
+    """Counts by client and class, redrawn while a client is empty. If that fails, single records are moved."""
     for _ in range(max(1, min(MAX_REDRAWS, DRAWS // (clients * len(totals))))):
         share = rng.dirichlet(np.full(clients, concentration), size=len(totals))
         ends = np.rint(share.cumsum(1) * totals[:, None]).astype(np.int64)
-        ends[:, -1] = totals  # a sum of shares may miss 1 by rounding
+        ends[:, -1] = totals  # rounding may leave the sum of shares different from 1
         counts: np.ndarray = np.diff(ends, axis=1, prepend=0).T
         if counts.sum(1).all():
             return counts
@@ -184,29 +184,31 @@ def _dirichlet(totals: np.ndarray, clients: int, concentration: float, rng: np.r
     return counts
 
 
-def _classes(totals: np.ndarray, clients: int, held: int, rng: np.random.Generator) -> np.ndarray:
-    """Counts by client and class where each client holds `held` classes and each class has as many holders as any."""
+def _classes(totals: np.ndarray, clients: int, per_client: int, rng: np.random.Generator) -> np.ndarray:
+    """Counts by client and class: `per_client` classes per client, and an equal number of clients per class."""
     present = np.flatnonzero(totals)
-    if not 1 <= held <= len(present):
-        raise SordinoError(f"partition: classes:{held} is impossible with {len(present)} classes; use 1 to that many.")
-    if clients * held < len(present):
+    if not 1 <= per_client <= len(present):
         raise SordinoError(
-            f"partition: {clients} clients of {held} classes cannot hold all {len(present)} classes; "
-            "raise the clients or the classes of each."
+            f"partition: classes:{per_client} is impossible with {len(present)} classes; use 1 to {len(present)}."
+        )
+    if clients * per_client < len(present):
+        raise SordinoError(
+            f"partition: {clients} clients of {per_client} classes cannot hold all {len(present)} classes; "
+            "use more clients, or more classes per client."
         )
     holds = np.zeros((clients, len(totals)), bool)
     holders = np.zeros(len(present), np.int64)
-    for client in range(clients):  # each takes the classes least held so far, ties by lot
-        mine = np.argsort(holders + rng.random(len(present)))[:held]
-        holders[mine] += 1
-        holds[client, present[mine]] = True
+    for client in range(clients):  # each takes the classes with the fewest holders so far; ties are random
+        chosen = np.argsort(holders + rng.random(len(present)))[:per_client]
+        holders[chosen] += 1
+        holds[client, present[chosen]] = True
     for kind, many in zip(present, holders, strict=True):
         if totals[kind] < many:
             raise SordinoError(
-                f"partition: class {kind} has {totals[kind]} records for the {many} clients that are to hold it; "
-                "lower the clients or the classes of each."
+                f"partition: class {kind} has {totals[kind]} records for {many} clients; "
+                "use fewer clients, or fewer classes per client."
             )
-    rank = holds.cumsum(0) - 1  # of a client among the holders of a class: the first few take the odd records
+    rank = holds.cumsum(0) - 1  # rank of a client among the holders of a class; the first ones take the remainder
     many = np.maximum(holds.sum(0), 1)
     return np.asarray(np.where(holds, totals // many + (rank < totals % many), 0))
 
@@ -234,14 +236,14 @@ def _read_counts(path: Path, classes: int, clients: int | None) -> np.ndarray:
     def number(row: int, name: str) -> int:
         text = (rows[row][name] or "").strip()
         if not text.isdecimal():
-            raise SordinoError(f"partition: '{text}' in row {row + 1}, column '{name}' of '{path}' is no count.")
+            raise SordinoError(f"partition: '{text}' in row {row + 1}, column '{name}' of '{path}' is not a count.")
         return int(text)
 
     order = [number(row, "client") for row in range(len(rows))]
     if not rows or sorted(order) != list(range(len(rows))):
         raise SordinoError(f"partition: the client column of '{path}' must hold 0, 1, 2, .. once each.")
     if clients is not None and clients != len(rows):
-        raise SordinoError(f"clients: {clients} were asked for, but '{path}' has {len(rows)}; leave clients out.")
+        raise SordinoError(f"clients: {clients} requested, but '{path}' has {len(rows)}; leave clients out.")
     counts = np.empty((len(rows), classes), np.int64)
     for row, client in enumerate(order):
         counts[client] = [number(row, f"class_{k}") for k in range(classes)]
@@ -251,17 +253,17 @@ def _read_counts(path: Path, classes: int, clients: int | None) -> np.ndarray:
 
 
 class ClientSummary(NamedTuple):
-    """What one client holds."""
+    """Summary of one client's records."""
 
     client: int
     records: int
     counts: tuple[int, ...]  # by class
     kl_from_uniform: float  # KL(the client's class distribution || uniform), in nats
-    absent: int  # classes of which it has no record
+    absent: int  # classes without a record
 
 
 def describe(y: np.ndarray, client: np.ndarray, classes: int) -> list[ClientSummary]:
-    """One summary a client, in order. Regression (`classes` 0) has records alone; records of client -1 are skipped."""
+    """One summary per client, in order. Regression (`classes` 0) has only counts; records of client -1 are skipped."""
     used = client >= 0
     y, client = y[used], client[used]
     records = np.bincount(client)

@@ -1,6 +1,6 @@
 """Preprocessing that costs no privacy: per record, or by statistics that are declared public.
 
-No function here computes a statistic of private features and lets it shape the features.
+No function here uses a statistic of private features to change the features.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sordino.data.readers import read_arrays
 from sordino.data.splits import parse_number
 from sordino.errors import SordinoError, nearest
 
-RADIUS = 10.0  # norm of a record under `record`: the bias, a feature of 1, is small beside it
-FEATURES_THRESHOLD = 16  # with fewer features, a record's own mean and norm are too much of it to be removed
-RIDGE = 1e-3  # of the mean eigenvalue: keeps whitening bounded where the public covariance is singular
+RADIUS = 10.0  # norm of a record under `record`; the bias feature, 1, is small against it
+FEATURES_THRESHOLD = 16  # with fewer features, removing a record's mean and norm would remove too much of it
+RIDGE = 1e-3  # share of the mean eigenvalue; keeps whitening bounded if the public covariance is singular
 
 
 def preprocess(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None, normalize: str) -> np.ndarray:
-    """Centre and whiten by public (mean, cov), then normalise each record by itself: neither costs privacy."""
+    """Centre and whiten by public (mean, cov), then normalise each record separately. Neither costs privacy."""
     if normalize == "record":
         return by_record(x, public)
     return scaler(normalize)(x if public is None else whiten(x, *public))
@@ -30,39 +30,39 @@ def preprocess(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None, norm
 
 def scaler(normalize: str) -> Callable[[np.ndarray], np.ndarray]:
     """The per-record map that `normalize` names."""
-    word, given, radius = normalize.partition(":")
-    if word in ("standardize", "standardise", "zscore", "minmax", "whiten", "pca"):
+    law, colon, radius = normalize.partition(":")
+    if law in ("standardize", "standardise", "zscore", "minmax", "whiten", "pca"):
         raise SordinoError(
-            f"normalize: '{word}' needs statistics of the private data, and these are themselves a release that "
-            "nothing here pays for. Use --public-stats FILE (centre and whiten by public statistics), or normalize l2."
+            f"normalize: '{law}' needs statistics of the private data, and these are a release that "
+            "no budget pays for. Use --public-stats FILE (centre and whiten by public statistics), or normalize l2."
         )
-    if word == "clip":
+    if law == "clip":
         limit = parse_number(radius, "normalize", f"'{normalize}' needs a radius; write clip:1.0")
         if limit <= 0:
             raise SordinoError(f"normalize: '{normalize}' needs a radius above 0; write clip:1.0.")
         limit *= 1 - SAFETY
         return lambda x: x * np.minimum(1, limit / np.maximum(norms(x), np.finfo(float).tiny)).astype(np.float32)
-    if given or word not in ("none", "l2", "record"):
+    if colon or law not in ("none", "l2", "record"):
         known = ("none", "l2", "clip:R", "record")
         raise SordinoError(f"normalize: '{normalize}' is unknown.{nearest(normalize, known)}")
-    if word == "record":
+    if law == "record":
         return by_record
-    if word == "none":
+    if law == "none":
         return lambda x: x
     return lambda x: (x / np.where((norm := norms(x)) > 0, norm, 1)).astype(np.float32)  # a zero record stays zero
 
 
 def norms(x: np.ndarray) -> np.ndarray:
-    """Of each record, in float64: the squares of large float32 values overflow."""
+    """Norm of each record, in float64, because the squares of large float32 values overflow."""
     return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x, dtype=np.float64)))[:, None]
 
 
 def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-    """Every record freed of skew, offset and scale, and brought to norm RADIUS, by what it says itself.
+    """Remove skew, offset and scale of each record separately, and scale it to norm RADIUS.
 
-    A record without negative entries (amounts, intensities, activations) is replaced by its square roots, which tame
-    large entries. Then its own mean is taken off; or, where there are public statistics, their mean, and it is whitened
-    half-way. With few features a record is only scaled to norm RADIUS where its features are 1, and cut there.
+    A record without negative entries (amounts, intensities, activations) is replaced by its square roots, which reduce
+    large entries. Then its own mean is subtracted; with public statistics, their mean, and the record is half whitened.
+    A record with few features is only scaled, so that features of 1 have norm RADIUS, and clipped there.
     """
     features = x.shape[1]
     if features < FEATURES_THRESHOLD:
@@ -75,12 +75,12 @@ def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None
     else:
         z = np.where(amounts, whiten(np.sqrt(np.abs(x)), *of_roots(*public), 0.25), whiten(x, *public, 0.25))
     norm = norms(z)
-    real = norm > 1e-6 * norms(x)  # else the features are all alike, and what is left of them is rounding
+    real = norm > 1e-6 * norms(x)  # otherwise all features are equal, and only rounding errors remain
     return np.asarray(np.where(real, z * (RADIUS / np.where(real, norm, 1)), 0), np.float32)
 
 
 def of_roots(mean: np.ndarray, cov: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of square roots, about: as of a log-normal, and to first order."""
+    """Approximate mean (as for a log-normal) and covariance (to first order) of square roots."""
     mean = mean.clip(min=max(RIDGE * mean.mean(), np.finfo(np.float32).tiny))
     half = np.sqrt(mean) / 2 / mean
     return np.sqrt(mean) * (1 + np.diag(cov) / mean**2) ** -0.125, cov * np.outer(half, half)

@@ -13,26 +13,30 @@ from torch import Tensor
 from sordino.core import Model, Shard
 from sordino.errors import SordinoError
 
-LOSSES_OF_NUMBERS = ("squares", "poisson")  # the others are of classes: labels are their indices
+LOSSES_OF_NUMBERS = ("squares", "poisson")  # for other losses, labels are class indices
 
 
 def check_device(name: str, field: str = "device") -> torch.device:
-    """The device of that name, if it is here: `cpu`, `cuda`, or `cuda:1`. Else an error that names `field`."""
+    """The device `cpu`, `cuda` or `cuda:1`, if this machine has it. The error names `field`."""
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise SordinoError(f"{field}: '{name}' is unknown; use cpu or cuda.")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= found:
-        why = f"there are {found} CUDA devices" if found else "this machine, or this build of torch, has no CUDA device"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= devices:
+        why = (
+            f"there are {devices} CUDA devices"
+            if devices
+            else "this machine, or this build of torch, has no CUDA device"
+        )
         raise SordinoError(f"{field}: '{name}' is not available, because {why}; use cpu.")
     return device
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Summed in float64, for float32 falls short over long rows; a block of rows at a time, to save memory."""
+    """Norms summed in float64, because float32 underestimates long rows; in blocks of rows, to save memory."""
     blocks = torch.split(x.reshape(-1, x.shape[-1]), 4096)
     norms = [torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64) for block in blocks]
     return torch.cat(norms).to(x.dtype).reshape(x.shape[:-1])
@@ -50,8 +54,8 @@ def _numbers(values: np.ndarray | Tensor, field: str) -> Tensor:
 class Records:
     """All clients' records as one matrix, sorted by client: client i holds rows `starts[i]` to `starts[i + 1]`.
 
-    `Records.of(x, y, client)` builds it. A leading axis of `x` and `y` holds worlds: data sets of the same sizes, one
-    for each of several runs.
+    `Records.of(x, y, client)` builds it. A leading axis of `x` and `y` holds several data sets of the same
+    sizes, one per run.
 
     Args:
         x: Features, one row per record.
@@ -105,7 +109,7 @@ class Records:
         return Records(x.to(here, dtype), y.to(here), starts)
 
     def check_fits(self, model: Model) -> None:
-        """Refuse records whose width or labels the model has no place for."""
+        """Refuse records whose number of features or labels do not fit the model."""
         features, classes = getattr(model, "features", None), getattr(model, "outputs", None)
         if features is not None and self.x.shape[-1] != features:
             raise SordinoError(f"x: {self.x.shape[-1]} features, but the model reads {features}; they must agree.")
@@ -114,7 +118,7 @@ class Records:
             return
         classes = 2 if kind == "logistic" else classes
         if self.y.is_floating_point() and kind != "logistic":
-            raise SordinoError(f"y: labels of type {self.y.dtype}; the model tells classes apart, give whole numbers.")
+            raise SordinoError(f"y: labels of type {self.y.dtype}; the model predicts classes; give integers.")
         low, high = float(self.y.min()), float(self.y.max())
         if not (low >= 0 and high <= classes - 1):
             wrong = low if low < 0 else high
@@ -137,7 +141,7 @@ class Records:
         return torch.from_numpy(np.repeat(np.arange(len(self.sizes)), self.sizes)).to(self.x.device)
 
     def keep(self, cohort: np.ndarray) -> None:
-        """All are here anyway."""
+        """Nothing to forget, because all records are in memory."""
 
     def shard(self, i: int) -> Shard:
         """One client's records."""
@@ -182,15 +186,15 @@ class Records:
 
 @dataclass(frozen=True)
 class Lazy:
-    """Clients whose records are made or read when they are asked for: a round costs what its cohort costs.
+    """Clients whose records are loaded on demand, so that a round costs only what its cohort costs.
 
-    `load(i)` gives client i's (x, y), the same whenever it is asked. What the engines need of `Records` beside it, of
-    the cohort alone; the last cohort is kept, so that its local steps do not read it again.
+    `load(i)` returns client i's (x, y), always the same. The class has the part of `Records` that the engines need. The
+    last cohort stays in memory, so that local steps do not read it again.
     """
 
     sizes: tuple[int, ...]
     load: Callable[[int], tuple[Tensor, Tensor]]
-    x: Tensor  # no rows: the kind, device and number of the features
+    x: Tensor  # no rows: holds dtype, device and number of features
     length: None = None
     _kept: dict[bytes, Records] = field(default_factory=dict, repr=False, compare=False)
     _cohort: list[bytes] = field(default_factory=list, repr=False, compare=False)
@@ -200,24 +204,26 @@ class Lazy:
         return Lazy(tuple(sizes), load, load(0)[0][:0])
 
     def check_fits(self, model: Model) -> None:
-        """Refuse rows of another width than the model reads; labels are not at hand before a client is loaded."""
+        """Refuse rows of another width than the model reads. Labels are checked when a client is loaded."""
         Records(self.x, self.x.new_zeros(0), np.zeros(1, np.int64)).check_fits(model)
 
     def shard(self, i: int) -> Shard:
         x, y = self.load(i)
         if len(x) != self.sizes[i]:
-            raise SordinoError(f"clients: client {i} holds {len(x)} records where {self.sizes[i]} were declared.")
+            raise SordinoError(
+                f"clients: client {i} has {len(x)} records, but {self.sizes[i]} were declared; make both equal."
+            )
         return Shard(x, y, x.new_ones(len(x)))
 
     def keep(self, cohort: np.ndarray) -> None:
-        """Forget the clients of another cohort than this one."""
+        """Forget all clients outside this cohort."""
         key = cohort.astype(np.int64).tobytes()
         if self._cohort[:] != [key]:
             self._kept.clear()
             self._cohort[:] = [key]
 
     def _some(self, clients: np.ndarray) -> Records:
-        """These clients alone, numbered from 0."""
+        """Only these clients, numbered from 0."""
         key = np.asarray(clients, dtype=np.int64).tobytes()
         if key not in self._kept:
             parts = [self.shard(int(i)) for i in clients]
@@ -236,6 +242,6 @@ class Lazy:
         return [(cohort[clients], shard) for clients, shard in some]
 
     def picked(self, clients: np.ndarray, rows: Sequence[np.ndarray]) -> Shard:
-        """A client may be named once for each of several runs: it is loaded once."""
-        own, place = np.unique(clients, return_inverse=True)
-        return self._some(own).picked(place.reshape(-1), rows)
+        """As `Records.picked`. A client that several runs name is loaded once."""
+        distinct, place = np.unique(clients, return_inverse=True)
+        return self._some(distinct).picked(place.reshape(-1), rows)

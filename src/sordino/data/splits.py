@@ -10,9 +10,9 @@ from sordino.errors import SordinoError
 
 
 def generator(seed: int, purpose: str) -> np.random.Generator:
-    """A stream of its own for each purpose, so that one seed serves them all without repeating draws."""
+    """A separate random stream per purpose, so that one seed serves all purposes."""
     if seed < 0:
-        raise SordinoError(f"seed: {seed} must not be negative.")
+        raise SordinoError(f"seed: {seed} must not be negative; use 0 or more.")
     return np.random.default_rng([seed, *purpose.encode()])
 
 
@@ -39,10 +39,10 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
 
 
 def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Which records are for testing: `fraction` of each stratum to within one, and never all of it."""
+    """Mask of test records: `fraction` of each stratum to within one record, and never a whole stratum."""
     sizes = np.bincount(strata)
     ends = sizes.cumsum()
-    # The running total is rounded, for many small strata would each round to nothing.
+    # The running total is rounded, because many small strata would each round to 0.
     quota = np.minimum(np.diff(np.rint(ends * fraction), prepend=0), np.maximum(sizes - 1, 0))
     order = np.lexsort((rng.random(len(strata)), strata))
     chosen = np.zeros(len(strata), bool)
@@ -53,7 +53,7 @@ def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> n
 
 
 def hold_out_clients(whose: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Which records are for testing: all of some clients, `fraction` of their number to within one, at least one."""
+    """Mask of test records: all records of about `fraction` of the clients, at least of one."""
     clients = len(np.bincount(whose))
     chosen = max(1, round(fraction * clients))
     if clients - chosen < 2:

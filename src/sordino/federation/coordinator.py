@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import sordino
 from sordino import files, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
@@ -40,6 +39,7 @@ from sordino.privacy.mechanisms.random import Secure
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
+from sordino.version import __version__
 
 log = logging.getLogger("sordino.coordinator")
 MOST_LOST_ROUNDS = 3  # rounds in a row without a result before the run stops
@@ -243,7 +243,7 @@ class Coordinator:
         cert = certificate(
             self.plan,
             Secure(),  # the sites draw the noise; the coordinator draws none
-            version=sordino.__version__,
+            version=__version__,
             spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
             model_sha256=sha256(self.out / "model.safetensors"),
             names=self.terms.names,

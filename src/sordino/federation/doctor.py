@@ -64,8 +64,8 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[Check]:
 def _keys(config: SiteConfig) -> Iterator[Check]:
     try:
         identity = Identity.load(config.path(config.identity))
-        own = identity.name == config.name
-        yield Check(own, "identity.key", f"key of {identity.name}" + ("" if own else f", not of {config.name}"))
+        fits = identity.name == config.name
+        yield Check(fits, "identity.key", f"key of {identity.name}" + ("" if fits else f", not of {config.name}"))
         if not (config.folder / "node").exists():
             yield Check(False, "node", "the key for the link is missing; `sordino federate keys` creates it")
         if not files.is_private(config.path(config.identity)):
@@ -95,7 +95,7 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
                     True,
                     "run_epsilon",
                     f"this site gets the ε = {config.run_epsilon:g} that it requests, where the federation has "
-                    f"{terms.parsed.epsilon:g}",
+                    f"{terms.resolved.privacy.epsilon:g}",
                 )
         except Refused as refusal:
             yield Check(False, "terms", f"the site would refuse: {refusal.detail}")
@@ -145,7 +145,7 @@ def _offered(site: Site, coordinator: Path) -> Terms:
     if config.name not in federation.sites:
         raise SordinoError(f"federation.toml: it does not list {config.name}; ask the coordinator to add this site.")
     terms = proposed(coordinator, [site.records] * len(federation.sites))
-    if config.run_epsilon is not None and config.run_epsilon < terms.parsed.epsilon:
+    if config.run_epsilon is not None and config.run_epsilon < terms.resolved.privacy.epsilon:
         terms = replace(terms, requested_epsilons={config.name: config.run_epsilon})
     if not terms.secure:
         return terms

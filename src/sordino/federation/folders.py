@@ -188,7 +188,9 @@ def make_site(
     identity.save(folder / "identity.key")
     path = folder / "site.toml"
     if not path.exists():
-        own = f'label = "{label}"\n' if label else ""
-        text = SITE_TEMPLATE.format(name=name, data=data, label=own, classes=json.dumps(list(classes)), epsilon=epsilon)
+        label_line = f'label = "{label}"\n' if label else ""
+        text = SITE_TEMPLATE.format(
+            name=name, data=data, label=label_line, classes=json.dumps(list(classes)), epsilon=epsilon
+        )
         path.write_text(text, encoding="utf-8")
     return identity

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-import sordino
 from sordino import files, secagg, wire
 from sordino.core import Broadcast
 from sordino.engines.schedule import RoundPlan, round_plans
@@ -30,6 +29,7 @@ from sordino.federation.site_run import SiteRun
 from sordino.federation.terms import RUN, Terms
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")
 MAX_MESSAGE_BYTES = 2**30  # bytes of a message
@@ -112,7 +112,7 @@ class Site(SiteData):
         _only(message, fields=())
         self._check_for_new_data()
         config = self.config
-        fields: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": sordino.__version__}
+        fields: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": __version__}
         return wire.encode("hello", fields | ({"epsilon": config.run_epsilon} if config.run_epsilon else {}))
 
     def _terms(self, message: wire.Message, request: bytes) -> bytes:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import sordino
 from sordino import files, secagg, wire
 from sordino.core import Broadcast, Tree, nothing
 from sordino.data.records import Records
@@ -33,6 +32,7 @@ from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
+from sordino.version import __version__
 
 ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
 
@@ -277,7 +277,7 @@ class SiteRun:
             cert = certificate(
                 self.plan,
                 self.source(),
-                version=sordino.__version__,
+                version=__version__,
                 spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
                 model_sha256=sha256(self.folder / "model.safetensors"),
                 ledger_head=ledger.head(),

@@ -1,8 +1,8 @@
-"""Which of the four estimators to use, and what error to expect: the closed forms of `theory`, for a federation.
+"""Recommend one of four estimators and predict its error, by the closed forms of `theory`.
 
-They speak of a reference design: features of mean 0, variance 1 and little correlation, a true parameter of length 1
-(Poisson: 1/2), clients that draw from one law. Data that is unlike it will have another error; the order of the methods
-and the safety of a Newton step depend mostly on the numbers asked for.
+The closed forms hold for a reference design: features have mean 0, variance 1 and little correlation, the true
+parameter has length 1 (Poisson: 1/2), and all clients draw from one distribution. Other data have other errors. The
+order of the methods and the safety of a Newton step depend mostly on sizes, dimension and budget.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sordino.studies import theory
 from sordino.studies.estimation import DELTA, LABELS, setup
 
 STEPS_TRIED = (4, 6, 8, 10, 14, 20, 30, 40, 60, 80, 100, 140, 200)
-CLOSE = 1.1  # errors within this factor count as equal: then fewer rounds decide
-LEARNT = 0.25  # an error above this part of |theta_0|^2 is not worth having
+CLOSE = 1.1  # errors within this factor count as equal; then fewer rounds win
+LEARNT = 0.25  # an estimate with an error above this share of |theta_0|^2 is useless
 
 
 class Option(NamedTuple):
-    """A method with the number of steps that serves it best."""
+    """A method with its best number of steps."""
 
     method: str
     rounds: int
@@ -35,7 +35,7 @@ class Option(NamedTuple):
 
 
 def best(case: theory.Scenario, method: str) -> Option:
-    """Over the number of steps, and of rounds where that is free."""
+    """The best number of steps, and of rounds if the method leaves it open."""
     tries: dict[str, Callable[[int], list[Option]]] = {
         "fedsgd": lambda k: [Option(method, k, {}, theory.fedsgd(case, k))],
         "fedhybrid": lambda k: [
@@ -99,7 +99,7 @@ def advise(
 
 
 def _choose(options: Sequence[Option]) -> Option:
-    """The least error; among those close to it, the fewest rounds."""
+    """The method with the least error; among nearly equal errors, the one with the fewest rounds."""
     least = min(option.error for option in options)
     return min((o for o in options if o.error <= CLOSE * least), key=lambda o: (o.rounds, o.error))
 

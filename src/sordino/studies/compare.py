@@ -1,7 +1,8 @@
-"""Methods side by side under exactly equal budgets: tune each once, train with every seed, tell all in one document.
+"""Compare methods under exactly equal budgets: tune each once, train with every seed, collect all in one document.
 
-Each method is tuned once per budget, for its last round's accuracy on validation records; that setting is read at every
-round. A seed changes partition and noise. `report` turns the document into a page, Markdown and figures.
+Each method is tuned once per budget, for the accuracy of its last round on validation records. The same setting serves
+the results of all rounds. A seed changes partition and noise. `report` turns the document into a page, Markdown and
+figures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-import sordino
 from sordino.core import Unit
 from sordino.data.partition import describe, split
 from sordino.data.sources import Dataset
@@ -35,6 +35,7 @@ from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
 from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import RUN_KEYS, Spec
+from sordino.version import __version__
 
 PAPER = (
     "dp-fedgd",
@@ -48,8 +49,8 @@ PAPER = (
     "dp-fedsofim",
     "dp-fedsofim:apply_to=momentum",
 )
-RIVAL, SHARE = "dp-fedgd", 0.95  # rounds are counted to this share of this method's last accuracy
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of a tuned step, to see how much it matters
+RIVAL, SHARE = "dp-fedgd", 0.95  # the report counts the rounds until this share of this method's last accuracy
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times a tuned step size: how much does it matter?
 MEMORIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
 Tick = Callable[[int], None]
 
@@ -60,32 +61,40 @@ class Contestant(NamedTuple):
     options: dict[str, Any]  # fixed, not tuned
 
     def values(self, base: dict[str, Any], epsilon: float) -> dict[str, Any]:
-        """Of a run; a common option such as the clip goes to methods that have it and do not derive their own."""
-        own = () if self.method in UNTUNED else entry(self.method).options
-        common = {key: value for key, value in base.items() if key in SHARED_KEYS or key in own}
+        """The keys of a run. A common option such as the clip is set for methods that have it and do not derive it."""
+        method_options = () if self.method in UNTUNED else entry(self.method).options
+        common = {key: value for key, value in base.items() if key in SHARED_KEYS or key in method_options}
         return {**common, **self.options, "method": self.method, "epsilon": epsilon}
 
 
 OPTION_KEYS = {key for known in REGISTRY.values() for key in known.options}
-SHARED_KEYS = {*RUN_KEYS, *(key for known in registry.REGISTRY.values() for key in known.options)}  # of no method
+SHARED_KEYS = {
+    *RUN_KEYS,
+    *(key for known in registry.REGISTRY.values() for key in known.options),
+}  # keys that belong to no method
 
 
-def contestants(words: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
-    """`paper`, `all` (what is proved of these in this setting), or names, with options as in dp-fedsofim:rho=1."""
+def contestants(requests: Sequence[str], base: dict[str, Any]) -> list[Contestant]:
+    """Parse `paper`, `all`, or names with options as in dp-fedsofim:rho=1.
+
+    `paper` and `all` keep the methods that are proved in this setting.
+    """
     if unknown := [key for key in base if key not in SHARED_KEYS and key not in OPTION_KEYS]:
-        raise SordinoError(f"{unknown[0]}: no method has it.{nearest(unknown[0], [*SHARED_KEYS, *OPTION_KEYS])}")
-    found: list[Contestant] = []
-    for word in words:
-        if word == "paper":
-            found += [each for each in map(_contestant, PAPER) if _proved(each.values(base, 1.0))]
-        elif word == "all":
-            found += [each for each in map(_contestant, REGISTRY) if _proved(each.values(base, 1.0))]
+        raise SordinoError(
+            f"{unknown[0]}: no method has this option.{nearest(unknown[0], [*SHARED_KEYS, *OPTION_KEYS])}"
+        )
+    chosen: list[Contestant] = []
+    for request in requests:
+        if request == "paper":
+            chosen += [each for each in map(_contestant, PAPER) if _proved(each.values(base, 1.0))]
+        elif request == "all":
+            chosen += [each for each in map(_contestant, REGISTRY) if _proved(each.values(base, 1.0))]
         else:
-            found.append(_contestant(word))
-            resolve(Spec.of(found[-1].values(base, 1.0))).plan(
+            chosen.append(_contestant(request))
+            resolve(Spec.of(chosen[-1].values(base, 1.0))).plan(
                 (10,) * int(base.get("clients", 10))
-            )  # a mistake shows here
-    return list({each.label: each for each in found}.values())
+            )  # fails here if the options are wrong
+    return list({each.label: each for each in chosen}.values())
 
 
 def _contestant(text: str) -> Contestant:
@@ -120,20 +129,22 @@ def settle(
     validation: float = 0.1,
     **search: Any,
 ) -> dict[str, Any]:
-    """Every contestant's best setting for every budget: the `tuning` part of a document."""
+    """Tune every contestant for every budget. The result is the `tuning` part of a document."""
     cases: list[tuple[Contestant, float, TuningCase]] = []
     for each in who:
         at = each.values(base, 1.0)
         tried = {
-            key: tuple(value for value in values if _proved({**at, key: value}))  # say, K > 1 where sums alone are seen
+            key: tuple(
+                value for value in values if _proved({**at, key: value})
+            )  # for example not K > 1 if the server sees only sums
             for key, values in preset(grid, each.method).items()
             if key not in each.options
         }
         for epsilon in epsilons:
             cases.append((each, epsilon, TuningCase({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
-    open_ = [case for case in cases if case[2].grid]
-    dataset = validated(resolve(Spec.of(open_[0][2].values)).read_data(), validation) if open_ else None
-    found = tune([case for *_, case in open_], dataset, how=how, **search) if dataset else []
+    tunable = [case for case in cases if case[2].grid]
+    dataset = validated(resolve(Spec.of(tunable[0][2].values)).read_data(), validation) if tunable else None
+    tuned = tune([case for *_, case in tunable], dataset, how=how, **search) if dataset else []
     settings = [
         {
             "method": each.label,
@@ -142,7 +153,7 @@ def settle(
             "score": best.score,
             "tried": best.tried,
         }
-        for (each, epsilon, _), best in zip(open_, found, strict=True)
+        for (each, epsilon, _), best in zip(tunable, tuned, strict=True)
     ]
     return {
         "how": f"{how} over {grid}",
@@ -159,7 +170,7 @@ UNTOUCHED = {"how": "none", "paid": "nothing was tuned", "validation": "none", "
 
 
 class Entrant(NamedTuple):
-    """A run to make, and how the document files it."""
+    """A run to make, and its place in the document."""
 
     label: str
     group: str
@@ -174,7 +185,7 @@ def lineup(
     seeds: Sequence[int],
     tuning: dict[str, Any],
 ) -> list[Entrant]:
-    """The comparison itself."""
+    """The runs of the comparison itself."""
     chosen = {(s["method"], s["epsilon"]): s["options"] for s in tuning["settings"]}
     return [
         Entrant(each.label, "comparison", {**values, "seed": seed, "split_seed": seed})
@@ -186,8 +197,8 @@ def lineup(
 
 
 def ablation(runs: Sequence[Entrant], of: str) -> list[Entrant]:
-    """DP-FedSOFIM in parts, at equal effective step lr / rho: the gradient alone, its moving average alone."""
-    found = []
+    """DP-FedSOFIM without its parts, at equal effective step lr / rho: only the gradient, only its moving average."""
+    entrants = []
     for run in runs:
         if run.label == of:
             rest = {
@@ -197,24 +208,24 @@ def ablation(runs: Sequence[Entrant], of: str) -> list[Entrant]:
             }
             options = {**entry("dp-fedsofim").options, **run.values}
             step = options["lr"] / options["rho"]
-            found.append(Entrant("gradient alone", "ablation", {**rest, "method": "dp-fedgd", "lr": step}))
+            entrants.append(Entrant("gradient alone", "ablation", {**rest, "method": "dp-fedgd", "lr": step}))
             average = {"rho": 1.0, "lr": step, "beta": options["beta"], "ema_rounds": 10**6}
-            found.append(Entrant("moving average alone", "ablation", {**rest, "method": "dp-fedsofim", **average}))
-            found.append(run._replace(label=f"full: {of}", group="ablation"))
-    return found
+            entrants.append(Entrant("moving average alone", "ablation", {**rest, "method": "dp-fedsofim", **average}))
+            entrants.append(run._replace(label=f"full: {of}", group="ablation"))
+    return entrants
 
 
 def sensitivity(runs: Sequence[Entrant], of: str) -> list[Entrant]:
-    """Around one method's settings: each step and regulariser times some factors, each memory over its range."""
-    found = []
+    """Vary one method's settings: each step and regulariser times FACTORS, each momentum over MEMORIES."""
+    entrants = []
     for run in runs:
         if run.label != of:
             continue
         for key in [k for k in ("lr", "rho", "beta") if k in entry(run.values["method"]).options]:
             centre = run.values.get(key, entry(run.values["method"]).options[key])
             for value in MEMORIES if key == "beta" else [centre * factor for factor in FACTORS]:
-                found.append(Entrant(of, "sensitivity", {**run.values, key: value}, (key, value)))
-    return found
+                entrants.append(Entrant(of, "sensitivity", {**run.values, key: value}, (key, value)))
+    return entrants
 
 
 def document(
@@ -228,7 +239,7 @@ def document(
     device: str = "cpu",
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
-    """Train all, and tell everything that a report needs. pairs: labels for McNemar's test, first seed only."""
+    """Train all runs, and collect what a report needs. pairs: labels for McNemar's test, on the first seed."""
     specs = [Spec.of(entrant.values) for entrant in entrants]
     trained = run_many(specs, device=device, tick=tick)
     data: dict[DataSource, Dataset] = {}
@@ -240,14 +251,14 @@ def document(
         client = _owners(each.resolved, data[key])
         runs.append(_filed(entrant, spec, each, data[key], client))
         if str(spec.seed) not in partition:
-            held = describe(data[key].y_train, client, len(data[key].classes))
-            partition[str(spec.seed)] = [list(map(int, client.counts)) for client in held]
+            label_counts = describe(data[key].y_train, client, len(data[key].classes))
+            partition[str(spec.seed)] = [list(map(int, client.counts)) for client in label_counts]
     rounds = max(len(run["accuracy"]) for run in runs)
     first = next(iter(data.values()))
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
     promise = {key: value for key, value in trained[0].resolved.spec.values().items() if key in PROMISE}
     return {
-        "sordino": sordino.__version__,
+        "sordino": __version__,
         "command": command,
         "host": {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__},
         "setting": {**promise, **shared},
@@ -265,7 +276,7 @@ def document(
             "share": SHARE,
         },
         "tuning": tuning,
-        # Of simulated clients only: these figures are private.
+        # Only for simulated clients: label counts of real clients are private.
         "partition": None if trained[0].resolved.partition.by_site else partition,
         "runs": runs,
         "pairs": _pairs(runs, pairs, len(first.y_test)),
@@ -284,19 +295,19 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
     plan, theta, model = trained.plan, trained.theta, trained.model
     right = model.predict(theta, dataset.x_test).numpy() == dataset.y_test
     classes = len(dataset.classes)
-    held = np.bincount(dataset.y_test, minlength=classes)
-    by_class = np.bincount(dataset.y_test, weights=right, minlength=classes) / np.maximum(held, 1)
+    class_sizes = np.bincount(dataset.y_test, minlength=classes)
+    by_class = np.bincount(dataset.y_test, weights=right, minlength=classes) / np.maximum(class_sizes, 1)
     rounds = max(trained.scores)
     cert = certificate(
         plan,
         Seeded(spec.seed or 0),
-        version=sordino.__version__,
+        version=__version__,
         spec_sha256=trained.resolved.spec.sha256(),
         tested=len(dataset.y_test) if plan.privacy.unit is Unit.RECORD else None,
     )
-    own = np.zeros(plan.clients)
+    client_epsilons = np.zeros(plan.clients)
     for group in spending.groups(plan):
-        own[list(group.clients)] = spending.epsilon_of(plan, group)
+        client_epsilons[list(group.clients)] = spending.epsilon_of(plan, group)
     noise = calibration.aggregate_std(plan, 0) * math.sqrt(model.size)
     filed = {
         "label": entrant.label,
@@ -310,7 +321,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
         "per_class": [round(float(value), 4) for value in by_class],
         "per_client": None if trained.resolved.partition.by_site else _per_client(trained, dataset, client),
-        "client_epsilon": [finite(float(f"{value:.6g}")) for value in own],
+        "client_epsilon": [finite(float(f"{value:.6g}")) for value in client_epsilons],
         "correct": pack(right),
         "seconds": round(trained.seconds, 4),
         "bytes_up": 4 * trained.traffic[0],
@@ -322,7 +333,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
 
 
 def _per_client(trained: Trained, dataset: Dataset, client: np.ndarray) -> list[float]:
-    """Accuracy on each client's own records: who pays for the noise? A simulation may look; a federation could not."""
+    """Accuracy on each client's own training records. Only a simulation may compute it."""
     right = trained.model.predict(trained.theta, dataset.x_train).numpy() == dataset.y_train
     inside = client >= 0
     totals = np.bincount(client[inside], weights=right[inside], minlength=trained.plan.clients)
@@ -333,31 +344,31 @@ def _pairs(runs: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], tes
     compared = [run for run in runs if run["group"] == "comparison"]
     seed = min((run["seed"] for run in compared), default=None)
     by = {(run["label"], run["epsilon"]): unpack(run["correct"], tested) for run in compared if run["seed"] == seed}
-    found = []
+    tests = []
     for epsilon in dict.fromkeys(run["epsilon"] for run in compared):
         for a, b in pairs:
             if (a, epsilon) in by and (b, epsilon) in by:
                 test = mcnemar(by[a, epsilon], by[b, epsilon])
-                found.append({"epsilon": epsilon, "a": a, "b": b, "seed": seed, "tested": tested, **test._asdict()})
-    return found
+                tests.append({"epsilon": epsilon, "a": a, "b": b, "seed": seed, "tested": tested, **test._asdict()})
+    return tests
 
 
 def _varied(entrants: Sequence[Entrant]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    values_of: dict[str, list[Any]] = {}
     for entrant in entrants:
         if entrant.vary:
             key, value = entrant.vary
-            found[key] = sorted({*found.get(key, []), value})
-    return found
+            values_of[key] = sorted({*values_of.get(key, []), value})
+    return values_of
 
 
 def _printed(rounds: int) -> list[int]:
-    """Every tenth round, as the papers print; all of a short run."""
+    """Every tenth round, as in the papers; every round of a short run."""
     return list(range(10, rounds + 1, 10)) if rounds >= 10 else list(range(1, rounds + 1))
 
 
 def as_command(spec: Spec) -> str:
-    """The `sordino run` that makes the same run."""
+    """The `sordino run` command for the same run."""
     default, flags = Spec(method=spec.method).values(), []
     for key, value in spec.values().items():
         if key not in ("data", "method", "epsilon", "seed") and default.get(key) != value:
@@ -371,15 +382,15 @@ def as_command(spec: Spec) -> str:
 
 
 def frozen(path: Path) -> dict[str, Any]:
-    """Settings that an earlier comparison chose: the `tuning` part of its document, or a file of that part alone."""
+    """Read settings that an earlier comparison chose, from its compare.json or settings.json."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found = found.get("tuning", found)
-        assert {"how", "paid", "validation", "settings"} <= found.keys()
+        tuning = json.loads(path.read_text(encoding="utf-8"))
+        tuning = tuning.get("tuning", tuning)
+        assert {"how", "paid", "validation", "settings"} <= tuning.keys()
     except FileNotFoundError:
         raise SordinoError(f"settings: there is no file '{path}'; check the path.") from None
     except (ValueError, AttributeError, AssertionError):
         raise SordinoError(
             f"settings: '{path}' holds no settings; give settings.json or compare.json of a comparison."
         ) from None
-    return dict(found)
+    return dict(tuning)

@@ -1,9 +1,9 @@
-"""How far private federated estimates fall from the truth: simulations of four methods, beside what is predicted.
+"""Simulated errors of four private federated estimators, and their predictions.
 
 Designs: x ~ N(0, I_5), logistic labels with |theta_0| = 1 or Poisson labels with |theta_0| = 1/2. Records are bounded
 by Mallows weights (radius 3), Poisson also by |residual| <= 3 and rate <= e^2; steps are 3 and 1/2. Every repetition
-has data and noise of its own and is one row of a tensor; it has the same data under every method and budget. Sizes are
-drawn once per design. The promise is mu-GDP for one record of a client against the server, replace-one.
+has its own data and noise and is one row of a tensor; its data are the same for every method and budget. Sizes are
+drawn once per design. The guarantee is mu-GDP for one record of a client against the server, replace-one.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SPLITS = (10, 20, 50, 100, 200)  # clients of a fixed total
 STEPS = (2, 4, 6, 10, 20, 50, 100, 200, 400)
 DESIGNS = (*SIZE_LAWS, "fixed-total", "iterations", "mnist-binary", "mnist-multiclass")
 LABELS = {"fedsgd": "FedSGD", "fedhybrid": "FedHybrid", "fedavg-gdp": "FedAvg", "fednewton": "FedNewton"}
-POOLED = "pooled"  # the estimate from all data in one place, without privacy
-AT_ONCE = 4_000_000  # records of all repetitions held together: some 0.5 GB
+POOLED = "pooled"  # the estimate from all pooled data, without privacy
+AT_ONCE = 4_000_000  # records of all repetitions in memory at once: about 0.5 GB
 
 OnProgress = Callable[[str], None]
 
 
 class Setup(NamedTuple):
-    """A model, its truth, and the public constants that methods need."""
+    """A model, its true parameter, and the public constants of the methods."""
 
     model: Linear
     length: float
@@ -78,7 +78,7 @@ class DesignPoint:
     law: str
     clients: int
     mu: float
-    total: int | None = None  # records of all clients; None: some 400 each
+    total: int | None = None  # records of all clients together; None: about 400 per client
     iterations: int = 100
 
     @property
@@ -93,12 +93,12 @@ class DesignPoint:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Its noise is its own."""
+        """Numbers that seed the noise of this point."""
         law, kind = SIZE_LAWS.index(self.law), int(self.kind == "poisson")
         return (kind, law, self.clients, round(1000 * self.mu), self.total or 0, self.iterations)
 
     def predicted(self) -> dict[str, theory.ErrorTerms]:
-        """By method, from the closed forms."""
+        """Predicted error terms by method, from the closed forms."""
         case, half = self.case, self.iterations // 2
         return {
             "fedsgd": theory.fedsgd(case, self.iterations),
@@ -109,7 +109,7 @@ class DesignPoint:
 
 
 def sizes(law: str, clients: int, total: int | None = None) -> tuple[int, ...]:
-    """Records of every client: all equal, uniform within half of the mean, or lognormal (log-sd 0.5, at least 50)."""
+    """Records per client: equal, uniform within half of the mean, or lognormal (log-sd 0.5, at least 50)."""
     if law not in SIZE_LAWS:
         raise SordinoError(f"design: sizes cannot be '{law}'.{nearest(law, SIZE_LAWS)}")
     mean = MEAN if total is None else total / clients
@@ -124,7 +124,7 @@ def sizes(law: str, clients: int, total: int | None = None) -> tuple[int, ...]:
     if total is not None:
         drawn *= total / drawn.sum()
     n = np.maximum(np.round(drawn), min(50, mean / 2)).astype(int)
-    if total is not None:  # what rounding left over
+    if total is not None:  # the remainder of rounding
         n[np.argmax(n)] += total - n.sum()
     return tuple(n.tolist())
 
@@ -144,7 +144,7 @@ def cells(design: str, kinds: Sequence[str], mus: Sequence[float], law: str = "e
 
 
 class NormalRows:
-    """Seeded noise, drawn for all clients of a release at once: cheaper where clients are many and vectors short."""
+    """Seeded noise, drawn for all clients of a release at once: faster for many clients and short vectors."""
 
     private = False
 
@@ -173,7 +173,7 @@ class NormalRows:
 
 
 def worlds(kind: str, sizes: Sequence[int], repetitions: Iterable[int], seed: int, device: str = "cpu") -> Records:
-    """Data of some repetitions, as the leading axis; each has its own stream, whatever others are drawn with it."""
+    """Data of some repetitions, on the leading axis. Each repetition has its own random stream."""
     at, n = setup(kind), sum(sizes)
     rngs = [np.random.default_rng([seed, r, n, len(sizes)]) for r in repetitions]
     x = np.stack([rng.standard_normal((n, DIM), dtype=np.float32) for rng in rngs])
@@ -187,7 +187,7 @@ def worlds(kind: str, sizes: Sequence[int], repetitions: Iterable[int], seed: in
 
 
 def contestants(at: Setup, iterations: int) -> dict[str, tuple[Method, int]]:
-    """The four methods with their rounds, at equal numbers of gradients; FedNewton takes half, and one Newton step."""
+    """The four methods and their rounds, with equal numbers of gradients; FedNewton uses half, and one Newton step."""
     half = iterations // 2
     local: dict[str, Any] = {"clip": at.clip, "local_lr": at.lr}
     newton: dict[str, Any] = {"curvature_clip": at.curvature_clip, "floor": at.floor}
@@ -200,12 +200,12 @@ def contestants(at: Setup, iterations: int) -> dict[str, tuple[Method, int]]:
 
 
 def promise(mu: float) -> Privacy:
-    """mu-GDP, said as (epsilon, delta)."""
+    """mu-GDP as (epsilon, delta)."""
     return Privacy(gaussian.epsilon(mu, DELTA), DELTA)
 
 
 def estimates(plan: Plan, model: Linear, records: Records, seeds: Sequence[Sequence[int]]) -> Tensor:
-    """One estimate a seed."""
+    """One estimate per seed."""
     sources = [NormalRows(int(np.random.SeedSequence(s).generate_state(1, np.uint64)[0]), plan.clients) for s in seeds]
     theta = torch.zeros(len(sources), model.size, device=records.x.device)
     for this_round in simulate.run(plan, model, records, sources, theta=theta):
@@ -234,25 +234,25 @@ def simulate_cell(
     methods: Iterable[str] = (*LABELS, POOLED),
     progress: OnProgress = lambda _: None,
 ) -> dict[str, np.ndarray]:
-    """Squared errors by method, one a repetition."""
-    at, sizes, found = setup(cell.kind), cell.sizes, {name: list[np.ndarray]() for name in methods}
+    """Squared errors by method, one per repetition."""
+    at, sizes, errors = setup(cell.kind), cell.sizes, {name: list[np.ndarray]() for name in methods}
     known = contestants(at, cell.iterations)
     chunk = max(1, AT_ONCE // sum(sizes))
     for start in range(0, repetitions, chunk):
-        this_round = range(start, min(start + chunk, repetitions))
-        records = worlds(cell.kind, sizes, this_round, seed, device)
-        for name in found:
+        repeats = range(start, min(start + chunk, repetitions))
+        records = worlds(cell.kind, sizes, repeats, seed, device)
+        for name in errors:
             if name == POOLED:
                 theta = pooled(cell.kind, records)
             else:
                 method, rounds = known[name]
                 plan = Plan(method, rounds, sizes, promise(cell.mu))
                 theta = estimates(
-                    plan, at.model, records, [(seed, r, *cell.key, list(LABELS).index(name)) for r in this_round]
+                    plan, at.model, records, [(seed, r, *cell.key, list(LABELS).index(name)) for r in repeats]
                 )
-            found[name].append((theta.cpu().double() - at.truth).square().sum(-1).numpy())
+            errors[name].append((theta.cpu().double() - at.truth).square().sum(-1).numpy())
             progress(f"{cell.kind}, {cell.clients} clients, mu {cell.mu:g}: {LABELS.get(name, name)}")
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+    return {name: np.concatenate(parts) for name, parts in errors.items()}
 
 
 def pieces(cell: DesignPoint, repetitions: int) -> int:
@@ -261,10 +261,10 @@ def pieces(cell: DesignPoint, repetitions: int) -> int:
 
 
 def point(cell: DesignPoint, errors: dict[str, np.ndarray]) -> dict[str, Any]:
-    """What is said of one point: each method's error with its standard error, and what is known beforehand."""
+    """Results of one point: each method's error with its standard error, and the predictions."""
     return {
         "samples": len(next(iter(errors.values()))),
-        "methods": {name: _said(values) for name, values in errors.items()},
+        "methods": {name: _summary(values) for name, values in errors.items()},
         **foretold(cell),
     }
 
@@ -293,7 +293,7 @@ def foretold(cell: DesignPoint) -> dict[str, Any]:
     }
 
 
-def _said(errors: np.ndarray) -> dict[str, float]:
+def _summary(errors: np.ndarray) -> dict[str, float]:
     return {
         "error": rounded(errors.mean()),
         "se": rounded(errors.std(ddof=1) / math.sqrt(len(errors))),
@@ -309,7 +309,7 @@ def rounded(value: float) -> float:
 def measure(points: Sequence[DesignPoint], repetitions: int, **options: Any) -> Iterator[dict[str, Any]]:
     """Every point, simulated."""
     if repetitions < 2:
-        raise SordinoError(f"repetitions: {repetitions} must be at least 2; a standard error needs them.")
+        raise SordinoError(f"repetitions: {repetitions} must be at least 2, because a standard error needs two.")
     for cell in points:
         yield point(cell, simulate_cell(cell, repetitions, **options))
 
@@ -317,7 +317,7 @@ def measure(points: Sequence[DesignPoint], repetitions: int, **options: Any) -> 
 # ---------------------------------------------------------------------------------------------------------- MNIST
 
 MATRICES_AT_ONCE = 20_000_000  # numbers in the Hessians of all clients and repetitions
-POOL = 4  # pixels a side that are averaged: 28 x 28 becomes 7 x 7, whatever the data
+POOL = 4  # side of the averaged squares: 28 x 28 pixels become 7 x 7
 
 
 class Digits(NamedTuple):
@@ -328,9 +328,10 @@ class Digits(NamedTuple):
 
 
 def mnist(folder: str | Path, *, binary: bool) -> Digits:
-    """7 x 7 averages of 4 x 4 pixels, each record less its own mean and scaled to norm 1: no record meets another.
+    """MNIST as 7 x 7 averages of 4 x 4 pixels. Each record is centred and scaled to norm 1 by itself.
 
-    Binary: even against odd. The files are MNIST's four, in idx format, gzipped, as `mnist-train-images-idx3-ubyte.gz`.
+    binary: even against odd digits. The folder holds MNIST's four gzipped idx files, such as
+    `mnist-train-images-idx3-ubyte.gz`.
     """
     parts = []
     for part in ("train", "t10k"):
@@ -350,7 +351,7 @@ def _idx(path: Path, header: int) -> np.ndarray:
 
 
 def mnist_setup(*, binary: bool) -> Setup:
-    """Bounds that hold for every record of norm 1. The step was chosen by hand, once for all methods and budgets."""
+    """Bounds for records of norm 1. The step was chosen by hand, once for all methods and budgets."""
     d = (28 // POOL) ** 2
     if binary:
         return Setup(Linear(d, 1, Loss.LOGISTIC, bias=False, radius=1.0), 0.0, 1.0, 0.25, 12.0)
@@ -370,24 +371,24 @@ def mnist_accuracies(
     device: str = "cpu",
     progress: OnProgress = lambda _: None,
 ) -> dict[str, np.ndarray]:
-    """Test accuracies by method, one a repetition; records are dealt out at random once, noise is drawn anew."""
+    """Test accuracies by method, one per repetition. Every repetition has the same partition and new noise."""
     at, n = mnist_setup(binary=binary), len(data.x_train)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(n))
     owner = np.sort(np.arange(n) % clients)
     records = Records.of(data.x_train[order], data.y_train[order], owner, device=device)
-    # The floor is the size of the noise on a client's Hessian, sqrt(2 d) s_H: public, and what can be told from 0.
+    # The floor is the size of the noise on a client's Hessian, sqrt(2 d) s_H, which is public.
     noisy = math.sqrt(2 * at.model.size) * 2 * math.sqrt(2) * at.curvature_clip / (mu * (n // clients))
     chunk = max(1, MATRICES_AT_ONCE // (clients * at.model.size**2))
-    found = {}
+    accuracies = {}
     for i, (name, (method, rounds)) in enumerate(contestants(at._replace(floor=noisy), iterations).items()):
         plan, reached = Plan(method, rounds, records.sizes, promise(mu)), list[float]()
         for start in range(0, repetitions, chunk):
             seeds = [(seed, r, i) for r in range(start, min(start + chunk, repetitions))]
             theta = estimates(plan, at.model, records, seeds).cpu()
             reached += [accuracy(at.model, one, data) for one in theta]
-        found[name] = np.array(reached)
+        accuracies[name] = np.array(reached)
         progress(f"mu {mu:g}: {LABELS[name]}")
-    return found
+    return accuracies
 
 
 def accuracy(model: Linear, theta: Tensor, data: Digits) -> float:
@@ -395,7 +396,7 @@ def accuracy(model: Linear, theta: Tensor, data: Digits) -> float:
 
 
 def mnist_point(mu: float, accuracies: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Of one budget: accuracy and its standard error over noise, by method."""
+    """Results of one budget: accuracy and its standard error over noise, by method."""
     count = len(next(iter(accuracies.values())))
     return {
         "mu": mu,
@@ -408,7 +409,7 @@ def mnist_point(mu: float, accuracies: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def mnist_pooled(data: Digits, *, binary: bool, steps: int = 2000) -> float:
-    """Test accuracy of the same model from all records, without privacy: gradient steps with momentum."""
+    """Test accuracy of the same model on pooled records without privacy, by gradient steps with momentum."""
     at = mnist_setup(binary=binary)
     shard = Records(data.x_train, data.y_train, np.array([0, len(data.x_train)])).shard(0)
     theta, velocity = at.model.init(), at.model.init()

@@ -1,4 +1,4 @@
-"""The simulations of `estimation` as tables and figures."""
+"""Tables and figures of the simulations in `estimation`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ COLORS = {
     POOLED: "#777777",
 }
 NOTES = """\
-*Error* is the mean over repetitions of |theta - theta_0|², ± its standard error; what is *predicted* (in brackets) is
-the closed form: sampling, privacy noise, bias and missing steps, to second order around theta_0. FedNewton's
+*Error* is the mean over repetitions of |theta - theta_0|², ± its standard error. The *prediction* (in brackets) is the
+closed form: sampling, privacy noise, bias and missing steps, to second order around theta_0. FedNewton's
 prediction holds where the noise on every client's Hessian is small against its smallest eigenvalue; elsewhere it is
 ~~struck~~. FedAvg's bias is a second-order expansion in each client's own noise, and far too high where that noise is
-larger than theta_0 itself (Poisson at small μ or n). *Pooled* is maximum likelihood from all records in one place,
+larger than theta_0 itself (Poisson at small μ or n). *Pooled* is maximum likelihood from all pooled records,
 without privacy. *Rate* is d / Σ min(n_i, n_i² μ²/d) with its constant set to 1: **a rate, not a certificate** (for μ
 < 1 the form with μ² log(1/μ) is in the JSON; where n_i is the smaller of the two they are equal). *Bound* is the
 information bound of the design (local minimax; the derivation is in `theory.information_bound`)."""
 
 
 def short(value: float | None) -> str:
-    """Three digits, without exponents where they can be avoided."""
+    """A number to three digits, without an exponent if possible."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -38,7 +38,7 @@ def short(value: float | None) -> str:
     return f"{value:.{digits}f}" if digits <= 7 else f"{value:.2e}"
 
 
-def said(point: dict[str, Any], method: str, *, markdown: bool = True) -> str:
+def error_text(point: dict[str, Any], method: str, *, markdown: bool = True) -> str:
     """`error ± se (predicted)`."""
     entry = point["methods"][method]
     text = f"{short(entry['error'])} ± {short(entry['se'])}"
@@ -51,7 +51,7 @@ def said(point: dict[str, Any], method: str, *, markdown: bool = True) -> str:
 
 
 def varying(points: Sequence[dict[str, Any]]) -> str:
-    """What the points of one panel differ in."""
+    """The quantity that varies over the points of one panel."""
     return "iterations" if len({p["iterations"] for p in points}) > 1 else "clients"
 
 
@@ -69,8 +69,8 @@ def errors_table(points: Sequence[dict[str, Any]]) -> str:
             f"{p['mu']:g}",
             str(p[x]),
             f"{p['records']:,}",
-            *(said(p, method) for method in LABELS),
-            said(p, POOLED),
+            *(error_text(p, method) for method in LABELS),
+            error_text(p, POOLED),
             short(p["rate"]),
             short(p["information_bound"]),
         ]
@@ -102,7 +102,7 @@ def mnist_table(points: Sequence[dict[str, Any]], pooled: float) -> str:
         return f"{100 * entry['accuracy']:.1f} ± {100 * entry['se']:.1f}"
 
     rows = [[f"{p['mu']:g}", *(cell(p["methods"][name]) for name in LABELS)] for p in points]
-    return markdown(["μ", *LABELS.values()], rows) + f"\n\nFrom all records, without privacy: {100 * pooled:.1f} %."
+    return markdown(["μ", *LABELS.values()], rows) + f"\n\nPooled records, without privacy: {100 * pooled:.1f} %."
 
 
 def pyplot() -> Any:
@@ -118,7 +118,7 @@ def pyplot() -> Any:
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Error against x, a row of panels for each law of sizes, a column for each budget."""
+    """Error against x: one row of panels per law of sizes, one column per budget."""
     laws = list(dict.fromkeys(p["sizes"] for p in points))
     mus = sorted({p["mu"] for p in points})
     size = (max(7.5, 1.2 + 3.6 * len(mus)), 1.4 + 3.0 * len(laws))
@@ -143,13 +143,13 @@ def _panel(panel: Any, points: Sequence[dict[str, Any]]) -> None:
     x = varying(points)
     at = [p[x] for p in points]
     for name in (*LABELS, POOLED):
-        found = [p["methods"][name] for p in points]
-        bars = [2 * f["se"] for f in found]
+        measured = [p["methods"][name] for p in points]
+        bars = [2 * f["se"] for f in measured]
         label, color = LABELS.get(name, "pooled MLE, no privacy"), COLORS[name]
         look: dict[str, Any] = {"fmt": "o-", "ms": 3.5, "lw": 1, "color": color, "label": label}
         if name == "fedhybrid":  # often on top of FedSGD: an open square around its dot
             look |= {"fmt": "s-", "ms": 6, "mfc": "none", "zorder": 1}
-        panel.errorbar(at, [f["error"] for f in found], bars, **look)
+        panel.errorbar(at, [f["error"] for f in measured], bars, **look)
         known = [p["predicted"].get(name, {}).get("total", math.nan) for p in points]
         if name == "fednewton":
             known = [k if p["fednewton_safe"] else math.nan for p, k in zip(points, known, strict=True)]
@@ -170,15 +170,15 @@ def _panel(panel: Any, points: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_mnist(tasks: dict[str, tuple[Sequence[dict[str, Any]], float]], path: Path) -> None:
-    """Accuracy against mu, a panel for each task."""
+    """Accuracy against mu, one panel per task."""
     figure = pyplot()(figsize=(4.2 * len(tasks) + 0.6, 3.8), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for panel, (title, (points, pooled)) in zip(panels, tasks.items(), strict=True):
         at = [p["mu"] for p in points]
         for name, label in LABELS.items():
-            found = [p["methods"][name] for p in points]
-            bars = [2 * f["se"] for f in found]
-            panel.errorbar(at, [f["accuracy"] for f in found], bars, fmt="o-", ms=4, color=COLORS[name], label=label)
+            measured = [p["methods"][name] for p in points]
+            bars = [2 * f["se"] for f in measured]
+            panel.errorbar(at, [f["accuracy"] for f in measured], bars, fmt="o-", ms=4, color=COLORS[name], label=label)
         panel.axhline(pooled, color=COLORS[POOLED], ls="--", lw=1, label="pooled, no privacy")
         panel.set(title=title, xlabel="μ", xscale="log")
         panel.set_xticks(at, [f"{v:g}" for v in at])

@@ -1,4 +1,4 @@
-"""What a report's page shows, for paper: PNG at 300 dpi and SVG."""
+"""The figures of a report for print: PNG at 300 dpi, and SVG."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from sordino.errors import SordinoError
 from sordino.studies.estimation_report import pyplot
 
-# After Okabe and Ito, with 3:1 contrast against white and against near-black; dashes and markers tell lines apart too.
+# After Okabe and Ito, with 3:1 contrast against white and near-black. Lines also differ in dashes and markers.
 LIGHT = ["#0072b2", "#c84e00", "#00805c", "#a8478a", "#946c00", "#1a1a1a", "#808080"]
 DARK = ["#5ab4f0", "#ff9154", "#3ecf9f", "#e79ac6", "#f0c848", "#f4f4f4", "#989898"]
 DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3], [12, 4]]
-MARKERS = ["o", "s", "^", "D", "v", "X"]  # the page draws the same six, in this order
+MARKERS = ["o", "s", "^", "D", "v", "X"]  # the page draws the same six in the same order
 
 
 def draw(view: dict[str, Any], out: Path) -> list[Path]:
-    """All figures of a report's `view`; none where matplotlib is not installed."""
+    """Draw all figures of a report's `view`; none if matplotlib is not installed."""
     try:
         figure_of = pyplot()
     except SordinoError:
@@ -38,13 +38,13 @@ def draw(view: dict[str, Any], out: Path) -> list[Path]:
 
 
 def style(i: int) -> dict[str, Any]:
-    """Of the i-th line: one colour comes again after seven, with another dash and another marker."""
-    this_round = i + i // len(LIGHT)
-    dash = DASHES[this_round % len(DASHES)]
+    """Style of the i-th line. Colours repeat after seven lines, with another dash and marker."""
+    shift = i + i // len(LIGHT)
+    dash = DASHES[shift % len(DASHES)]
     return {
         "color": LIGHT[i % len(LIGHT)],
         "linestyle": (0, [part / 2 for part in dash]) if dash else "-",
-        "marker": MARKERS[this_round % len(MARKERS)],
+        "marker": MARKERS[shift % len(MARKERS)],
         "markersize": 4,
         "linewidth": 1.3,
     }
@@ -72,9 +72,9 @@ def _panel(figure_of: Any, title: str = "", size: tuple[float, float] = (5.5, 3.
     return figure, panel
 
 
-def _safe(words: str) -> str:
-    """A label is not a formula."""
-    return words.replace("$", r"\$")
+def _safe(label: str) -> str:
+    """Escape `$`, so that matplotlib does not read a label as a formula."""
+    return label.replace("$", r"\$")
 
 
 def _percent(values: Sequence[float | None]) -> list[float]:
@@ -104,9 +104,9 @@ def _frontier(view: dict[str, Any], figure_of: Any) -> Any:
     beyond = max(budgets) * max(2.0, (max(budgets) / min(budgets)) ** 0.25) if budgets else 1.0
     at = dict(zip(view["names"], (beyond if e is None else e for e in view["epsilons"]), strict=True))
     for i, label in enumerate(view["labels"]):
-        mine = [curve for curve in view["curves"] if curve["label"] == label]
-        ends, bars = (_percent([c[key][-1] for c in mine]) for key in ("mean", "std"))
-        panel.errorbar([at[c["epsilon"]] for c in mine], ends, bars, label=_safe(label), capsize=2, **style(i))
+        curves = [curve for curve in view["curves"] if curve["label"] == label]
+        ends, bars = (_percent([c[key][-1] for c in curves]) for key in ("mean", "std"))
+        panel.errorbar([at[c["epsilon"]] for c in curves], ends, bars, label=_safe(label), capsize=2, **style(i))
     panel.set(xscale="log", xlabel="ε", ylabel="test accuracy at the last round, %")
     panel.set_xticks(list(at.values()), list(at))
     panel.minorticks_off()
@@ -117,13 +117,13 @@ def _frontier(view: dict[str, Any], figure_of: Any) -> Any:
 
 
 def _noise(curves: Sequence[dict[str, Any]], figure_of: Any) -> Any:
-    """A panel for each method, a colour for each ε."""
+    """One panel per method, one colour per ε."""
     names = list(dict.fromkeys(curve["label"] for curve in curves))
     colors = {e: LIGHT[k % len(LIGHT)] for k, e in enumerate(dict.fromkeys(curve["epsilon"] for curve in curves))}
     across = min(3, len(names))
-    broadcast = -(-len(names) // across)
-    figure = figure_of(figsize=(max(4.0, 2.6 * across), 0.6 + 2.1 * broadcast), layout="constrained")
-    panels = figure.subplots(broadcast, across, sharex=True, sharey=True, squeeze=False).flatten()
+    down = -(-len(names) // across)
+    figure = figure_of(figsize=(max(4.0, 2.6 * across), 0.6 + 2.1 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
     for panel, name in zip(panels, names, strict=False):
         for curve in curves:
             if curve["label"] == name:
@@ -136,7 +136,7 @@ def _noise(curves: Sequence[dict[str, Any]], figure_of: Any) -> Any:
         panel.grid(alpha=0.25)
     for k, panel in enumerate(panels):
         panel.set_visible(k < len(names))
-        if k + across >= len(names):  # nothing below it
+        if k + across >= len(names):  # no panel below it
             panel.set_xlabel("round", fontsize=8)
             panel.tick_params(labelbottom=True)
     figure.supylabel("norm of the aggregate", fontsize=9)
@@ -168,9 +168,9 @@ def _sensitivity(sweep: dict[str, Any], figure_of: Any) -> Any:
 
 
 def _legend(figure: Any) -> None:
-    """Below, each line once."""
-    found: dict[str, Any] = {}
+    """Put the legend below the figure, with each line once."""
+    handles: dict[str, Any] = {}
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(found.values(), found, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=7, frameon=False)

@@ -1,7 +1,8 @@
-"""Settings to try: the grids of the papers, coarse and fine, and one for methods that have none.
+"""Settings to try: the coarse and fine grids of the papers, and a default grid for other methods.
 
-The DP-FedSOFIM paper's table 2, by this library's names. It leaves DP-FedAvg's local step open (0.1 here), and its
-DP-FTRL steps are far beyond what noise that is paid for in full allows, so that DP-FedGD's are tried as well.
+The grids are table 2 of the DP-FedSOFIM paper, under the names of this library. The table does not state the local step
+of DP-FedAvg (0.1 here). Its steps for DP-FTRL are far too large under fully accounted noise, so the grid also has those
+of DP-FedGD.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ FINE: dict[str, Grid] = {
 }
 
 PRESETS = {"paper-coarse": COARSE, "paper-fine": FINE}
-UNTUNED = ("auto",)  # whose settings follow from public facts
+UNTUNED = ("auto",)  # its settings follow from public facts
 
 
 def preset(name: str, method: str) -> Grid:
-    """A method's grid: the papers', or multiples of its default steps where they have none."""
+    """A method's grid: that of the papers, or else multiples of its default step size."""
     if name not in PRESETS:
         raise SordinoError(f"preset: '{name}' is unknown.{nearest(name, PRESETS)}")
     if method in UNTUNED:
@@ -104,7 +105,7 @@ def preset(name: str, method: str) -> Grid:
 
 
 def product(grid: Grid) -> Iterator[dict[str, Any]]:
-    """Every combination."""
+    """Every combination of the grid's values."""
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
 

@@ -1,13 +1,13 @@
-"""A search that pays for itself: the budget covers every run that was tried, and the scores they were chosen by.
+"""Private tuning: the budget covers every run of the search, and the scores that choose among them.
 
-- `public`: scores come from records that anybody may see. Every run trains on the private ones: k of them cost
-  sqrt(k) times one.
-- `count`: scores are noisy counts of correct validation records (sensitivity 1). A record trains or validates, never
-  both, so that it pays for k runs or for k counts.
-- `stopping`: a random number of runs with random settings, each with its noisy count, of which only the best is ever
-  shown; under a trusted server alone.
+- `public`: public records score the runs. Every run trains on the private records, so k runs cost sqrt(k) times the mu
+  of one.
+- `count`: scores are noisy counts of correct validation records (sensitivity 1). A record is used for training or
+  for validation, never for both, so it pays for k runs or for k counts.
+- `stopping`: a random number of runs with random settings, each scored by a noisy count. Only the best run is shown.
+  It needs a trusted server.
 
-The model handed out is that of the run chosen. Whoever trained it anew would pay again.
+The result is the model of the chosen run. Training it again would cost privacy again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNPAID = "not paid for: the settings were chosen on validation records, and no b
 class Chosen(NamedTuple):
     trained: Trained
     options: dict[str, Any]
-    account: dict[str, Any]  # what was promised, and how it was met; it may be shown to anybody
+    account: dict[str, Any]  # the guarantee and how it was met; public
 
 
 def search(
@@ -55,45 +55,47 @@ def search(
 ) -> Chosen:
     """Choose among the grid's settings within the (epsilon, delta) of `values`.
 
-    dataset: its test part scores the runs; public records for `public`, else validation records (see `tune.validated`).
-    mean: runs that `stopping` expects to make.
+    dataset: its test part scores the runs. It holds public records for `public`, else validation records
+      (`tune.validated`).
+    mean: expected number of runs, for `stopping`.
     """
     if how not in SELECTIONS:
         raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, SELECTIONS)}")
     base = resolve(Spec.of(values))
     privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:
-        raise SordinoError("epsilon: a search that pays needs a budget; give a finite epsilon.")
+        raise SordinoError("epsilon: private tuning needs a budget; give a finite epsilon.")
     if how != "public" and privacy.unit is Unit.USER:
         raise SordinoError(
-            "unit: a user's records would train and validate both, and pay twice; score by public data instead."
+            "unit: at user level a user's records would both train and validate, and pay twice; use "
+            "--charge-tuning public."
         )
     if unknown := [key for key in grid if key not in entry(base.method_name).options]:
         raise SordinoError(
-            f"--grid: {unknown[0]} changes the run, not the method; a search that pays tries options only."
+            f"--grid: {unknown[0]} changes the run, not the method; private tuning varies only options of the method."
         )
     if base.sampling != Sampling():
-        raise SordinoError("batch: what k sampled runs cost together is not calibrated here; leave batch at full.")
+        raise SordinoError("batch: the joint cost of k sampled runs is not calibrated; use batch = full.")
     if privacy.unit is Unit.USER and privacy.trust is Trust.TRUSTED_SERVER and base.participation != Participation():
-        raise SordinoError("participation: what k runs on secret cohorts cost together is not calibrated; use full.")
+        raise SordinoError("participation: the joint cost of k runs on secret cohorts is not calibrated; use full.")
     if privacy.client_epsilon:
-        raise SordinoError("client_epsilon: a search that pays knows one budget for all; leave it out.")
+        raise SordinoError("client_epsilon: private tuning has one budget for all clients; leave it out.")
     if how == "stopping":
         settings, account, mu = _random(settings, privacy, mean, base.seed)
     else:
         mu = selection.each(gaussian.mu(privacy.epsilon, privacy.delta), len(settings))
         account = {"runs": len(settings), "sentence": _sentence(how, len(settings))}
-    # A run's own (epsilon, delta) at the same delta has exactly this mu.
-    own = gaussian.epsilon(mu, privacy.delta)
+    # The epsilon of one run, at the same delta, that has exactly this mu.
+    epsilon_per_run = gaussian.epsilon(mu, privacy.delta)
     specs = [
-        Spec.of({**values, **options, "epsilon": own, "seed": _seed(base.seed, i)})
+        Spec.of({**values, **options, "epsilon": epsilon_per_run, "seed": _seed(base.seed, i)})
         for i, options in enumerate(settings)
     ]
-    noiseless = how == "stopping"  # how many runs there were is a secret
-    trained = run_many(specs, dataset, device=device, at=(), tick=(lambda runs: None) if noiseless else tick)
+    secret_count = how == "stopping"  # the number of runs is a secret
+    trained = run_many(specs, dataset, device=device, at=(), tick=(lambda runs: None) if secret_count else tick)
     counts = np.array([each.scores[max(each.scores)] for each in trained]) * len(dataset.y_test)
     if how != "public":
-        # Where single messages are seen, each client's own count must carry the whole noise.
+        # If the server sees single messages, each client's count must carry the whole noise.
         parties = trained[0].plan.clients if privacy.trust is Trust.UNTRUSTED_SERVER else 1
         std = selection.score_std(mu) * math.sqrt(parties)
         counts = counts + std * source(base.seed).fresh().normal(Address(0, 0, SCORES), counts.shape)
@@ -104,7 +106,7 @@ def search(
         "epsilon": privacy.epsilon,
         "delta": privacy.delta,
         "mu_of_a_run": mu,
-        "epsilon_of_a_run": own,
+        "epsilon_of_a_run": epsilon_per_run,
         "private": base.seed is None,
     }
     if base.seed is not None:
@@ -113,7 +115,7 @@ def search(
 
 
 def _seed(first: int | None, number: int) -> int | None:
-    """The seed of one run; two runs with the same noise would cancel it in their difference."""
+    """The seed of one run. Two runs must not share noise, because it would cancel in their difference."""
     return None if first is None else first + 1000 * number
 
 
@@ -125,17 +127,17 @@ def _sentence(how: str, runs: int) -> str:
 def _random(
     settings: list[dict[str, Any]], privacy: Privacy, mean: float, seed: int | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], float]:
-    """Settings to run, and what may be told of them: neither their number nor their scores."""
+    """Settings to run, and the public account of them, which has neither their number nor their scores."""
     assumes = selection.assumption(privacy.trust)
     law = selection.NegativeBinomial.of(mean)
-    # Which runs were made is a secret, and with it their number: the system's secure randomness, or for a test a seed.
+    # The runs and their number are secret, so they come from secure randomness; a seed is for tests only.
     rng = None if seed is None else generator(seed, "stopping")
     picks = range(selection.draw(law, rng))
     each = len(settings)
     chosen = [settings[secrets.randbelow(each) if rng is None else int(rng.integers(each))] for _ in picks]
-    told = {
+    account = {
         "law": f"geometric, {mean:g} runs expected",
         "assumes": assumes,
         "sentence": "paid for: a random number of runs, of which only the best is shown (random stopping)",
     }
-    return chosen, told, selection.calibrate(law, privacy.epsilon, privacy.delta)
+    return chosen, account, selection.calibrate(law, privacy.epsilon, privacy.delta)

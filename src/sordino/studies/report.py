@@ -1,6 +1,6 @@
 """A comparison as a page, as Markdown and as figures.
 
-Everything is worked out here, once, in `view`; the page and the figures only draw it.
+`view` computes everything once; the page and the figures only draw it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sordino.studies.estimation_report import markdown
 
 Document = dict[str, Any]
 Epsilon = float | None  # None: no noise
-CLIENTS_SHOWN = 200  # that a page shows one by one
+CLIENTS_SHOWN = 200  # the most that a page lists one by one
 SIGNIFICANT = 0.05
 NONE = "–"
 
 
 class Score(NamedTuple):
     mean: float
-    std: float | None  # over seeds, of the population; None with one seed
+    std: float | None  # population standard deviation over seeds; None with one seed
 
     def __str__(self) -> str:
         return f"{100 * self.mean:.1f}" + ("" if self.std is None else f" ± {100 * self.std:.1f}")
@@ -37,7 +37,7 @@ class Score(NamedTuple):
 
 class TableCell(NamedTuple):
     text: str
-    mark: str = ""  # "best", or "near": within the best one's standard deviation
+    mark: str = ""  # "best", or "near": within the standard deviation of the best
 
 
 class Table(NamedTuple):
@@ -47,11 +47,11 @@ class Table(NamedTuple):
 
 
 def write(document: Document, out: Path) -> list[Path]:
-    """`report.html`, `report.md` and, where matplotlib is installed, `figures/`."""
+    """Write `report.html`, `report.md` and, if matplotlib is installed, `figures/`."""
     out.mkdir(parents=True, exist_ok=True)
-    seen = view(document)
-    drawn = figures.draw(seen, out / "figures")
-    texts = {"report.html": page(seen), "report.md": text(document, [path.name for path in drawn])}
+    drawing = view(document)
+    drawn = figures.draw(drawing, out / "figures")
+    texts = {"report.html": page(drawing), "report.md": text(document, [path.name for path in drawn])}
     for name, content in texts.items():
         (out / name).write_text(content, encoding="utf-8")
     return [*(out / name for name in texts), *drawn]
@@ -73,7 +73,7 @@ def labels(runs: Sequence[Document]) -> list[str]:
 
 
 def epsilons(runs: Sequence[Document]) -> list[Epsilon]:
-    """From the strongest promise to none."""
+    """All budgets, the smallest ε first and no noise last."""
     return sorted({run["epsilon"] for run in runs}, key=lambda e: math.inf if e is None else e)
 
 
@@ -82,21 +82,21 @@ def score(values: Sequence[float]) -> Score:
 
 
 def by_label(runs: Sequence[Document], epsilon: Epsilon) -> dict[str, list[Document]]:
-    """The seeds of each method."""
-    found: dict[str, list[Document]] = {}
+    """The runs of each method at one ε, one per seed."""
+    runs_of: dict[str, list[Document]] = {}
     for run in runs:
         if run["epsilon"] == epsilon:
-            found.setdefault(run["label"], []).append(run)
-    return found
+            runs_of.setdefault(run["label"], []).append(run)
+    return runs_of
 
 
 def curve(runs: Sequence[Document], key: str = "accuracy") -> list[Score]:
-    """By round."""
+    """Mean and standard deviation over the runs, by round."""
     return [score(values) for values in zip(*(run[key] for run in runs), strict=True)]
 
 
 def marked(scores: Sequence[Score | None]) -> list[TableCell]:
-    """The best, and those that its own standard deviation does not tell from it."""
+    """Mark the best score, and those within its standard deviation."""
     known = [s for s in scores if s is not None]
     if not known:
         return [TableCell(NONE)] * len(scores)
@@ -107,23 +107,23 @@ def marked(scores: Sequence[Score | None]) -> list[TableCell]:
 
 
 def mean_of(rows: Iterable[Sequence[float | None]]) -> list[float | None]:
-    """Entry by entry, of what is known."""
+    """The mean of each column, without missing values."""
     columns = [[v for v in column if v is not None] for column in zip(*rows, strict=True)]
     return [statistics.fmean(column) if column else None for column in columns]
 
 
 def parts(runs: Sequence[Document], key: str) -> dict[tuple[str, Epsilon], list[float | None]]:
-    """Accuracy per class or per client of every method and ε, over the seeds given."""
-    found = {}
+    """Accuracy per class or per client of every method and ε, mean over the seeds of `runs`."""
+    means = {}
     for epsilon in epsilons(runs):
         for label, some in by_label(runs, epsilon).items():
             if all(run.get(key) for run in some):
-                found[label, epsilon] = mean_of([run[key] for run in some])
-    return found
+                means[label, epsilon] = mean_of([run[key] for run in some])
+    return means
 
 
 def payment(shares: dict[tuple[str, Epsilon], list[float | None]]) -> dict[tuple[str, Epsilon], list[float | None]]:
-    """What the noise costs: differences from the same method without noise or, failing that, at its largest ε."""
+    """The cost of noise: differences from the same method without noise, or else at its largest ε."""
     base: dict[str, tuple[float, list[float | None]]] = {}
     for (label, epsilon), values in shares.items():
         size = math.inf if epsilon is None else epsilon
@@ -142,7 +142,7 @@ def payment(shares: dict[tuple[str, Epsilon], list[float | None]]) -> dict[tuple
 
 
 def table(head: list[str], names: Sequence[str], columns: Sequence[Sequence[TableCell]], note: str = "") -> Table:
-    """Methods down, columns across."""
+    """A table with one row per method."""
     rows = [[TableCell(name), *(column[i] for column in columns)] for i, name in enumerate(names)]
     return Table(head, rows, note)
 
@@ -160,8 +160,8 @@ def _note(runs: Sequence[Document]) -> str:
 def _final(runs: Sequence[Document]) -> Table:
     names, columns = labels(runs), []
     for epsilon in epsilons(runs):
-        found = by_label(runs, epsilon)
-        columns.append(marked([curve(found[name])[-1] if name in found else None for name in names]))
+        runs_of = by_label(runs, epsilon)
+        columns.append(marked([curve(runs_of[name])[-1] if name in runs_of else None for name in names]))
     head = ["method", *(f"ε = {named(epsilon)}" for epsilon in epsilons(runs))]
     return table(head, names, columns, _note(runs))
 
@@ -172,7 +172,7 @@ def final(document: Document) -> Table:
 
 
 def by_round(document: Document) -> dict[str, Table]:
-    """For each ε, accuracy at the rounds that are printed."""
+    """For each ε, accuracy at the printed rounds."""
     runs = of_group(document)
     names, printed = labels(runs), document["rounds"]
     tables = {}
@@ -186,13 +186,13 @@ def by_round(document: Document) -> dict[str, Table]:
 
 
 def reached(means: Sequence[float], goal: float, rounds: Iterable[int] | None = None) -> int | None:
-    """The first round (of those given) at which a mean reaches the goal."""
+    """The first of `rounds` (default: of all) at which a mean reaches the goal."""
     some = range(1, len(means) + 1) if rounds is None else rounds
     return next((t for t in some if t <= len(means) and means[t - 1] >= goal - 1e-12), None)
 
 
 def to_target(document: Document) -> Table | None:
-    """Rounds until the mean reaches a share of what the reference ends with; None without a reference."""
+    """Rounds until the mean reaches a share of the reference's last accuracy; None without a reference."""
     runs, target = of_group(document), document["target"]
     names, columns, head = labels(runs), [], ["method"]
     for epsilon in epsilons(runs):
@@ -205,8 +205,8 @@ def to_target(document: Document) -> Table | None:
     if not columns:
         return None
     note = (
-        f"The first round at which the mean accuracy reaches {100 * target['share']:g} % of what "
-        f"{target['reference']} ends with at the same ε; after the stroke, the first of the printed rounds. "
+        f"The first round at which the mean accuracy reaches {100 * target['share']:g} % of the "
+        f"last accuracy of {target['reference']} at the same ε; after the slash, the first such printed round. "
         f"{NONE}: never."
     )
     return table(head, names, columns, note)
@@ -218,17 +218,19 @@ def _reached(means: Sequence[float], goal: float, printed: Sequence[int]) -> Tab
 
 
 def costs(document: Document) -> Table:
-    """Bytes and seconds."""
+    """Bytes and seconds per method."""
     runs = of_group(document)
     rows = []
     for name in labels(runs):
-        mine = [run for run in runs if run["label"] == name]
-        rounds = statistics.fmean(len(run["accuracy"]) for run in mine)
+        runs_of_method = [run for run in runs if run["label"] == name]
+        rounds = statistics.fmean(len(run["accuracy"]) for run in runs_of_method)
         sent = [
-            statistics.fmean(values) if (values := [run[key] for run in mine if run.get(key) is not None]) else None
+            statistics.fmean(values)
+            if (values := [run[key] for run in runs_of_method if run.get(key) is not None])
+            else None
             for key in ("bytes_up", "bytes_down")
         ]
-        seconds = score([run["seconds"] for run in mine])
+        seconds = score([run["seconds"] for run in runs_of_method])
         digits = max(0, 1 - math.floor(math.log10(seconds.mean))) if seconds.mean > 0 else 0
         took = " ± ".join(f"{value:.{digits}f}" for value in seconds if value is not None)
         rows.append(
@@ -242,7 +244,7 @@ def costs(document: Document) -> Table:
     note = (
         "Bytes of one client; seconds of the whole simulation, mean ± standard deviation over all runs of the method."
     )
-    head = ["method", "bytes up a round", "down a round", "up in all", "down in all", "seconds a run"]
+    head = ["method", "bytes up per round", "down per round", "up in all", "down in all", "seconds per run"]
     return Table(head, rows, note)
 
 
@@ -252,18 +254,18 @@ def _count(value: float | None) -> str:
 
 def pairs(document: Document) -> dict[str, Table]:
     """McNemar's tests, for each ε."""
-    found: dict[str, Table] = {}
+    tables: dict[str, Table] = {}
     head = ["a", "b", "seed", "only a right", "only b right", "χ²", "p", "better"]
     note = (
         f"With continuity correction, on the same test records at the last round; better: p < {SIGNIFICANT:g}. Each p "
-        "is that of a single test, not corrected for their number."
+        "is that of one test, without correction for multiple tests."
     )
     for pair in sorted(document["pairs"], key=lambda pair: math.inf if pair["epsilon"] is None else pair["epsilon"]):
         a, b, p = pair["a"], pair["b"], pair["p"]
         better = "neither" if p >= SIGNIFICANT else a if pair["n10"] > pair["n01"] else b
         shown = [a, b, str(pair["seed"]), f"{pair['n10']:,}", f"{pair['n01']:,}", f"{pair['chi2']:.2f}", _p(p), better]
-        found.setdefault(named(pair["epsilon"]), Table(head, [], note)).rows.append([*map(TableCell, shown)])
-    return found
+        tables.setdefault(named(pair["epsilon"]), Table(head, [], note)).rows.append([*map(TableCell, shown)])
+    return tables
 
 
 def _p(p: float) -> str:
@@ -271,11 +273,11 @@ def _p(p: float) -> str:
 
 
 def by_class(document: Document) -> dict[str, Table]:
-    """For each ε, accuracy of each class and, in brackets, what the noise took or gave."""
+    """For each ε, accuracy of each class and, in brackets, the change by noise."""
     runs = of_group(document)
     shares = parts(runs, "per_class")
     cost, tables = payment(shares), {}
-    note = "In brackets: difference from the same method without noise or, failing that, at its largest ε."
+    note = "In brackets: difference from the same method without noise, or else at its largest ε."
     for epsilon in epsilons(runs):
         rows = [
             [TableCell(name), *_costing(shares[name, epsilon], cost.get((name, epsilon)))]
@@ -299,11 +301,11 @@ def _signed(difference: float) -> str:
 
 
 def client_epsilon(document: Document) -> dict[str, dict[str, Table]]:
-    """For each seed and ε, what each client's records have spent; equal neighbours in one row."""
-    found: dict[str, dict[str, Table]] = {}
+    """For each seed and ε, the ε spent per client; consecutive clients with equal values share a row."""
+    by_seed: dict[str, dict[str, Table]] = {}
     for run in of_group(document):
-        found.setdefault(str(run["seed"]), {})
-    for seed, tables in found.items():
+        by_seed.setdefault(str(run["seed"]), {})
+    for seed, tables in by_seed.items():
         runs = [run for run in of_group(document) if str(run["seed"]) == seed]
         for epsilon in epsilons(runs):
             some = {name: r[0]["client_epsilon"] for name, r in by_label(runs, epsilon).items()}
@@ -317,11 +319,11 @@ def client_epsilon(document: Document) -> dict[str, dict[str, Table]]:
                 rows.append([TableCell(clients), *map(TableCell, values)])
             more = f" The first {CLIENTS_SHOWN} of {len(rows):,} rows." if len(rows) > CLIENTS_SHOWN else ""
             tables[named(epsilon)] = Table(["client", *some], rows[:CLIENTS_SHOWN], f"{NONE}: no bound.{more}")
-    return found
+    return by_seed
 
 
 def ablation(document: Document) -> Table | None:
-    """Accuracy at the last round of what was left out or changed, below the methods whole."""
+    """Accuracy at the last round of the whole methods and of their ablations."""
     some = _ablated(document)
     return _final(some) if some else None
 
@@ -334,7 +336,7 @@ def _ablated(document: Document) -> list[Document]:
 
 
 class Sweep(NamedTuple):
-    """Accuracy at the last round against one option; a line for each method and ε."""
+    """Accuracy at the last round against one option, one line per method and ε."""
 
     vary: str
     values: list[Any]
@@ -343,12 +345,12 @@ class Sweep(NamedTuple):
 
 def sweeps(document: Document) -> list[Sweep]:
     runs = of_group(document, "sensitivity")
-    found = []
+    results = []
     for vary in dict.fromkeys(run["vary"] for run in runs):
-        mine = [run for run in runs if run["vary"] == vary]
-        values = [v for v in document["varied"][vary] if any(run["value"] == v for run in mine)]
+        varied = [run for run in runs if run["vary"] == vary]
+        values = [v for v in document["varied"][vary] if any(run["value"] == v for run in varied)]
         lines: dict[tuple[str, str, Epsilon], dict[Any, list[float]]] = {}
-        for run in mine:
+        for run in varied:
             others = _options({key: v for key, v in run["options"].items() if key != vary})
             line = lines.setdefault((run["method"], others, run["epsilon"]), {})
             line.setdefault(run["value"], []).append(run["accuracy"][-1])
@@ -359,12 +361,12 @@ def sweeps(document: Document) -> list[Sweep]:
             ]
             for (method, others, epsilon), line in lines.items()
         }
-        found.append(Sweep(vary, values, named_lines))
-    return found
+        results.append(Sweep(vary, values, named_lines))
+    return results
 
 
 def sensitivity(document: Document) -> dict[str, Table]:
-    """For each option that was varied, accuracy at the last round by its value."""
+    """For each varied option, accuracy at the last round by value."""
     note = _note(of_group(document, "sensitivity")) if of_group(document, "sensitivity") else ""
     return {
         sweep.vary: Table(
@@ -377,7 +379,7 @@ def sensitivity(document: Document) -> dict[str, Table]:
 
 
 def tuning(document: Document) -> Table | None:
-    """What was chosen, and out of how many."""
+    """The chosen settings, and how many were tried."""
     rows = [
         [
             TableCell(choice["method"]),
@@ -403,7 +405,7 @@ def _value(value: Any) -> str:
 
 
 def summary(document: Document) -> list[str]:
-    """What was compared, under which promise, what tuning cost, and who came out best."""
+    """What was compared, under which guarantee, what tuning cost, and the best method."""
     runs, data, setting = of_group(document), document["data"], document["setting"]
     seeds, rounds = sorted({run["seed"] for run in runs}), max(len(run["accuracy"]) for run in runs)
     partition = f" (partition {setting['partition']})" if setting.get("partition") else ""
@@ -445,12 +447,12 @@ def _tuned(tuned: Document) -> str:
 
 
 def _best(runs: Sequence[Document]) -> str:
-    found = []
+    winners = []
     for epsilon in epsilons(runs):
         ends = {name: curve(some)[-1] for name, some in by_label(runs, epsilon).items()}
         name = max(ends, key=lambda name: ends[name].mean)
-        found.append(f"{name} at ε = {named(epsilon)} ({ends[name]} %)")
-    return f"Best at the last round: {'; '.join(found)}."
+        winners.append(f"{name} at ε = {named(epsilon)} ({ends[name]} %)")
+    return f"Best at the last round: {'; '.join(winners)}."
 
 
 def _several(count: int, noun: str) -> str:
@@ -466,7 +468,7 @@ def _sentence(words: str) -> str:
 
 
 def text(document: Document, drawn: Sequence[str] = ()) -> str:
-    """The tables in Markdown, and the figures that were drawn."""
+    """The tables as Markdown, with the figures."""
     sections = [f"# {_plain(title(document))}", *map(_plain, summary(document)), _code(document["command"])]
 
     def add(name: str, shown: Table | dict[str, Table] | None, each: str = "") -> None:
@@ -504,7 +506,7 @@ def _bold(cell: TableCell) -> str:
 
 
 def _plain(words: str) -> str:
-    """Nothing in it is Markdown or HTML."""
+    """Escape Markdown and HTML."""
     words = re.sub(r"&(?=#?\w+;)", "&amp;", words)
     words = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", words)
     return re.sub(r"[\\`*\[\]|$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(words.split()))
@@ -518,7 +520,7 @@ def _code(words: str) -> str:
 
 
 def page(seen: Document) -> str:
-    """One file that needs nothing else. No `<` survives in its data, so no label can end the script they lie in."""
+    """A self-contained HTML file. Every `<` in the data is escaped, so that no label can close the script element."""
     template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     head, tail = template.split("{{data}}")
     data = json.dumps(seen, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -526,12 +528,12 @@ def page(seen: Document) -> str:
 
 
 def view(document: Document) -> Document:
-    """All that the page and the figures draw, to four digits, with each part of a certificate once and untouched."""
+    """Everything that the page and the figures draw, to four digits; certificate parts are exact and stored once."""
     runs = of_group(document)
     names, budgets = labels(runs), epsilons(runs)
     seeds = list(dict.fromkeys(str(run["seed"]) for run in runs))
     ablated = _ablated(document)
-    held, commands = _certificates(document["runs"])
+    certificate_parts, commands = _certificates(document["runs"])
     return {
         "title": title(document),
         "sordino": document["sordino"],
@@ -568,22 +570,22 @@ def view(document: Document) -> Document:
             {"vary": s.vary, "values": [*map(_value, s.values)], "lines": [_line(n, p) for n, p in s.lines.items()]}
             for s in sweeps(document)
         ],
-        "parts": held,
+        "parts": certificate_parts,
         "runs": commands,
     }
 
 
 def _curves(runs: Sequence[Document]) -> list[Document]:
-    """A line for each method and ε."""
-    found = []
+    """One line per method and ε."""
+    curves = []
     for epsilon in epsilons(runs):
         for name, some in by_label(runs, epsilon).items():
             entry = {"label": name, "epsilon": named(epsilon), **_scores(curve(some))}
             for key in ("signal", "noise"):
                 known = all(run.get(key) for run in some)
                 entry[key] = [_digits(v) for v in mean_of([run[key] for run in some])] if known else None
-            found.append(entry)
-    return found
+            curves.append(entry)
+    return curves
 
 
 def _ends(runs: Sequence[Document]) -> list[Document]:
@@ -603,33 +605,33 @@ def _scores(scores: Sequence[Score | None]) -> Document:
 
 
 def _heat(runs: Sequence[Document], key: str) -> Document:
-    """By ε and method: accuracies, and what the noise took or gave."""
+    """By ε and method: accuracies, and their change by noise."""
     shares = parts(runs, key)
-    found: Document = {}
+    heat: Document = {}
     for name, some in (("accuracy", shares), ("difference", payment(shares))):
-        found[name] = {}
+        heat[name] = {}
         for (label, epsilon), values in some.items():
             shown = [_digits(v) for v in values[:CLIENTS_SHOWN]]
-            found[name].setdefault(named(epsilon), {})[label] = shown
-    return found
+            heat[name].setdefault(named(epsilon), {})[label] = shown
+    return heat
 
 
 def _certificates(runs: Sequence[Document]) -> tuple[list[Any], list[Document]]:
-    """(the parts, the runs with their certificates as {key: number of the part}): most parts are common to all."""
+    """(distinct parts, runs whose certificates are {key: index of the part}), because runs share most parts."""
     numbers: dict[str, int] = {}
-    held: list[Any] = []
-    found = []
+    parts: list[Any] = []
+    shown_runs = []
     for run in runs:
         certificate = {}
         for key, value in run["certificate"].items():
             written = json.dumps(value)
             if written not in numbers:
-                numbers[written] = len(held)
-                held.append(value)
+                numbers[written] = len(parts)
+                parts.append(value)
             certificate[key] = numbers[written]
         about = {key: run[key] for key in ("label", "seed", "group", "command")}
-        found.append({**about, "epsilon": named(run["epsilon"]), "certificate": certificate})
-    return held, found
+        shown_runs.append({**about, "epsilon": named(run["epsilon"]), "certificate": certificate})
+    return parts, shown_runs
 
 
 def _json(shown: Table | dict[str, Table] | None) -> Any:

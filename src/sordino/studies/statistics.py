@@ -1,4 +1,4 @@
-"""Two classifiers on the same test records: McNemar's test, and the bits that it needs."""
+"""McNemar's test for two classifiers on the same test records, and its compact storage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class McNemar(NamedTuple):
 
 
 def mcnemar(correct_a: Bits, correct_b: Bits) -> McNemar:
-    """With continuity correction."""
+    """McNemar's test with continuity correction."""
     a, b = np.asarray(correct_a, bool), np.asarray(correct_b, bool)
     if a.shape != b.shape:
         raise ValueError(f"answers to {a.shape} and {b.shape} records cannot be paired")
@@ -27,7 +27,7 @@ def mcnemar(correct_a: Bits, correct_b: Bits) -> McNemar:
 
 
 def from_counts(n10: int, n01: int) -> McNemar:
-    """The test from its two counts; where the classifiers never differ there is nothing to tell."""
+    """The test from its two counts. If the classifiers never differ, p is 1."""
     from scipy.stats import chi2
 
     if n10 + n01 == 0:
@@ -37,12 +37,12 @@ def from_counts(n10: int, n01: int) -> McNemar:
 
 
 def pack(bits: Bits) -> str:
-    """Eight to a byte, in base64."""
+    """Bits as base64, eight per byte."""
     return base64.b64encode(np.packbits(np.asarray(bits, bool)).tobytes()).decode("ascii")
 
 
 def unpack(text: str, count: int) -> np.ndarray:
-    """The first `count` bits of what `pack` made."""
+    """The first `count` bits of a text that `pack` returned."""
     raw = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
     if len(raw) != -(-count // 8):
         raise ValueError(f"{len(raw)} bytes do not hold {count} bits")

@@ -1,4 +1,4 @@
-"""A sweep: settings of one method, ranked by validation accuracy, paid for or not."""
+"""A sweep: settings of one method, ranked by validation accuracy. The search is paid for if requested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import sordino
 from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate, finite, of_runs
@@ -25,35 +24,36 @@ from sordino.training.artifacts import save_model
 from sordino.training.batch import run_many
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
+from sordino.version import __version__
 
 SHOWN = 20
 Tick = Callable[[int], None]
 
 
 def grid_of(texts: Sequence[str], name: str | None, values: dict[str, Any]) -> Grid:
-    """From `key=a,b,c` and a preset's name; what is given by hand takes the preset's place."""
+    """The grid from `key=a,b,c` and a preset. Explicit keys replace those of the preset."""
     grid = dict(preset(name, values.get("method", Spec.method))) if name else {}
     for text in texts:
         key, equals, listed = text.partition("=")
         if not equals or not listed.strip():
-            raise SordinoError(f"--grid: '{text}' should read key=a,b,c, as in --grid lr=0.5,1,2.")
+            raise SordinoError(f"--grid: '{text}' must have the form key=a,b,c, as in --grid lr=0.5,1,2.")
         grid[key.strip()] = tuple(_typed(values, *parse_setting(f"{key}={part}")) for part in listed.split(","))
     if not grid:
         raise SordinoError("--grid: nothing to try; give --grid lr=0.5,1,2, or --preset paper-fine.")
     for key, tried in grid.items():
         if key in ("seed", "split_seed", "data", "method"):
             raise SordinoError(
-                f"--grid: {key} cannot be swept here; --seeds repeats runs, compare takes several methods."
+                f"--grid: {key} cannot be in a grid; --seeds repeats runs, and `sordino compare` takes several methods."
             )
         if len(set(map(str, tried))) < len(tried):
-            raise SordinoError(f"--grid: {key} lists a value twice.")
+            raise SordinoError(f"--grid: {key} lists a value twice; list each value once.")
     if "epsilon" in values and "epsilon" in grid:
-        raise SordinoError("--grid: epsilon is given beside the grid; leave one out.")
+        raise SordinoError("--grid: epsilon is set in the grid and beside it; leave out one of the two.")
     return grid
 
 
 def _typed(values: dict[str, Any], key: str, value: Any) -> Any:
-    """As a run would read it."""
+    """Parse a value as a run parses it."""
     return Spec.of({**values, key: value}).values().get(key)
 
 
@@ -69,7 +69,7 @@ def sweep(
     device: str = "cpu",
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
-    """Every setting's accuracy on validation records, mean over seeds, best first. Test records are not looked at."""
+    """Every setting's accuracy on validation records, mean over seeds, best first. Test records are not used."""
     if seeds < 1:
         raise SordinoError(f"--seeds: {seeds} must be at least 1.")
     first = int(values.get("seed", 1))
@@ -77,7 +77,7 @@ def sweep(
     dataset = validated(resolve(Spec.of({**base, **next(product(grid))})).read_data(), validation)
     if how != "grid":
         if seeds > 1:
-            raise SordinoError("--seeds: halving and optuna look at one seed; use --search grid, or leave it out.")
+            raise SordinoError("--seeds: halving and optuna use one seed; use --search grid, or leave it out.")
         best = tune(
             [TuningCase(base, grid)], dataset, how=how, trials=trials, storage=storage, device=device, tick=tick
         )[0]
@@ -101,7 +101,7 @@ def _found(values: dict[str, Any], grid: Grid, rows: list[dict[str, Any]], tried
     best = rows[0]["setting"]
     chosen = {**values, **{key: math.inf if value is None else value for key, value in best.items()}}
     return {
-        "sordino": sordino.__version__,
+        "sordino": __version__,
         "search": how,
         "tried": tried,
         "varied": list(grid),
@@ -124,13 +124,13 @@ def paid(
     out: Path | None = None,
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
-    """A search within the one budget; with `out`, the chosen run's model, certificate and statement are kept there."""
+    """Tune privately within the budget. With `out`, write the chosen run's model, certificate and statement there."""
     base = resolve(Spec.of({**values, **next(product(grid))}))
     base.check_certifiable()
     dataset = base.read_data()
     if public is not None:
         if Path(public).resolve() == Path(base.source.name).resolve():
-            raise SordinoError(f"--public: '{public}' is the private data; scores need records that anybody may see.")
+            raise SordinoError(f"--public: '{public}' is the private data; give a file of public records.")
         other = load(
             public,
             label=base.source.label,
@@ -146,7 +146,7 @@ def paid(
     cert = certificate(
         chosen.trained.plan,
         source(base.seed),
-        version=sordino.__version__,
+        version=__version__,
         spec_sha256=chosen.trained.resolved.spec.sha256(),
         tuning=chosen.account["sentence"],
         assumes=[chosen.account["assumes"]] if "assumes" in chosen.account else [],
@@ -169,7 +169,7 @@ def paid(
         (out / "statement.md").write_bytes(text.encode())
         (out / "chosen.toml").write_text(chosen.trained.resolved.spec.toml(), encoding="utf-8")
     return {
-        "sordino": sordino.__version__,
+        "sordino": __version__,
         "search": how,
         "varied": list(grid),
         "best": chosen.options,
@@ -179,5 +179,5 @@ def paid(
     }
 
 
-def keep(found: dict[str, Any], out: Path) -> None:
-    (out / "sweep.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+def keep(results: dict[str, Any], out: Path) -> None:
+    (out / "sweep.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Closed forms: what private federated estimates cost, what no method can undercut, and what two theorems amount to.
+"""Closed forms: predicted errors of private federated estimates, a lower bound, and the bounds of two theorems.
 
 The designs: x ~ N(0, I_d), labels from a generalised linear model with theta_0 = length * u. By symmetry an average
 over the design has one value along u and one across it (d - 1 times), so it is an integral over t = <u, x> and
-s = |x - t u|, done by quadrature: a function of the design alone, and of no data.
+s = |x - t u|, computed by quadrature. It depends on the design alone, not on data.
 
 The predictions expand to second order around theta_0, for constant steps. Client i's gradient noise has the standard
-deviation b_i = 2 B sqrt(K) / (mu n_i) a step, and sum_i w_i^2 b_i^2 = 4 B^2 K m / (mu^2 N^2) whatever the sizes are.
+deviation b_i = 2 B sqrt(K) / (mu n_i) per step, and sum_i w_i^2 b_i^2 = 4 B^2 K m / (mu^2 N^2) whatever the sizes are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sordino.models.linear import Linear, Loss
 
 Array: TypeAlias = NDArray[np.float64]
 NODES = 1001  # of each of the two integrals
-SCORE_PLACES = 61  # places at which the mean score is tabled: 0, theta_0 and their middle among them
+SCORE_PLACES = 61  # grid points of the mean score; 0, theta_0 and their middle are among them
 NUDGE = 1e-3  # relative step of a numerical derivative
 
 # ------------------------------------------------------------------------------------------------------- populations
@@ -39,7 +39,7 @@ class Population(NamedTuple):
     times: Array  # how many directions: (1, d - 1)
     slope: Array  # of the mean score: the Hessian that gradient steps meet
     spread: Array  # variance of the score
-    curvature: Array  # what a Newton step divides by; the slope, but for bounded residuals
+    curvature: Array  # what a Newton step divides by; equals the slope unless residuals are bounded
     third: Array  # derivative of the slope along theta_0: T_uuu, T_upp
     score: tuple[Array, Array]  # positions on the line through 0 and theta_0, and the mean score there
     fisher: Array  # information of one unbounded record
@@ -51,12 +51,12 @@ class Population(NamedTuple):
 
     @property
     def root(self) -> float:
-        """Where the mean score is 0: at theta_0, but for bounds that bias it."""
+        """Where the mean score is 0: theta_0, unless clipping biases it."""
         at, score = self.score
         return float(np.interp(0.0, score, at))
 
     def walk(self, start: float, lr: float, steps: int) -> float:
-        """Where noiseless gradient steps lead from a place on the line, relative to the root."""
+        """Position after noiseless gradient steps from a point on the line, relative to the root."""
         at, score = self.score
         for _ in range(steps):
             start -= lr * float(np.interp(start, at, score))
@@ -64,7 +64,7 @@ class Population(NamedTuple):
 
 
 def quadratic(slope: Array, times: Array, spread: Array, length: float = 0.0) -> Population:
-    """A population whose score is linear: estimates of it are exact."""
+    """A population whose score is linear, for which the predictions are exact."""
     at = np.array([-1e3, 1e3])
     return Population(times, slope, spread, slope, 0 * slope, (at, slope[0] * (at - length)), spread, length)
 
@@ -81,7 +81,7 @@ def population(model: Linear, length: float) -> Population:
         """Of values(t) times the record's weight to a power, times t^2 or the square of one coordinate across."""
         along, across = inside[power]
         first, second = weight @ (values * t**2 * along), weight @ (values * across)
-        return np.array([first, second if times[1] else first])  # in one dimension nothing lies across
+        return np.array([first, second if times[1] else first])  # in one dimension there is no direction across
 
     labels = list(_labels(model.kind, length * t))
     _, square, slope, curve = _residuals(model, length * t, labels)
@@ -138,7 +138,7 @@ def _labels(kind: Loss, logit: Array) -> Iterator[tuple[int, Array]]:
     if kind is Loss.LOGISTIC:
         yield from ((0, expit(-logit)), (1, expit(logit)))
         return
-    rate = np.exp(np.minimum(logit, 6.0))  # beyond, the design puts no weight
+    rate = np.exp(np.minimum(logit, 6.0))  # the design has no weight beyond
     for y in range(int(poisson.isf(1e-12, rate.max())) + 1):
         yield y, poisson.pmf(y, rate)
 
@@ -153,7 +153,7 @@ class ErrorTerms(NamedTuple):
     privacy: float
     bias: float
     optimisation: float
-    cross: float = 0.0  # of bias and steps not taken: negative where they point apart
+    cross: float = 0.0  # of bias and missing steps: negative if they point in opposite directions
 
     @property
     def total(self) -> float:
@@ -161,13 +161,13 @@ class ErrorTerms(NamedTuple):
 
     @property
     def cautious(self) -> float:
-        """Without the luck of two errors that cancel."""
+        """The total error if bias and missing steps did not cancel."""
         return self.total - min(self.cross, 0.0)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Clients, a budget of mu, a population, and the bounds and the step of the methods."""
+    """A federation: client sizes, mu, a population, and the bounds and step of the methods."""
 
     sizes: tuple[int, ...]
     mu: float
@@ -191,19 +191,19 @@ class Scenario:
         return np.asarray(4 * self.bound**2 * steps / (part * self.mu**2 * np.asarray(self.sizes, float) ** 2))
 
     def noise(self, steps: int, part: float = 1.0) -> float:
-        """Of the averaged gradient: 4 B^2 K m / (mu^2 N^2), free of how records are spread over clients."""
+        """Variance of the averaged gradient: 4 B^2 K m / (mu^2 N^2), whatever the sizes of clients."""
         weight = np.asarray(self.sizes) / self.records
         return float((weight**2 * self.client_noise(steps, part)).sum())
 
 
 class State(NamedTuple):
-    """An estimate's error: mean and way still to go, along theta_0; variances along and across."""
+    """An estimate's error: bias and remaining distance along theta_0, and variances along and across it."""
 
     bias: float
     way: float  # what more steps would remove
     sampling: Array
     noise: Array
-    rest: float = 0.0  # squared error that is left of the stage before
+    rest: float = 0.0  # squared error that remains of the stage before
 
     @property
     def variance(self) -> Array:
@@ -223,7 +223,7 @@ def gathered(slope: Array | float, lr: float, steps: int) -> Array:
 
 
 def bent(case: Scenario, variance: Array, steps: int) -> float:
-    """How far the curvature of the score moves the mean of an iterate with these variances: to -T : C / 2h, in time."""
+    """Shift of an iterate's mean by the curvature of the score at these variances; it tends to -T : C / 2h."""
     world = case.world
     grown = 1 - (1 - case.lr * world.slope[0]) ** steps
     return float(-0.5 * grown * (world.third * world.times * variance).sum() / world.slope[0])
@@ -235,7 +235,7 @@ def fedsgd(case: Scenario, steps: int) -> ErrorTerms:
 
 
 def gradient_state(case: Scenario, steps: int, part: float = 1.0, start: State | None = None) -> State:
-    """After noisy gradient steps from 0, or from where the stage before ended."""
+    """The state after noisy gradient steps from 0, or from the end of the stage before."""
     world = case.world
     sampling = world.spread / (world.slope**2 * case.records)
     noise = case.noise(steps, part) * gathered(world.slope, case.lr, steps)
@@ -248,11 +248,14 @@ def gradient_state(case: Scenario, steps: int, part: float = 1.0, start: State |
 
 
 def local_state(case: Scenario, steps: int, rounds: int = 1, part: float = 1.0) -> State:
-    """R rounds of K noisy local steps, averaged: FedSGD's noise, and the mean of every client's own bias."""
+    """R rounds of K noisy local steps, averaged: the noise of FedSGD, and the mean of the clients' biases."""
     world, sizes = case.world, np.asarray(case.sizes, float)
     average = gradient_state(case, steps * rounds, part)
-    own = case.client_noise(steps * rounds, part)[:, None] * gathered(world.slope, case.lr, steps)
-    each = [bent(case, world.spread / (world.slope**2 * n) + noise, steps) for n, noise in zip(sizes, own, strict=True)]
+    client_noise = case.client_noise(steps * rounds, part)[:, None] * gathered(world.slope, case.lr, steps)
+    each = [
+        bent(case, world.spread / (world.slope**2 * n) + noise, steps)
+        for n, noise in zip(sizes, client_noise, strict=True)
+    ]
     bias = float(sizes @ np.array(each)) / case.records + world.root - world.length
     return average._replace(bias=bias)
 
@@ -270,7 +273,7 @@ def fedhybrid(case: Scenario, local_steps: int, steps: int) -> ErrorTerms:
 def fednewton(case: Scenario, local_steps: int) -> ErrorTerms:
     """K1 local steps with half of mu^2, then one local Newton step with a quarter on g and a quarter on H.
 
-    To second order in the Hessian's noise: it holds where `safe` does, and is far too low elsewhere.
+    Second order in the noise of the Hessian: valid if `safe` holds, and far too low otherwise.
     """
     world, sizes = case.world, np.asarray(case.sizes, float)
     weight, start = sizes / case.records, local_state(case, local_steps, 1, 0.5)
@@ -279,8 +282,8 @@ def fednewton(case: Scenario, local_steps: int) -> ErrorTerms:
     gradient = case.noise(1, 0.25) / h**2
     s2 = hessian_noise(case) ** 2
     # The Hessian's noise W meets e + H^-1 (g_i + noise); E[W W^T v] has entries (|v|^2 + v_l^2) / 2.
-    own = start.square + (world.spread / sizes[:, None] + case.client_noise(1, 0.25)[:, None]) / h**2
-    hessian = ((weight**2 * s2)[:, None] * ((own @ times)[:, None] + own)).sum(0) / (2 * h**2)
+    client_square = start.square + (world.spread / sizes[:, None] + case.client_noise(1, 0.25)[:, None]) / h**2
+    hessian = ((weight**2 * s2)[:, None] * ((client_square @ times)[:, None] + client_square)).sum(0) / (2 * h**2)
     shrink = float(weight @ s2) * ((times / h).sum() + 1 / h) / (2 * h)
     left = (1 - world.slope / h + shrink) ** 2 * start.square
     bias = _newton_bend(world, start) + world.root - world.length
@@ -298,7 +301,7 @@ def _newton_bend(world: Population, start: State) -> float:
 
 
 def _newton_scatter(world: Population, start: State) -> float:
-    """And its variance, for Gaussian e."""
+    """Variance of that end point, for Gaussian e."""
     (a, b), c, across = world.third, start.variance, world.times[1]
     shift = (start.bias + start.way) ** 2
     along = (0.5 * ((a * c[0]) ** 2 + across * (b * c[1]) ** 2) + a**2 * shift * c[0]) / world.slope[0] ** 2
@@ -311,13 +314,13 @@ def hessian_noise(case: Scenario) -> Array:
 
 
 def needed_records(case: Scenario) -> float:
-    """The fewest records of a client for which FedNewton is safe: 8 sqrt(d) Delta_H / (mu lambda_min)."""
+    """The least number of records per client for which FedNewton is safe: 8 sqrt(d) Delta_H / (mu lambda_min)."""
     smallest = float(case.world.curvature[case.world.times > 0].min())
     return 8 * math.sqrt(case.world.dim) * math.sqrt(2) * case.curvature_bound / (case.mu * smallest)
 
 
 def safe(case: Scenario) -> bool:
-    """The noise on every client's Hessian stays below half its smallest eigenvalue."""
+    """Whether the noise on every client's Hessian stays below half of its smallest eigenvalue."""
     return min(case.sizes) >= needed_records(case)
 
 
@@ -333,13 +336,15 @@ def _terms(case: Scenario, state: State) -> ErrorTerms:
 def rate(dim: int, sizes: Sequence[int], mu: float, *, log: bool = False) -> float:
     """d / sum_i min(n_i, n_i^2 mu^2 / d), or with mu^2 log(1/mu): a rate with constant 1, not a certificate."""
     if log and not mu < 1:
-        raise SordinoError(f"mu: {mu}; the form with log(1/mu) means something below 1 only.")
+        raise SordinoError(f"mu: {mu}; the form with log(1/mu) needs mu below 1.")
     n = np.asarray(sizes, float)
     return dim / float(np.minimum(n, n**2 * mu**2 * (math.log(1 / mu) if log else 1.0) / dim).sum())
 
 
 def information_bound(sizes: Sequence[int], mu: float, fisher: Array, times: Array) -> float:
-    """d^2 / sum_i min(n_i tr F, n_i^2 (e^(mu^2) - 1) lambda_max(F)): below it no estimate can stay near theta_0.
+    """The information bound d^2 / sum_i min(n_i tr F, n_i^2 (e^(mu^2) - 1) lambda_max(F)).
+
+    No estimate has a smaller worst-case error near theta_0.
 
     With T_i = E[score of client i | transcript], the transcript's information has trace sum_i E|T_i|^2: clients are
     independent, and stay so given the transcript. E|T_i|^2 <= n_i tr F. Swapping record j for a fresh one changes the
@@ -348,8 +353,8 @@ def information_bound(sizes: Sequence[int], mu: float, fisher: Array, times: Arr
     the trace into a bound on the worst error over a neighbourhood, large against the error itself, of theta_0.
     """
     n, most = np.asarray(sizes, float), float(fisher[times > 0].max())
-    told = np.minimum(n * float(times @ fisher), n**2 * (math.expm1(mu**2) if mu < 26 else math.inf) * most)
-    return float(times.sum()) ** 2 / float(told.sum())
+    information = np.minimum(n * float(times @ fisher), n**2 * (math.expm1(mu**2) if mu < 26 else math.inf) * most)
+    return float(times.sum()) ** 2 / float(information.sum())
 
 
 # ------------------------------------------------------------------------- convergence theorems of two methods
@@ -366,7 +371,7 @@ class Descent(NamedTuple):
     noise: float  # nu: std per coordinate of the aggregate
     smooth: float  # L
     convex: float  # mu of strong convexity
-    steepest: float  # G_max: largest gradient on the way
+    steepest: float  # G_max: bound on the gradient along the trajectory
     clipping: float = 0.0  # zeta_max: bias from clipping
 
     @property
@@ -376,7 +381,7 @@ class Descent(NamedTuple):
 
 
 class BoundCheck(NamedTuple):
-    """A theorem's bound, what is known without it, and the factor by which one term alone exceeds that."""
+    """A theorem's bound, the trivial bound, and the factor by which one term alone exceeds the trivial bound."""
 
     bound: float
     trivial: float
@@ -409,17 +414,17 @@ def _descent(c: Descent) -> tuple[float, float]:
 
 
 def sofim_convex(c: Descent, rounds: int, gap: float) -> BoundCheck:
-    """Theorem 4.21, on E F(theta_T) - F*. Without it: F - F* <= G_max^2 / (2 mu) wherever |grad F| <= G_max."""
+    """Theorem 4.21, on E F(theta_T) - F*. Trivial bound: F - F* <= G_max^2 / (2 mu) wherever |grad F| <= G_max."""
     descent, gamma = _descent(c)
     r = 1 - 2 * c.convex * c.lr * descent
     if not 0 < r < 1:
-        raise SordinoError(f"lr: {c.lr} leaves the theorem's range; it needs lr < {1 / (2 * c.convex * descent):.3g}.")
+        raise SordinoError(f"lr: {c.lr} is outside the theorem's range; use lr < {1 / (2 * c.convex * descent):.3g}.")
     bound = r**rounds * gap + (1 - r**rounds) * gamma / (2 * c.convex * descent)
     return BoundCheck(bound, c.steepest**2 / (2 * c.convex), c.momentum / c.rho)
 
 
 def sofim_stationary(c: Descent, rounds: int, gap: float) -> BoundCheck:
-    """Theorem 4.31, on the mean squared gradient of T rounds. Without it: G_max^2, by assumption."""
+    """Theorem 4.31, on the mean squared gradient of T rounds. Trivial bound: G_max^2, by assumption."""
     descent, gamma = _descent(c)
     return BoundCheck(gap / (c.lr * descent * rounds) + gamma / descent, c.steepest**2, c.momentum / c.rho)
 
@@ -430,7 +435,7 @@ def fednew_rate(alpha: float, rho: float, clients: int, lipschitz: float) -> flo
 
 
 def fednew_bound(sigma: float, alpha: float, rho: float, dim: int, clients: int, lipschitz: float) -> float:
-    """Theorem 8, on E|y - y*|^2; inf where no beta_2 > 0 is left, and the theorem says nothing."""
+    """Theorem 8, on E|y - y*|^2; inf if no beta_2 > 0 exists, because the theorem then does not apply."""
     left = fednew_rate(alpha, rho, clients, lipschitz)
     return sigma**2 * (alpha + rho) * dim / (clients * left) if left > 0 else math.inf
 
@@ -463,5 +468,5 @@ def fednew_error(
 
 
 def plain(terms: ErrorTerms) -> dict[str, Any]:
-    """For JSON."""
+    """The terms as a dict, for JSON."""
     return {**terms._asdict(), "total": terms.total}

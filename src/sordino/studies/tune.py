@@ -1,7 +1,7 @@
 """Choose settings by accuracy on validation records: a grid, successive halving, or Optuna.
 
-A record trains or validates, never both, and no test record is looked at. Records are held out by position, so that
-which side one is on does not depend on what it says. What such a search costs, and how to pay, is in `charge`.
+A record is used for training or for validation, never for both, and test records are not used. Records are held out by
+position, so the choice does not depend on their content. `private_tuning` computes what such a search costs in privacy.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
 SEARCHES = ("grid", "halving", "optuna")
-KEEP, RUNGS = 3, 3  # halving keeps a third at each rung, after a ninth and a third of the rounds
-RUNS_PER_BATCH = 16  # trials that Optuna hands out at once
+KEEP, RUNGS = 3, 3  # halving keeps one third at each rung: after one ninth and after one third of the rounds
+RUNS_PER_BATCH = 16  # trials that Optuna proposes at once
 
 
 class TuningCase(NamedTuple):
-    """One method under one budget: the keys of its run, and the values to try for some."""
+    """One method under one budget: the keys of its run, and the values to try for some of them."""
 
     values: dict[str, Any]
     grid: Grid
 
 
 class Tuned(NamedTuple):
-    values: dict[str, Any]  # of the run, with the best setting in
+    values: dict[str, Any]  # keys of the run, with the best setting
     options: dict[str, Any]  # the best setting alone
     score: float  # its accuracy on validation records
     tried: int
@@ -43,9 +43,11 @@ Tick = Callable[[int], None]
 
 
 def validated(dataset: Dataset, fraction: float = 0.1, seed: int = 0) -> Dataset:
-    """The training records alone, a part of them in place of the test records."""
+    """A data set of the training records only, with a part of them as test records."""
     if not 0 < fraction < 1:
-        raise SordinoError(f"validation: {fraction} must lie between 0 and 1, the part held out; 0.1 is usual.")
+        raise SordinoError(
+            f"validation: {fraction} must lie between 0 and 1; it is the share held out, and 0.1 is usual."
+        )
     whose = np.zeros(len(dataset.y_train), int)
     out = hold_out(whose, fraction, generator(seed, "validation"))
     x, y, site = dataset.x_train, dataset.y_train, dataset.site
@@ -66,29 +68,29 @@ def tune(
 ) -> list[Tuned]:
     """The best setting of every case, by the last round's accuracy on `dataset`'s test part (see `validated`).
 
-    trials, storage: of Optuna, whose studies go on where `storage` holds them already.
+    trials, storage: for Optuna. A study that `storage` already holds is continued.
     """
     if how not in SEARCHES:
         raise SordinoError(f"search: '{how}' is unknown.{nearest(how, SEARCHES)}")
     if how == "optuna":
         return [_optuna(case, dataset, trials, storage, device, tick) for case in cases]
-    trial = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]
+    trials_left = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]
     for stop in _rungs([case.values for case in cases]) if how == "halving" else [None]:
-        specs = [Spec.of({**cases[number].values, **options}) for number, options in trial]
+        specs = [Spec.of({**cases[number].values, **options}) for number, options in trials_left]
         scores = _scores(specs, dataset, device, stop, tick)
-        ranked = sorted(range(len(trial)), key=lambda i: -scores[i])  # stable: of equals the first listed
-        best = [next(i for i in ranked if trial[i][0] == number) for number in range(len(cases))]
-        found = [(trial[i][1], scores[i]) for i in best]
-        kept = {number: math.ceil(sum(n == number for n, _ in trial) / KEEP) for number in range(len(cases))}
+        ranked = sorted(range(len(trials_left)), key=lambda i: -scores[i])  # stable: among equals the first one listed
+        best = [next(i for i in ranked if trials_left[i][0] == number) for number in range(len(cases))]
+        winners = [(trials_left[i][1], scores[i]) for i in best]
+        places = {number: math.ceil(sum(n == number for n, _ in trials_left) / KEEP) for number in range(len(cases))}
         survivors = set()
         for i in ranked:
-            if kept[trial[i][0]]:
-                kept[trial[i][0]] -= 1
+            if places[trials_left[i][0]]:
+                places[trials_left[i][0]] -= 1
                 survivors.add(i)
-        trial = [each for i, each in enumerate(trial) if i in survivors]
+        trials_left = [each for i, each in enumerate(trials_left) if i in survivors]
     return [
         Tuned({**case.values, **options}, options, score, size(case.grid))
-        for case, (options, score) in zip(cases, found, strict=True)
+        for case, (options, score) in zip(cases, winners, strict=True)
     ]
 
 
@@ -98,10 +100,10 @@ def _scores(specs: Sequence[Spec], dataset: Dataset, device: str, stop: int | No
 
 
 def _rungs(cases: Sequence[dict[str, Any]]) -> Iterator[int | None]:
-    """Rounds to train the survivors for; the noise is that of a whole run throughout."""
+    """Number of rounds at each rung. The noise is always that of a whole run."""
     rounds = {resolve(Spec.of(values)).rounds for values in cases}
     if len(rounds) > 1:
-        raise SordinoError("search: halving needs all methods to have equally many rounds; set rounds.")
+        raise SordinoError("search: halving needs the same number of rounds for all methods; set rounds.")
     (whole,) = rounds
     for rung in range(RUNGS - 1, 0, -1):
         yield max(1, whole // KEEP**rung)
@@ -138,7 +140,7 @@ def _optuna(case: TuningCase, dataset: Dataset, trials: int, storage: str | None
 
 
 def _distribution(values: tuple[Any, ...]) -> Any:
-    """Between the ends of a grid: steps on a log scale, memories on a linear one, whole numbers and words as listed."""
+    """The range between the ends of a grid: log scale for steps, linear for momentum; integers and names as listed."""
     from optuna import distributions
 
     if len(values) < 2 or not all(isinstance(value, float) for value in values):

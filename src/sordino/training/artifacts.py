@@ -67,8 +67,11 @@ def restore(folder: RunFolder, identity: str) -> Progress:
         )
     if len(history) != done:
         raise SordinoError(f"resume: '{metrics}' lacks some of the {done} rounds done; start a new run.")
-    model = tree[1] if done else None
-    return Progress(done, tree[0], model, history) if isinstance(model, Tensor) else Progress(0, tree, None, history)
+    if not done:
+        return Progress(0, tree, None, history)
+    if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[1], Tensor)):
+        raise SordinoError(f"resume: '{path}' is of round {done} and holds no model; start a new run.")
+    return Progress(done, tree[0], tree[1], history)
 
 
 def add_timing(folder: RunFolder, done: int, seconds: float) -> None:

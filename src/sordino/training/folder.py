@@ -140,9 +140,9 @@ class RunFolder(NamedTuple):
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes out, because two would release a round twice. The lock ends with its process."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
-                held.enter_context(files.lock(self.private / "lock", wait=False))
+                stack.enter_context(files.lock(self.private / "lock", wait=False))
             except BlockingIOError:
                 raise SordinoError(
                     f"resume: another process is training in '{self.root}'; wait for it or stop it."

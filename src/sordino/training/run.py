@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import sordino
 from sordino.core import Unit
 from sordino.data.partition import split
 from sordino.data.records import Records
@@ -48,6 +47,7 @@ from sordino.training.evaluate import beats_constant_guess, draw_curve, evaluate
 from sordino.training.folder import RunFolder, publishable, readme
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
+from sordino.version import __version__
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
         cert = certificate(
             run.plan,
             run.source,
-            version=sordino.__version__,
+            version=__version__,
             spec_sha256=hashlib.sha256(resolved.published(run.plan)[0].encode()).hexdigest(),
             model_sha256=sha256(folder.public / "model.safetensors"),
             metrics_sha256=sha256(folder.public / "metrics.jsonl"),

@@ -15,7 +15,7 @@ from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbe
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import code_sha256, sha256
 from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import FOLLOWS, Verdict, verify
+from sordino.privacy.evidence.verify import Verdict, verify
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.settings import read_toml
 from sordino.training.folder import RunFolder
@@ -23,27 +23,30 @@ from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 
 SIZE_PLACEHOLDER = 1_000_000  # records per client at user level, where no number in a certificate depends on them
-# How a federation's certificate is compared with its terms. `federation.terms`, which imports this module, sets it.
-AGAINST_TERMS: list[Callable[[dict[str, Any], Path], Iterator[str]]] = []
+# Yields the differences between a certificate and another file, which lies beside it.
+Compare = Callable[[dict[str, Any], Path], Iterator[str]]
 
 
-def verify_run(path: Path, key: str | None = None) -> Verdict:
+def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | None = None) -> Verdict:
     """Check a certificate, and compare it with the files beside it: the plan rebuilt from the spec, the ledger, the
     model and the metrics.
 
     Args:
       path: the directory of a run, its public/, or a certificate.json.
       key: the public key that must have signed it (`signing.known_keys`).
+      against_terms: compares a federation's certificate with its terms.json: `federation.terms.against_terms`. Without
+        it, the verdict lists the federation's plan as a gap.
     """
     folder = RunFolder.find(path)
     path = folder.named(path, "certificate.json")
     cert = read_certificate(path)
     verdict = verify(cert, key)
-    spec, ledger, against = folder.public / "spec.toml", folder.private / "ledger.db", _against_ledger
+    against: Compare = _against_ledger
+    spec, ledger = folder.public / "spec.toml", folder.private / "ledger.db"
     if "site" in cert and len(path.absolute().parents) > 2:  # a site's own: runs/RUN/certificate.json
         ledger, against = path.absolute().parents[2] / "ledger.db", partial(_against_site, path.absolute().parent.name)
     try:
-        for beside, compare in ((spec, partial(_against_spec, folder, verdict.gaps)), (ledger, against)):
+        for beside, compare in ((spec, partial(_against_spec, folder, verdict, against_terms)), (ledger, against)):
             if beside.is_file():
                 verdict.problems.extend(compare(cert, beside))
             else:
@@ -92,23 +95,25 @@ def read_certificate(path: Path) -> dict[str, Any]:
     return cert
 
 
-def _against_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any], path: Path) -> Iterator[str]:
+def _against_spec(
+    folder: RunFolder, verdict: Verdict, against_terms: Compare | None, cert: dict[str, Any], path: Path
+) -> Iterator[str]:
     """Compare with the certificate that a plan made from this spec has, number by number."""
     if sha256(path) != cert["spec_sha256"]:
         yield "spec.toml is not the one that the certificate names"
     terms = path.with_name("terms.json")
     if "data" not in read_toml(path):  # a federation's: every site has its own data
         if not terms.is_file():
-            gaps.append("the plan of the federation, whose terms.json is not beside it")
+            verdict.gaps.append("the plan of the federation, whose terms.json is not beside it")
             return
-        if not AGAINST_TERMS:
-            gaps.append("the plan of the federation: import sordino.federation.terms to rebuild it")
+        if against_terms is None:
+            verdict.gaps.append("the plan of the federation: pass against_terms to rebuild it from terms.json")
             return
-        yield from AGAINST_TERMS[0](cert, terms)
-        gaps[:] = [gap for gap in gaps if not gap.startswith(FOLLOWS)]
+        yield from against_terms(cert, terms)
+        verdict.assumed.clear()  # the plan rebuilt from the terms gives them
         return
     try:
-        resolved = _read_spec(folder, gaps, cert, path)
+        resolved = _read_spec(folder, verdict.gaps, cert, path)
         sizes = sizes_of(cert) or (SIZE_PLACEHOLDER,) * int(cert["clients"])
         rebuilt = certificate(
             resolved.plan(sizes),
@@ -122,9 +127,9 @@ def _against_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any], path
         yield f"no plan follows from spec.toml ({error})"
         return
     yield from differences(cert, rebuilt)
-    gaps[:] = [gap for gap in gaps if not gap.startswith(FOLLOWS)]
+    verdict.assumed.clear()  # the rebuilt plan gives them
     if cert["code_sha256"] != code_sha256():
-        gaps.append(
+        verdict.gaps.append(
             f"the code: sordino {cert['sordino']} with other sources wrote the certificate, and this installation "
             "rebuilt its numbers"
         )

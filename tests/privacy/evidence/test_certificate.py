@@ -173,7 +173,8 @@ def test_a_forgery_that_is_consistent_is_caught_or_not_vouched_for():
     assert verify(signed(made(clip), RunKey(bytes(32)))).gaps == []
     verdict = verify(forged(stream, 0.1))
     assert verdict.problems == []
-    assert verdict.gaps == ["the sensitivity of query 0.0 gradient, which follows from a schedule", NOT_SIGNED]
+    assert verdict.assumed == ["the sensitivity of query 0.0 gradient, which follows from a schedule"]
+    assert verdict.gaps == [NOT_SIGNED]
 
 
 def test_a_stricter_client_is_told_apart():
@@ -271,7 +272,7 @@ def test_a_site_signs_with_the_key_of_its_card():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "neither a public key"),
+        (None, "is no public key"),
         ("# secret: x\nsign = 'ab'", "holds a secret key"),
         ("nothing", "holds no public key"),
     ],

@@ -72,8 +72,8 @@ def write_app(folder: Path) -> Path:
 def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of every Flower process: its own home, no telemetry, no update check."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    own = {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": path}
-    return {**os.environ, **own, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", **(more or {})}
+    settings = {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": path}
+    return {**os.environ, **settings, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", **(more or {})}
 
 
 def superlink_command(

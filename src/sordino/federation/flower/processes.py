@@ -144,10 +144,10 @@ class LocalFederation(Processes):
         port = int(self.address.rpartition(":")[2])
         self.start("link", superlink_command(self.tls, self.secret, port=port, database=self.database), self.env)
         self.wait(lambda: listening(port), 60, "link")
-        own = {"SORDINO_FOLDER": str(self.folder / "coordinator"), **self.server}
+        settings = {"SORDINO_FOLDER": str(self.folder / "coordinator"), **self.server}
         command = superexec_command if self.executor else server_command
         executor = command(self.address, self.tls.authority, self.secret)
-        self.start("server", executor, environment(self.folder / "home", own))
+        self.start("server", executor, environment(self.folder / "home", settings))
         for name in self.sites:
             secret(keys / f"{name}.secret")
         with ThreadPoolExecutor(4) as pool:  # each command takes seconds to start
