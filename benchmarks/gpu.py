@@ -101,7 +101,7 @@ class Bench:
     def cast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def seen(self, x: Tensor) -> Tensor:
+    def shaped(self, x: Tensor) -> Tensor:
         return x.reshape(-1, *self.flat.shape)
 
     def adamw(self, values: list[Tensor]) -> torch.optim.Optimizer:
@@ -113,7 +113,7 @@ class Bench:
     def plain(self, x: Tensor, y: Tensor, capture: bool = False) -> Step:
         """capture: gradients are asked for, instead of added up in leaves, which belong to a stream."""
         values = [p for p in self.module.parameters() if p.requires_grad]
-        optimizer, seen = self.adamw(values), self.seen(x)
+        optimizer, seen = self.adamw(values), self.shaped(x)
 
         def step() -> None:
             self.module.train()
@@ -146,7 +146,7 @@ class Bench:
         return self.noised(x, lambda theta: self.flat.clipped_sum(theta, shard, CLIP))
 
     def one_buffer(self, x: Tensor, y: Tensor) -> Step:
-        seen = self.seen(x)
+        seen = self.shaped(x)
 
         def total(theta: Tensor) -> Tensor:
             self.module.train()
@@ -158,7 +158,7 @@ class Bench:
 
     def by_vmap(self, x: Tensor, y: Tensor, chunk: int, whole: bool = False) -> Step:
         """whole: attention from matrix products, where the fused kernel would be looped over."""
-        seen = self.seen(x)
+        seen = self.shaped(x)
 
         def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             with self.cast():  # the backward pass without it: its thread does not know the type
@@ -199,12 +199,12 @@ class Bench:
         for k in range(4):
             params = {name: value.clone().requires_grad_() for name, value in self.split(theta).items()}
             with self.cast():
-                loss = summed(functional_call(self.module, params, (self.seen(x[k : k + 1]),)), y[k : k + 1])
+                loss = summed(functional_call(self.module, params, (self.shaped(x[k : k + 1]),)), y[k : k + 1])
             grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(params.values()))]))
         want = clipped(torch.stack(grads))
         shard = Shard(x, y, torch.ones(4, device=self.device))
         with self.cast():
-            gradients = per_example.gradients(self.module, self.split(theta), self.seen(x), y, summed, self.owned)
+            gradients = per_example.gradients(self.module, self.split(theta), self.shaped(x), y, summed, self.owned)
         sums = {
             "private": self.flat.clipped_sum(theta, shard, CLIP).to(theta.dtype),
             "one buffer": clipped(self.gather(gradients)),

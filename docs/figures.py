@@ -215,7 +215,10 @@ def comparison_table() -> str:
     rows = []
     for trust, words in TRUSTS.items():
         for which, label in (("best", "best tuned rival"), ("auto", "`auto`")):
-            cells = [f"{figure(f'{trust} {which} {e:g} 10')} → {figure(f'{trust} {which} {e:g} 70')}" for e in EPSILONS]
+            cells = [
+                f"{figure(f'{trust} {which} {e:g} 10')}\u00a0→\u00a0{figure(f'{trust} {which} {e:g} 70')}"
+                for e in EPSILONS
+            ]
             rows.append([f"{label}, {words}", *cells])
     return grid(["ε", *(f"{e:g}" for e in EPSILONS)], rows)
 

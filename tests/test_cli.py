@@ -115,7 +115,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit"], "audit: name a method, or use --all"),
         (["audit", "dp-fedgdd"], "Did you mean 'dp-fedgd'?"),
         (["audit", "dp-fedgd", "--unit", "patient"], "unit: 'patient' is unknown"),
-        (["audit", "dp-fedgd", "--runs", "3"], "runs: 3 tell nothing; use at least 20"),
+        (["audit", "dp-fedgd", "--runs", "3"], "runs: 3 are too few; use at least 20"),
         (["audit", "dp-fedgd", "--noise-factor", "0"], "noise_factor: 0.0 must be a number above 0"),
         (["audit", "dp-fedgd", "--set", "lrr=2"], "lrr: dp-fedgd has no such option. Did you mean 'lr'?"),
         (["audit", "dp-scaffold", "--trust", "trusted-server"], "trust: dp-scaffold is not proved private"),

@@ -344,7 +344,7 @@ def test_the_clip_twice_in_the_noise():
     cert = certified(plan)
     assert verify(cert).problems == []
     cert["groups"][0]["releases"][0]["std"] *= clip
-    assert any("is claimed, the raw numbers give" in problem for problem in verify(cert).problems)
+    assert any("is claimed, but the raw numbers give" in problem for problem in verify(cert).problems)
 
 
 STREAMS = {
@@ -624,7 +624,7 @@ def test_metrics_sent_home(metric):
     rule = Rule(stateless, lambda said, state, theta, t: (-0.1 * said[0], state))
     found = searched(method(compute, Query(Kind.GRADIENT, 1.0), rule=rule), SOFTMAX, SWAP)
     assert math.isinf(found.worst)
-    assert "the message tells more" in found.problems[0]
+    assert "its message reveals more" in found.problems[0]
 
     def honest(ask, broadcast, memory, cache):
         g = ask.gradient(broadcast.theta)
@@ -669,8 +669,8 @@ def test_moments_of_bare_gradients():
         )
     )
     found = searched(adamw._replace(stages=(sent,)), SOFTMAX)
-    assert "the message tells more" in found.problems[0]
-    assert "came out otherwise from the same messages" in checks.replay(adamw._replace(stages=(hidden,)), SOFTMAX)[0]
+    assert "its message reveals more" in found.problems[0]
+    assert "differs although its messages are the same" in checks.replay(adamw._replace(stages=(hidden,)), SOFTMAX)[0]
     assert searched(adamw, SOFTMAX, trials=12).problems == []
     assert checks.replay(adamw, SOFTMAX) == []
 
@@ -693,17 +693,17 @@ def test_rescaling_by_xi():
     for adjacency in Adjacency:
         assert searched(wrong, SQUARES, adjacency, trials=40).beyond
     assert not searched(right, SQUARES, trials=5).beyond
-    with pytest.raises(SordinoError, match="moves with the data without bound near"):
+    with pytest.raises(SordinoError, match="changes without bound with the data near"):
         plan_for(wrong)
     assert plan_for(right).proved
 
 
 HIDDEN = [
-    ("dp-fedavg", {"steps": 2}, {"steps": 1}, "each client's own noise protects it"),
+    ("dp-fedavg", {"steps": 2}, {"steps": 1}, "only a client's own noise protects it"),
     ("dp-scaffold", {}, None, "Control variates are hidden client state"),
     ("dp-fednew", {}, {"duals": False}, "Duals are hidden client state"),
     ("dp-fednew-fc", {}, {"duals": False}, "Duals are hidden client state"),
-    ("dp-fedadamw", {}, None, "not linear in a client's own noise"),
+    ("dp-fedadamw", {}, None, "not linear in a client's noise"),
 ]
 
 

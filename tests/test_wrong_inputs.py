@@ -174,7 +174,7 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda z: {"logits": z}, lambda z: (z, z), lambda z: None])
 def test_a_module_that_does_not_give_one_tensor(wrap):
     kind = type(wrap(1)).__name__
-    with pytest.raises(SordinoError, match=f"module: gives a {kind} for two rows; it must give one tensor"):
+    with pytest.raises(SordinoError, match=f"module: it returns a {kind} for two rows; it must return one tensor"):
         TorchModel(Wrapped(wrap), shape=(4,))
 
 

@@ -377,7 +377,8 @@ def method_page(name: str, entry: Any, note: Path) -> str:
         key: text for s in doc if s.head == "Args" for names, text in s.items() for key in re.split(r",\s*", names)
     }
     rows = [f"| `{key}` | `{value}` | {_cell(meanings.get(key, ''))} |" for key, value in entry.options.items()]
-    text = "\n\n".join(markdown(_rejoined(s)) for s in doc if s.head not in ("Args", "Returns", "Guarantee"))
+    text = "\n\n".join(markdown(_rejoined(s)) for s in doc if not s.head)
+    python = "\n\n".join(markdown(_rejoined(s)) for s in doc if s.head in ("Raises", "Example"))
     parts = [f"# {name}", text]
     releases, remarks = noted(note)
     guarantee = "\n\n".join(_items(section.text) for section in doc if section.head == "Guarantee") or releases
@@ -391,6 +392,8 @@ def method_page(name: str, entry: Any, note: Path) -> str:
         parts.append("## Options\n\n| option | default | meaning |\n|---|---|---|\n" + "\n".join(rows))
     if remarks:
         parts.append(f"## Notes\n\n{remarks}")
+    if python:
+        parts.append(f"## In Python\n\n{python}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -14,22 +14,10 @@ from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.rules import chain, scale
 from sordino.rules.basic import stateless
+from tests.support import Squares, descend, solve, walk
 
 OWN = frozenset((unit, Trust.UNTRUSTED_SERVER) for unit in Unit)  # what is made of answers is not proved of sums
 D = 3
-
-
-class Squares(Linear):
-    """Least squares without bias: Gram matrix, Hessian and covariance are the same thing."""
-
-    def gram_sum(self, shard, clip):
-        usable = torch.isfinite(shard.x).all(-1, keepdim=True)
-        x = shard.x.masked_fill(~usable, 0)
-        x = x * (math.sqrt(clip) / x.norm(dim=-1, keepdim=True).clamp_min(math.sqrt(clip)))
-        return x.transpose(-1, -2) @ (x * shard.mask.unsqueeze(-1))
-
-    def curvature_sum(self, theta, shard, clip):
-        return self.gram_sum(shard, clip)
 
 
 SOFTMAX, SQUARES = Linear(D, 3), Squares(D, 1, Loss.SQUARES, bias=False)
@@ -37,24 +25,6 @@ SOFTMAX, SQUARES = Linear(D, 3), Squares(D, 1, Loss.SQUARES, bias=False)
 
 def method(compute, *queries, unit=Unit.RECORD, rule=None, **local):
     return Method("toy", unit, (Stage(Local(compute, **local), rule or scale(-0.1), queries),), OWN)
-
-
-def descend(ask, broadcast, memory, cache):
-    return ask.gradient(broadcast.theta)
-
-
-def walk(steps, lr=0.1):
-    def compute(ask, broadcast, memory, cache):
-        y = broadcast.theta
-        for _ in range(steps):
-            y = y - lr * ask.gradient(y, on=ask.sample())
-        return y - broadcast.theta
-
-    return compute
-
-
-def solve(matrix, vector):
-    return torch.linalg.solve(matrix, vector.unsqueeze(-1)).squeeze(-1)
 
 
 def times(adjacency):
@@ -232,7 +202,7 @@ def test_a_clip_on_the_message_does_not_bound_one_record():
 
 def test_a_clip_on_records_does_not_bound_a_user():
     """A client of m records would move the sum by m clips: the plan refuses."""
-    with pytest.raises(SordinoError, match="a user moves an answer once a record"):
+    with pytest.raises(SordinoError, match="a user moves an answer once per record"):
         checks.sensitivity(method(descend, Query(Kind.GRADIENT, 1.0), unit=Unit.USER), SOFTMAX, Adjacency.ADD_REMOVE)
 
 
@@ -261,7 +231,7 @@ def test_a_message_made_of_more_than_answers_is_found():
 
     (found,) = checks.sensitivity(method(compute, Query(Kind.GRADIENT, 1.0)), SOFTMAX, Adjacency.REPLACE_ONE)
     assert math.isinf(found.worst)
-    assert "tells more" in found.problems[0]
+    assert "reveals more" in found.problems[0]
 
 
 def test_a_method_that_fails_is_reported_as_such():

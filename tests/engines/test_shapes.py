@@ -13,7 +13,7 @@ from sordino.core import Correlated, Kind, Lemma, Local, Method, Privacy, Query,
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
-from sordino.models.linear import Linear, Loss
+from sordino.models.linear import Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence.charges import charges
@@ -22,18 +22,10 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import chain, ema, scale
 from sordino.rules.basic import stateless
+from tests.support import Squares, descend, solve, walk
 
 PC = frozenset({(Unit.RECORD, Trust.UNTRUSTED_SERVER), (Unit.USER, Trust.UNTRUSTED_SERVER)})
 D = 4
-
-
-class Squares(Linear):
-    def gram_sum(self, shard, clip):
-        x = shard.x * (math.sqrt(clip) / shard.x.norm(dim=-1, keepdim=True).clamp_min(math.sqrt(clip)))
-        return x.transpose(-1, -2) @ (x * shard.mask.unsqueeze(-1))
-
-    def curvature_sum(self, theta, shard, clip):
-        return self.gram_sum(shard, clip)
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +41,6 @@ MODEL = Squares(D, 1, Loss.SQUARES, bias=False)
 
 def sgd(lr=0.1):
     return chain(scale(-lr))
-
-
-def descend(ask, broadcast, memory, cache):
-    return ask.gradient(broadcast.theta)
-
-
-def walk(steps, lr=0.1):
-    def compute(ask, broadcast, memory, cache):
-        y = broadcast.theta
-        for _ in range(steps):
-            y = y - lr * ask.gradient(y, on=ask.sample())
-        return y - broadcast.theta
-
-    return compute
-
-
-def solve(matrix, vector):
-    return torch.linalg.solve(matrix, vector.unsqueeze(-1)).squeeze(-1)
 
 
 def two_stages():

@@ -382,7 +382,7 @@ def test_every_local_gradient_is_paid_for_and_nothing_else(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_proved_is_refused(name, trust):
     for steps in (1, 3):  # one step too: it is a sign
-        with pytest.raises(SordinoError, match="not linear in a client's own noise"):
+        with pytest.raises(SordinoError, match="not linear in a client's noise"):
             plan_for(build(name, steps=steps), federation(), trust=trust)
     with pytest.raises(SordinoError, match=f"unit: {name} exists at record level"):
         build(name, Unit.USER)

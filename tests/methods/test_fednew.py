@@ -448,7 +448,7 @@ def test_duals_are_hidden_from_sums(name, unit, trust):
 def test_rescaling_by_xi_is_never_proved(trust):
     records = federation(SOFTMAX)
     for duals in (True, False):
-        with pytest.raises(SordinoError, match=r"without bound near \|g\| = limit; limit_by = projection is sound"):
+        with pytest.raises(SordinoError, match=r"with the data near \|g\| = limit; use limit_by = projection"):
             plan_for("dp-fednew", records, trust=trust, limit_by="paper-xi", duals=duals)
 
 

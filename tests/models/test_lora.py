@@ -296,8 +296,8 @@ def test_an_adapter_used_twice_and_one_on_a_layer_of_its_own_kind(kind, clients)
     room = per_example.Room(per_example.owners(module, params), {k: p[0] if clients else p for k, p in params.items()})
     rows, parts = room.make(4, x, torch.float64)
     found = per_example.norms_first(module, params, x, LABELS, summed, apart=per_example.never, room=parts)
-    assert set(found.made) == {"head.weight"}
-    got = found.made | parts
+    assert set(found.gradients) == {"head.weight"}
+    got = found.gradients | parts
     for k in range(clients or 1):
         mine, some = (
             {n: p[k] if clients else p for n, p in params.items()},
@@ -522,9 +522,9 @@ def test_files_of_another_rank_are_refused(tmp_path):
     theta = torch.zeros(sum(p.numel() for p in module.parameters() if p.requires_grad))
     save_peft(tmp_path, module, theta)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2
-    with pytest.raises(SordinoError, match="rank 2 and alpha 32 there, 4"):
+    with pytest.raises(SordinoError, match="it has rank 2 and alpha 32, but the model has 4"):
         load_peft(tmp_path, adapt(Plain(), rank=4))
-    with pytest.raises(SordinoError, match="do not agree about"):
+    with pytest.raises(SordinoError, match="does not fit the model at"):
         load_peft(tmp_path, adapt(Plain(layers=1), rank=2))
     with pytest.raises(SordinoError, match="theta"):
         save_peft(tmp_path, module, theta[1:])

@@ -104,7 +104,7 @@ def test_every_model_is_built_from_its_shape_alone(name):
         ("softmax", 4, 2, {"class_weights": (1.0,)}, "class_weights: 1 weights for 2 classes"),
         ("softmax", 4, 0, {}, "softmax does not fit labels that are quantities"),
         ("squares", 4, 3, {}, "squares does not fit labels that are classes"),
-        ("logistic", 4, 3, {}, "logistic is for two classes, the data have 3"),
+        ("logistic", 4, 3, {}, "logistic is for two classes, but the data have 3"),
         ("mlp", 4, 0, {}, "mlp predicts classes"),
         ("cnn", 5, 3, {}, "these rows have 5"),
     ],

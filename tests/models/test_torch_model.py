@@ -64,7 +64,7 @@ def test_sums_agree_with_single_examples(name, mode):
 def test_leading_axes(mode, chunk):
     """Clients, and runs of clients, by theta, data, mask or scale alone or together."""
     flat = TorchModel(mlp(), mode=mode, chunk=chunk)
-    assert flat.few == (16 if mode == "auto" else 0)
+    assert flat.vmap_records == (16 if mode == "auto" else 0)
     theta = torch.randn(3, 4, flat.size, dtype=torch.float64)
     x, y = torch.randn(3, 4, N, 6, dtype=torch.float64), torch.randint(0, 3, (3, 4, N))
     mask = (torch.rand(3, 4, N) < 0.7).double()
@@ -493,7 +493,7 @@ def test_what_has_no_fisher_sum():
     spread = TorchModel(
         nn.Sequential(nn.Linear(6, 3), nn.Flatten(1), nn.Unflatten(1, (3, 1)), nn.Linear(1, 1), nn.Flatten())
     )
-    for flat, word in ((normed, "no linear layer's"), (spread, "once")):
+    for flat, word in ((normed, "must belong to a linear layer"), (spread, "once")):
         with pytest.raises(SordinoError, match=word):
             flat.fisher_sum(flat.init(), Shard(torch.zeros(1, 6), torch.zeros(1).long(), torch.ones(1)), 1.0)
 

@@ -80,10 +80,10 @@ def test_a_plan_pays_for_every_turn():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cyclic", "participation: 'cyclic' lacks a number; write fixed:5, poisson:0.5 or cyclic:4."),
-        ("cyclic:", "participation: 'cyclic:' lacks a number"),
-        ("cyclic:two", "participation: 'cyclic:two' lacks a number"),
-        ("cyclic:0", "participation: cyclic:0 needs a whole number of cohorts, at least 1"),
+        ("cyclic", "participation: 'cyclic' has no number; write fixed:5, poisson:0.5 or cyclic:4."),
+        ("cyclic:", "participation: 'cyclic:' has no number"),
+        ("cyclic:two", "participation: 'cyclic:two' has no number"),
+        ("cyclic:0", "participation: cyclic:0 needs a whole number of cohorts of at least 1"),
         ("cyclic:-2", "participation: cyclic:-2 needs a whole number of cohorts"),
         ("cyclic:2.5", "participation: cyclic:2.5 needs a whole number of cohorts"),
         ("cyclic:nan", "participation: cyclic:nan needs a whole number of cohorts"),

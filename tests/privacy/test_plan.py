@@ -286,7 +286,7 @@ def test_a_laxer_client_is_refused():
 
 @pytest.mark.parametrize("client", [5, -1])
 def test_a_stranger_is_refused(client):
-    with pytest.raises(SordinoError, match=f"client_epsilon: there is no client {client}; they run 0 to 4"):
+    with pytest.raises(SordinoError, match=f"client_epsilon: client {client} does not exist; the last is 4"):
         plan(client_epsilon={client: 0.5})
 
 
@@ -348,8 +348,8 @@ def test_participation_reads_what_it_writes():
     ("text", "message"),
     [
         ("fixd:3", "participation: 'fixd:3' is unknown. Did you mean 'fixed:5'?"),
-        ("fixed", "participation: 'fixed' lacks a number"),
-        ("fixed:x", "participation: 'fixed:x' lacks a number"),
+        ("fixed", "participation: 'fixed' has no number"),
+        ("fixed:x", "participation: 'fixed:x' has no number"),
         ("fixed:0", "participation: fixed:0 needs a whole number"),
         ("fixed:2.5", "participation: fixed:2.5 needs a whole number"),
         ("poisson:0", "participation: poisson:0 needs a rate"),

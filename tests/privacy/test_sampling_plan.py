@@ -381,7 +381,8 @@ def test_forgeries_whose_sums_are_right_are_found_out(what, joint_certificate):
 @pytest.mark.parametrize("what", ["rate", "times", "joint"])
 def test_forgeries_whose_sums_are_wrong_are_found_out(what, joint_certificate):
     assert any(
-        "is claimed, the raw numbers give" in p for p in verify(forged(joint_certificate, *FORGERIES[what])).problems
+        "is claimed, but the raw numbers give" in p
+        for p in verify(forged(joint_certificate, *FORGERIES[what])).problems
     )
 
 

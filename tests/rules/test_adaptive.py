@@ -243,7 +243,7 @@ def test_the_method_is_its_rule():
         ({"correction": "subtract-floor", "floor": 0.0}, "floor: 0.0 must be above 0"),
         ({"correction": "subtract-floor", "tau": -1.0}, "tau: -1.0"),
         ({"tau": 0.0, "correction": "none"}, "tau: 0.0 must be above 0"),
-        ({"decay": -1.0}, "decay: -1.0 must be 0 or more"),
+        ({"decay": -1.0}, "decay: -1.0 must be at least 0"),
     ],
 )
 def test_bad_corrections_are_named(rule, kind, bad, message):

@@ -154,7 +154,7 @@ def test_low_rank_factors():
 @pytest.mark.parametrize(
     ("parameters", "heads", "message"),
     [
-        ([("conv.weight", (3, 3))], 2, "parameters: no attention was found"),
+        ([("conv.weight", (3, 3))], 2, "parameters: no name looks like an attention"),
         (
             toy([("layers.0.attn.qkv.weight", (12, 4))]),
             3,

@@ -34,7 +34,7 @@ def test_thresholds_keep_the_two_kinds_of_shares_apart():
 
 
 def test_the_remedy_is_the_most_dropouts():
-    with pytest.raises(SordinoError, match="allow 4 dropouts at most"):
+    with pytest.raises(SordinoError, match="allow at most 4 dropouts"):
         Session.of("r", ROSTERS[10], PLAN, 5)
     assert Session.of("r", ROSTERS[10], PLAN, 4).threshold == 6
 

@@ -1,5 +1,6 @@
-"""What the tests of several folders share: plans, records and tiers."""
+"""What the tests of several folders share: plans, records, toy rules and tiers."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from sordino.core import Adjacency, Divisor, Method, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.methods import build
+from sordino.models.linear import Linear
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 
@@ -70,3 +72,38 @@ def tiers(cases: Iterable[Any], quick: Iterable[Any] | int) -> list[Any]:
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
 
     return [case if case in kept else soaked(case) for case in cases]
+
+
+class Squares(Linear):
+    """Least squares without bias: Gram matrix, Hessian and covariance are the same thing."""
+
+    def gram_sum(self, shard, clip):
+        usable = torch.isfinite(shard.x).all(-1, keepdim=True)
+        x = shard.x.masked_fill(~usable, 0)
+        x = x * (math.sqrt(clip) / x.norm(dim=-1, keepdim=True).clamp_min(math.sqrt(clip)))
+        return x.transpose(-1, -2) @ (x * shard.mask.unsqueeze(-1))
+
+    def curvature_sum(self, theta, shard, clip):
+        return self.gram_sum(shard, clip)
+
+
+def descend(ask, broadcast, memory, cache):
+    """A local rule: one gradient at the broadcast model."""
+    return ask.gradient(broadcast.theta)
+
+
+def walk(steps, lr=0.1):
+    """A local rule: gradient steps, each on a minibatch; the message is the difference of models."""
+
+    def compute(ask, broadcast, memory, cache):
+        y = broadcast.theta
+        for _ in range(steps):
+            y = y - lr * ask.gradient(y, on=ask.sample())
+        return y - broadcast.theta
+
+    return compute
+
+
+def solve(matrix, vector):
+    """The solution of a linear system, along leading axes."""
+    return torch.linalg.solve(matrix, vector.unsqueeze(-1)).squeeze(-1)

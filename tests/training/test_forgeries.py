@@ -196,7 +196,7 @@ CONSISTENT = [("plain", more_noise), ("seeded", seedless_spec)]
 def test_a_forgery_of_all_files_together_is_seen_by_the_signature_alone(forge, honest, base, change, capsys):
     key = RunFolder.find(honest(base)).keys().sign.public
     assert verify_run(forge(base, change, "kept")).problems == [
-        "the signature does not fit the certificate: it was changed after it was signed"
+        "the signature does not match the certificate: it was changed after it was signed"
     ]
     stripped = forge(base, change, "stripped")
     assert verify_run(stripped).problems == []

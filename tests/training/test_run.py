@@ -423,7 +423,7 @@ def test_auto_is_for_classes(tmp_path):
 
 
 def test_model_must_fit_labels(tmp_path):
-    with pytest.raises(SordinoError, match="logistic is for two classes, the data have 10"):
+    with pytest.raises(SordinoError, match="logistic is for two classes, but the data have 10"):
         run.prepare(Spec.of({"model": "logistic"}))
     with pytest.raises(SordinoError, match="squares does not fit"):
         run.prepare(Spec.of({"model": "squares"}))

@@ -61,12 +61,12 @@ def test_a_wrong_key_or_value_is_named(values, message):
         ({"adjacency": "addremove"}, "adjacency: .*Did you mean 'add-remove'"),
         ({"divisor": "mean"}, "divisor: .*client-mean"),
         ({"participation": "fixed:11"}, "participation: fixed:11 asks for 11 clients"),
-        ({"participation": "poisson"}, "participation: .*lacks a number"),
+        ({"participation": "poisson"}, "participation: .*has no number"),
         ({"clip": -1.0}, "clip: -1.0 must be"),
         ({"method": "dp-fedsofim", "rho": 0.0}, "rho: 0.0 must be above 0"),
         ({"client_epsilon": {"x": 1.0}}, "client_epsilon: must map"),
         ({"client_epsilon": {"3": 9.0}}, "never laxer"),
-        ({"client_epsilon": {"44": 1.0}}, "there is no client 44"),
+        ({"client_epsilon": {"44": 1.0}}, "client 44 does not exist"),
     ],
 )
 def test_a_plan_names_what_is_wrong_with_it(values, message):

@@ -1,14 +1,14 @@
-"""The contracts every method keeps, shipped so that whoever adds a method can run them: `sordino check`.
+"""The contracts that every method must keep. `sordino check` runs them, also for methods from other packages.
 
 - `sensitivity`: no neighbour found by an adversarial search moves a release further than its query claims.
-- `apart`: no record changes how others are computed, not even how they are rounded.
-- `sums`: rounding included, one of a million records moves no sum further than its query claims.
-- `asks`: a round asks no more of the data than was declared, and one question more is refused.
-- `replay`: server and clients post-process what was said; given the same messages, other data change nothing.
-- `engines`: the fast engine computes what the readable one means.
+- `apart`: no record changes how other records are computed, not even how they are rounded.
+- `sums`: one record among a million moves no sum further than its query claims, rounding included.
+- `asks`: a round asks the data no more than the method declares; one more question is refused.
+- `replay`: server and clients only post-process messages. With the same messages, other data change nothing.
+- `engines`: the fast engine computes the same as the reference engine.
 
-A contract that cannot fail proves nothing: `check` also holds each of them against `MUTANTS` of the very method
-under test, and reports a twin that passes. No method is named here; each contract takes any `Method`.
+A contract that cannot fail proves nothing. `check` therefore also runs each contract on `MUTANTS` of the method under
+test, which are deliberately wrong, and reports every mutant that passes. A contract takes any `Method`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,20 @@ from sordino.models.linear import Linear, Loss
 
 
 class Report(NamedTuple):
-    """One noised query of a method, for one unit and adjacency. Problems of the whole method stand in each of them."""
+    """The result for one noised query of a method, one unit and one adjacency.
+
+    Attributes:
+      name: the method.
+      unit: the protected unit.
+      adjacency: the adjacency; empty where nothing is noised.
+      query: the stage, the number and the kind of the query.
+      claimed: the sensitivity that the query claims.
+      worst_found: the largest change of a release that the search found.
+      engines_max_diff: the largest difference between the two engines.
+      passed: whether all contracts hold.
+      problems: what is broken, one sentence per problem. Every report of a method repeats the problems that concern
+        the whole method.
+    """
 
     name: str
     unit: str
@@ -47,8 +60,9 @@ class Report(NamedTuple):
 
 
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
-RETRIES = 3  # of a search that did not come near enough
-CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))  # a claim holds for any, and is reached on one
+MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
+# A claim must hold on every model; the search must come near it on at least one.
+CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))
 
 
 def check(
@@ -59,17 +73,39 @@ def check(
     models: Sequence[core.Model] = CHECKED_MODELS,
     method: Method | None = None,
 ) -> list[Report]:
-    """All contracts, and their wrong twins, for each unit of a registered method, or for the `method` given."""
-    # From the factory, not by `build`, which takes all claims from an external method that was not checked yet.
+    """Run all contracts, and their mutants, on a method.
+
+    Args:
+      name: the method's name in the registry, or the name that reports show.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+      models: the models on which the method runs.
+      method: the method to check. By default it is the registered one, for each of its units.
+
+    Returns:
+      One report per noised query and adjacency.
+
+    Raises:
+      SordinoError: no method has this name.
+    """
+    # Use the factory: `build` removes all claims from an external method that was not checked yet.
     subjects = [entry(name).factory(unit=unit) for unit in entry(name).units] if method is None else [method]
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 
 def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """All contracts of DP-FedGD at record level, with a registered model instead of those that methods are checked on.
+    """Run all contracts on DP-FedGD at record level with a registered model.
+
+    Args:
+      name: the model's name in the registry.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+
+    Returns:
+      One report per noised query and adjacency.
 
     Raises:
-        SordinoError: The model accepts none of `MODEL_SHAPES`.
+      SordinoError: the model accepts none of `MODEL_SHAPES`.
     """
     errors = []
     for features, classes in MODEL_SHAPES:
@@ -84,41 +120,54 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
 
 
 def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Report]:
-    """The sums that all methods are made of, in float32, with up to so many records; on a CPU by one thread and by two.
+    """Check the float32 sums that all methods use. The mutant keeps each sum in one float32 accumulator.
 
-    Its wrong twin keeps them in one float32 accumulator.
+    Args:
+      rows: numbers of records to try.
+      device: `cpu` or `cuda`. On a CPU the sums run with one thread and with two.
+
+    Returns:
+      One report per kind of sum, adjacency and number of threads.
     """
     before, reports = torch.get_num_threads(), []
     try:
         for threads in (1, 2) if device == "cpu" else (before,):
             torch.set_num_threads(threads)
             where = f"{device}, {threads} threads" if device == "cpu" else device
-            for found in sums(rows=tuple(rows), device=device):
-                mine = found.problems
-                numbers = (1.0, found.reached, 0.0, not mine, mine)
-                reports.append(Report(f"sums ({where})", "record", found.adjacency, found.query, *numbers))
+            for finding in sums(rows=tuple(rows), device=device):
+                problems = finding.problems
+                numbers = (1.0, finding.reached, 0.0, not problems, problems)
+                reports.append(Report(f"sums ({where})", "record", finding.adjacency, finding.query, *numbers))
     finally:
         torch.set_num_threads(before)
-    seen = {found.query for found in sums(OneAccumulator, rows=(10_000,), device=device) if found.problems}
-    unseen = [_unseen("sums", OneAccumulator)]
-    return [r if r.query in seen else r._replace(passed=False, problems=[*r.problems, *unseen]) for r in reports]
+    rejected = {finding.query for finding in sums(OneAccumulator, rows=(10_000,), device=device) if finding.problems}
+    missed = [_missed("sums", OneAccumulator)]
+    return [r if r.query in rejected else r._replace(passed=False, problems=[*r.problems, *missed]) for r in reports]
 
 
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Every registered method, and the sums they are made of."""
+    """Check every registered method, and the sums that all methods use.
+
+    Args:
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+
+    Returns:
+      The reports of `check_sums` and of `check` for every method.
+    """
     return [*check_sums(), *(report for name in REGISTRY for report in check(name, trials=trials, seed=seed))]
 
 
 def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
     model = models[0]
-    if problems := asks(method, model, seed=seed):  # then there may be no round to look at
+    if problems := asks(method, model, seed=seed):  # a method that overspends may not finish a round
         yield Report(name, method.unit, "", "", 0.0, 0.0, 0.0, False, problems)
         return
     problems = replay(method, model, seed=seed)
     problems += [problem for each in models for problem in apart(method, each, seed=seed)]
     difference = max(engines(method, each, seed=seed) for each in models)
     if not difference <= TOLERANCE:
-        problems.append(f"engines: they differ by {difference:.2g}, and {TOLERANCE:g} is allowed")
+        problems.append(f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed")
     rejects: dict[str, Callable[..., bool]] = {
         "apart": lambda *wrong: bool(apart(*wrong, seed=seed)),
         "asks": lambda *wrong: bool(asks(*wrong, seed=seed)),
@@ -126,40 +175,40 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
         "engines": lambda *wrong: any(gap > TOLERANCE for gap in gaps(*wrong, seed=seed)),
     }
     for contract, reject in rejects.items():
-        mutants = [twin for twin in MUTANTS[contract] if breaks(twin, method)]
-        problems += [_unseen(contract, twin) for twin in mutants if not reject(*twin(method, model))]
+        mutants = [mutant for mutant in MUTANTS[contract] if breaks(mutant, method)]
+        problems += [_missed(contract, mutant) for mutant in mutants if not reject(*mutant(method, model))]
     if not claims(method):
         yield Report(name, method.unit, "", "no-privacy", 0.0, 0.0, difference, not problems, problems)
         return
     for adjacency in Adjacency:
-        for found, unseen in _searched(method, models, adjacency, trials, seed):
-            mine = [*problems, *found.problems, *unseen]
-            numbers = (found.claimed, found.worst, difference)
-            yield Report(name, method.unit, adjacency, found.query, *numbers, not mine, mine)
+        for worst, missed in _searched(method, models, adjacency, trials, seed):
+            all_problems = [*problems, *worst.problems, *missed]
+            numbers = (worst.claimed, worst.worst, difference)
+            yield Report(name, method.unit, adjacency, worst.query, *numbers, not all_problems, all_problems)
 
 
 def _searched(
     method: Method, models: Sequence[Any], adjacency: Adjacency, trials: int, seed: int
 ) -> Iterator[tuple[Found, list[str]]]:
-    """For each query, the worst that was found on any model, and the twins that passed on the model where it was."""
+    """For each query: the worst case over all models, and a problem for each mutant that passes on that model."""
     search = partial(sensitivity, adjacency=adjacency, trials=trials, seed=seed)
     by_model = [search(method, model) for model in models]
-    for again in range(1, RETRIES):  # elsewhere, where no model's search came near enough
-        if all(max(found.reached for found in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
+    for again in range(1, MAX_SEARCHES):  # with another seed, if no search came near enough
+        if all(max(worst.reached for worst in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
             break
         by_model += [search(method, model, seed=seed + again) for model in models]
-    mutants = [twin for twin in MUTANTS["sensitivity"] if breaks(twin, method)]
-    seen: dict[int, list[list[Found]]] = {}
-    for k, found in enumerate(zip(*by_model, strict=True)):
-        best = max(range(len(found)), key=lambda m: found[m].reached)
-        if best not in seen:
-            seen[best] = [search(*twin(method, models[best % len(models)])) for twin in mutants]
-        passed = [twin for twin, wrong in zip(mutants, seen[best], strict=True) if not wrong[k].beyond]
-        yield found[best], [_unseen("sensitivity", twin) for twin in passed]
+    mutants = [mutant for mutant in MUTANTS["sensitivity"] if breaks(mutant, method)]
+    mutant_results: dict[int, list[list[Found]]] = {}
+    for k, results in enumerate(zip(*by_model, strict=True)):
+        best = max(range(len(results)), key=lambda m: results[m].reached)
+        if best not in mutant_results:
+            mutant_results[best] = [search(*mutant(method, models[best % len(models)])) for mutant in mutants]
+        passed = [mutant for mutant, result in zip(mutants, mutant_results[best], strict=True) if not result[k].beyond]
+        yield results[best], [_missed("sensitivity", mutant) for mutant in passed]
 
 
-def _unseen(contract: str, twin: Callable[..., Any]) -> str:
-    return f"{contract}: the contract did not see that its wrong twin '{twin.__name__}' is wrong"
+def _missed(contract: str, mutant: Callable[..., Any]) -> str:
+    return f"{contract}: the contract did not reject the mutant '{mutant.__name__}'"
 
 
 __all__ = [

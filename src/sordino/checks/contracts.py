@@ -1,5 +1,4 @@
-"""The other contracts: what is asked is what was declared, what follows is post-processing, records are computed apart
-from each other, and the engines agree."""
+"""The contracts `asks`, `replay`, `apart` and `engines`; `sordino.checks` describes them."""
 
 from __future__ import annotations
 
@@ -26,49 +25,69 @@ TOLERANCE = 1e-9  # between engines, relative to max(1, |theta|)
 
 
 def asks(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
-    """A plan runs on its declared calls, on both engines; one question more in any stage is refused."""
+    """Check that a plan runs with its declared calls on both engines, and that one more call in any stage is refused.
+
+    Args:
+      method: the method to check.
+      model: the model on which it runs.
+      seed: seed of records and noise.
+
+    Returns:
+      What is broken, one sentence per problem; empty if the contract holds.
+    """
     records = Space.of(model).records(np.random.default_rng(seed))
 
     def refusals(method: Method) -> list[str]:
-        words = []
+        messages = []
         for run in (reference.run, simulate.run):
             try:
                 list(run(short_plan(method), model, records, Seeded(seed)))
             except OverspentError as error:
-                words.append(f"asks: {error}")
-        return words
+                messages.append(f"asks: {error}")
+        return messages
 
     problems = refusals(method)
     for s, stage in enumerate(() if problems else method.stages):
         stages = (*method.stages[:s], greedy(stage), *method.stages[s + 1 :])
         if len(refusals(method._replace(stages=stages))) < 2:
-            problems.append(f"asks: stage {s} asked once more than declared, and an engine answered")
+            problems.append(f"asks: an engine answered although stage {s} asked once more than declared")
     return problems
 
 
 def greedy(stage: Stage) -> Stage:
-    """The same stage, asking each of its questions until one more than was declared."""
+    """The same stage, which asks each of its queries once more than declared."""
     declared = {str(query.kind): query.calls for query in stage.queries}
 
     def compute(ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
-        asked: list[tuple[str, Callable[[], Tensor]]] = []
+        calls: list[tuple[str, Callable[[], Tensor]]] = []
 
-        def noted(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-            asked.append((name, partial(method, *args, **kwargs)))
+        def record_call(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            calls.append((name, partial(method, *args, **kwargs)))
             return method(*args, **kwargs)
 
-        message: Tree = stage.local.compute(Through(ask, declared, noted), broadcast, memory, cache)
-        for name, again in dict(asked).items():
-            for _ in range(declared[name] - sum(other == name for other, _ in asked) + 1):
-                again()
+        message: Tree = stage.local.compute(Through(ask, declared, record_call), broadcast, memory, cache)
+        for name, ask_again in dict(calls).items():
+            for _ in range(declared[name] - sum(other == name for other, _ in calls) + 1):
+                ask_again()
         return message
 
     return stage._replace(local=stage.local._replace(compute=compute))
 
 
 def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
-    """Log a noised run, then run it again on other data with the log: every message comes from there, and so model,
-    state and memory are what they were, bit for bit. Twice, for a rule may remember what is not in its state."""
+    """Run a method with a ledger, then twice more on other data with the same ledger.
+
+    Every message comes from the ledger, so model, state and memory must be equal bit for bit. The second repetition
+    finds rules that remember something outside their state.
+
+    Args:
+      method: the method to check.
+      model: the model on which it runs.
+      seed: seed of records and noise.
+
+    Returns:
+      What is broken, one sentence per problem; empty if the contract holds.
+    """
     rng, plan = np.random.default_rng(seed), short_plan(method, participation="fixed:3")
     with TemporaryDirectory() as folder, Ledger(Path(folder) / "ledger.db") as ledger:
         runs, rows = [], []
@@ -76,23 +95,31 @@ def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
             records = Space.of(model).records(rng)
             runs.append(list(reference.run(plan, model, records, Seeded(seed + n), ledger=ledger, run_id="replay")))
             rows.append(len(ledger))
-    problems = ["replay: a message on record was made anew"] if len(set(rows)) > 1 else []
+    problems = ["replay: an engine computed a message that the ledger already holds"] if len(set(rows)) > 1 else []
     for rounds in zip(*runs, strict=True):
         first, *again = ((each.model, each.checkpoint) for each in rounds)
         if not all(same(first, other) for other in again):
             problems.append(
-                f"replay: round {rounds[0].t} came out otherwise from the same messages; a rule or a client's memory "
-                "depends on more than what was said"
+                f"replay: round {rounds[0].t} differs although its messages are the same; a rule or a client's memory "
+                "depends on more than the messages"
             )
             break
     return problems
 
 
 def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
-    """No record changes how others are computed: whatever a masked one holds, the sum over the rest stays the same.
+    """Check that no record changes how others are computed: the values of a masked record never change the sum.
 
-    The rest are records of which the model is sure, so that nothing is left of them but rounding, and the clip is so
-    small that rounding fills it: what would hardly show elsewhere shows in full.
+    The model is certain about the other records, so their gradients are rounding errors alone. The clip is so small
+    that rounding errors reach it, which makes even a small influence visible.
+
+    Args:
+      method: the method; every method must keep this contract.
+      model: the model whose sums are checked.
+      seed: seed of the records.
+
+    Returns:
+      What is broken, one sentence at most; empty if the contract holds.
     """
     rng, rows, space = np.random.default_rng(seed), 16, Space.of(model)
     x = torch.from_numpy(rng.uniform(0.1, 1, size=(rows, space.features)))
@@ -101,35 +128,46 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     problems = []
     for size in (0.0, 1.0, 20.0):
         theta = torch.zeros(model.size, dtype=torch.float64)
-        theta[:: max(1, getattr(model, "outputs", 1))] = size  # towards the first class, or up
+        theta[:: max(1, getattr(model, "outputs", 1))] = size  # towards the first class, or towards larger outputs
         for clip in (1.0, 1e-9, 1e-18):
 
-            def rest(value: float, theta: Tensor = theta, clip: float = clip) -> Tensor:
-                held = x.clone()
-                held[0] = value
-                return model.clipped_sum(theta, Shard(held, torch.zeros(rows).long(), mask), clip)
+            def sum_of_others(value: float, theta: Tensor = theta, clip: float = clip) -> Tensor:
+                features = x.clone()
+                features[0] = value
+                return model.clipped_sum(theta, Shard(features, torch.zeros(rows).long(), mask), clip)
 
             for value in (1.0, -1e3, 1e3, 1e200, math.inf, math.nan):
-                moved = float((rest(value) - rest(0.0)).norm()) / clip
+                moved = float((sum_of_others(value) - sum_of_others(0.0)).norm()) / clip
                 if not moved <= 1e-3:
-                    problems.append(f"apart: a record of {value:g} moves the sum over others by {moved:.2g} clips")
+                    problems.append(
+                        f"apart: a masked record of {value:g} moves the sum of the others by {moved:.2g} clips"
+                    )
     return problems[:1]
 
 
 def engines(method: Method, model: core.Model, *, seed: int = 0) -> float:
-    """The largest difference between the engines' models, given the same noise, relative to max(1, |theta|)."""
+    """The largest difference between the models of the two engines with the same noise.
+
+    Args:
+      method: the method to check.
+      model: the model on which it runs.
+      seed: seed of records and noise.
+
+    Returns:
+      The difference relative to max(1, |theta|); at most `TOLERANCE` if the contract holds.
+    """
     return max(0.0, *gaps(method, model, seed=seed))
 
 
 def gaps(method: Method, model: core.Model, *, seed: int = 0) -> Iterator[float]:
-    """The difference after every round, of several plans."""
+    """The difference between the engines after every round, for several plans."""
     records = Space.of(model).records(np.random.default_rng(seed))
-    own, sums = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
+    every_message, only_sums = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
     for participation, divisor, trust in (
-        ("full", Divisor.CLIENT_MEAN, own),
-        ("fixed:3", Divisor.POOLED, own),
-        ("poisson:0.6", Divisor.CLIENT_MEAN, sums),
-        ("cyclic:2", Divisor.POOLED, sums),
+        ("full", Divisor.CLIENT_MEAN, every_message),
+        ("fixed:3", Divisor.POOLED, every_message),
+        ("poisson:0.6", Divisor.CLIENT_MEAN, only_sums),
+        ("cyclic:2", Divisor.POOLED, only_sums),
     ):
         plan = short_plan(method, participation=participation, divisor=divisor, trust=trust)
         slow = reference.run(plan, model, records, Seeded(seed))
@@ -138,5 +176,5 @@ def gaps(method: Method, model: core.Model, *, seed: int = 0) -> Iterator[float]
             for a, b in zip(slow, fast, strict=True):
                 gap = float((a.model - b.model).abs().max() / a.model.abs().max().clamp_min(1))
                 yield gap if math.isfinite(gap) else math.inf
-        except SordinoError:  # it says that sums are proved, and sends something else than answers
+        except SordinoError:  # the method claims to be proved for sums, but its messages are not plain answers
             yield math.inf

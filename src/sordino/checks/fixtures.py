@@ -1,4 +1,4 @@
-"""What the contracts share: a small federation, a short plan, and an object to stand in front of another."""
+"""What the contracts share: a small federation, a short plan, and a proxy that intercepts methods of an object."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sordino.core import Adjacency, Divisor, Method, Tree, Trust
 from sordino.data.records import Records
 from sordino.errors import SordinoError
 from sordino.models.linear import NUMERIC_LOSSES
+from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
@@ -24,7 +25,7 @@ CLIENT_SIZES = (1, 2, 5, 7, 8)  # a client of one record, and three of unequal s
 
 
 class Space(NamedTuple):
-    """The records a model takes: vectors, with a label below `classes`, or any number where there are no classes."""
+    """The records that a model takes: vectors with a label below `classes`; classes = 0 means numeric labels."""
 
     features: int
     classes: int
@@ -35,10 +36,10 @@ class Space(NamedTuple):
             numbers = getattr(model, "kind", None) in NUMERIC_LOSSES
             return Space(model.features, 0 if numbers else max(2, model.outputs))
         except AttributeError as missing:
-            raise SordinoError(f"model: the checks must know what records it takes; {missing}.") from None
+            raise SordinoError(f"model: the checks need its attributes features and outputs; {missing}.") from None
 
     def draw(self, rng: np.random.Generator, rows: int) -> list[Tensor]:
-        """x of any length from 1e-3 to 1e6, in any direction, and y."""
+        """Random x, of norm 1e-3 to 1e6 and in any direction, and labels y."""
         x, length = rng.normal(size=(rows, self.features)), 10 ** rng.uniform(-3, 6, size=(rows, 1))
         return [torch.from_numpy(x / np.linalg.norm(x, axis=1, keepdims=True) * length), self.labels(rng, rows)]
 
@@ -49,26 +50,24 @@ class Space(NamedTuple):
 
     def records(self, rng: np.random.Generator) -> Records:
         """A federation of moderate records."""
-        x, client = (
-            rng.normal(size=(sum(CLIENT_SIZES), self.features)),
-            np.repeat(np.arange(len(CLIENT_SIZES)), CLIENT_SIZES),
-        )
+        x = rng.normal(size=(sum(CLIENT_SIZES), self.features))
+        client = np.repeat(np.arange(len(CLIENT_SIZES)), CLIENT_SIZES)
         return Records.of(x, self.labels(rng, len(x)).clamp(-3, 3), client, dtype=torch.float64)
 
 
 class Through:
-    """An object as it is, but for the methods named: `call(name, method, *args)` answers in their place."""
+    """A proxy of an object. For the named methods, `call(name, method, *args)` answers instead."""
 
     def __init__(self, inner: Any, names: Collection[str], call: Callable[..., Any]) -> None:
         self._inner, self._names, self._call = inner, names, call
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return partial(self._call, name, found) if name in self._names else found
+        attribute = getattr(self._inner, name)
+        return partial(self._call, name, attribute) if name in self._names else attribute
 
 
 def claims(method: Method) -> bool:
-    """Every noised query bounds what it releases; a method without privacy does not."""
+    """Whether every noised query bounds what it releases. A method without privacy bounds nothing."""
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
     sensitivities = [query.sensitivity(Adjacency.ADD_REMOVE, method.unit) for query in noised]
     return bool(noised) and all(map(math.isfinite, sensitivities))
@@ -83,18 +82,24 @@ def short_plan(
     divisor: Divisor = Divisor.POOLED,
     trust: Trust = Trust.UNTRUSTED_SERVER,
 ) -> Plan:
-    """A short one; a correlated stream is no longer than its factors."""
-    noises = [query.noise for stage in method.stages for query in stage.queries]
-    free = min([3, *(len(noise.decoder) for noise in noises if isinstance(noise, core.Correlated))])
+    """A plan of three rounds, or of fewer if the noise law of a query serves fewer."""
+    free = int(min(3, most_rounds(method)))
     rounds = sum(free if stage.rounds is None else stage.rounds for stage in method.stages)
     privacy = core.Privacy(epsilon if claims(method) else math.inf, unit=method.unit, adjacency=adjacency, trust=trust)
     return Plan(method, rounds, CLIENT_SIZES, privacy, Participation.parse(participation), divisor, uncertified=True)
 
 
+def most_rounds(method: Method) -> float:
+    """The longest stage that the noise laws of a method can serve; inf if there is no limit."""
+    noises = [query.noise for stage in method.stages for query in stage.queries if query.noise is not None]
+    return min((mechanism_of(noise).most_rounds for noise in noises), default=math.inf)
+
+
 def bits(tree: Tree) -> tuple[bytes, ...]:
+    """The bytes of every leaf."""
     return tuple(leaf.detach().cpu().numpy().tobytes() for leaf in leaves(tree))
 
 
 def same(a: Tree, b: Tree) -> bool:
-    """Bit for bit."""
+    """Whether two trees are equal bit for bit."""
     return bits(a) == bits(b)

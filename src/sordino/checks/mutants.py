@@ -1,4 +1,4 @@
-"""Wrong twins: mistakes made on purpose, each of which its contract must reject."""
+"""Mutants: methods and models with a deliberate mistake that a contract must reject."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its r
 
 
 def half_claimed(method: Method, model: Any) -> tuple[Method, Any]:
-    """Every query claims half of what it did."""
+    """Every query claims half of its sensitivity."""
 
     def half(query: Query) -> Query:
         return replace(
@@ -30,7 +30,7 @@ def half_claimed(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
-    """Records with a positive label are clipped ten times too late."""
+    """Records with a positive label are clipped at ten times the clip."""
 
     def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         late = (shard.y > 0).to(shard.mask)
@@ -41,7 +41,7 @@ def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
-    """The mean over records is clipped, not each of them."""
+    """The mean over records is clipped instead of each record."""
 
     def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         whole, most = sums(shard, 1e6 * clip), clip * shard.y.shape[-1]
@@ -51,6 +51,7 @@ def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every stage asks each of its queries once more than declared."""
     return _every(method, greedy), model
 
 
@@ -69,25 +70,25 @@ def adds_hidden_randomness(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 class TwoMemories(NamedTuple):
-    """The memory of the method, and what the mutant stores beside it."""
+    """The memory of the method, and the message that the mutant stores without noise."""
 
     inner: Tree
-    unsaid: Tree
+    unnoised: Tree
 
 
 def stores_unnoised_message(method: Method, model: Any) -> tuple[Method, Any]:
-    """Clients keep the message as it was before the engine noised it, in a corner of their own."""
+    """Clients store the message before the engine adds noise to it."""
 
     def change(stage: Stage) -> Stage:
         local = stage.local
-        corner: list[Tree] = [()]
+        unnoised: list[Tree] = [()]
 
         def compute(ask: core.Ask, broadcast: Broadcast, memory: TwoMemories, cache: Tree) -> Tree:
-            corner[0] = local.compute(ask, broadcast, memory.inner, cache)
-            return corner[0]
+            unnoised[0] = local.compute(ask, broadcast, memory.inner, cache)
+            return unnoised[0]
 
         def update_memory(message: Tree, broadcast: Broadcast, memory: TwoMemories) -> TwoMemories:
-            return TwoMemories(local.update_memory(message, broadcast, memory.inner), corner[0])
+            return TwoMemories(local.update_memory(message, broadcast, memory.inner), unnoised[0])
 
         def init(theta: Tensor, before: Tree) -> TwoMemories:
             return TwoMemories(local.init(theta, before.inner if isinstance(before, TwoMemories) else ()), ())
@@ -111,12 +112,12 @@ def mixes_clients(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 def scales_by_batch_maximum(method: Method, model: Any) -> tuple[Method, Any]:
-    """The model scales by the largest entry it is handed, and the fast engine hands it several clients' at once."""
+    """The model scales by the largest entry of its batch, and the fast engine batches several clients."""
     return method, careless(model, lambda sums, shard, clip: sums(shard, clip) / shard.x.abs().max())
 
 
 def clips_all_shorter_if_one_is_long(method: Method, model: Any) -> tuple[Method, Any]:
-    """One record far away, and all are cut a little shorter."""
+    """If one record is long, all records are clipped to a smaller norm."""
 
     def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         return sums(shard, 0.9 * clip if bool(shard.x.abs().max() > 10) else clip)
@@ -125,7 +126,7 @@ def clips_all_shorter_if_one_is_long(method: Method, model: Any) -> tuple[Method
 
 
 def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
-    """A client's rule looks at how many axes it was handed, which the fast engine adds to."""
+    """A client's rule divides by the number of axes of theta; the fast engine adds axes."""
 
     def change(stage: Stage) -> Stage:
         def compute(ask: core.Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
@@ -146,15 +147,18 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
 }
 
 
-def breaks(twin: Callable[..., Any], method: Method) -> bool:
-    """A careless model harms no method whose finished messages are clipped; and users are served one by one, so that
-    nothing can be mixed."""
-    if twin in (mixes_clients, scales_by_batch_maximum):
+def breaks(mutant: Callable[..., Any], method: Method) -> bool:
+    """Whether a mutant makes this method wrong.
+
+    A model that clips wrongly does no harm to a method whose finished messages are clipped. At user level the engines
+    serve clients one by one, so a mutant that mixes clients has nothing to mix.
+    """
+    if mutant in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.USER
-    if twin not in MUTANTS["sensitivity"]:
+    if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
-    return twin is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
+    return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:
@@ -162,7 +166,7 @@ def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:
 
 
 def careless(model: Any, total: Callable[[ClippedSum, Shard, float], Tensor]) -> Any:
-    """A model whose sums over records are made from right ones by `total`."""
+    """A model whose sums over records are computed by `total` from the correct ones."""
 
     def summed(name: str, method: Callable[..., Tensor], *args: Any) -> Tensor:
         at = next(k for k, part in enumerate(args) if isinstance(part, Shard))

@@ -21,17 +21,17 @@ from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
-REQUIRED_SHARE = 0.9  # of every claim: a search that comes no nearer says nothing about the rest
+REQUIRED_SHARE = 0.9  # of every claim: the search must reach it, or it says nothing about the claim
 ROUNDING_SLACK = 1e-9
-TRIALS, CLIMB_STEPS = 40, 10  # of the search for one query: restarts, and hill climbing after each
-LEMMA_STEPS_FACTOR = 6  # times as many steps: a lemma's worst case is more than one long record
+TRIALS, CLIMB_STEPS = 40, 10  # for one query: restarts, and steps of hill climbing after each restart
+LEMMA_STEPS_FACTOR = 6  # more steps for a lemma, whose worst case is not just one long record
 EXTREME_VALUES = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
 
-Call = tuple[int, int]  # (number of the query, which of its calls)
+Call = tuple[int, int]  # (number of the query, number of the call)
 
 
 class Found(NamedTuple):
-    """The neighbours that moved a release furthest, measured by what a client of their size claims."""
+    """The neighbours that moved a release furthest, relative to the claim for a client of their size."""
 
     query: str
     claimed: float
@@ -49,13 +49,15 @@ class Found(NamedTuple):
     @property
     def problems(self) -> list[str]:
         if math.isinf(self.worst):
-            return [f"sensitivity: {self.query} is not finite, or the message tells more than it, with {self.where}"]
+            return [f"sensitivity: {self.query} is not finite, or its message reveals more, with {self.where}"]
         if self.beyond:
-            return [f"sensitivity: {self.query} claims {self.claimed:.6g}, moved by {self.worst:.6g} with {self.where}"]
+            return [
+                f"sensitivity: {self.query} claims {self.claimed:.6g} but moves by {self.worst:.6g} with {self.where}"
+            ]
         if self.worst < REQUIRED_SHARE * self.claimed:
             return [
-                f"sensitivity: the search moved {self.query} by {self.worst:.6g} of {self.claimed:.6g} only, and must "
-                f"reach {REQUIRED_SHARE:.0%} of it; tighten the bound, or improve the search"
+                f"sensitivity: the search moved {self.query} by only {self.worst:.6g} of {self.claimed:.6g}; it must "
+                f"reach {REQUIRED_SHARE:.0%}; tighten the bound, or improve the search"
             ]
         return []
 
@@ -69,15 +71,26 @@ def sensitivity(
     steps: int = CLIMB_STEPS,
     seed: int = 0,
 ) -> list[Found]:
-    """Search, noise off, for neighbours that move a release further than claimed; one result for each noised query.
+    """Search for neighbours that move a release, before noise, further than its query claims.
 
-    Releases compose adaptively: both worlds have the same past (theta, words, memory, earlier answers of the round),
-    and differ in the data of one client, from which each builds its own cache. All answers come from the engine's own
-    client code, so the clip that is tested is the clip that ships.
+    Releases compose adaptively. So both neighbours have the same past (theta, extras, memory, earlier answers of the
+    round). They differ in the data of one client, from which each builds its own cache. The engine's own client code
+    computes all answers, so the search tests the clip that ships.
+
+    Args:
+      method: the method to check.
+      model: the model on which it runs.
+      adjacency: which data sets are neighbours.
+      trials: restarts of the search for one query.
+      steps: steps of hill climbing after each restart.
+      seed: seed of the search.
+
+    Returns:
+      The worst case of each noised query.
     """
     search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed))
     scenes: list[Scene] = []
-    for epsilon in (8.0, 0.05):  # little noise, and so much of it that model and memory are thrown about
+    for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
         scenes += _scenes(short_plan(method, adjacency, epsilon=epsilon), model, search.space.records(search.rng), seed)
     results = []
     for s, stage in enumerate(method.stages):
@@ -93,7 +106,7 @@ def sensitivity(
                 client = trial % len(CLIENT_SIZES)
                 claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
                 scene = pasts[search.rng.integers(len(pasts))]
-                size = (0.0, 0.1, 100.0, None)[trial % 4]  # of theta, wherever noise may have led it; None: as it came
+                size = (0.0, 0.1, 100.0, None)[trial % 4]  # scale of a random theta; None keeps the theta of the run
                 if size is not None:
                     theta = size * torch.from_numpy(search.rng.normal(size=model.size))
                     scene = scene._replace(broadcast=scene.broadcast._replace(theta=theta))
@@ -107,7 +120,7 @@ def sensitivity(
 
 
 class Scene(NamedTuple):
-    """What both worlds share at the start of a round."""
+    """What both neighbours share at the start of a round."""
 
     stage: int
     round_plan: RoundPlan
@@ -116,7 +129,7 @@ class Scene(NamedTuple):
 
 
 def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
-    """Of each round of a noised run."""
+    """The scene of each round of a noised run."""
     theta = model.init().to(records.x)
     state: Tree = ()
     memory: tuple[Tree, ...] = ((),) * plan.clients
@@ -135,7 +148,7 @@ def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Itera
 
 @dataclass(frozen=True)
 class ClientRecords(Records):
-    """The data of the one client that is looked at. A record may be absent; the public size stays."""
+    """The data of the client under test. A record may be absent; the public size stays the same."""
 
     absent: int | None = None
 
@@ -147,8 +160,11 @@ class ClientRecords(Records):
 
 
 class Search(NamedTuple):
-    """For the worst neighbours of one query. A pair of them is (x, y) of a client, and (x, y) to take from for the
-    other world: one row at record level, all at user level."""
+    """A search for the worst neighbours of one query.
+
+    A pair is (x, y) of a client and (x, y) of its replacement. The neighbour takes one row of the replacement at record
+    level, and all rows at user level.
+    """
 
     unit: Unit
     adjacency: Adjacency
@@ -157,7 +173,7 @@ class Search(NamedTuple):
     rng: np.random.Generator
 
     def climb(self, scene: Scene, client: int, number: int, steps: int, lemma: bool = False) -> tuple[float, str]:
-        """How far a release moves, from random neighbours uphill; and a word on where."""
+        """Hill climbing from random neighbours: how far a release moves, and a description of where."""
         rows = CLIENT_SIZES[client]
         row = int(self.rng.integers(rows))
         pair = [*self.space.draw(self.rng, rows), *self.space.draw(self.rng, rows)]
@@ -166,24 +182,24 @@ class Search(NamedTuple):
         if self.rng.random() < 0.2:
             pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(EXTREME_VALUES)
         past: dict[Call, Tensor] = {}
-        first = self.worlds(pair, row)[0]  # puts its noised answers on record
+        first = self.neighbours(pair, row)[0]  # its noised answers become the common past
         _release(self.model, scene, client, past, first, Seeded(int(self.rng.integers(2**32))))
 
-        seen: dict[Any, tuple[dict[Call, Tensor], Tree]] = {}
+        releases: dict[Any, tuple[dict[Call, Tensor], Tree]] = {}
 
-        def release(world: ClientRecords, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
-            """Made once: many a nudge leaves one world, or both, as they were."""
-            key = world.absent, bits((world.x, world.y, scene.memory[client]))
-            if key not in seen:
-                seen[key] = _release(self.model, scene, client, past, world)
-            return seen[key]
+        def release(records: ClientRecords, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
+            """Cached, because many steps leave one or both neighbours unchanged."""
+            key = records.absent, bits((records.x, records.y, scene.memory[client]))
+            if key not in releases:
+                releases[key] = _release(self.model, scene, client, past, records)
+            return releases[key]
 
         def moved(pair: list[Tensor], scene: Scene) -> tuple[float, Tensor | None]:
-            """How far, and where to."""
-            here, there = self.worlds(pair, row)
+            """How far the release moves, and the difference itself."""
+            here, there = self.neighbours(pair, row)
             sums, message = release(here, scene)
             others, other = ({}, message) if there is None else release(there, scene)
-            if past and not same(message, other):  # made of the same noised answers, yet not the same
+            if past and not same(message, other):  # the noised answers are the same, but the messages differ
                 return math.inf, None
             gaps = [total - others.get(call, 0.0) for call, total in sums.items() if call[0] == number]
             sizes = [float(gap.norm()) for gap in gaps]
@@ -205,8 +221,10 @@ class Search(NamedTuple):
         return best, f"a client of {rows}, x = {pair[0][row].tolist()}, y = {pair[1][row].item()}"
 
     def leaning(self, scene: Scene, client: int, gap: Tensor) -> Scene:
-        """The client's memory laid along the direction in which its release moved, or longer or shorter than it was:
-        any memory is possible."""
+        """The scene with another memory of the client: along the direction in which its release moved, or rescaled.
+
+        Any memory is possible.
+        """
         aim, length = self.rng.random() < 0.5, self.rng.choice([-1, 1]) * 10 ** self.rng.uniform(-1, 1)
         factor = 10 ** (0.2 * self.rng.normal())
 
@@ -214,10 +232,11 @@ class Search(NamedTuple):
             along = aim and leaf.shape == gap.shape
             return length * gap / gap.norm().clamp_min(1e-30) if along else factor * leaf
 
-        mine = tree_map(lean, scene.memory[client])
-        return scene._replace(memory=(*scene.memory[:client], mine, *scene.memory[client + 1 :]))
+        changed = tree_map(lean, scene.memory[client])
+        return scene._replace(memory=(*scene.memory[:client], changed, *scene.memory[client + 1 :]))
 
-    def worlds(self, pair: list[Tensor], row: int) -> tuple[ClientRecords, ClientRecords | None]:
+    def neighbours(self, pair: list[Tensor], row: int) -> tuple[ClientRecords, ClientRecords | None]:
+        """The client's data and the neighbouring data; None if the whole client is absent."""
         x, y, other_x, other_y = pair
         ends = np.array([0, len(y)])
         here = ClientRecords(x, y, ends)
@@ -225,14 +244,17 @@ class Search(NamedTuple):
             return here, None if self.adjacency is Adjacency.ADD_REMOVE else ClientRecords(other_x, other_y, ends)
         x, y = x.clone(), y.clone()
         if self.adjacency is Adjacency.ADD_REMOVE:
-            x[row], y[row] = 0, 0  # as padding is: nothing of the record may be left, not even behind the mask
+            x[row], y[row] = 0, 0  # as in padding: nothing of the record remains, not even behind the mask
             return here, ClientRecords(x, y, ends, absent=row)
         x[row], y[row] = other_x[row], other_y[row]
         return here, ClientRecords(x, y, ends)
 
     def nudged(self, pair: list[Tensor], row: int) -> list[Tensor]:
-        """A record longer or shorter, turned, relabelled, mirrored in the other world (perhaps as a shorter one with a
-        larger label), copied all over its own, or alone among zeros."""
+        """The pair after one random change.
+
+        A record is rescaled, turned, relabelled, mirrored in the neighbour (perhaps shorter and with a larger label),
+        copied to all rows, or kept while all other rows become zero.
+        """
         pair, rng = [part.clone() for part in pair], self.rng
         x, y = pair[:2] if rng.random() < 0.5 else pair[2:]
         row = row if rng.random() < 0.7 else int(rng.integers(len(y)))
@@ -244,46 +266,54 @@ class Search(NamedTuple):
             case 2:
                 y[row] = self.space.labels(rng, 1)[0]
             case 3:
-                those = slice(None) if self.unit is Unit.USER else row
+                rows = slice(None) if self.unit is Unit.USER else row
                 length = 1.0 if self.space.classes or rng.random() < 0.5 else 10 ** rng.uniform(-4, 0)
-                pair[2][those], pair[3][those] = -length * pair[0][those], pair[1][those] / length
+                pair[2][rows], pair[3][rows] = -length * pair[0][rows], pair[1][rows] / length
             case 4:
                 x[:], y[:] = x[row].clone(), y[row].clone()
             case _:
-                kept = x[row].clone()
+                record = x[row].clone()
                 x[:], y[:] = 0, 0
-                x[row] = kept
+                x[row] = record
         return pair
 
 
 def _release(
-    model: core.Model, scene: Scene, i: int, past: dict[Call, Tensor], world: ClientRecords, noise: Seeded | None = None
+    model: core.Model,
+    scene: Scene,
+    i: int,
+    past: dict[Call, Tensor],
+    records: ClientRecords,
+    noise: Seeded | None = None,
 ) -> tuple[dict[Call, Tensor], Tree]:
-    """What client i would release, before its noise, and its message. Answers that are noised, it hears as they are on
-    record; those that are not yet on it are put there (with `noise`, as they would be heard)."""
+    """The answers that client i would release, before noise, and its message.
+
+    The client's rule receives noised answers from `past`. Answers that are not in `past` are added to it, with `noise`
+    if it is given.
+    """
     round_plan = (
         scene.round_plan
         if noise is not None
         else scene.round_plan._replace(stds=[0 * std for std in scene.round_plan.stds])
     )
     source = noise or Noiseless()
-    ask = reference.oracle(model, world, round_plan, i, source)
+    ask = reference.oracle(model, records, round_plan, i, source)
     numbers = {str(query.kind): k for k, query in enumerate(round_plan.stage.queries) if query.noise is not None}
     sums: dict[Call, Tensor] = {}
 
-    def overheard(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def record_answer(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         answer = method(*args, **kwargs)
         call = (numbers[name], sum(number == numbers[name] for number, _ in sums))
         sums[call] = answer * ask.records
         return past.setdefault(call, answer)
 
-    local, listening = round_plan.stage.local, Through(ask, numbers, overheard)
+    local, recorder = round_plan.stage.local, Through(ask, numbers, record_answer)
     try:
         cache: Tree = ()
         if local.prepare is not nothing:
-            cache = local.prepare(reference.oracle(model, world, round_plan, i, source, preparing=True))
-        message = ask.finish(local.compute(listening, scene.broadcast, scene.memory[i], cache))
-    except RuntimeError:  # a client that stops has told something
+            cache = local.prepare(reference.oracle(model, records, round_plan, i, source, preparing=True))
+        message = ask.finish(local.compute(recorder, scene.broadcast, scene.memory[i], cache))
+    except RuntimeError:  # a client that stops reveals something
         message = scene.broadcast.theta * math.nan
     return {(numbers[Kind.DELTA], 0): message} if isinstance(
         message, Tensor

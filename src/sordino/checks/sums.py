@@ -1,9 +1,9 @@
 """The contract of sums: in the arithmetic that ships, one record moves a sum by no more than its query claims.
 
-The search for neighbours (`search`) works on small clients in float64. What it cannot find is what rounding does to
-long sums: a sum kept in one float32 accumulator has no sensitivity at all, because one record more lifts it over a
-power of two, beyond which all that follow are rounded otherwise. The pairs here are built to do just that, with up to
-a million records, in float32, for every kind of sum.
+The search for neighbours (`search`) works on small clients in float64. It cannot find the effect of rounding on long
+sums. A sum in one float32 accumulator has no bounded sensitivity: one more record can lift it over a power of two, and
+then all later records are rounded differently. The pairs of neighbours here provoke this, with up to a million float32
+records, for every kind of sum.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sordino.core import Adjacency, Shard
 from sordino.models.linear import Linear, Loss
 
 ROWS = (10_000, 100_000, 1_000_000)
-BLOCKS = (1, 384)  # one of a pair at the head of each: kernels that add up blocks of records round between them
+BLOCKS = (1, 384)  # records per nonzero record: kernels that add up blocks of records round between blocks
 SUM_CLIP = 1.0
-LONG_RECORD = 1e4  # of the records that bring the sum up to a power of two: each is cut to the clip
-SHORT_RECORD = 1e-3  # of a record that is not cut
+LONG_RECORD = 1e4  # length of a record that is clipped
+SHORT_RECORD = 1e-3  # length of a record that is not clipped
 
 ShardSum = Callable[[Shard], Tensor]
 
 
 class SumFinding(NamedTuple):
-    """How far the worst pair moved one kind of sum, in units of what its query claims."""
+    """How far the worst pair of neighbours moved one kind of sum, relative to the claim of its query."""
 
     query: str
     adjacency: str
@@ -63,17 +63,27 @@ def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bo
 
 
 def doubled(shard: Shard) -> Shard:
-    """Records (a, ±a), so that entry (0, 1) of a matrix has either sign: that of the label."""
+    """Records (a, ±a), so that entry (0, 1) of a matrix has the sign that the label chooses."""
     sign = 1.0 - 2.0 * shard.y.to(shard.x)
     return Shard(torch.cat([shard.x, sign.unsqueeze(-1) * shard.x], -1), shard.y, shard.mask)
 
 
 def pair(rows: int, term: float, gain: float, root: bool, block: int, device: str) -> Shard:
-    """Records whose sum, in one float32 accumulator, hangs on the first of them.
+    """Records whose sum, in one float32 accumulator, depends strongly on the first record.
 
-    Some of length LONG_RECORD, each of which adds `term` to the entry that is looked at, bring it just above a power of
-    two. Those that follow come in pairs of 0.6 and -0.4 units in the last place: they add up to nothing below the power
-    of two, and to one unit per pair above. `root`: terms are squares of records. `gain`: a short record's term over it.
+    The first records have length LONG_RECORD and bring the sum just above a power of two. The others come in pairs of
+    0.6 and -0.4 units in the last place. Below the power of two a pair adds nothing; above it, a pair adds one unit.
+
+    Args:
+      rows: number of records.
+      term: what a long record adds to the entry under test.
+      gain: the term of a short record, divided by its length (or its square).
+      root: terms are squares of records.
+      block: only the first record of each block is nonzero.
+      device: where the tensors are.
+
+    Returns:
+      The records.
     """
     power = 2.0 ** math.floor(math.log2(0.55 * rows * term))
     path = np.cumsum(np.full(rows, term, np.float32), dtype=np.float32)  # in order, as one accumulator would
@@ -82,8 +92,8 @@ def pair(rows: int, term: float, gain: float, root: bool, block: int, device: st
     x, y = np.zeros((rows, 1), np.float32), np.zeros(rows, np.int64)
     x[:first] = LONG_RECORD
     heads = np.arange(-(-first // block) * block, rows, block)
-    for those, size, label in ((heads[0::2], 0.6 * unit, 0), (heads[1::2], 0.4 * unit, 1)):
-        x[those, 0], y[those] = math.sqrt(size / gain) if root else size / gain, label
+    for chosen, size, label in ((heads[0::2], 0.6 * unit, 0), (heads[1::2], 0.4 * unit, 1)):
+        x[chosen, 0], y[chosen] = math.sqrt(size / gain) if root else size / gain, label
     return Shard(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device), torch.ones(rows, device=device))
 
 
@@ -93,7 +103,16 @@ def sums(
     rows: tuple[int, ...] = ROWS,
     device: str = "cpu",
 ) -> Iterator[SumFinding]:
-    """The worst pair for each kind of sum and adjacency, in float32. `model`: what stands in front of each model."""
+    """The worst pair of neighbours for each kind of sum and adjacency, in float32.
+
+    Args:
+      model: wraps each linear model; a mutant wraps it in `OneAccumulator`.
+      rows: numbers of records to try.
+      device: `cpu` or `cuda`.
+
+    Yields:
+      One finding per kind of sum and adjacency.
+    """
     for name, semidefinite, total in kinds(model, device):
         entry = 1 if semidefinite else 0
         worst = dict.fromkeys(Adjacency, (0.0, 0))
@@ -115,7 +134,7 @@ def sums(
 
 
 def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
-    """The same records without one of them, and with another in its place."""
+    """The neighbours of a shard: without one record, and with that record replaced."""
     x, y, mask = shard.x.clone(), shard.y.clone(), shard.mask.clone()
     x[row], mask[row] = 0, 0
     yield Adjacency.ADD_REMOVE, Shard(x, y, mask)
@@ -124,7 +143,7 @@ def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
 
 
 class OneAccumulator:
-    """Mutant: a linear model whose sums are kept in one float32 accumulator, record after record."""
+    """Mutant: a linear model that adds up records one by one in one float32 accumulator."""
 
     def __init__(self, model: Linear) -> None:
         self._model = model

@@ -1,6 +1,6 @@
-"""DP-AdaDPS: DP-FedAvg with gradients divided by a public scale A before the clip, and not multiplied back after it.
+"""DP-AdaDPS: DP-FedAvg with gradients divided by a public scale A before the clip, and not multiplied by A afterwards.
 
-A comes from what its owner declares public: statistics of features, or records whose gradients the server takes.
+A comes from data that their owner declares public: statistics of features, or records whose gradients the server uses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""DP-FedAdamW: AdamW steps at each client, every gradient noised.
+"""DP-FedAdamW: AdamW steps at each client, with noise on every gradient.
 
 Moments are computed from noised gradients, so sending them costs nothing. Clients of different sizes add different
-noise: the noise's part of v is tracked as b, by the same recursion as v. Clients send the changes of v and b, so a
+noise: the part of the noise in v is tracked as b, by the same recursion as v. Clients send the changes of v and b, so a
 round with few participants changes them little.
 """
 
@@ -19,7 +19,7 @@ from sordino.rules.basic import check_decay, moving
 from sordino.rules.blocks import block_means, count, expand
 
 ADAMW_CAVEAT = (
-    "AdamW's local steps are not linear in a client's own noise; that sums of messages hide more is not proved."
+    "AdamW's local steps are not linear in a client's noise, so it is not proved that sums of messages hide more."
 )
 ADAMW_CHOICES = {
     "schedule": ("cosine", "constant"),
@@ -114,15 +114,15 @@ def fedadamw(
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         2.0
     """
-    for name, word in (("schedule", schedule), ("aggregate", aggregate), ("align", align)):
-        if word not in ADAMW_CHOICES[name]:
-            raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, ADAMW_CHOICES[name])}")
+    for name, value in (("schedule", schedule), ("aggregate", aggregate), ("align", align)):
+        if value not in ADAMW_CHOICES[name]:
+            raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, ADAMW_CHOICES[name])}")
     for name, number, least in (("lr", lr, 1e-12), ("tau", tau, 0), ("decay", decay, 0), ("v_floor", v_floor, 0)):
         if not least <= number < math.inf:
             raise SordinoError(f"{name}: {number} must be a finite number, {least:g} or more.")
     for name, part in (("beta1", beta1), ("beta2", beta2), ("gamma", gamma)):
         check_decay(name, part)  # each in [0, 1): Delta_G is heavy-ball momentum from round to round
-    own, weight = {"additive": (1.0, gamma), "convex": (1 - gamma, gamma), "none": (1.0, 0.0)}[align]
+    step_weight, pull_weight = {"additive": (1.0, gamma), "convex": (1 - gamma, gamma), "none": (1.0, 0.0)}[align]
 
     def eta(t: float, rounds: float) -> float:
         return lr * (1 + math.cos(math.pi * t / rounds)) / 2 if schedule == "cosine" else lr
@@ -136,7 +136,7 @@ def fedadamw(
             gathered = (1 - beta2 ** (J.double() + k)).to(v)
             second = denoised(v / gathered, b / gathered, v_floor or phi.clamp(max=1e-8)) if correct else v / gathered
             step = m / (1 - beta1**k) / (second.sqrt() + tau)
-            y = y - rate * (own * step + weight * pull + decay * y)
+            y = y - rate * (step_weight * step + pull_weight * pull + decay * y)
         if aggregate == "none":
             return AdamWMessage(y - broadcast.theta, (), ())
         return AdamWMessage(y - broadcast.theta, block_means(v, blocks) - means, b - noise)

@@ -4,8 +4,9 @@
     lambda_i <- lambda_i + rho (y_i - y), with y_i as it was sent
 
 User level: y_i is clipped and noised. Record level: `shift` bounds how far one record moves y_i. The duals are hidden
-client state, so sums of messages depend on more than what was seen: proved against an untrusted server only, and under
-every trust model without duals. A client that was absent updates its dual by the y it receives when it returns.
+client state, so sums of messages depend on more than what was released. So the method is proved against an untrusted
+server only; without duals it is proved under every trust model. A client that was absent updates its dual with the y
+that it receives when it returns.
 """
 
 from __future__ import annotations
@@ -19,10 +20,8 @@ from sordino.lazy import Tensor, torch
 from sordino.rules.basic import zeros
 from sordino.rules.limits import LIMITS
 
-DUALS_CAVEAT = (
-    "Duals are hidden client state: what sums of messages tell of it is not proved; duals = false avoids them."
-)
-UNSOUND = "Rescaling by xi moves with the data without bound near |g| = limit; limit_by = projection is sound."
+DUALS_CAVEAT = "Duals are hidden client state, so nothing is proved about sums of messages; duals = false avoids them."
+UNSOUND = "Rescaling by xi changes without bound with the data near |g| = limit; use limit_by = projection."
 FLOAT32_SLACK = 1e-6  # of the longest message: what float32 may add to a difference
 
 
@@ -76,7 +75,7 @@ def admm(
         lr: Step size of the server.
         rho: Weight of the pull towards the common direction.
         limit: Bound on the norm of the right side v_i.
-        limit_by: How v_i is kept within the limit, a key of `LIMITS`.
+        limit_by: How v_i stays within the limit, a key of `LIMITS`.
         duals: Keep dual variables at the clients.
         prepare: Builds a client's cache.
 

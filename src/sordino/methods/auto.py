@@ -1,11 +1,11 @@
 """auto: every step follows from public numbers; nothing is tuned.
 
 The first round releases the mean of u u^T, u = (x, 1): each record adds one matrix, clipped to norm 1 + radius^2, and
-replacing it costs sqrt 2 of that, because these are positive semi-definite. All other rounds release a gradient, as in
-DP-FedGD, and steps are Kalman's (`rules.kalman`). The first EARLY_ROUNDS of them get more of the budget than their
-number asks for, so that a model is worth having long before the last round; what they release is not forgotten. Every
-release is linear, so every trust model is proved. Records are best brought to one norm, `radius`: a run does so by
-itself (`normalize = record`).
+replacing it costs sqrt 2 times that, because the matrices are positive semi-definite. All other rounds release a
+gradient, as in DP-FedGD, and take Kalman's steps (`rules.kalman`). The first EARLY_ROUNDS of them get a larger part of
+the budget, so that the model is useful long before the last round; later rounds still use what they released. Every
+release is linear, so every trust model is proved. Records should have one norm, `radius`: a run scales them
+(`normalize = record`).
 """
 
 from __future__ import annotations

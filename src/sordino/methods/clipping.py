@@ -1,9 +1,9 @@
 """A clip that follows a quantile of the gradients' norms (Andrew et al. 2021, arXiv 1905.03871), at record level.
 
-Gradients are measured in units of the broadcast clip C and cut to norm 1, so that what is released moves by 1 whatever
-C is, and C g is post-processing by the server. Beside it each client releases how many of its gradients are shorter
-than C, every one counted as 1/2 or -1/2: one record moves that by 1/2 (add-remove) or 1 (replace-one), and it has its
-own part of the budget. The next C is a function of noised counts alone.
+Gradients are measured in units of the broadcast clip C and clipped to norm 1. So the sensitivity of the release is 1
+for any C, and C g is post-processing by the server. Each client also releases how many of its gradients are shorter
+than C, where each gradient counts as 1/2 or -1/2: one record moves this count by 1/2 (add-remove) or 1 (replace-one).
+The count has its own part of the budget. The next C depends only on noised counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
-MAX_LOG_CHANGE = 20.0  # log C stays this near to its start
+MAX_LOG_CHANGE = 20.0  # log C stays this close to its start
 
 
 class GradientAndCount(NamedTuple):
@@ -83,7 +83,7 @@ def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float =
     )
     local = Local(compute, message=EMPTY_GRADIENT_AND_COUNT)
     queries = (replace(stage.queries[0], clip=1.0, share=1 - share), Query(Kind.COUNT, 0.5, share=share))
-    assumption = "The clip, 1 in its own units, is multiplied by a length that follows the noised counts."
+    assumption = "The clip is 1 in units of a length that follows from the noised counts."
     return method._replace(
         stages=(stage._replace(local=local, rule=rule, queries=queries),), assumes=(*method.assumes, assumption)
     )

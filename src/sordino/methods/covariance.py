@@ -1,9 +1,9 @@
-"""Methods that use the covariance of the features in place of the Hessian: DP-FedFC and DP-FedNew-FC.
+"""Methods that use the covariance of the features instead of the Hessian: DP-FedFC and DP-FedNew-FC.
 
-FedFC spends one release on the covariance, in a round of its own, and preconditions gradients by its inverse. Each
-record adds u u^T, cut to norm C: replacing it costs sqrt(2) C, because these are positive semi-definite; so does
-replacing a user's clipped covariance. Every release is linear, so every trust model is proved. FedNew-FC keeps the
-covariance at the client, where it is factorised once; nothing is spent on it.
+FedFC releases the covariance in a separate round, and preconditions gradients by its inverse. Each record adds u u^T,
+clipped to norm C. Replacing it costs sqrt(2) C, because these matrices are positive semi-definite; so does replacing a
+user's clipped covariance. Every release is linear, so every trust model is proved. In FedNew-FC the covariance stays at
+the client, which factorises it once; it costs no budget.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """DP-FedAvg: K local steps, then the average of the clients' updates.
 
-`per-step` (record level) noises every local gradient; the update is post-processing of K releases. Each client's own
-noise then protects it, and for K = 1 the update is linear in the one release, so that sums hide as much as they do in
-DP-FedGD. `final` takes the local steps without noise, clips the update and noises it once: a client moves it by the
-clip, a record may carry it anywhere in the ball.
+`per-step` (record level) noises every local gradient; the update is post-processing of K releases. Each client is
+protected by its own noise. For K = 1 the update is linear in the only release, so sums hide as much as in DP-FedGD.
+`final` takes the local steps without noise, clips the update and noises it once: a client moves it by the clip, and a
+record may move it anywhere in the ball.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sordino.rules import average, chain, scale, smooth
 
 NOISE = ("per-step", "final")
 LOCAL_STEPS_CAVEAT = (
-    "With K > 1 noisy local steps each client's own noise protects it; what sums of messages hide is not proved."
+    "With K > 1 noisy local steps only a client's own noise protects it; nothing is proved about sums of messages."
 )
 
 
@@ -35,8 +35,8 @@ def local_steps(
     everyone, calls = frozenset((unit, trust) for trust in Trust), steps * joint
     if noise == "final" or unit is Unit.USER:
         return (Query(Kind.GRADIENT, noise=None, calls=calls, joint=joint), Query(Kind.DELTA, clip)), everyone
-    own = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
-    return (Query(Kind.GRADIENT, clip, calls=calls, joint=joint),), everyone if calls == 1 else own
+    untrusted_only = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
+    return (Query(Kind.GRADIENT, clip, calls=calls, joint=joint),), everyone if calls == 1 else untrusted_only
 
 
 def sends_gradient(queries: tuple[Query, ...]) -> bool:

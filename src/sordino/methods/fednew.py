@@ -1,8 +1,8 @@
 """FedNew, DP-FedNew and DP-FedNew-FC (PoPETs 2025): Newton directions solved locally, agreed on by ADMM.
 
-What a record may do to a direction is a lemma (`admm.shift`); a user's direction is clipped. The Hessian never leaves
-the client and is streamed; `solver = cg` never builds it. FedNew-FC puts the feature covariance in its place, which
-stays the same all run and is factorised once: see `covariance`.
+A lemma bounds how far a record moves a direction (`admm.shift`); a user's direction is clipped. The Hessian never
+leaves the client and is computed in chunks; `solver = cg` never builds it. FedNew-FC uses the feature covariance
+instead, which is constant over the run and factorised once: see `covariance`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def checked(limit_by: str, solver: str = "direct", **above_zero: float | Tensor)
     for name, value in above_zero.items():
         if not isinstance(value, Tensor) and not 0 < value < math.inf:
             raise SordinoError(f"{name}: {value} must be a finite number above 0.")
-    for name, word, known in (("limit_by", limit_by, LIMITS), ("solver", solver, SOLVERS)):
-        if word not in known:
-            raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, known)}")
+    for name, choice, allowed in (("limit_by", limit_by, LIMITS), ("solver", solver, SOLVERS)):
+        if choice not in allowed:
+            raise SordinoError(f"{name}: '{choice}' is unknown.{nearest(choice, allowed)}")
 
 
 def fednew(*, unit: Unit = Unit.RECORD, lr: float = 1.0, alpha: float = 0.1, rho: float = 1.0) -> Method:
@@ -104,7 +104,7 @@ def dp_fednew(
         alpha: Damping of the Hessian, above 0.
         rho: Weight of the pull towards the common direction, above 0.
         duals: Keep dual variables at the clients.
-        limit_by: How the right side is kept within the limit: `projection`, or `paper-xi`, which is not private.
+        limit_by: How the right side stays within the limit: `projection`, or `paper-xi`, which is not private.
         solver: `direct`, or `cg`, which builds no Hessian.
 
     Returns:

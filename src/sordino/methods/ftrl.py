@@ -1,10 +1,11 @@
 """DP-FTRL (Kairouz et al. 2021): gradient descent whose noise is correlated over rounds, so that it cancels in sums.
 
-What a record may do to the whole stream depends on how often it takes part, and is worked out from the schedule: every
-round for full participation (70 rounds of a tree: 90.34 clips, not the 2.65 of a single one), every b-th for cyclic:b.
-Only noise is correlated, so every trust model is proved. Where sums alone are seen, all clients add to one stream, in
-every round, and so the noise cancels across cohorts too; a client's own stream covers it against an untrusted server.
-Under full participation no correlated noise beats independent noise on a schedule (`correlated.schedule`).
+The sensitivity of the whole stream depends on how often a record takes part, and follows from the schedule: every round
+for full participation (70 rounds of a tree: 90.34 clips, not 2.65 as for a single round), every b-th round for
+cyclic:b. Only noise is correlated, so every trust model is proved. If only sums are visible, all clients add to one
+stream in every round, so the noise also cancels across cohorts. Against an untrusted server each client has its own
+stream. Under full participation no correlated noise is better than independent noise on a schedule
+(`correlated.schedule`).
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ def ftrl(
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         2.0
     """
-    for name, word, known in (("mechanism", mechanism, MECHANISMS), ("honaker", honaker, ESTIMATES)):
-        if word not in known:
-            raise SordinoError(f"{name}: '{word}' is unknown.{nearest(word, known)}")
+    for name, value, allowed in (("mechanism", mechanism, MECHANISMS), ("honaker", honaker, ESTIMATES)):
+        if value not in allowed:
+            raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, allowed)}")
     if restart < 0 or band < 1:
         raise SordinoError(f"restart, band: {restart} and {band} must be at least 0 and 1.")
     rules = (heavy_ball(momentum, restart),) if momentum else ()

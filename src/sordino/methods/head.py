@@ -1,8 +1,8 @@
 """FedNewton for the last layer of a network (arXiv 2605.18656, algorithm 5): blocks of local steps on all parameters,
 each followed by a damped Newton step on the head.
 
-The curvature is the mean of g g^T over clipped per-record gradients of the head, which stand last in theta: its clip is
-that of the gradient, squared. Every block is paid for. Proved against an untrusted server, as FedNewton is.
+The curvature is the mean of g g^T over clipped per-record gradients of the head, which come last in theta: its clip is
+the square of the gradient's clip. Every block is paid for. Like FedNewton, it is proved against an untrusted server.
 """
 
 from __future__ import annotations

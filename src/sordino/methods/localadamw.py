@@ -55,6 +55,6 @@ def localadamw(
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         2.0
     """
-    own: dict[str, Any] = {"lr": lr, "steps": steps, "beta1": beta1, "beta2": beta2, "tau": tau, "decay": decay}
-    bare = fedadamw(unit=unit, clip=clip, schedule=schedule, aggregate="none", correct=False, align="none", **own)
+    shared: dict[str, Any] = {"lr": lr, "steps": steps, "beta1": beta1, "beta2": beta2, "tau": tau, "decay": decay}
+    bare = fedadamw(unit=unit, clip=clip, schedule=schedule, aggregate="none", correct=False, align="none", **shared)
     return bare._replace(name="dp-localadamw")

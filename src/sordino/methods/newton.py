@@ -1,9 +1,9 @@
 """Federated M-estimation under Gaussian DP: FedSGD, FedAvg, FedHybrid and FedNewton (arXiv 2605.18656).
 
-All releases are noised per client. FedSGD releases one linear query per round, so sums hide as much as they do in
-DP-FedGD; local steps and the inverse of a client's own Hessian are not linear: proved against an untrusted server only.
-Hessians are positive semi-definite, so replacing a record moves their sum by sqrt(2) of the clip; their noise is
-symmetric, and eigenvalues that it pushed too low are raised to a floor, which is post-processing.
+All releases are noised per client. FedSGD releases one linear query per round, so sums hide as much as in DP-FedGD.
+Local steps and the inverse of a client's Hessian are not linear, so the other methods are proved against an untrusted
+server only. Hessians are positive semi-definite, so replacing a record moves their sum by sqrt(2) times the clip. Their
+noise is symmetric, and eigenvalues that it makes too small are raised to a floor, which is post-processing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sordino.methods.fedgd import gradient, server_gradient
 from sordino.rules import chain, scale
 from sordino.rules.matrix import floored_solve
 
-NONLINEAR = "Local steps and local Newton steps are not linear in their noise; what their sums hide is not proved."
+NONLINEAR = "Local steps and local Newton steps are not linear in their noise, so nothing is proved about their sums."
 
 
 def fedsgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail: float = 0.0) -> Method:

@@ -1,7 +1,7 @@
 """DP-AdaFedProx: DP-FedAvg with a proximal pull towards the broadcast model, whose strength adapts.
 
-The pull mu (y - theta) holds no data and is added after the noise. mu adapts to noised aggregates alone: successive
-updates that point against each other raise it, agreeing ones lower it.
+The pull mu (y - theta) contains no data and is added after the noise. mu depends only on noised aggregates: successive
+updates in opposite directions increase it, and updates in similar directions decrease it.
 """
 
 from __future__ import annotations

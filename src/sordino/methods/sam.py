@@ -1,9 +1,9 @@
 """DP-FedSAM: local steps along the gradient at the worst point nearby (sharpness-aware minimisation).
 
-Record level: both gradients of a step are about the same minibatch, both are noised and both are paid for, 2 K releases
-per round: the noise grows by the root of two. Without ascent (rho = 0) the first is not asked for. User level, the
-published form: local steps without noise, then the update is clipped as one vector (each of L tensors on its own would
-let a user reach clip sqrt(L)) and released once, so that there the second gradient is free.
+Record level: both gradients of a step are about the same minibatch, both are noised and both are paid for: 2 K releases
+per round, so the noise grows by the root of two. Without ascent (rho = 0) the first gradient is not computed. User
+level, the published form: local steps have no noise; then the update is clipped as one vector (clipping each of L
+tensors separately would let a user reach clip sqrt(L)) and released once, so the second gradient costs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps
 from sordino.rules import scale
 
-MIN_GRADIENT_NORM = 1e-12  # norm that the ascent is divided by
+MIN_GRADIENT_NORM = 1e-12  # smallest divisor of the ascent
 
 
 def fedsam(

@@ -1,9 +1,9 @@
-"""DP-SCAFFOLD: local steps corrected by control variates, which live at the clients.
+"""DP-SCAFFOLD: local steps corrected by control variates, which clients store.
 
-Everything a client sends and stores is a function of zeta = theta - y, which is made of noised gradients (record
+Everything that a client sends and stores is a function of zeta = theta - y, which is a sum of noised gradients (record
 level) or noised itself (user level). The control variates are not released, so sums of messages depend on more than
-what was seen: proved against an untrusted server only. A warm start (one noised gradient per client) is a stage of one
-round and is paid for.
+what was released. So the method is proved against an untrusted server only. A warm start (one noised gradient per
+client) is a stage of one round and is paid for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 
-CONTROL_VARIATES_CAVEAT = "Control variates are hidden client state: what sums of messages tell of it is not proved."
+CONTROL_VARIATES_CAVEAT = "Control variates are hidden client state, so nothing is proved about sums of messages."
 
 
 class ControlState(NamedTuple):

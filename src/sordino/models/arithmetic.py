@@ -8,7 +8,7 @@ sums differ by at most the sum of
 
 - C', the change of the term itself (2 C' if one record is replaced by another: the account then pays for 2 C);
 - 2 * k * k * u * C' = 2^-15 C': only the block of the changed record changes, and either version of its float32 sum is
-  off by at most gamma_k times the sum of its k norms, in whatever order it is added;
+  off by at most gamma_k times the sum of its k norms, for any order of additions;
 - 2 * depth * n * v * C' <= 2^-16 C' for the float64 additions, of which each number passes at most `depth`. `in_chunks`
   enforces this bound.
 
@@ -35,7 +35,7 @@ FLOAT64_TERMS = 1024  # float64 numbers that are added one after another before 
 PRODUCT_DRIFT = 5e-5  # the share of the clip by which sums made of float64 products alone may move; SAFETY is 6.1e-5
 DRIFT = 2.0**-16  # the share of the clip by which the float64 additions may move a sum
 
-# Environment variables that lower the precision of products whatever a program asks for, and their harmless values.
+# Environment variables that lower the precision of products regardless of the program, and their harmless values.
 PRECISION_VARIABLES = {
     "DNNL_DEFAULT_FPMATH_MODE": ("", "strict"),
     "ONEDNN_DEFAULT_FPMATH_MODE": ("", "strict"),
@@ -50,7 +50,7 @@ PRECISION_VARIABLES = {
 
 @contextmanager
 def exact_arithmetic(device: torch.device | None = None) -> Iterator[None]:
-    """Run the block with float32 products in float32 and without autocast, whatever the process has set.
+    """Run the block with float32 products in float32 and without autocast, for any settings of the process.
 
     Holds the process-wide settings (TF32 and bfloat16 products, reduced-precision reductions) and this thread's
     autocast, and restores them at the end. Several threads may be inside at once: the last one to leave restores.
@@ -169,8 +169,8 @@ def row_sums(factor: Tensor, rows: Tensor) -> Tensor:
     groups, n, width = rows.shape
     whole = n - n % FLOAT32_TERMS if groups == 1 or n % FLOAT32_TERMS == 0 else 0
     blocks = rows[:, :whole].reshape(groups * whole // FLOAT32_TERMS, FLOAT32_TERMS, width)  # a view
-    found = torch.bmm(factor[:, :whole].reshape(-1, 1, FLOAT32_TERMS), blocks)
-    total = found.view(groups, whole // FLOAT32_TERMS, width).sum(1, dtype=torch.float64)
+    sums = torch.bmm(factor[:, :whole].reshape(-1, 1, FLOAT32_TERMS), blocks)
+    total = sums.view(groups, whole // FLOAT32_TERMS, width).sum(1, dtype=torch.float64)
     for start in range(whole, n, FLOAT32_TERMS):
         total += torch.bmm(
             factor[:, None, start : start + FLOAT32_TERMS], rows[:, start : start + FLOAT32_TERMS]
@@ -178,34 +178,34 @@ def row_sums(factor: Tensor, rows: Tensor) -> Tensor:
     return total
 
 
-def blank(rows: Tensor, kept: Tensor) -> Tensor:
-    """Rows that are not `kept` become zero, in place where memory allows; 0 * NaN would be NaN.
+def blank(rows: Tensor, usable: Tensor) -> Tensor:
+    """Set rows that are not usable to zero, in place if memory allows. Multiplication is not enough: 0 * NaN is NaN.
 
     Bits are masked, so the time does not depend on the numbers; on a CPU that is faster than `torch.where`.
     """
     rows = rows.contiguous()
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
-    rows.view(kind).bitwise_and_(kept.to(kind).neg_().view(-1, 1))  # -1 has all bits set
+    rows.view(kind).bitwise_and_(usable.to(kind).neg_().view(-1, 1))  # -1 has all bits set
     return rows
 
 
-def product_rows(n: int, wished: int) -> int:
-    """How many of n rows one float64 product adds up, near the number wished; the products are then added in order.
+def product_rows(n: int, requested: int) -> int:
+    """How many of n rows one float64 product adds up, close to the requested number; products are added in order.
 
-    Each number passes at most `depth` additions, rows of its product and products together, so that rounding moves the
-    sum of terms up to the clip by at most 2 * depth * n * 2^-53 <= PRODUCT_DRIFT clips, in whatever order they come.
+    Each number passes at most `depth` additions, rows of its product and products together, so rounding moves the
+    sum of terms up to the clip by at most 2 * depth * n * 2^-53 <= PRODUCT_DRIFT clips, in any order.
 
     Raises:
-      SordinoError: n is too large for any number of rows, which is so above 23 million.
+      SordinoError: n is too large for any number of rows (above 23 million).
     """
     depth = PRODUCT_DRIFT * 2.0**52 / n
     least, most = math.ceil(2 * n / depth), int(depth / 2)
     if least > most:
         raise SordinoError(
-            f"records: {n:,} in one sum, where rounding in float64 could exceed what the clip leaves for it; divide "
+            f"records: {n:,} in one sum are too many: rounding in float64 could exceed the margin of the clip; divide "
             "them among several clients."
         )
-    return min(max(wished, least), most)
+    return min(max(requested, least), most)
 
 
 def in_chunks(total: Tensor, n: int, step: int, add: Callable[[Tensor, slice], None]) -> None:

@@ -1,6 +1,6 @@
 """The sum of clipped gradients of a linear model on a CPU, compiled: `kernel.c` reads the records once, in float32, and
-adds in float64. It is compiled at first use with the system's C compiler and kept in the user's cache directory. Where
-that fails, or where a case is not covered, `clipped_sum` returns None, and the caller computes the sum with torch.
+adds in float64. It is compiled at first use with the system's C compiler and kept in the user's cache directory. If
+that fails, or if a case is not covered, `clipped_sum` returns None, and the caller computes the sum with torch.
 
 What a record adds is a function of that record and of theta alone, bit for bit: neither its position, nor the other
 records, nor the number of threads changes it. SORDINO_KERNEL=0 in the environment turns the kernel off.
@@ -59,7 +59,7 @@ class _Job(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Options:
-    """What `Linear` says of a loss, and the bound on one record's gradient."""
+    """The options of `Linear` for a loss, and the bound on one record's gradient."""
 
     outputs: int
     kind: str
@@ -87,12 +87,12 @@ def clipped_sum(
     residual: float = math.inf,
     cap: float = 10.0,
 ) -> Tensor | None:
-    """Sum over records of the gradient, cut to norm `clip_bound`, in float64; None where the kernel does not apply.
+    """The sum of gradients, each clipped to norm `clip_bound`, in float64; None if the kernel does not apply.
 
     x is records x features, or groups x records x features; theta is one vector or one per group; y, mask and length
-    (the norm of u, which is x with a 1 appended where there is a bias) are one number per record. The options are
-    those of `Linear`. A record adds exactly zero where a logit, its length, its residual or its factor is not finite,
-    where its factor is below the normal range of float32, or where its label is not a class.
+    (the norm of u, which is x, followed by 1 if there is a bias) are one number per record. The options are
+    those of `Linear`. A record adds exactly zero if a logit, its length, its residual or its factor is not finite,
+    if its factor is below the normal range of float32, or if its label is not a class.
     """
     options = _Options(outputs, kind, bias, clip_bound, class_weights, radius, residual, cap)
     if os.environ.get("SORDINO_KERNEL") == "0" or not _covered(theta, x, y, mask, length, options):
@@ -121,7 +121,7 @@ def _covered(theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, length: Tensor, 
 def _run(
     library: ctypes.CDLL, theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, length: Tensor, options: _Options
 ) -> Tensor:
-    leads = [size for t, own in ((x, 2), (theta, 1), (y, 1), (mask, 1), (length, 1)) for size in t.shape[:-own]]
+    leads = [size for t, axes in ((x, 2), (theta, 1), (y, 1), (mask, 1), (length, 1)) for size in t.shape[:-axes]]
     grouped, groups = bool(leads), max(leads, default=1)
     rows, features = x.shape[-2:]
     x, theta = x.expand(groups, rows, features), theta.expand(groups, theta.shape[-1])
@@ -180,8 +180,7 @@ def _per_row(values: Tensor, groups: int) -> Tensor:
 
 
 def _new(*shape: int) -> Tensor:
-    """Memory not yet written, in huge pages where it is large: thousands of page faults would take longer than the
-    sums of many small groups."""
+    """Uninitialized memory, in huge pages if it is large: thousands of page faults take longer than many small sums."""
     out = torch.empty(shape, dtype=torch.float64)
     first = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     pages = (out.data_ptr() + 8 * out.numel() - first) // HUGE_PAGE
@@ -192,7 +191,7 @@ def _new(*shape: int) -> Tensor:
 
 @functools.cache
 def _parallel() -> Callable[..., object] | None:
-    """Runs a function in torch's own OpenMP threads, which wait for work in a loop and would hinder any others."""
+    """A function that runs another in torch's OpenMP threads, which wait actively and would slow down other threads."""
     try:
         return ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError):
@@ -204,19 +203,19 @@ def _parallel() -> Callable[..., object] | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None where it cannot be had or does not compute what it should."""
+    """The compiled kernel; None if it cannot be built or fails its self-test."""
     try:
         library = ctypes.CDLL(str(_compiled()))
         library.clipped_sum.restype = None
         _self_test(library)
-    except Exception as error:  # whatever it is: torch computes the same sums
+    except Exception as error:  # of any kind, because torch computes the same sums
         _log.debug("The compiled kernel is not used: %s", error)
         return None
     return library
 
 
 def _compiled() -> Path:
-    """The path of the shared library, compiled unless the cache holds it."""
+    """The path of the shared library. It is compiled if the cache does not hold it."""
     source, command = Path(__file__).with_name("kernel.c"), _compiler()
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     flags = ["-O3", "-std=gnu11", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
@@ -239,12 +238,12 @@ def _output(*command: str) -> bytes:
 
 
 def _compiler() -> list[str]:
-    given = os.environ.get("CC")
-    for name in (given,) if given else ("cc", "gcc", "clang"):
+    configured = os.environ.get("CC")
+    for name in (configured,) if configured else ("cc", "gcc", "clang"):
         command = shlex.split(name)
         if command and shutil.which(command[0]):
             return command
-    raise RuntimeError(f"no C compiler was found ({f'CC={given}' if given else 'cc, gcc, clang'})")
+    raise RuntimeError(f"no C compiler was found ({f'CC={configured}' if configured else 'cc, gcc, clang'})")
 
 
 def _folder() -> Path:
@@ -256,25 +255,25 @@ def _folder() -> Path:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Code is loaded only from a path that nobody else can write to, and not through a link."""
+    """Refuse to load code through a link or from a path that others can write to."""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(f"{path} is a link, belongs to another user, or can be written to by others")
 
 
 def _processor() -> bytes:
-    """What `native` stands for."""
-    telling = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
+    """A description of the processor, for which `native` code is compiled."""
+    keys = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    known = {line for line in lines if line.split(":")[0].strip() in telling}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(known)]).encode()
+    relevant = {line for line in lines if line.split(":")[0].strip() in keys}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(relevant)]).encode()
 
 
 def _self_test(library: ctypes.CDLL) -> None:
-    """Raises unless the library agrees with float64 sums over a few records, one of them not finite."""
+    """Raise unless the library agrees with float64 sums over a few records, one of them not finite."""
     for kind in KINDS:
         outputs = 11 if kind == "softmax" else 1
         rows, features = 37, 21
@@ -295,6 +294,6 @@ def _self_test(library: ctypes.CDLL) -> None:
         factor[7] = 0
         want = (torch.cat([x, torch.ones(rows, 1)], -1).T @ (r * factor.unsqueeze(-1))).flatten()
         x[7, 3] = math.nan
-        got = _run(library, theta.float(), x.float(), y, mask.float(), length.float(), options)
-        if not bool((got - want).norm() <= 1e-5 * want.norm()):
+        computed = _run(library, theta.float(), x.float(), y, mask.float(), length.float(), options)
+        if not bool((computed - want).norm() <= 1e-5 * want.norm()):
             raise RuntimeError(f"the kernel's self-test failed for {kind}")

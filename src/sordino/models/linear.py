@@ -1,12 +1,12 @@
 """Linear models with closed-form clipping: softmax, binary logistic and Poisson regression, least squares.
 
-The gradient of one record is an outer product, u = (x, 1) times a residual r, so its norm is |u| |r| and a sum of
-clipped gradients is one matrix product: no per-example gradient is ever held in memory. Its Hessian is u u^T (x) S with
-a small positive semi-definite S (softmax: diag p - p p^T), of Frobenius norm |u|^2 |S|; sums of those are streamed over
-records, so that memory is that of the sum.
+The gradient of one record is an outer product, u = (x, 1) times a residual r, so its norm is |u| |r|, and a sum of
+clipped gradients is one matrix product without per-example gradients in memory. Its Hessian is u u^T (x) S with a small
+positive semi-definite S (softmax: diag p - p p^T) and has Frobenius norm |u|^2 |S|. Sums of Hessians are computed in
+chunks of records, so they need no more memory than the sum.
 
-Sums over records are float64, whatever the type of the records, and every shape depends on public numbers alone. So one
-record moves a computed sum by no more than the clip: docs/numerics.md has the proof.
+Sums over records are float64 for any type of records, and every shape depends only on public numbers. So one record
+moves a computed sum by at most the clip: docs/numerics.md has the proof.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from sordino.models.arithmetic import exact_arithmetic, product_rows
 from sordino.models.softmax_batched import MIN_PROBABILITY, clipped_sums
 
 LOG2_E = math.log2(math.e)
-MIN_NORM = 1e-30  # of a record and of a residual; a smaller number has too few digits for its norm and counts as 0
-MAX_SCALE = 1e15  # of a public scale; the square of a larger one overflows
+MIN_NORM = 1e-30  # of a record and of a residual; smaller ones have too few digits and count as 0
+MAX_SCALE = 1e15  # of a public scale; squares of larger ones overflow
 
 
 class Loss(StrEnum):
+    """The loss of a linear model."""
+
     SOFTMAX = "softmax"
     LOGISTIC = "logistic"
     SQUARES = "squares"
@@ -61,12 +63,12 @@ class Linear:
         outputs: Number of outputs: classes, or 1.
         kind: The loss.
         bias: Whether each output has a constant.
-        class_weights: They multiply a record's loss, and so its gradient *before* the clip: the bound holds for any
-            weights.
-        radius: R weighs a record by min(1, R^2 / |u|^2), a function of x alone: the estimate stays consistent, which
-            clipping would bias (Mallows).
-        residual: Bounds |r|; it biases a little.
-        cap: Bounds the exponent of a Poisson rate; it biases a little.
+        class_weights: Weights of the classes. They multiply the loss of a record, and so its gradient *before* the
+            clip: the bound holds for any weights.
+        radius: R weighs a record by min(1, R^2 / |u|^2), which depends on x alone. The estimate stays consistent,
+            while clipping would bias it (Mallows).
+        residual: Bounds |r|; this causes a small bias.
+        cap: Bounds the exponent of a Poisson rate; this causes a small bias.
 
     Example:
         >>> model = Linear(features=64, outputs=10)
@@ -86,9 +88,9 @@ class Linear:
     def __post_init__(self) -> None:
         weights = self.class_weights
         if weights is not None and not (torch.isfinite(weights) & (weights >= 0)).all():
-            raise SordinoError("class_weights: must be finite numbers, 0 or more.")
+            raise SordinoError("class_weights: they must be finite numbers of at least 0.")
         if not (self.radius > 0 and self.residual > 0 and not math.isnan(self.cap)):
-            raise SordinoError("radius, residual, cap: radius and residual must be above 0, and cap a number.")
+            raise SordinoError("radius, residual, cap: radius and residual must be above 0, and cap must be a number.")
 
     @property
     def size(self) -> int:
@@ -99,7 +101,7 @@ class Linear:
         return ((self.features + self.bias, self.outputs),)
 
     def init(self, generator: torch.Generator | None = None) -> Tensor:
-        """Zero: the problem is convex, and nothing is known of the data yet."""
+        """The first parameters: zeros, because the problem is convex."""
         return torch.zeros(self.size)
 
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
@@ -116,11 +118,11 @@ class Linear:
         return x @ weight + bias.unsqueeze(-2)
 
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Of one example."""
+        """The loss of one example."""
         z = self.logits(theta, x.unsqueeze(0))[0]
         if self.kind is Loss.SQUARES:
             return (z[0] - y).square() / 2
-        if self.kind is Loss.POISSON:  # beyond the cap the rate stays, and the loss goes on as a line
+        if self.kind is Loss.POISSON:  # above the cap the rate is constant, and the loss is linear
             low = z[0].clamp(max=self.cap)
             return low.exp() * (1 + z[0] - low) - y * z[0]
         if self.kind is Loss.LOGISTIC:
@@ -134,14 +136,14 @@ class Linear:
         )
 
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
-        """Class indices, or values for least squares, or rates."""
+        """Predicted classes as indices, or values for least squares, or rates."""
         z = self.logits(theta, torch.as_tensor(x).to(theta))
         if self.kind in NUMERIC_LOSSES:
             return self._value(z)[..., 0]
         return (z[..., 0] > 0).long() if self.kind is Loss.LOGISTIC else z.argmax(-1)
 
     def scores(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
-        """Probabilities of the classes, or what is predicted."""
+        """The probabilities of the classes; for numeric labels, the predictions."""
         z = self.logits(theta, torch.as_tensor(x).to(theta))
         if self.kind in NUMERIC_LOSSES:
             return self._value(z)[..., 0]
@@ -152,17 +154,17 @@ class Linear:
 
     @exact_arithmetic()
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
-        """SumT of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by at most that much.
+        """The sum of gradients (times `scale`), each clipped to norm `clip`: one record moves it by at most `clip`.
 
-        The factor is computed from the residual actually used, so the bound survives any rounding of the softmax.
-        A record whose gradient is not finite contributes zero.
+        The factor is computed from the residual that is used, so the bound holds for any rounding of the softmax. A
+        record whose gradient is not finite contributes zero.
         """
         theta, bound = theta.to(shard.x), clip * (1 - SAFETY)
         if (
             scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain
         ):  # runs over the same records
-            if theta.device.type == "cpu":  # where the kernel is faster, run by run, than wide products
-                return torch.stack([self.clipped_sum(own, shard, clip) for own in theta])
+            if theta.device.type == "cpu":  # the kernel is faster, run by run, than wide products
+                return torch.stack([self.clipped_sum(run, shard, clip) for run in theta])
             return clipped_sums(theta, shard, self._length(shard), bound, self.outputs)
         scale = None if scale is None else usable(scale).to(shard.x)
 
@@ -202,7 +204,7 @@ class Linear:
 
     @exact_arithmetic()
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
-        """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
+        """Add 1/2 for every record whose gradient times `scale` has norm at most 1, and -1/2 for every other."""
         theta, scale = theta.to(shard.x), usable(scale).to(shard.x)
 
         def part_sum(part: Shard) -> Tensor:
@@ -214,7 +216,7 @@ class Linear:
 
     @exact_arithmetic()
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
-        """SumT of u u^T, each cut to Frobenius norm `clip`."""
+        """The sum of u u^T, each clipped to Frobenius norm `clip`."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
@@ -224,7 +226,7 @@ class Linear:
 
     @exact_arithmetic()
     def curvature_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """SumT of Hessians, each positive semi-definite and cut to Frobenius norm `clip`."""
+        """The sum of Hessians, each positive semi-definite and clipped to Frobenius norm `clip`."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
@@ -233,13 +235,13 @@ class Linear:
             if self.kind is not Loss.SOFTMAX:
                 return outer(u)
             p = p.double()
-            rest = p @ (1 - torch.eye(self.outputs).to(p))  # 1 - p, without a difference of near numbers
+            rest = p @ (1 - torch.eye(self.outputs).to(p))  # 1 - p without cancellation
             weights = torch.cat([p * rest, *(-p[..., a : a + 1] * p[..., a + 1 :] for a in range(self.outputs))], -1)
             return weighted_outer(u, weights)
 
         if shard.x.dim() == 3 and theta.dim() == 2 and shard.x.shape[-2] * self.size > CLIENT_NUMBERS_THRESHOLD:
             each = zip(theta.expand(len(shard.x), -1), clients_of(shard), strict=True)
-            return torch.stack([self.curvature_sum(mine, own, clip) for mine, own in each])
+            return torch.stack([self.curvature_sum(client_theta, client, clip) for client_theta, client in each])
         sums = sum_over(shard, total)
         if self.kind is not Loss.SOFTMAX:
             return sums
@@ -248,8 +250,10 @@ class Linear:
 
     @exact_arithmetic()
     def curvature_times(self, theta: Tensor, shard: Shard, clip: float, v: Tensor) -> Tensor:
-        """The sum of cut Hessians times v, in two matrix products: no Hessian is ever built. In float64: the bound of
-        what is solved with it counts on an error far below float32's."""
+        """The sum of clipped Hessians times v, by two matrix products without building a Hessian.
+
+        It is float64, because the bound of the solution needs an error far below that of float32.
+        """
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
@@ -264,7 +268,7 @@ class Linear:
 
     @exact_arithmetic()
     def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """SumT of g g^T, each cut to Frobenius norm `clip`: g to its root."""
+        """The sum of g g^T, each clipped to Frobenius norm `clip`."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
@@ -272,17 +276,17 @@ class Linear:
             r = self._residual(theta, part, length)
             r = torch.where(r.abs() < MIN_NORM, r.new_zeros(()), r)
             norm = torch.linalg.vector_norm(r, dim=-1, dtype=torch.float64) * length.double()
-            # In float64: u times its factor may be too small for float32, and r as large as to make up for it.
+            # In float64, because u times its factor may be too small for float32 while r is large.
             u = self._long(part._replace(x=part.x.double()), bounded(norm.square(), clip))
             return outer((u.unsqueeze(-1) * r.double().nan_to_num(0, 0, 0).unsqueeze(-2)).flatten(-2))
 
         return sum_over(shard, total)
 
-    # ------------------------------------------------------------------------------------------------------ inside
+    # --------------------------------------------------------------------------------------------------- internals
 
     @property
     def plain(self) -> bool:
-        """Softmax without anything that weighs or bounds residuals: sums over runs are wide products."""
+        """Whether this is softmax without weights or bounds on residuals, so that sums over runs are wide products."""
         bare = self.class_weights is None and math.isinf(self.radius) and math.isinf(self.residual)
         return self.kind is Loss.SOFTMAX and self.bias and bare
 
@@ -292,22 +296,22 @@ class Linear:
         return weight, theta[..., n:] if self.bias else None
 
     def _pull(self, x: Tensor, r: Tensor) -> Tensor:
-        """SumT over records of u (x) r, flat, in float64."""
+        """The sum over records of u (x) r, flat, in float64."""
         r = r.double()
         weight = (x.double().transpose(-1, -2) @ r).flatten(-2)
         return torch.cat([weight, r.sum(-2)], -1) if self.bias else weight
 
     def _rows(self, theta: Tensor, shard: Shard) -> int:
-        """Records at a time, from shapes alone: what is made of them stays in cache."""
+        """Records per chunk, so that intermediate results stay in cache. It depends only on shapes."""
         lead = max(math.prod(theta.shape[:-1]), math.prod(shard.x.shape[:-2]))
         width = lead * (self.features + self.outputs)
         return product_rows(shard.x.shape[-2], max(MATRIX_CHUNK_RECORDS, PRODUCT_CHUNK_NUMBERS // width))
 
     def _finite(self, theta: Tensor, part: Shard) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, residuals and lengths, all zero for a record that has anything else than finite numbers.
+        """Features, residuals and lengths; all are zero for a record with numbers that are not finite.
 
-        Each record decides for itself, and all are computed alike: were all treated otherwise because of one, that one
-        would change how the others are rounded, and a small clip makes rounding as large as itself.
+        Each record is decided on its own, and all records are computed in the same way. Otherwise one record could
+        change how the others are rounded, and with a small clip rounding is as large as the clip.
         """
         length = self._length(part)
         fine = torch.isfinite(length) & (length >= MIN_NORM)
@@ -318,14 +322,14 @@ class Linear:
         return x, torch.where(fine.unsqueeze(-1), residual, residual.new_zeros(())), length.masked_fill(~fine, 0)
 
     def _factor(self, residual: Tensor, x: Tensor, length: Tensor, bound: float, scale: Tensor | None) -> Tensor:
-        """What shortens each gradient to `bound`, in float64: no product of finite float32 numbers leaves its range."""
+        """The factors that clip gradients to `bound`, in float64, where products of float32 numbers are in range."""
         if not math.isfinite(bound):
             return torch.ones_like(length, dtype=torch.float64)
         if scale is None:
             norm = torch.linalg.vector_norm(residual, dim=-1, dtype=torch.float64) * length.double()
         else:
             norm = self._scaled_norm(residual, x, scale)
-        norm = norm.nan_to_num(math.inf, math.inf)  # in float64 a norm may overflow: such a record counts as zero
+        norm = norm.nan_to_num(math.inf, math.inf)  # a float64 norm may overflow; such a record counts as zero
         return torch.div(bound, norm.clamp_min(bound))
 
     def _value(self, z: Tensor) -> Tensor:
@@ -340,25 +344,25 @@ class Linear:
         return Shard(x, shard.y, shard.mask * fine, length)
 
     def _squared(self, shard: Shard) -> Tensor:
-        """|u|^2, the norm of u u^T; infinite where it overflows, and then the record's factor is zero."""
+        """|u|^2, the norm of u u^T. It is infinite if it overflows; the factor of the record is then zero."""
         return self._length(shard).double().square()
 
     def _long(self, shard: Shard, factor: Tensor) -> Tensor:
-        """sqrt(factor) u, for every record."""
+        """sqrt(factor) u of every record."""
         u = torch.cat([shard.x, torch.ones_like(shard.x[..., :1])], -1) if self.bias else shard.x
         root = factor.sqrt()
         root = root.masked_fill(root < torch.finfo(u.dtype).tiny, 0)  # too few digits to keep the bound
         return u * (root.to(u) * shard.mask).unsqueeze(-1)
 
     def _curved(self, theta: Tensor, shard: Shard, clip: float) -> tuple[Tensor, Tensor]:
-        """Softmax probabilities (else what is not needed), and per record the cut times everything but u u^T (x) S."""
+        """Softmax probabilities (unused for other losses), and per record the clip factor times all but u u^T (x) S."""
         z = self.logits(theta, shard.x)
         if self.kind is Loss.SOFTMAX:
             z = z.softmax(-1).nan_to_num(0)
             others = 1 - torch.eye(self.outputs, dtype=torch.float64, device=z.device)
             squares = z.double().square()
             size = (squares * ((z.double() @ others).square() + squares @ others)).sum(-1).sqrt()  # |diag p - p p^T|
-            size = size + 1e4 * torch.finfo(z.dtype).eps  # what rounding leaves of p - p^2, amplified by |u|^2
+            size = size + 1e4 * torch.finfo(z.dtype).eps  # covers the rounding of p - p^2, which |u|^2 amplifies
             weight = torch.ones_like(size)
         else:
             z = z[..., 0]
@@ -376,12 +380,12 @@ class Linear:
         return (self.radius / length.clamp_min(self.radius)).square() if math.isfinite(self.radius) else length * 0 + 1
 
     def _length(self, shard: Shard) -> Tensor:
-        """Of (x, 1)."""
+        """The norm of (x, 1)."""
         norm = torch.linalg.vector_norm(shard.x, dim=-1, dtype=torch.float64) if shard.length is None else shard.length
         return (norm.double().square().add_(1).sqrt_() if self.bias else norm).to(shard.x.dtype)
 
     def _residual(self, theta: Tensor, shard: Shard, length: Tensor) -> Tensor:
-        """d loss / d logits for every record, in a fresh tensor that may be written to."""
+        """d loss / d logits of every record, in a new tensor that may be overwritten."""
         if self.kind is Loss.SOFTMAX:
             r = self.logits(theta * LOG2_E, shard.x)
             r = r.sub_(r.amax(-1, keepdim=True)).exp2_()  # cheaper than exp
@@ -404,17 +408,17 @@ class Linear:
         weight, bias = self._split(scale.double().square())
         of_output = x.double().square() @ weight + (0 if bias is None else bias.unsqueeze(-2))
         squares = of_output * residual.double().square()
-        squares = squares.masked_fill(residual == 0, 0)  # a record may be too long and say nothing
+        squares = squares.masked_fill(residual == 0, 0)  # a record may be too long but have no residual
         return squares.sum(-1).sqrt().nan_to_num(math.inf, math.inf)
 
 
 def usable(scale: Tensor) -> Tensor:
-    """A scale comes from outside, and may be anything; whatever is made of it, the clip must hold."""
+    """A scale with finite, bounded entries. It comes from outside, and the clip must hold for any scale."""
     return scale.nan_to_num(0, MAX_SCALE, -MAX_SCALE).clamp(-MAX_SCALE, MAX_SCALE)
 
 
 def bounded(norm: Tensor, clip: float) -> Tensor:
-    """The factor that brings a norm down to `clip`; 0 where the norm is not finite."""
+    """The factor that brings a norm down to `clip`; 0 if the norm is not finite."""
     if not math.isfinite(clip):
         return torch.isfinite(norm).to(norm)
     bound = clip * (1 - SAFETY)
@@ -422,8 +426,10 @@ def bounded(norm: Tensor, clip: float) -> Tensor:
 
 
 def outer(rows: Tensor) -> Tensor:
-    """SumT over records of the outer product of each row with itself, in float64. The product is symmetric: of its
-    SYMMETRIC_BLOCKS x SYMMETRIC_BLOCKS blocks, those below the diagonal are copied."""
+    """The sum over records of the outer product of each row with itself, in float64.
+
+    The product is symmetric: of its SYMMETRIC_BLOCKS x SYMMETRIC_BLOCKS blocks, those below the diagonal are copied.
+    """
     rows = rows.double()
     size = rows.shape[-1]
     sums = rows.new_empty(*rows.shape[:-2], size, size)
@@ -436,8 +442,11 @@ def outer(rows: Tensor) -> Tensor:
 
 
 def weighted_outer(rows: Tensor, weights: Tensor) -> Tensor:
-    """SumT over records of a row's outer product with itself times each of its weights, in float64: weights x size x
-    size. The products are symmetric: below the diagonal of the last two axes nothing is computed."""
+    """The sum over records of a row's outer product with itself times each of its weights, in float64.
+
+    The result has the shape weights x size x size. Entries below the diagonal of the last two axes are not computed,
+    because the products are symmetric.
+    """
     columns, weights = rows.double().transpose(-1, -2).contiguous(), weights.double().transpose(-1, -2)
     size, n = columns.shape[-2:]
     sums = weights.new_empty(*weights.shape[:-1], size, size)
@@ -451,7 +460,7 @@ def weighted_outer(rows: Tensor, weights: Tensor) -> Tensor:
 
 @functools.cache
 def _symmetric_index(size: int, outputs: int) -> Tensor:
-    """Where entry ((i, a), (j, b)) of a Hessian stands among the sums of `weighted_outer` over pairs of outputs."""
+    """The place of entry ((i, a), (j, b)) of a Hessian in the result of `weighted_outer` over pairs of outputs."""
     a, b = torch.triu_indices(outputs, outputs, 1)
     pair = torch.diag(torch.arange(outputs))  # an output with itself, then the pairs a < b
     pair[a, b] = pair[b, a] = torch.arange(outputs, outputs + len(a))
@@ -461,13 +470,13 @@ def _symmetric_index(size: int, outputs: int) -> Tensor:
 
 
 def clients_of(shard: Shard) -> list[Shard]:
-    """A batch of clients, one by one."""
+    """The clients of a batch, as separate shards."""
     parts = [None if part is None else part.expand(shard.x.shape[:-1]) for part in shard[1:]]
     return [Shard(shard.x[k], *(None if part is None else part[k] for part in parts)) for k in range(len(shard.x))]  # type: ignore[arg-type]
 
 
 def sum_over(shard: Shard, total: Callable[[Shard], SumT], rows: int | None = None) -> SumT:
-    """Of `total` over parts of a shard, some records at a time; None if `total` has no answer."""
+    """The sum of `total` over chunks of a shard; None if `total` returns None."""
     x, y, mask, length = shard
     n = x.shape[-2]
     rows = product_rows(n, MATRIX_CHUNK_RECORDS) if rows is None else rows

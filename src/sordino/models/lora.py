@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA): a frozen linear layer plus (alpha / rank) B A, of which A and B alone are trained.
+"""Low-rank adapters (LoRA): a frozen linear layer plus (alpha / rank) B A, where only A and B are trained.
 
-A and B may carry a leading axis of clients (`grouped`): the rows then belong to the clients in equal parts, one client
-after another, and all of them share one pass through the frozen layers.
+A and B may have a leading axis of clients (`grouped`). Then each client owns an equal part of the rows, one client
+after another, and all clients share one pass through the frozen layers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,26 @@ from sordino.models.per_example import RULES, Tape, linear, tape
 
 TARGETS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "qkv", "in_proj", "c_attn")
 HEAD_NAMES = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
-RATES = ("attention_dropout", "drop_prob", "dropout_prob", "dropout_p", "dropout", "attn_drop")  # kept as plain numbers
-PREFIX = "base_model.model."  # of every name in PEFT's files
+RATES = (
+    "attention_dropout",
+    "drop_prob",
+    "dropout_prob",
+    "dropout_p",
+    "dropout",
+    "attn_drop",
+)  # dropout rates that modules store as plain numbers
+PREFIX = "base_model.model."  # of all names in PEFT's files
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class GroupedLinear(nn.Module):
-    """A linear layer; a weight (clients, out, in) and a bias (clients, out) serve the rows in equal parts."""
+    """A linear layer. With a weight (clients, out, in) and a bias (clients, out), clients share the rows equally."""
 
     grouped = halves = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        # In float32 at least: a base in bfloat16 does not coarsen what is trained.
+        # In float32 at least, so that trained parameters of a bfloat16 base keep their precision.
         self.weight = nn.Parameter(weight.detach().to(_kind(weight), copy=True))
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(_kind(bias), copy=True))
 
@@ -47,10 +54,10 @@ class GroupedLinear(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A and B of one layer: x -> h = x A^T, and `onto`, which adds scale h B^T to what the frozen layer said.
+    """A and B of one layer: x -> h = x A^T, and `onto`, which adds scale h B^T to the output of the frozen layer.
 
-    In a pass that looks for gradients of examples it is `taped`, by `_Adapted`; that leaves for the rule what B
-    multiplied and the gradient there (`kept`), and the rule may find `room` to write to.
+    In a pass for per-example gradients it is `taped`, by `_Adapted`. That stores the input of B and the gradient at its
+    output (`factors`) for the rule. The rule writes into `room` if there is any.
     """
 
     grouped = taped = halves = True
@@ -58,7 +65,7 @@ class Adapter(nn.Module):
     def __init__(self, A: Tensor, B: Tensor, scale: float) -> None:
         super().__init__()
         self.lora_A, self.lora_B, self.scale = nn.Parameter(A), nn.Parameter(B), scale
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.factors: tuple[Tensor, Tensor] | None = None
         self.room: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +75,7 @@ class Adapter(nn.Module):
         return (x.reshape(len(A), -1, x.shape[-1]) @ A.mT).view(*x.shape[:-1], -1)
 
     def onto(self, out: Tensor, h: Tensor) -> Tensor:
-        """In one product."""
+        """out + scale h B^T, by one product."""
         B = self.lora_B
         if B.dim() == 2:
             y = torch.addmm(out.flatten(0, -2), h.flatten(0, -2), B.mT, alpha=self.scale)
@@ -79,9 +86,9 @@ class Adapter(nn.Module):
 
 
 class _Adapted(torch.autograd.Function):
-    """A LoRALinear as one step of a taped pass: no gradient of A or B, but their rule is called with its factors.
+    """A `LoRALinear` as one step of a taped pass: the rule of A and B is called with their factors.
 
-    Half as many calls as autograd would make, which is what counts where a GPU waits for the processor.
+    It makes half as many calls as autograd would, which matters if a GPU waits for the CPU.
     """
 
     @staticmethod
@@ -100,29 +107,31 @@ class _Adapted(torch.autograd.Function):
         if rate:
             dropped, ctx.mask = torch.native_dropout(x, rate, True)
         else:
-            ctx.save_for_backward(x)  # notices when it is overwritten
+            ctx.save_for_backward(x)  # raises an error if it is overwritten
         h = _product(notes.nothing(kind), _rows(dropped, A), A.mT, adapter.scale)
         _add(y.view(*h.shape[:-1], -1), h, B.mT)
         notes.used(adapter)
-        ctx.held = dropped.detach() if rate else None, h, A, B, adapter, notes
+        ctx.saved = dropped.detach() if rate else None, h, A, B, adapter, notes
         return y
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        (dropped, h, A, B, adapter, notes), mask, g = ctx.held, ctx.mask, given[0]
-        ctx.held = ctx.mask = None  # the node outlives its turn
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dropped, h, A, B, adapter, notes), mask, g = ctx.saved, ctx.mask, gradients[0]
+        ctx.saved = ctx.mask = None  # frees memory, because autograd keeps the node longer
         dropped = ctx.saved_tensors[0].detach() if dropped is None else dropped
-        up = _product(notes.nothing(g.dtype), _rows(g, B), B, adapter.scale)  # scale g B: on its way to x anyway
-        adapter.kept = h, g
+        up = _product(
+            notes.nothing(g.dtype), _rows(g, B), B, adapter.scale
+        )  # scale g B, which the gradient of x needs anyway
+        adapter.factors = h, g
         notes.report(adapter, dropped, up)
         if not ctx.needs_input_grad[1]:
             return None, None, g if ctx.needs_input_grad[2] else None, None, None
-        broadcast = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)
+        x_gradient = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)
         if mask is not None:
-            broadcast = _undrop(broadcast, mask.reshape(broadcast.shape), 1 / (1 - ctx.rate))
+            x_gradient = _undrop(x_gradient, mask.reshape(x_gradient.shape), 1 / (1 - ctx.rate))
         if ctx.weight is not None:
-            broadcast.addmm_(g.reshape(-1, g.shape[-1]), ctx.weight)
-        return None, broadcast.view(dropped.shape), g if ctx.needs_input_grad[2] else None, None, None
+            x_gradient.addmm_(g.reshape(-1, g.shape[-1]), ctx.weight)
+        return None, x_gradient.view(dropped.shape), g if ctx.needs_input_grad[2] else None, None, None
 
 
 _undrop = torch.ops.aten.native_dropout_backward.default
@@ -133,12 +142,12 @@ def _as(t: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _rows(x: Tensor, like: Tensor) -> Tensor:
-    """(rows, entries), or (clients, rows, entries) where there is one matrix a client."""
+    """(rows, entries), or (clients, rows, entries) if there is one matrix per client."""
     return x.reshape(-1, x.shape[-1]) if like.dim() == 2 else x.reshape(len(like), -1, x.shape[-1])
 
 
 def _product(nothing: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale a b; beta = 0: nothing is added. It is there for alpha, which saves a pass over the product."""
+    """scale a b. beta = 0 ignores the first argument; alpha saves a pass over the product."""
     return (torch.addmm if b.dim() == 2 else torch.baddbmm)(nothing, a, b, beta=0, alpha=scale)
 
 
@@ -147,7 +156,7 @@ def _add(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _matrix(base: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """(out, in) and bias."""
+    """The weight (out, in) and the bias of a linear layer."""
     weight, bias = base.weight, base.bias
     assert isinstance(weight, Tensor)
     assert not isinstance(bias, nn.Module)
@@ -155,7 +164,7 @@ def _matrix(base: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 class LoRALinear(nn.Module):
-    """base(x) + (alpha / rank) dropout(x) A^T B^T; B starts at zero, so that the first model is the frozen one."""
+    """base(x) + (alpha / rank) dropout(x) A^T B^T; B starts at zero, so the first model equals the frozen one."""
 
     def __init__(
         self,
@@ -170,22 +179,22 @@ class LoRALinear(nn.Module):
         inputs, outputs = _sizes(base)
         weight = base.weight
         assert isinstance(weight, Tensor)
-        bound = 1 / math.sqrt(inputs)  # Kaiming's with a = sqrt 5: PEFT's
+        bound = 1 / math.sqrt(inputs)  # as in PEFT: Kaiming with a = sqrt(5)
         A = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator).to(weight.device, _kind(weight))
         B = torch.zeros(outputs, rank, device=weight.device, dtype=_kind(weight))
         self.adapter, self.base = Adapter(A, B, alpha / rank), base.requires_grad_(False)
-        # Another forward than that of a matrix is called as it is.
+        # A base with another forward is called as it is.
         self._plain = type(base).__name__ == "Conv1D" or type(base).forward is nn.Linear.forward
 
     def forward(self, x: Tensor) -> Tensor:
         where, notes = x.device.type, tape()
-        # One cast here, instead of one for every product that reads x.
+        # One cast here instead of one per product that reads x.
         kind = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else x.dtype
         if notes is not None and self.adapter in notes.names:
             x = notes.cast(x, kind)
             out = None if self._plain else self.base(x)
-            said: Tensor = _Adapted.apply(notes.root, x, out, self, notes)  # type: ignore[no-untyped-call]
-            return said
+            adapted: Tensor = _Adapted.apply(notes.root, x, out, self, notes)  # type: ignore[no-untyped-call]
+            return adapted
         x = x.to(kind)
         h = self.adapter(self.dropout(x))
         return self.adapter.onto(self.base(x), h)
@@ -199,7 +208,7 @@ def _kind(weight: Tensor) -> torch.dtype:
 
 
 def _linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's: a linear layer, transposed
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # in GPT-2: a transposed linear layer
 
 
 def _sizes(base: nn.Module) -> tuple[int, int]:
@@ -207,16 +216,16 @@ def _sizes(base: nn.Module) -> tuple[int, int]:
         return base.in_features, base.out_features
     if _linear(base) and isinstance(base.weight, Tensor):
         return int(base.weight.shape[0]), int(base.weight.shape[1])
-    raise SordinoError(f"targets: a {type(base).__name__} is no linear layer; adapt an nn.Linear.")
+    raise SordinoError(f"targets: a {type(base).__name__} is not a linear layer; choose an nn.Linear.")
 
 
 def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterable[tuple[str, Tensor]]:
-    """dA = up^T x and dB = g^T h of every example, where up = scale g B and h = scale x A^T.
+    """The rule of an adapter: dA = up^T x and dB = g^T h per example, with up = scale g B and h = scale x A^T.
 
-    x is what dropout left of it. Windows or tokens folded into the first axis are positions too.
+    x is the input after dropout. Windows or tokens in the first axis are positions too.
     """
-    (h, g), room = module.kept, module.room
-    module.kept, module.room = None, {}
+    (h, g), room = module.factors, module.room
+    module.factors, module.room = None, {}
     x, up, h, g = (
         t if t.dim() == 3 and len(t) == n else t.reshape(n, t.numel() // (n * t.shape[-1]), t.shape[-1])
         for t in (x, up, h, g)
@@ -248,28 +257,37 @@ def adapt(
     head: Sequence[str] | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Freeze a transformer, adapt its attention and train its head; changes and returns `module`.
+    """Freeze a transformer, add adapters to its attention and train its head.
 
     Args:
+      module: the transformer; it is changed.
+      rank: of the adapters.
+      alpha: the adapters are scaled by alpha / rank.
+      dropout: of the adapters' inputs, in training mode. All other dropout is set to zero, because the base is frozen.
       targets: last parts of the names of the linear layers to adapt; by default the projections to Q, K and V.
-      head: names, or last parts of names, of what is trained in full: a linear layer, or a module that holds some. By
-        default what is called classifier, score, head, …, outside the attention. An empty list trains none.
-      dropout: of the adapters' inputs, in training mode. All other dropout is set to zero: the base is frozen.
+      head: names, or last parts of names, of layers that are trained in full: a linear layer, or a module that contains
+        some. By default these are called classifier, score, head, …, outside the attention. An empty list trains none.
       seed: of the first A.
+
+    Returns:
+      The same module.
+
+    Raises:
+      SordinoError: an argument is out of its range, or no layer has the name of a target or head.
     """
     if rank < 1 or not 0 <= dropout < 1 or not alpha > 0:
         raise SordinoError(
-            f"rank {rank}, alpha {alpha}, dropout {dropout}: need 1 or more, above 0, and within [0, 1)."
+            f"rank {rank}, alpha {alpha}, dropout {dropout}: they must be at least 1, above 0, and within [0, 1)."
         )
     module.requires_grad_(False)
     _still(module)
     linears = {name: m for name, m in module.named_modules() if _linear(m)}
-    wanted = [name for name in linears if _last(name, targets or TARGETS)]
-    if not wanted:
+    targeted = [name for name in linears if _last(name, targets or TARGETS)]
+    if not targeted:
         raise SordinoError(f"targets: no linear layer is named {', '.join(targets or TARGETS)}. {_candidates(linears)}")
-    trained = _heads(module, linears, wanted, head)
+    trained = _heads(module, linears, targeted, head)
     generator = torch.Generator().manual_seed(seed)
-    for name in wanted:
+    for name in targeted:
         _put(module, name, LoRALinear(linears[name], rank, alpha, dropout, generator))
     for name in trained:
         layer = linears[name]
@@ -279,27 +297,29 @@ def adapt(
 
 
 def _heads(
-    module: nn.Module, linears: dict[str, nn.Module], wanted: Sequence[str], head: Sequence[str] | None
+    module: nn.Module, linears: dict[str, nn.Module], targeted: Sequence[str], head: Sequence[str] | None
 ) -> list[str]:
-    """Linear layers within the modules that `head` names, and no adapted ones."""
+    """The linear layers inside the modules that `head` names, without adapted ones."""
     words = HEAD_NAMES if head is None else tuple(head)
     if not words:
         return []
     names = dict(module.named_modules())
-    if head is None:  # an attention has an out_proj too, and a layer may have an fc: the head comes after them all
-        layers = {name.rpartition(".")[0] for name in wanted}
-        layers |= {re.split(r"\.\d+\.", name)[0] for name in wanted if re.search(r"\.\d+\.", name)}
+    if head is None:  # an attention also has an out_proj, and a layer may have an fc; the head comes after all of them
+        layers = {name.rpartition(".")[0] for name in targeted}
+        layers |= {re.split(r"\.\d+\.", name)[0] for name in targeted if re.search(r"\.\d+\.", name)}
         tops = [name for name in names if _last(name, words) and not any(name.startswith(f"{o}.") for o in layers)]
     else:
         tops = [name for name in names if _last(name, words)]
-    found = [
+    heads = [
         name
         for name, m in linears.items()
-        if isinstance(m, nn.Linear) and name not in wanted and any(name == t or name.startswith(f"{t}.") for t in tops)
+        if isinstance(m, nn.Linear)
+        and name not in targeted
+        and any(name == t or name.startswith(f"{t}.") for t in tops)
     ]
-    if not found:
+    if not heads:
         raise SordinoError(f"head: nothing is named {', '.join(words)}. {_candidates(linears)} head=[] trains none.")
-    return found
+    return heads
 
 
 def _last(name: str, words: Iterable[str]) -> bool:
@@ -307,13 +327,13 @@ def _last(name: str, words: Iterable[str]) -> bool:
 
 
 def _candidates(linear: Iterable[str]) -> str:
-    """Names of linear layers, those of numbered layers once."""
+    """The names of linear layers; those of numbered layers appear once."""
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in linear)
     return f"Linear layers here: {', '.join(names) or 'none'}."
 
 
 def _still(module: nn.Module) -> None:
-    """No dropout in what is frozen: it computes what it computed when it was trained, and draws no random numbers."""
+    """Turn off dropout in frozen parts: they then compute what they computed after training, without random numbers."""
     for m in module.modules():
         if isinstance(m, nn.modules.dropout._DropoutNd):
             m.p = 0.0
@@ -331,19 +351,25 @@ def _put(module: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
-    """Write theta as PEFT does, so that `peft.PeftModel.from_pretrained(base, folder)` computes the same.
+    """Write theta in PEFT's format, so that `peft.PeftModel.from_pretrained(base, folder)` computes the same.
 
-    model: what `adapt` returned, or a model of flat parameters around it.
+    Args:
+      folder: where to write; it is created.
+      model: the module that `adapt` returned, or a `TorchModel` around it.
+      theta: the trained parameters.
+
+    Raises:
+      SordinoError: the model has no adapters, or theta does not fit.
     """
     from safetensors.torch import save_file
 
     module, places = _places(model)
     adapted = {name: m for name, m in module.named_modules() if isinstance(m, LoRALinear)}
     if not adapted:
-        raise SordinoError("model: it has no adapters; adapt() makes some.")
+        raise SordinoError("model: it has no adapters; adapt() adds them.")
     size = sum(math.prod(shape) for _, shape in places)
     if theta.shape != (size,):
-        raise SordinoError(f"theta: it has shape {tuple(theta.shape)}, the adapters need ({size},).")
+        raise SordinoError(f"theta: its shape is {tuple(theta.shape)}, but the adapters need ({size},).")
     parts = torch.split(theta.detach().cpu().float(), [math.prod(shape) for _, shape in places])
     some = next(iter(adapted.values()))
     heads = [name for name, m in module.named_modules() if isinstance(m, GroupedLinear)]
@@ -368,43 +394,54 @@ def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
 
 
 def load_peft(folder: str | Path, model: Any) -> Tensor:
-    """Theta from PEFT's files, ours or PEFT's own."""
+    """Read theta from files that `save_peft` or PEFT wrote.
+
+    Args:
+      folder: where the files are.
+      model: the module that `adapt` returned, or a `TorchModel` around it.
+
+    Returns:
+      The trained parameters.
+
+    Raises:
+      SordinoError: a file is missing, or does not fit the model.
+    """
     from safetensors.torch import load_file
 
     module, places = _places(model)
     folder = Path(folder).expanduser()
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
-            raise SordinoError(f"folder: '{folder}' has no {file}; give one that save_peft or PEFT wrote.")
+            raise SordinoError(f"folder: '{folder}' has no {file}; name a folder that save_peft or PEFT wrote.")
     config, tensors = json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(folder / WEIGHTS)
     some = next((m for m in module.modules() if isinstance(m, LoRALinear)), None)
     if some is None:
-        raise SordinoError("model: it has no adapters; adapt() makes some.")
+        raise SordinoError("model: it has no adapters; adapt() adds them.")
     if (config["r"], config["lora_alpha"]) != (some.rank, some.alpha):
         raise SordinoError(
-            f"folder: rank {config['r']} and alpha {config['lora_alpha']:g} there, {some.rank} and "
-            f"{some.alpha:g} here; build the model with the former."
+            f"folder: it has rank {config['r']} and alpha {config['lora_alpha']:g}, but the model has {some.rank} and "
+            f"{some.alpha:g}; build the model with those of the folder."
         )
     wrong = [key for key, shape in places if key not in tensors or tuple(tensors[key].shape) != shape]
     if wrong or len(tensors) != len(places):
         odd = wrong[0] if wrong else min(tensors.keys() - {key for key, _ in places})
-        raise SordinoError(f"folder: '{folder / WEIGHTS}' and the model do not agree about {odd}.")
+        raise SordinoError(f"folder: '{folder / WEIGHTS}' does not fit the model at {odd}.")
     return torch.cat([tensors[key].float().flatten() for key, _ in places])
 
 
 def module_of(model: Any) -> nn.Module:
-    """What a model of flat parameters wraps; a module is itself."""
-    found: nn.Module = model if isinstance(model, nn.Module) else model.module
-    return found
+    """The module inside a `TorchModel`; a module is returned as it is."""
+    module: nn.Module = model if isinstance(model, nn.Module) else model.module
+    return module
 
 
 def _inner(module: nn.Module) -> str:
-    """The prefix of names in a model that turns rows into what a transformer wants: PEFT wraps the transformer."""
+    """The prefix of names in a model that wraps the transformer. PEFT's names start at the transformer."""
     return "network." if isinstance(getattr(module, "network", None), nn.Module) else ""
 
 
 def _places(model: Any) -> tuple[nn.Module, list[tuple[str, tuple[int, ...]]]]:
-    """The module, and of every trained tensor, in theta's order: its name in PEFT's files, and its shape."""
+    """The module; and for every trained tensor, in the order of theta, its name in PEFT's files and its shape."""
     module = module_of(model)
     owners = {name: m for name, m in module.named_modules() if isinstance(m, Adapter | GroupedLinear)}
     places = []

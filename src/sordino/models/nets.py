@@ -11,48 +11,58 @@ from sordino.errors import SordinoError, nearest
 from sordino.models.torch_model import TorchModel
 
 NETS = ("mlp", "cnn", "resnet18-gn")
-IMAGE_SHAPES = {
-    64: (8, 8, 1),
-    784: (28, 28, 1),
-    3072: (32, 32, 3),
-}  # what rows of so many features are: as `data` lays them
+# The shape of an image with so many features, as `data` lays it out.
+IMAGE_SHAPES = {64: (8, 8, 1), 784: (28, 28, 1), 3072: (32, 32, 3)}
 
 
 class Channels(nn.Module):
-    """Images with their channels innermost, as rows of data hold them, to channels first."""
+    """Move channels from the last axis, where rows of data have them, to the first."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.movedim(-1, 1).contiguous()
 
 
 def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None = None, seed: int = 0) -> TorchModel:
-    """A network for rows of `features` numbers; its first parameters follow from `seed` alone.
+    """A small network by name.
 
-    shape: of an image, channels first. Without it, rows are images of a known size whose channels stand innermost.
+    Args:
+      name: one of `NETS`.
+      features: numbers per record.
+      classes: number of classes.
+      shape: of an image, channels first. By default rows are images of a known size with channels last.
+      seed: determines the first parameters.
+
+    Returns:
+      The model.
+
+    Raises:
+      SordinoError: the name is unknown, or the shape does not fit.
     """
     if name not in NETS:
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, NETS)}")
     if shape is not None and math.prod(shape) != features:
         raise SordinoError(f"shape: {shape} holds {math.prod(shape)} numbers, but a row has {features}.")
-    known = IMAGE_SHAPES.get(features) if name != "mlp" and shape is None else None
+    channels_last = IMAGE_SHAPES.get(features) if name != "mlp" and shape is None else None
     if name == "mlp":
         shape = (features,)
-    elif known is not None:
-        shape = (known[2], *known[:2])
+    elif channels_last is not None:
+        shape = (channels_last[2], *channels_last[:2])
     elif shape is None or len(shape) != 3:
-        raise SordinoError(f"shape: {name} reads images; give (channels, height, width) of rows of {features} numbers.")
+        raise SordinoError(
+            f"shape: {name} reads images; pass (channels, height, width) for rows of {features} numbers."
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "mlp":
             return TorchModel(mlp(features, classes), shape=shape)
         net = cnn(shape, classes) if name == "cnn" else resnet18(shape[0], classes)
-        if known is not None and shape[0] > 1:
-            net, shape = nn.Sequential(Channels(), net), known
+        if channels_last is not None and shape[0] > 1:
+            net, shape = nn.Sequential(Channels(), net), channels_last
         return TorchModel(net, shape=shape, check=name == "cnn")  # a small ResNet is checked by the tests
 
 
 def mlp(features: int, classes: int, hidden: int = 64) -> nn.Module:
-    """One hidden layer."""
+    """A network with one hidden layer."""
     return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
 
 
@@ -76,15 +86,17 @@ def cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a shortcut around them."""
 
-    def __init__(self, given: int, made: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.first = nn.Conv2d(given, made, 3, stride, 1, bias=False)
-        self.second = nn.Conv2d(made, made, 3, 1, 1, bias=False)
-        self.norms = nn.ModuleList([nn.GroupNorm(groups(made), made) for _ in range(2)])
-        around = nn.Sequential(nn.Conv2d(given, made, 1, stride, bias=False), nn.GroupNorm(groups(made), made))
-        self.around = nn.Identity() if given == made and stride == 1 else around
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.GroupNorm(groups(outputs), outputs) for _ in range(2)])
+        around = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(groups(outputs), outputs)
+        )
+        self.around = nn.Identity() if inputs == outputs and stride == 1 else around
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.norms[0](self.first(x)).relu()
@@ -93,16 +105,17 @@ class Block(nn.Module):
 
 
 def groups(channels: int) -> int:
+    """The number of groups of a group norm."""
     return min(32, channels // 4)
 
 
 def resnet18(channels: int, classes: int) -> nn.Module:
-    """For small images (a 3 x 3 stem, no pooling before the blocks), with group norm."""
+    """ResNet-18 with group norm for small images: a 3 x 3 stem, no pooling before the blocks."""
     widths = (64, 128, 256, 512)
     stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.GroupNorm(groups(64), 64), nn.ReLU())
     body: list[nn.Module] = []
-    given = 64
-    for k, made in enumerate(widths):
-        body += [Block(given, made, 1 if k == 0 else 2), Block(made, made, 1)]
-        given = made
-    return nn.Sequential(stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(given, classes))
+    inputs = 64
+    for k, outputs in enumerate(widths):
+        body += [Block(inputs, outputs, 1 if k == 0 else 2), Block(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))

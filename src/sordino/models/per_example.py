@@ -1,10 +1,10 @@
 """Gradients of single examples from one backward pass.
 
-The gradient of a layer's weights is a product of what went in, a, and the loss's gradient by what came out, g. Both
-pass by in one backward sweep over a batch, in which autograd is never asked for a summed weight gradient: a hook hands
-(a, g) of every layer to its *rule*, which gives one gradient an example. Where the product is larger than its factors,
-only its norm is taken (`squares`), and the weighted sum over examples is one matrix product. A layer that is `taped`
-needs no hook: it asks for the `tape` of the pass and reports its uses itself.
+The gradient of a layer's weights is a product of its input a and of the loss's gradient g with respect to its output.
+Both are available in one backward pass over a batch. Autograd never computes a summed weight gradient. Instead a hook
+passes (a, g) of every layer to its *rule*, which computes one gradient per example. If the product is larger than its
+factors, only its norm is computed (`squares`), and the weighted sum over examples is one matrix product. A layer that
+is `taped` needs no hook: it asks for the `tape` of the pass and reports its uses itself.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from sordino.errors import SordinoError
 from sordino.models.arithmetic import FLOAT32_TERMS
 
 # (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While
-# a rule runs, the module holds the parameters of the call: the trained ones are plain tensors, no `nn.Parameter`s.
+# a rule runs, the module holds the parameters of the call. The trained ones are plain tensors, not `nn.Parameter`s.
 GradientRule = Callable[[nn.Module, Tensor, Tensor, int], Iterable[tuple[str, Tensor]]]
 BatchLoss = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> summed loss
 Owned = list[tuple[nn.Module, dict[str, str]]]  # modules that own trained parameters: name in the module -> full name
 
 WRITE_COST_THRESHOLD = 10  # multiplications that take as long as writing, measuring and summing one gradient entry
-MAX_INPUT_NORM = 1e30  # norm of a layer's input
-FLOAT32_CHUNK_SQUARES = 512  # numbers whose squares are added before float64 takes over
-FLOAT64_CHUNK_EXAMPLES = 1024  # examples of one product in float64
-FACTOR_CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**26}  # numbers of its factors
+MAX_INPUT_NORM = 1e30  # of a layer's input
+FLOAT32_CHUNK_SQUARES = 512  # squares that are added in float32; their sums are added in float64
+FLOAT64_CHUNK_EXAMPLES = 1024  # examples of one float64 product
+FACTOR_CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**26}  # numbers in the factors of one float64 product
 
 
 class Use(NamedTuple):
-    """One use of a layer in a forward pass: what went in, and the gradient by what came out."""
+    """One use of a layer in a forward pass: its input a, and the loss's gradient g with respect to its output."""
 
     module: nn.Module
     names: dict[str, str]
     a: Tensor
     g: Tensor
-    once: bool  # no other use of the same parameters
+    once: bool  # the parameters have no other use
 
 
 def trained(parameter: object) -> bool:
-    """Is it one that the call was given? The frozen ones stay `nn.Parameter`s."""
+    """Whether a parameter belongs to the call. Frozen ones stay `nn.Parameter`s."""
     return isinstance(parameter, Tensor) and not isinstance(parameter, nn.Parameter)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """A batch of products. On a CPU from contiguous factors: transposed ones can be thirty times as slow."""
+    """A batch of matrix products. A CPU gets contiguous factors: transposed ones can be thirty times slower."""
     return torch.bmm(a, b) if a.is_cuda else torch.bmm(a.contiguous(), b.contiguous())
 
 
 def summed(z: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy, summed over examples."""
+    """The cross entropy, summed over examples."""
     return functional.cross_entropy(z.float() if z.dtype is torch.bfloat16 else z, y, reduction="sum")
 
 
@@ -64,7 +64,7 @@ def summed(z: Tensor, y: Tensor) -> Tensor:
 
 
 def linear(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
-    """g a^T, summed over positions. Windows or tokens folded into the first axis are positions too."""
+    """g a^T, summed over positions. Windows or tokens in the first axis are positions too."""
     a, g = a.reshape(n, -1, a.shape[-1]), g.reshape(n, -1, g.shape[-1])
     if trained(module.weight):
         a = a.to(g.dtype)
@@ -74,7 +74,7 @@ def linear(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Ten
 
 
 def conv(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
-    """A convolution is a linear layer on patches, in each of its groups."""
+    """The rule of a convolution, which is a linear layer on patches in each of its groups."""
     g = g.flatten(2)
     if trained(module.weight):
         u, groups = patches(module, a.to(g.dtype)), module.groups
@@ -87,6 +87,7 @@ def conv(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tenso
 
 
 def embedding(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    """The rule of an embedding: g is added to the row of each token."""
     ids, g = a.reshape(n, -1).long(), g.reshape(n, -1, g.shape[-1])
     if module.padding_idx is not None:
         g = g.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
@@ -96,6 +97,7 @@ def embedding(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, 
 
 
 def layer_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
+    """The rule of a layer norm."""
     shape = module.normalized_shape
     if trained(module.weight):
         yield "weight", (functional.layer_norm(a.to(g.dtype), shape, eps=module.eps) * g).reshape(n, -1, *shape).sum(1)
@@ -104,7 +106,7 @@ def layer_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str,
 
 
 def channel_norm(module: Any, a: Tensor, g: Tensor, n: int) -> Iterator[tuple[str, Tensor]]:
-    """Group and instance norm: one scale and one shift a channel."""
+    """The rule of group and instance norm: one scale and one shift per channel."""
     shape = (n, -1, g.shape[1], math.prod(g.shape[2:]))
     if trained(module.weight):
         plain = functional.group_norm(a.to(g.dtype), getattr(module, "num_groups", a.shape[1]), eps=module.eps)
@@ -126,75 +128,77 @@ RULES: dict[type[nn.Module], GradientRule] = {
 
 
 def patches(module: Any, a: Tensor) -> Tensor:
-    """Rows x positions x entries of a patch."""
+    """The patches of a convolution's input: rows x positions x entries."""
     kernel, sides = module.kernel_size, module._reversed_padding_repeated_twice
     if any(sides):
         a = functional.pad(a, sides, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
     for axis, (k, s, d) in enumerate(zip(kernel, module.stride, module.dilation, strict=True), 2):
-        a = a.unfold(axis, d * (k - 1) + 1, s)[..., ::d]  # a view: it grows a trailing axis
+        a = a.unfold(axis, d * (k - 1) + 1, s)[..., ::d]  # a view with one more trailing axis
     dims = len(kernel)
     a = a.movedim(1, 1 + dims)  # rows x positions x channels x kernel
     return a.reshape(len(a), math.prod(a.shape[1 : 1 + dims]), -1)
 
 
-# ------------------------------------------------------------------------------------------------------- one sweep
+# ------------------------------------------------------------------------------------------------------- one pass
 
 
 def owners(module: nn.Module, names: Iterable[str]) -> Owned:
-    """Modules that own one of the named parameters; a tied one answers to the first of its names."""
-    wanted = set(names)
-    first = {id(p): name for name, p in module.named_parameters() if name in wanted}
-    found: Owned = []
+    """The modules that own one of the named parameters. A tied parameter is listed under its first name."""
+    requested = set(names)
+    full_names = {id(p): name for name, p in module.named_parameters() if name in requested}
+    owned: Owned = []
     for part in module.modules():
-        mine = {own: first[id(p)] for own, p in part.named_parameters(recurse=False) if id(p) in first}
+        mine = {local: full_names[id(p)] for local, p in part.named_parameters(recurse=False) if id(p) in full_names}
         if mine:
-            found.append((part, mine))
-    return found
+            owned.append((part, mine))
+    return owned
 
 
 def supported(module: nn.Module) -> list[str]:
-    """Modules whose trainable parameters no rule covers; empty where the sweep serves all of them."""
+    """The modules whose trainable parameters no rule covers; empty if all are covered."""
     odd = []
     for name, part in module.named_modules():
-        own = {key for key, p in part.named_parameters(recurse=False) if p.requires_grad}
-        known = type(part) in RULES
-        if known and type(part).__module__.startswith("torch.nn"):  # with weight norm and the like it has other names
-            known = own <= {"weight", "bias"}
-        if isinstance(part, nn.Embedding):  # both look across examples, or write to the weights
-            known = known and part.max_norm is None and not part.scale_grad_by_freq
-        if own and not known:
+        trainable = {key for key, p in part.named_parameters(recurse=False) if p.requires_grad}
+        covered = type(part) in RULES
+        if covered and type(part).__module__.startswith("torch.nn"):  # weight norm, for example, has other names
+            covered = trainable <= {"weight", "bias"}
+        if isinstance(part, nn.Embedding):  # these options read other examples, or write to the weights
+            covered = covered and part.max_norm is None and not part.scale_grad_by_freq
+        if trainable and not covered:
             odd.append(f"{name or 'the module itself'} ({type(part).__name__})")
     return odd
 
 
 class Tape:
-    """What a forward pass leaves for the backward one."""
+    """What a forward pass records for the backward pass."""
 
     def __init__(self, visit: Callable[[Use], None], owned: Owned, like: Tensor) -> None:
         self.visit, self.names = visit, dict(owned)
         self.times: dict[str, int] = {}
-        # Nothing is trained in autograd's eyes. What starts a path to the loss depends on `root`, or is a leaf itself.
+        # Autograd sees no trained parameter. Every path to the loss starts at `root` or at another leaf.
         self.root = torch.empty(0, device=like.device, requires_grad=True)
         self.leaves = [self.root]
         self._cast: tuple[Tensor | None, Tensor | None] = None, None
         self._nothing: dict[torch.dtype, Tensor] = {}
 
     def nothing(self, kind: torch.dtype) -> Tensor:
-        """A number that a product with beta = 0 does not read."""
+        """The first argument of a product with beta = 0, which does not read it."""
         if kind not in self._nothing:
             self._nothing[kind] = torch.empty((), dtype=kind, device=self.root.device)
         return self._nothing[kind]
 
     def used(self, module: nn.Module) -> None:
+        """Count a use of the module's parameters."""
         for name in self.names[module].values():
             self.times[name] = self.times.get(name, 0) + 1
 
     def report(self, module: nn.Module, a: Tensor, g: Tensor) -> None:
+        """Pass a use to the visitor."""
         names = self.names[module]
         self.visit(Use(module, names, a, g, all(self.times[name] == 1 for name in names.values())))
 
     def cast(self, x: Tensor, kind: torch.dtype) -> Tensor:
-        """Once where several layers in turn read the same x."""
+        """x in another type, converted once if several layers in turn read it."""
         if x.dtype == kind:
             return x
         if self._cast[0] is not x:
@@ -202,14 +206,17 @@ class Tape:
         assert self._cast[1] is not None
         return self._cast[1]
 
-    def hook(self, part: nn.Module, args: tuple[Any, ...], words: dict[str, Any], out: Tensor) -> None:
-        a = (args[0] if args else next(iter(words.values()))).detach()
+    def hook(self, part: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], out: Tensor) -> None:
+        """The forward hook of a layer: registers a hook on its output for the backward pass."""
+        a = (args[0] if args else next(iter(keywords.values()))).detach()
         version = a._version
         self.used(part)
 
         def back(g: Tensor) -> None:
             if a._version != version:
-                raise SordinoError(f"module: the input of {part} is overwritten in place; avoid that.")
+                raise SordinoError(
+                    f"module: the input of {part} is overwritten in place; use an operation that returns a new tensor."
+                )
             self.report(part, a, g.detach())
 
         if not out.requires_grad:
@@ -217,6 +224,7 @@ class Tape:
         out.register_hook(back)  # type: ignore[no-untyped-call]
 
     def forward(self, module: nn.Module, x: Tensor, y: Tensor, loss: BatchLoss) -> Tensor:
+        """The summed loss, with hooks on all layers that own trained parameters."""
         parts = [part for part in self.names if not getattr(part, "taped", False)]
         handles = [part.register_forward_hook(self.hook, with_kwargs=True) for part in parts]
         before, _running.tape = tape(), self
@@ -230,7 +238,7 @@ class Tape:
                 handle.remove()
 
     def backward(self, total: Tensor) -> None:
-        """Without autocast: the thread in which autograd works would not know its type."""
+        """Run the backward pass without autocast, because autograd's thread does not know its type."""
         if total.requires_grad:
             with torch.autocast(total.device.type, enabled=False):
                 torch.autograd.grad(total, self.leaves, allow_unused=True)
@@ -240,22 +248,22 @@ _running = threading.local()
 
 
 def tape() -> Tape | None:
-    """Of the pass that this thread is in, if any."""
+    """The tape of the pass that this thread runs, if any."""
     return getattr(_running, "tape", None)
 
 
 @contextmanager
 def placed(owned: Owned, params: dict[str, Tensor]) -> Iterator[None]:
-    """Modules hold the parameters of the call; tied ones too."""
-    places = [(part._parameters, own, params[name].detach()) for part, names in owned for own, name in names.items()]
-    before = [home[own] for home, own, _ in places]
+    """In this context the modules hold the parameters of the call, including tied ones."""
+    places = [(part._parameters, key, params[name].detach()) for part, names in owned for key, name in names.items()]
+    before = [parameters[key] for parameters, key, _ in places]
     try:
-        for home, own, value in places:
-            home[own] = value  # type: ignore[assignment]
+        for parameters, key, value in places:
+            parameters[key] = value  # type: ignore[assignment]
         yield
     finally:
-        for (home, own, _), old in zip(places, before, strict=True):
-            home[own] = old
+        for (parameters, key, _), old in zip(places, before, strict=True):
+            parameters[key] = old
 
 
 def sweep(
@@ -267,7 +275,7 @@ def sweep(
     visit: Callable[[Use], None],
     owned: Owned | None = None,
 ) -> None:
-    """Visit every use of a layer with trained parameters, last to first."""
+    """Visit every use of a layer with trained parameters, from the last to the first."""
     owned = owners(module, params) if owned is None else owned
     with placed(owned, params):
         notes = Tape(visit, owned, x)
@@ -278,57 +286,61 @@ def sweep(
 
 
 def extent(use: Use, n: int) -> tuple[int, int, int]:
-    """Positions, entries in and entries out of a layer that is a matrix product."""
+    """Positions, inputs and outputs of a layer that is a matrix product."""
     weight: Any = use.module.weight
     if hasattr(use.module, "kernel_size"):
         return use.g.numel() // (n * len(weight)), math.prod(weight.shape[1:]), len(weight)
-    made, given = weight.shape[-2:]  # clients may stand before
-    return use.g.numel() // (n * made), given, made
+    outputs, inputs = weight.shape[-2:]  # a leading axis of clients is possible
+    return use.g.numel() // (n * outputs), inputs, outputs
 
 
 def short(use: Use, n: int) -> bool:
-    """Is the norm cheaper from positions x positions (|a a^T * g g^T|) than from the product itself?"""
+    """Whether the norm is cheaper from positions x positions (|a a^T * g g^T|) than from the product itself."""
     if not use.once or type(use.module) not in (nn.Linear, nn.Conv1d, nn.Conv2d):
         return False
-    positions, given, made = extent(use, n)
+    positions, inputs, outputs = extent(use, n)
     if getattr(use.module, "groups", 1) > 1:
         return False
-    return positions**2 * (given + made) + positions * given * made < (positions + WRITE_COST_THRESHOLD) * given * made
+    return (
+        positions**2 * (inputs + outputs) + positions * inputs * outputs
+        < (positions + WRITE_COST_THRESHOLD) * inputs * outputs
+    )
 
 
 def single(use: Use, n: int) -> bool:
-    """A linear layer that each example passes once, such as a head: its gradient is of rank one."""
+    """Whether each example passes a linear layer once, as in a head. Its gradient then has rank one."""
     return use.once and RULES.get(type(use.module)) is linear and "weight" in use.names and extent(use, n)[0] == 1
 
 
 def never(use: Use, n: int) -> bool:
+    """False for every use."""
     return False
 
 
 def factors(use: Use, n: int) -> tuple[Tensor, Tensor]:
-    """a and g, examples x positions x entries."""
-    positions, given, made = extent(use, n)
+    """a and g as examples x positions x entries."""
+    positions, inputs, outputs = extent(use, n)
     if not hasattr(use.module, "kernel_size"):
-        return use.a.reshape(n, positions, given), use.g.reshape(n, positions, made)
-    return patches(use.module, use.a).reshape(n, positions, given), use.g.flatten(2).mT.reshape(n, positions, made)
+        return use.a.reshape(n, positions, inputs), use.g.reshape(n, positions, outputs)
+    return patches(use.module, use.a).reshape(n, positions, inputs), use.g.flatten(2).mT.reshape(n, positions, outputs)
 
 
 def squares(use: Use, n: int) -> Tensor:
-    """An upper bound of each example's squared norm |sum over p of g_p a_p^T|^2 (and |sum g_p|^2), in float64.
+    """An upper bound on each example's squared norm |sum over p of g_p a_p^T|^2 (and |sum g_p|^2), in float64.
 
-    One position: the product of two norms in float64. Several: the sum over p, q of (a_p . a_q)(g_p . g_q), from Gram
-    matrices in the type of g, of unit roundoff u = eps / 2. A scalar product of k numbers is off by k u |a_p| |a_q|,
-    and by 2 k tiny where it meets the end of the range. Summed over p and q, the error of the product of both is at
-    most (given + made + 2) u whole, where whole = |a|^2 |g|^2 + p |g|^2 for weight and bias, plus
-    2 p tiny (given |g|^2 + made |a|^2 + p); that of the bias at most 2 p u whole. Twice the first is added, as terms
-    may cancel: slack = (given + made + p) eps, 2e-5 for 64 entries in, 64 out and 16 positions in float32, and whole is
-    itself an upper bound (`bound`). The exact norm of what `total` sums is therefore below this one; where that holds
-    only by overflow, the norm counts as infinite.
+    For one position it is the product of two norms in float64. For several positions it is the sum over p, q of (a_p .
+    a_q)(g_p . g_q), from Gram matrices in the type of g with unit roundoff u = eps / 2. The error of a scalar product
+    of k numbers is at most k u |a_p| |a_q|, plus 2 k tiny at the end of the range. Summed over p and q, the error of
+    the product of both is at most (inputs + outputs + 2) u whole, where whole = |a|^2 |g|^2 + p |g|^2 for weight and
+    bias, plus 2 p tiny (inputs |g|^2 + outputs |a|^2 + p). The error of the bias is at most 2 p u whole. Twice the
+    first is added, because terms may cancel: slack = (inputs + outputs + p) eps, which is 2e-5 for 64 inputs, 64
+    outputs and 16 positions in float32. `whole` is itself an upper bound (`bound`). So the exact norm of what `total`
+    sums is at most this bound. If that holds only because of overflow, the norm counts as infinite.
 
     An input so large that its bounded g would lose digits counts as infinite.
     """
     a, g = factors(use, n)
-    positions, given, made = extent(use, n)
+    positions, inputs, outputs = extent(use, n)
     size = measure if positions == 1 else bound
     entries, ends = size(a.flatten(1)) if "weight" in use.names else None, size(g.flatten(1))
     whole = ends * float(positions * ("bias" in use.names))
@@ -337,103 +349,103 @@ def squares(use: Use, n: int) -> Tensor:
         whole = whole + ends * entries
     if positions == 1:
         return whole
-    found = torch.zeros_like(whole)
+    computed = torch.zeros_like(whole)
     about = torch.finfo(g.dtype)
     if entries is not None:
-        found += times(a, a.mT).mul_(times(g, g.mT)).sum((1, 2), dtype=torch.float64)
-        found += 2 * positions * about.tiny * (given * ends + made * entries + positions)
+        computed += times(a, a.mT).mul_(times(g, g.mT)).sum((1, 2), dtype=torch.float64)
+        computed += 2 * positions * about.tiny * (inputs * ends + outputs * entries + positions)
     if "bias" in use.names:
-        found += measure(g.sum(1))
-    found = found.masked_fill(~found.isfinite(), math.inf)
-    upper: Tensor = found.clamp_min(0) + (given + made + positions) * about.eps * whole
+        computed += measure(g.sum(1))
+    computed = computed.masked_fill(~computed.isfinite(), math.inf)
+    upper: Tensor = computed.clamp_min(0) + (inputs + outputs + positions) * about.eps * whole
     return upper
 
 
 def total(use: Use, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Sum over the examples of each group of factor times gradient, in float64; what is not finite has factor zero.
+    """The sum over the examples of each group of factor times gradient, in float64. Non-finite terms have factor zero.
 
-    a, g and, of float32 numbers, factor times g are exact in float64. A product of m examples adds K = m p terms, so it
-    is off by at most (K + 1) 2^-53 times the sum over examples of factor |a| |g|. Terms of one example may
-    cancel, so this is not bounded by the clip C itself; but `squares` is at least slack |a|^2 |g|^2, hence
-    factor |a| |g| <= C / sqrt(slack). `short` lets p positions through only if p^2 (given + made) < 10 given made, so
-    p^2 < 2.5 (given + made) and slack > 2^-23 p^2 / 2.5. The error is then below m p 2^-53 * m C * 4580 / p, and twice
-    that for two neighbours is 1e-12 m^2 C: 1e-6 C for m = FLOAT64_CHUNK_EXAMPLES = 1024. One position cannot cancel:
-    2e-10 C. Where a and g are float64 themselves, slack is 2^29 times smaller and m = FLOAT32_TERMS: 6e-6 C.
+    In float64, a, g and (for float32 numbers) factor times g are exact. A product of m examples adds K = m p terms, so
+    its error is at most (K + 1) 2^-53 times the sum over examples of factor |a| |g|. Terms of one example may cancel,
+    so the clip C itself does not bound this. But `squares` is at least slack |a|^2 |g|^2, so factor |a| |g| <= C /
+    sqrt(slack). `short` accepts p positions only if p^2 (inputs + outputs) < 10 inputs outputs, so p^2 < 2.5 (inputs +
+    outputs) and slack > 2^-23 p^2 / 2.5. The error is then below m p 2^-53 * m C * 4580 / p. Twice that, for two
+    neighbours, is 1e-12 m^2 C, which is 1e-6 C for m = FLOAT64_CHUNK_EXAMPLES = 1024. One position cannot cancel: 2e-10
+    C. If a and g are float64, slack is 2^29 times smaller and m = FLOAT32_TERMS: 6e-6 C.
     """
     groups, n = factor.shape
     a, g = factors(use, groups * n)
-    positions, given, made = extent(use, groups * n)
-    entries = groups * positions * (given + made)
+    positions, inputs, outputs = extent(use, groups * n)
+    entries = groups * positions * (inputs + outputs)
     most = FLOAT32_TERMS if g.dtype is torch.float64 else FLOAT64_CHUNK_EXAMPLES
     step = max(1, min(most, FACTOR_CHUNK_NUMBERS.get(a.device.type, FACTOR_CHUNK_NUMBERS["cpu"]) // max(1, entries)))
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for start in range(0, n, step):
         rows = slice(start, start + step)
         left, right = (_exact(t, groups, n, rows) for t in (a, g))
         right = right.mul_(factor[:, rows, None].expand(-1, -1, positions).reshape(groups, -1, 1))
         if "weight" in use.names:
-            _gather(found, use.names["weight"], torch.bmm(right.mT, left).flatten(1))
+            _accumulate(sums, use.names["weight"], torch.bmm(right.mT, left).flatten(1))
         if "bias" in use.names:
-            _gather(found, use.names["bias"], right.sum(1))
-    yield from found.items()
+            _accumulate(sums, use.names["bias"], right.sum(1))
+    yield from sums.items()
 
 
 def _exact(t: Tensor, groups: int, n: int, rows: slice) -> Tensor:
-    """Some rows of each group in float64, as groups x positions of all rows; 0 for NaN, as 0 * NaN would be NaN."""
+    """Some rows of each group in float64: groups x positions of all rows. NaN becomes 0, because 0 * NaN is NaN."""
     if rows.stop - rows.start < n:
         t = t.reshape(groups, n, -1, t.shape[-1])[:, rows]
     t = t.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     return t.view(groups, -1, t.shape[-1]).nan_to_num_(0, 0, 0)
 
 
-def _gather(found: dict[str, Tensor], name: str, part: Tensor) -> None:
-    found[name] = found[name].add_(part) if name in found else part
+def _accumulate(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
+    sums[name] = sums[name].add_(part) if name in sums else part
 
 
 def measure(part: Tensor) -> Tensor:
-    """Squared norms of rows, in float64, which copies them: for small ones.
+    """Squared norms of rows in float64. This copies the rows, so it is for small ones.
 
-    A sum of k squares falls short by at most (k + 2) 2^-53 of itself: 1e-8 for 1e8 entries, which SAFETY covers.
+    A sum of k squares is too small by a relative error of at most (k + 2) 2^-53: 1e-8 for 1e8 entries. SAFETY covers
+    it.
     """
     norm: Tensor = torch.linalg.vector_norm(part.flatten(1), dim=1, dtype=torch.float64)
     return norm.square()
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """Side by side, filled up with zeros to a multiple of FLOAT32_CHUNK_SQUARES."""
+    """Matrices side by side, padded with zero columns to a multiple of FLOAT32_CHUNK_SQUARES."""
     rest = -sum(part.shape[1] for part in parts) % FLOAT32_CHUNK_SQUARES
     return torch.cat([*parts, parts[0].new_zeros(len(parts[0]), rest)], 1)
 
 
 def bound(rows: Tensor) -> Tensor:
-    """Upper bounds of squared norms of rows, in float64, from one pass over them; `measure` would copy them first.
+    """Upper bounds on squared norms of rows, in float64, from one pass. Unlike `measure` this does not copy the rows.
 
-    w = FLOAT32_CHUNK_SQUARES squares are added in float32 at least (u = 2^-24), blocks of w in float64. In whatever
-    order a block is added, its norm squared falls short by at most (w + 4) u of itself (w for the squares and their
-    sum, 1 for the root, twice because it is squared again), and each square by the smallest normal number.
-    (w + 8) eps = 6.2e-5 of
-    it, twice that, is added; the rest of it exceeds what 2e5 blocks, or 1e8 entries, lose in float64: 2e-11. A block
-    whose squares overflow makes its row's norm infinite.
+    w = FLOAT32_CHUNK_SQUARES squares are added in float32 at least (u = 2^-24), and blocks of w squares in float64. For
+    any order of additions, the squared norm of a block is too small by at most (w + 4) u of itself (w for the squares
+    and their sum, 1 for the root, doubled by squaring), and each square by the smallest normal number. The function
+    adds (w + 8) eps = 6.2e-5 of it, which is twice that. The remainder exceeds what 2e5 blocks, or 1e8 entries, lose in
+    float64: 2e-11. A block whose squares overflow makes the norm of its row infinite.
     """
     kind = torch.promote_types(rows.dtype, torch.float32)
     width = rows.shape[1]
     whole = width - width % FLOAT32_CHUNK_SQUARES
     blocks = rows[:, :whole].reshape(len(rows), whole // FLOAT32_CHUNK_SQUARES, FLOAT32_CHUNK_SQUARES)  # a view
-    found: Tensor = torch.linalg.vector_norm(blocks, dim=2, dtype=kind).double().square().sum(1)
+    squares: Tensor = torch.linalg.vector_norm(blocks, dim=2, dtype=kind).double().square().sum(1)
     if whole < width:
-        found = found + torch.linalg.vector_norm(rows[:, whole:], dim=1, dtype=kind).double().square()
+        squares = squares + torch.linalg.vector_norm(rows[:, whole:], dim=1, dtype=kind).double().square()
     about = torch.finfo(kind)
-    return found * (1 + (FLOAT32_CHUNK_SQUARES + 8) * about.eps) + width * about.tiny
+    return squares * (1 + (FLOAT32_CHUNK_SQUARES + 8) * about.eps) + width * about.tiny
 
 
 # -------------------------------------------------------------------------------------------------------- results
 
 
 class Norms(NamedTuple):
-    """Squared norms of the uses in `later`, whose sum is still to be taken; elsewhere gradients were made."""
+    """Gradients of most uses, and squared norms of the uses in `later`, whose sum is still to be computed."""
 
     squares: Tensor
-    made: dict[str, Tensor]
+    gradients: dict[str, Tensor]
     later: list[Use]
 
 
@@ -448,73 +460,82 @@ def norms_first(
     apart: Callable[[Use, int], bool] = short,
     room: dict[str, Tensor] | None = None,
 ) -> Norms:
-    """Norms of the uses that stand `apart`; gradients elsewhere.
+    """Norms of the uses that `apart` selects, and gradients of the others.
 
-    room: zeros, for the gradients of `taped` modules, whose rules write there instead.
+    Args:
+      module: the module.
+      params: the trained parameters by name.
+      x: the rows.
+      y: the labels.
+      loss: the summed loss.
+      owned: the modules that own the parameters, if known.
+      apart: selects the uses of which only the norm is computed.
+      room: tensors of zeros into which the rules of `taped` modules write their gradients.
+
+    Returns:
+      Norms and gradients.
     """
     n, room = len(x), room or {}
-    found = Norms(torch.zeros(n, dtype=torch.float64, device=x.device), {}, [])
+    result = Norms(torch.zeros(n, dtype=torch.float64, device=x.device), {}, [])
 
     def visit(use: Use) -> None:
         if apart(use, n):
-            found.squares.add_(squares(use, n))
-            found.later.append(use)
+            result.squares.add_(squares(use, n))
+            result.later.append(use)
             return
         mine: dict[str, Tensor] = {}
         if room and use.once and getattr(use.module, "taped", False):
-            mine = {own: room[name] for own, name in use.names.items() if name in room}
+            mine = {key: room[name] for key, name in use.names.items() if name in room}
             use.module.room = mine  # type: ignore[assignment]
-        for own, part in RULES[type(use.module)](use.module, use.a, use.g, n):
-            if not (name := use.names.get(own)):
+        for key, part in RULES[type(use.module)](use.module, use.a, use.g, n):
+            if not (name := use.names.get(key)):
                 continue
             if name in room:
-                if part is not mine.get(own):
+                if part is not mine.get(key):
                     room[name].add_(part.view_as(room[name]))
             else:
-                found.made[name] = found.made[name] + part if name in found.made else part
+                result.gradients[name] = result.gradients[name] + part if name in result.gradients else part
 
     sweep(module, params, x, y, loss, visit, owned)
-    return found
+    return result
 
 
 class Room:
-    """Where gradients of examples by `taped` modules' parameters stand in one matrix, examples x entries."""
+    """The layout of one matrix (examples x entries) with the gradients of all parameters of `taped` modules."""
 
     def __init__(self, owned: Owned, params: dict[str, Tensor]) -> None:
         mine = {name for part, names in owned if getattr(part, "taped", False) for name in names.values()}
         self.shapes = {name: p.shape for name, p in params.items() if name in mine}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
-        self.sizes.append(-sum(self.sizes) % FLOAT32_CHUNK_SQUARES)  # rows then start where kernels like it
+        self.sizes.append(-sum(self.sizes) % FLOAT32_CHUNK_SQUARES)  # aligns the rows for fast kernels
 
     def make(self, n: int, like: Tensor, kind: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         rows = torch.zeros(n, sum(self.sizes), dtype=kind, device=like.device)
-        parts = zip(
-            self.shapes.items(), rows.split_with_sizes(self.sizes, 1), strict=False
-        )  # what fills up has no name
+        parts = zip(self.shapes.items(), rows.split_with_sizes(self.sizes, 1), strict=False)  # the padding has no name
         return rows, {name: part.view(n, *shape) for (name, shape), part in parts}
 
 
 def gradients(
     module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: BatchLoss, owned: Owned | None = None
 ) -> dict[str, Tensor]:
-    """Of every example, by parameter; one that was not used is missing."""
-    return norms_first(module, params, x, y, loss, owned, apart=never).made
+    """The gradients of every example by parameter name. Unused parameters are missing."""
+    return norms_first(module, params, x, y, loss, owned, apart=never).gradients
 
 
 def per_example(
     module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: BatchLoss, *, buffer: Tensor
 ) -> Tensor:
-    """Gradients, examples x parameters in the order of `params`, written to `buffer`."""
-    found, start = gradients(module, params, x, y, loss), 0
+    """Write the gradients, examples x parameters in the order of `params`, to `buffer`, and return its rows."""
+    by_name, start = gradients(module, params, x, y, loss), 0
     for name, value in params.items():
         part = buffer[: len(x), start : (start := start + value.numel())]
-        part.copy_(found[name].flatten(1)) if name in found else part.zero_()
+        part.copy_(by_name[name].flatten(1)) if name in by_name else part.zero_()
     return buffer[: len(x)]
 
 
 def squared_norms(module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Tensor, loss: BatchLoss) -> Tensor:
-    """Of every example's gradient, in float64."""
-    found = norms_first(module, params, x, y, loss)
-    for part in found.made.values():
-        found.squares.add_(measure(part))
-    return found.squares
+    """The squared norm of every example's gradient, in float64."""
+    result = norms_first(module, params, x, y, loss)
+    for part in result.gradients.values():
+        result.squares.add_(measure(part))
+    return result.squares

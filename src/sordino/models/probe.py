@@ -31,7 +31,7 @@ class FlatModel(Protocol):
     grouped: bool
     autocast: torch.dtype | None
 
-    def seen(self, x: Tensor) -> Tensor: ...
+    def shaped(self, x: Tensor) -> Tensor: ...
 
     def cast(self, theta: Tensor) -> Any: ...
 
@@ -43,20 +43,32 @@ class FlatModel(Protocol):
 
 
 class Probed(NamedTuple):
-    """What two rows show of a module."""
+    """What two rows reveal about a module."""
 
     random: bool  # two passes over the same rows differ, as with dropout
     outputs: int
     mode: str  # the fastest mode that fits
-    held: int  # numbers per example of the gradients that two-pass holds
+    held: int  # numbers per example in the gradients that two-pass stores
     rest: int  # numbers per example of everything else
 
 
 def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
-    """Run two rows through the module. ruled: every layer has a rule in `per_example.RULES`."""
+    """Run two rows through the module.
+
+    Args:
+      model: the model.
+      owned: the modules that own trained parameters.
+      ruled: every layer has a rule in `per_example.RULES`.
+
+    Returns:
+      What the rows reveal.
+
+    Raises:
+      SordinoError: the module fails, does not return logits, or changes a buffer.
+    """
     module, trained = model.module, model.trained
     first = next(iter(trained.values()))
-    x, y = model.seen(_rows_like(2, model.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
+    x, y = model.shaped(_rows_like(2, model.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
     weights, saved = {p.data_ptr() for p in module.parameters()}, dict[int, int]()
     before = [buffer.clone() for buffer in module.buffers()]
     helps, wide, held = [False], [0], [0]
@@ -73,32 +85,34 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
         return tensor
 
     module.train()
-    kept = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.random.fork_rng([first.device] if first.is_cuda else []), model.cast(first), kept:
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.random.fork_rng([first.device] if first.is_cuda else []), model.cast(first), hooks:
         try:
             outs = [functional_call(module, trained, (x,)) for _ in range(2)]
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise SordinoError(f"shape: the module fails on rows of shape {model.shape}: {error}") from error
         if not isinstance(outs[0], Tensor):
             raise SordinoError(
-                f"module: gives a {type(outs[0]).__name__} for two rows; it must give one tensor, a row of logits per "
-                "record. Wrap it in a module that returns the logits alone."
+                f"module: it returns a {type(outs[0]).__name__} for two rows; it must return one tensor with logits "
+                "per record. Wrap it in a module that returns only the logits."
             )
         try:
             per_example.sweep(module, trained, x, y, summed, visit, owned if ruled else [])
         except (RuntimeError, SordinoError):
             ruled = False
     if any(not torch.equal(old, new) for old, new in zip(before, module.buffers(), strict=True)):
-        raise SordinoError("module: a buffer changes in training and would carry data past the clip; see group_norm.")
+        raise SordinoError("module: a buffer changes in training and would carry data around the clip; see group_norm.")
     if outs[0].dim() != 2 or len(outs[0]) != 2:
-        raise SordinoError(f"module: gives {tuple(outs[0].shape)} for two rows; it must give a row of logits each.")
+        raise SordinoError(
+            f"module: it returns shape {tuple(outs[0].shape)} for two rows; it must return one row of logits each."
+        )
     better = helps[0] and model.autocast is None and not model.grouped
     mode = ("two-pass" if better else "tape") if ruled else "vmap"
     return Probed(not torch.equal(*outs), outs[0].shape[1], mode, held[0], 2 * sum(saved.values()) + wide[0])
 
 
 def agrees(model: FlatModel) -> bool:
-    """Three rows in float64, dropout off: the sum of the chosen mode against autograd, a row at a time."""
+    """Whether the sum of the chosen mode agrees with autograd row by row, on three rows in float64 without dropout."""
     module = copy.deepcopy(model.module).double().train()
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -106,22 +120,22 @@ def agrees(model: FlatModel) -> bool:
         if isinstance(part, nn.MultiheadAttention):
             part.dropout = 0.0
     theta = torch.cat([p.detach().flatten().double() for p in model.trained.values()])
-    # Moved a little: what starts at zero would hide what lies below it.
+    # Moved a little, because parameters that start at zero would hide the layers below them.
     theta += 0.01 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).to(theta)
     params = {name: part.requires_grad_() for name, part in model.split(theta).items()}
     x, y = _rows_like(3, model.features).to(theta), (torch.arange(3) % model.outputs).to(theta.device)
 
     def logits(rows: Tensor) -> Tensor:
-        z: Tensor = functional_call(module, params, (model.seen(rows),))
+        z: Tensor = functional_call(module, params, (model.shaped(rows),))
         return z
 
     train = not model.random or torch.equal(logits(x), logits(x))
-    module.train(train)  # dropout of another make: compare as it predicts
+    module.train(train)  # some other kind of dropout: compare in evaluation mode
     alone = [logits(row) for row in x]
     with torch.no_grad():
         if not torch.allclose(torch.cat(alone), logits(x), 1e-4, 1e-6):
             raise SordinoError(
-                "module: its output for one row depends on the other rows, which no clip bounds; treat rows apart."
+                "module: its output for one row depends on the other rows, which no clip bounds; keep rows separate."
             )
     rows = []
     for z, label in zip(alone, y, strict=True):
@@ -137,7 +151,7 @@ def agrees(model: FlatModel) -> bool:
             scales = (None, torch.ones_like(theta))
             offs = [model.clipped_sum(theta, Shard(x, y, weight), clip, scale) - want for scale in scales]
     except (RuntimeError, SordinoError, TypeError):
-        return False  # an operation that this mode cannot follow
+        return False  # this mode does not support an operation
     pairs = [p for off in offs for p in zip(*(model.split(t).values() for t in (want, off)), strict=True)]
     return all(bool(off.norm() <= 1e-5 * part.norm() + 1e-7 * want.norm()) for part, off in pairs)
 
@@ -148,12 +162,12 @@ def input_shape(module: nn.Module) -> tuple[int, ...]:
     if isinstance(first, nn.Linear):
         return (first.in_features,)
     raise SordinoError(
-        "shape: the first layer does not tell the shape of a row; pass it, for example shape=(1, 28, 28)."
+        "shape: the first layer does not determine the shape of a row; pass it, for example shape=(1, 28, 28)."
     )
 
 
 def _rows_like(n: int, features: int) -> Tensor:
-    """Rows for trying a module: positive, and token numbers 0 and 1 where it reads tokens."""
+    """Rows to try a module: positive numbers, which are token ids 0 and 1 for a module that reads tokens."""
     x = 0.5 + 1.49 * torch.rand(n, features, generator=torch.Generator().manual_seed(1))
     x[:, 0] = 1 + x[:, 0] / 4
     return x

@@ -2,7 +2,7 @@
 
 A model is registered by a factory `factory(features, classes, *, …)`. Its keyword parameters are the options that a run
 may set, except `seed` (of the first parameters) and `autocast` (the type of the forward and backward passes), which the
-run decides. Factories raise `SordinoError` where features or classes do not fit.
+run decides. Factories raise `SordinoError` if features or classes do not fit.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ def build(
     >>> build("softmax", 64, 10).size
     650
     """
-    known = entry(name)
+    registered = entry(name)
     for key, value in options.items():
-        if key not in known.options:
-            raise SordinoError(f"{key}: model {name} has no such option.{nearest(key, known.options)}")
-        options[key] = typed(key, value, known.options[key].annotation)
-    if autocast is not None and "autocast" not in known.accepts:
+        if key not in registered.options:
+            raise SordinoError(f"{key}: model {name} has no such option.{nearest(key, registered.options)}")
+        options[key] = typed(key, value, registered.options[key].annotation)
+    if autocast is not None and "autocast" not in registered.accepts:
         raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{name}'; use float32.")
     decided = {"seed": seed, "autocast": autocast}
-    make = partial(known.factory, features, classes, **options)
-    make = partial(make, **{key: value for key, value in decided.items() if key in known.accepts})
+    make = partial(registered.factory, features, classes, **options)
+    make = partial(make, **{key: value for key, value in decided.items() if key in registered.accepts})
     return make() if name in REGISTRY else _external(name, make)
 
 
@@ -134,7 +134,7 @@ def _linear(loss: str | None, features: int, classes: int, *, class_weights: tup
     if (kind is Loss.SQUARES) != (not classes):
         raise SordinoError(f"model: {kind} does not fit labels that are {'classes' if classes else 'quantities'}.")
     if kind is Loss.LOGISTIC and classes != 2:
-        raise SordinoError(f"model: logistic is for two classes, the data have {classes}; use softmax.")
+        raise SordinoError(f"model: logistic is for two classes, but the data have {classes}; use softmax.")
     weights = None
     if class_weights is not None:
         if len(class_weights) != classes:
@@ -204,7 +204,7 @@ def _transformer(
         seed=seed,
         autocast=autocast,
     )
-    model.seen(torch.zeros(1, features))  # raises where rows have another width
+    model.shaped(torch.zeros(1, features))  # raises if rows have another width
     return model
 
 
@@ -222,4 +222,4 @@ for _name, _kind in TRANSFORMERS.items():
 
 def _needs_classes(name: str, classes: int) -> None:
     if not classes:
-        raise SordinoError(f"model: {name} predicts classes, and these labels are quantities; use squares or auto.")
+        raise SordinoError(f"model: {name} predicts classes, but these labels are quantities; use squares or auto.")

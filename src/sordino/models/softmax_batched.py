@@ -19,15 +19,25 @@ from torch import Tensor
 from sordino.core import Shard
 from sordino.models.arithmetic import product_rows
 
-CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**28}  # numbers held at once
-MIN_CHUNK_RECORDS = 512  # records of a chunk, at least
+CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**28}  # numbers in memory at once
+MIN_CHUNK_RECORDS = 512
 MAX_UNROLLED_CLASSES = 32  # classes that a compiled kernel goes through one by one
-MIN_PROBABILITY = 1e-20  # probabilities below it count as 0: products with them would be subnormal, which is slow
+MIN_PROBABILITY = 1e-20  # smaller probabilities count as 0, because subnormal products are slow
 
 
 def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outputs: int) -> Tensor:
-    """The sum of gradients, each cut to norm `bound`, for every run of theta (runs x … x parameters, with a bias), of
-    records without that axis. `length`: of (x, 1). Records that are not finite contribute zero."""
+    """The sum of clipped gradients for every run. Records that are not finite contribute zero.
+
+    Args:
+      theta: runs x … x parameters, with a bias.
+      shard: the records, without the axis of runs.
+      length: the norm of (x, 1) of every record.
+      bound: on the norm of one gradient.
+      outputs: number of classes.
+
+    Returns:
+      The sums in float64.
+    """
     runs, lead, rows = len(theta), shard.x.shape[:-2], shard.x.shape[-2]
     wide = theta.expand(runs, *lead, theta.shape[-1]).reshape(runs, *lead, -1, outputs)
     W = wide.movedim(0, -1).flatten(-2) * math.log2(math.e)
@@ -35,9 +45,9 @@ def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outp
     pad = -width % 4 if theta.is_cuda else 0  # kernels for rows of whole vectors are faster
     W = torch.nn.functional.pad(W, (0, 0, 0, pad))
     total = torch.zeros_like(W, dtype=torch.float64)
-    held = CHUNK_NUMBERS.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))
-    step = product_rows(rows, max(MIN_CHUNK_RECORDS, held))
-    fine = torch.isfinite(length)  # a length that is not finite tells of an x that is not
+    fit = CHUNK_NUMBERS.get(theta.device.type, 2**20) // (W.shape[-1] * math.prod(lead))
+    step = product_rows(rows, max(MIN_CHUNK_RECORDS, fit))
+    fine = torch.isfinite(length)  # the length is finite if and only if x is
     mask, length = torch.where(fine, shard.mask, 0.0), torch.where(fine, length, 1.0)
     cut = _compiled() if theta.is_cuda and outputs <= MAX_UNROLLED_CLASSES else cut_residuals
     for first in range(0, rows, step):
@@ -71,7 +81,7 @@ def cut_residuals(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, bound: flo
 def unrolled(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, bound: float) -> Tensor:
     """`cut_residuals`, class by class and without sums along an axis, so that it compiles to one pass over memory.
 
-    Squares are added in float32: the sum of at most MAX_UNROLLED_CLASSES of them falls short by 2e-6 of itself, well
+    Squares are added in float32: the sum of at most MAX_UNROLLED_CLASSES of them has a relative error of 2e-6, well
     within SAFETY.
     """
     logits = z.unbind(-2)
@@ -82,7 +92,7 @@ def unrolled(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, bound: float) -
     r = [power * scale - (mine == k).to(z.dtype) for k, power in enumerate(powers)]
     factor = mask.unsqueeze(-1).double()
     if math.isfinite(bound):
-        # Squares of residuals below the floor underflow: take it for their norm, which is never too small.
+        # Squares of small residuals underflow. The floor replaces their norm, which is then never too small.
         squares = sum((each.square() for each in r[1:]), r[0].square())
         norm = squares.sqrt().clamp_min(1e-15).double() * length.double().unsqueeze(-1)
         factor = (bound / norm).clamp_max(1) * factor

@@ -28,7 +28,7 @@ CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**33}  # gradients and activations of one 
 CPU_CHUNK_EXAMPLES = 256  # a larger chunk leaves the caches
 ACCELERATOR_CHUNK_FACTOR = 64  # an accelerator takes this many times the CPU's chunk
 MAX_CHUNK_EXAMPLES = 2**14  # on any device: see `arithmetic.in_chunks`
-RECORDS_THRESHOLD, PARAMETERS_THRESHOLD = 16, 2**20  # up to these the overhead of a call exceeds its work
+RECORDS_THRESHOLD, PARAMETERS_THRESHOLD = 16, 2**20  # below these the overhead of a call exceeds its work
 
 
 class Place(NamedTuple):
@@ -37,30 +37,45 @@ class Place(NamedTuple):
     module: nn.Module
     owned: Owned
     room: Room
-    halves: bool  # all trained parameters are read in autocast's type
+    halves: bool  # all trained parameters are read in the type of autocast
 
 
 class TorchModel:
-    """`theta` strings together the parameters of `module` that require a gradient; the others stay as they are.
+    """A `torch.nn.Module` as a model. `theta` is the concatenation of all parameters that require a gradient.
 
-    A row of x is reshaped to `shape` before the module sees it. The modes give the same sum:
+    All modes compute the same sum:
 
-    - `tape`: one backward pass gives every example's gradient; they are held, measured and summed with their factors.
-    - `two-pass`: the same pass, but of a layer with p positions, i entries in and o out only the norm is taken
-      where that costs less (p^2 (i + o) + p i o < (p + MOVED) i o multiplications); a second pass over the layers
-      then sums what the first kept of them. Nothing is drawn anew, so dropout is the same in both.
-    - `vmap`: `torch.func`, one example at a time; slower, for modules that have no rule in `examples.RULES`.
-    - `auto`: `vmap` where a rule is missing, and for many small clients, each with a theta of its own; else
-      `two-pass` where it helps some layer; else `tape`.
+    - `tape`: one backward pass computes the gradients of all examples. They are stored, measured and summed with their
+      factors.
+    - `two-pass`: the same pass, but for a layer with p positions, i inputs and o outputs only the norm is computed if
+      that is cheaper (p^2 (i + o) + p i o < (p + WRITE_COST_THRESHOLD) i o multiplications). A second pass over these
+      layers sums their stored factors. Nothing is drawn again, so dropout is the same in both passes.
+    - `vmap`: `torch.func`, one example at a time. It is slower, for modules without a rule in `per_example.RULES`.
+    - `auto`: `vmap` if a rule is missing, and for many small clients with different thetas; otherwise `two-pass` if it
+      helps some layer; otherwise `tape`.
 
-    One record moves `clipped_sum` by at most `clip`, in the arithmetic that runs: its gradient is multiplied by
-    clip (1 - SAFETY) / norm, the norm of what is summed, if that is below 1; a gradient that is not finite, or whose
-    norm overflows, is replaced by zero. What a position adds depends on the record there and on theta alone: shapes,
-    chunks and operations never depend on data or masks. Sums are float64; `arithmetic` has the proof of their bound.
+    One record moves `clipped_sum` by at most `clip`, in the arithmetic that runs. Its gradient is multiplied by clip (1
+    - SAFETY) / norm if that is below 1, with the norm of what is summed. A gradient that is not finite, or whose norm
+    overflows, is replaced by zero. The term of a position depends only on the record there and on theta: shapes, chunks
+    and operations never depend on data or masks. Sums are float64; `arithmetic` has the proof of their bound.
 
-    On a GPU, and with autocast, gradients are gathered in one matrix (measured and summed in one pass each), and those
-    of rank one, as of a head, are not made. `capture` replays `clipped_sum` there as a graph of kernels, one for all
-    calls of like shapes and clip; that holds the memory of a call.
+    On a GPU, and with autocast, gradients are collected in one matrix (measured and summed in one pass each), and
+    gradients of rank one, as of a head, are not computed explicitly.
+
+    Args:
+      module: the network; it is copied. Batch norm is refused, because it mixes examples.
+      shape: of one record; a row of x is reshaped to it. By default it follows from the first layer.
+      mode: one of `MODES`.
+      chunk: examples per pass; by default as many as fit.
+      blocks: the block of every parameter, for methods with block-wise means.
+      autocast: the type of the forward and backward passes.
+      classes: the number of classes, checked against the outputs of the module.
+      check: compare the sums of the mode with single-example gradients once, in float64.
+      capture: on a GPU, replay `clipped_sum` as a CUDA graph per combination of shapes and clip. This keeps the memory
+        of a call allocated.
+
+    Raises:
+      SordinoError: an argument is out of its range, or the module mixes examples or cannot be differentiated.
     """
 
     def __init__(
@@ -79,23 +94,27 @@ class TorchModel:
         if mode not in MODES:
             raise SordinoError(f"mode: '{mode}' is unknown.{nearest(mode, MODES)}")
         if mode == "two-pass" and autocast is not None:
-            raise SordinoError("autocast: the norms of two-pass need all digits; use mode='tape', or no autocast.")
+            raise SordinoError("autocast: two-pass needs norms in full precision; use mode='tape', or no autocast.")
         if chunk is not None and chunk < 1:
-            raise SordinoError(f"chunk: {chunk} examples at once; give 1 or more, or None.")
+            raise SordinoError(f"chunk: {chunk} must be at least 1, or None.")
         self.module = module = copy.deepcopy(module)
         for part in module.modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
-            if getattr(part, "inplace", False):  # what a layer was given is needed again
+            if getattr(part, "inplace", False):  # the backward pass needs the inputs of layers
                 part.inplace = False  # type: ignore[assignment]
         self.trained: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.trained:
-            raise SordinoError("module: no parameter requires a gradient; call requires_grad_() on what is trained.")
+            raise SordinoError(
+                "module: no parameter requires a gradient; call requires_grad_() on the trained parameters."
+            )
         self.shapes = tuple(tuple(p.shape) for p in self.trained.values())
         self._sizes = [p.numel() for p in self.trained.values()]
         self.size = sum(self._sizes)
         if blocks is not None and blocks.shape != (self.size,):
-            raise SordinoError(f"blocks: {tuple(blocks.shape)}; give one number for each of {self.size} parameters.")
+            raise SordinoError(
+                f"blocks: the shape {tuple(blocks.shape)} must be ({self.size},), one number per parameter."
+            )
         self.blocks, self.autocast, self.chunk = blocks, autocast, chunk
         self.shape = shape or probe.input_shape(module)
         self.features = math.prod(self.shape)
@@ -111,50 +130,62 @@ class TorchModel:
         self._train = True  # sums are taken as in training
         self.random, self.outputs, advised, self._held, self._rest = probe.probe(self, owned, ruled=not odd)
         if classes is not None and classes > self.outputs:
-            raise SordinoError(f"classes: {classes}, but the module gives {self.outputs} outputs.")
+            raise SordinoError(
+                f"classes: {classes} must be at most {self.outputs}, the number of outputs of the module."
+            )
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
             if mode != "auto":
                 raise SordinoError(f"mode: gradients by '{mode}' differ from those of single examples; use 'vmap'.")
             self.mode, self.grouped = "vmap", False
             if not probe.agrees(self):
-                raise SordinoError("module: torch.func cannot follow it, nor can the rules; see examples.RULES.")
-        self.few = 0  # records a group up to which groups with thetas of their own go through torch.func together
+                raise SordinoError(
+                    "module: neither torch.func nor the rules can differentiate it; see per_example.RULES."
+                )
+        # Up to so many records per group, groups with different thetas go through torch.func together.
+        self.vmap_records = 0
         if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= PARAMETERS_THRESHOLD:
             chosen, self.mode = self.mode, "vmap"
-            self.few, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
+            self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
 
     def init(self, generator: torch.Generator | None = None) -> Tensor:
-        """The module's own parameters, as they were given."""
+        """The parameters of the module that was passed in."""
         return torch.cat([p.detach().flatten().float() for p in self.trained.values()]).clone()
 
-    # ------------------------------------------------------------------------------------------------ what it says
+    # ---------------------------------------------------------------------------------------- predictions and sums
 
     def logits(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         x = torch.as_tensor(x).to(theta)
         if theta.dim() > 1:
             return torch.stack([self.logits(each, x[k] if x.dim() > 2 else x) for k, each in enumerate(theta)])
-        rows = self.seen(x)
+        rows = self.shaped(x)
         with torch.no_grad():
             z = [self._outputs(theta, rows[k]) for k in parts(len(rows), self._rows(theta, self.mode))]
         return torch.cat(z).to(theta.dtype).reshape(*x.shape[:-1], -1)
 
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Of one example."""
-        return summed(self._outputs(theta, self.seen(x)), y.long().reshape(1))
+        """The loss of one example."""
+        return summed(self._outputs(theta, self.shaped(x)), y.long().reshape(1))
 
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
-        """Class indices."""
+        """The predicted classes, as indices."""
         return self.logits(theta, x).argmax(-1)
 
     def scores(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
-        """Probabilities of the classes."""
+        """The probabilities of the classes."""
         return self.logits(theta, x).softmax(-1)
 
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
-        """Sum of gradients (times `scale`), each cut to norm at most `clip`: one record moves it by that at most.
+        """The sum of gradients (times `scale`), each clipped to norm `clip`: one record moves it by at most `clip`.
 
-        Returns: float64, whatever the type of theta.
+        Args:
+          theta: the parameters; leading axes are groups.
+          shard: the records.
+          clip: bound on the norm of one record's gradient.
+          scale: a factor per parameter, applied before the clip.
+
+        Returns:
+          The sum in float64.
         """
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
@@ -164,16 +195,16 @@ class TorchModel:
             return self._sum(theta, x, y, mask, scale, clip)
 
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
-        """1/2 for every record whose gradient times `scale` has a norm up to 1, -1/2 for every other."""
+        """Add 1/2 for every record whose gradient times `scale` has norm at most 1, and -1/2 for every other."""
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         with exact_arithmetic(theta.device):
             return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True)
 
     def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """Sum of g g^T over gradients g by the last linear layer, each cut to Frobenius norm `clip`: g to its root.
+        """The sum of g g^T over gradients g of the last linear layer, each clipped to Frobenius norm `clip`.
 
-        Products of float32 numbers are exact in float64, so a chunk of m records is off by at most m 2^-53 times the
-        sum of its norms: m^2 2^-53 <= 2^-25 clips, because m <= MAX_CHUNK_EXAMPLES.
+        Products of float32 numbers are exact in float64, so the error of a chunk of m records is at most m 2^-53 times
+        the sum of its norms: m^2 2^-53 <= 2^-25 clips, because m <= MAX_CHUNK_EXAMPLES.
         """
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
@@ -192,17 +223,21 @@ class TorchModel:
                 in_chunks(total[k], x.shape[1], most, partial(add, k))
         return total.reshape(*lead, size, size)
 
-    # ------------------------------------------------------------------------------------------------------ inside
+    # --------------------------------------------------------------------------------------------------- internals
 
     def _sum(
         self, theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None, clip: float, count: bool = False
     ) -> Tensor:
         lead, theta, x, y, mask, scale = _spread(theta, x, y, mask, scale)
         groups, n, apart = len(x), x.shape[1], len(theta) > 1
-        # One theta, or layers that take several, or torch.func: all groups in one pass. Elsewhere one after another.
-        # Where launching costs more than computing.
-        mode = "vmap" if apart and n <= self.few * (ACCELERATOR_CHUNK_FACTOR if x.is_cuda else 1) else self.mode
-        mode = "tape" if mode == "two-pass" and scale is not None else mode  # entries differ: the gradients are needed
+        # Small groups use torch.func, because launching kernels would cost more than computing.
+        mode = (
+            "vmap" if apart and n <= self.vmap_records * (ACCELERATOR_CHUNK_FACTOR if x.is_cuda else 1) else self.mode
+        )
+        mode = (
+            "tape" if mode == "two-pass" and scale is not None else mode
+        )  # a scale per entry needs the gradients themselves
+        # All groups go through one pass with one theta, with layers that take several thetas, or with torch.func.
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
         most = self._rows(theta, mode)
         total = torch.zeros(groups, 1 if count else self.size, dtype=torch.float64, device=theta.device)
@@ -227,13 +262,13 @@ class TorchModel:
         scale: Tensor | None,
         count: bool = False,
     ) -> None:
-        """To the total of each group: groups x records that fit into memory."""
+        """Add the clipped gradients of groups x records, which fit into memory, to the total of each group."""
         x, y, mask, _ = shard
         (groups, n), later, lean = mask.shape, list[Use](), x.is_cuda or self._lean
         squares = torch.zeros(groups * n, dtype=torch.float64, device=x.device)
-        blocks: list[tuple[slice | Tensor, Tensor]] = []  # columns of theta, and gradients of examples by them
+        blocks: list[tuple[slice | Tensor, Tensor]] = []  # columns of theta, and the gradients of examples in them
         if mode == "vmap":
-            made = self._by_vmap(theta, x, y)
+            gradients = self._by_vmap(theta, x, y)
         else:
             here, room = self._on(theta, training=self._train), dict[str, Tensor]()
             kind = self.autocast if self.autocast and theta.dtype is torch.float32 else theta.dtype
@@ -244,14 +279,16 @@ class TorchModel:
                 blocks += [(self._where(tuple(room), x), gathered)] if room else []
             params = self.split((theta[0] if len(theta) == 1 else theta).to(kind if here.halves else theta.dtype))
             with self.cast(theta):
-                squares, made, later = per_example.norms_first(
-                    *(here.module, params, self.seen(x), y.flatten(), summed, here.owned), apart=apart, room=room
+                squares, gradients, later = per_example.norms_first(
+                    *(here.module, params, self.shaped(x), y.flatten(), summed, here.owned), apart=apart, room=room
                 )
-        made = {name: _own(made[name].reshape(groups * n, -1), x) for name in self.trained if name in made}
-        if lean and made:
-            blocks.append((self._where(tuple(made), x), per_example.joined(list(made.values()))))
+        gradients = {
+            name: _unshared(gradients[name].reshape(groups * n, -1), x) for name in self.trained if name in gradients
+        }
+        if lean and gradients:
+            blocks.append((self._where(tuple(gradients), x), per_example.joined(list(gradients.values()))))
         else:
-            blocks += [(self._where((name,), x), part.to(theta.dtype)) for name, part in made.items()]
+            blocks += [(self._where((name,), x), part.to(theta.dtype)) for name, part in gradients.items()]
         if scale is not None:
             blocks = [(where, _times(scale[:, where], part.to(theta.dtype), n)) for where, part in blocks]
         for _, part in blocks:
@@ -273,16 +310,16 @@ class TorchModel:
         module = self._on(theta, training=self._train).module
 
         def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            with self.cast(theta), sdpa_kernel(SDPBackend.MATH):  # the others have no batched form
-                return summed(functional_call(module, params, (self.seen(x),)), y.unsqueeze(0))
+            with self.cast(theta), sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batched form
+                return summed(functional_call(module, params, (self.shaped(x),)), y.unsqueeze(0))
 
         each = vmap(grad(loss), (None, 0, 0), randomness="different")
-        found: dict[str, Tensor]
+        gradients: dict[str, Tensor]
         if len(theta) == 1:
-            found = each(self.split(theta[0]), x.flatten(0, 1), y.flatten())
+            gradients = each(self.split(theta[0]), x.flatten(0, 1), y.flatten())
         else:
-            found = vmap(each, (0, 0, 0), randomness="different")(self.split(theta), x, y)
-        return found
+            gradients = vmap(each, (0, 0, 0), randomness="different")(self.split(theta), x, y)
+        return gradients
 
     def _outputs(self, theta: Tensor, rows: Tensor) -> Tensor:
         with self.cast(theta):
@@ -290,23 +327,25 @@ class TorchModel:
         return z
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
-        """The parameters, by name; a leading axis stays."""
+        """The parameters by name; leading axes stay."""
         pieces = zip(self.trained, theta.split_with_sizes(self._sizes, -1), self.shapes, strict=True)
         return {name: part.reshape(*theta.shape[:-1], *shape) for name, part, shape in pieces}
 
-    def seen(self, x: Tensor) -> Tensor:
+    def shaped(self, x: Tensor) -> Tensor:
+        """Rows in the shape that the module reads."""
         if x.shape[-1] != self.features:
             shape = " x ".join(map(str, self.shape))
             raise SordinoError(
-                f"model: it reads rows of {shape} = {self.features:,} numbers; these have {x.shape[-1]:,}."
+                f"model: it reads rows of {shape} = {self.features:,} numbers, but these have {x.shape[-1]:,}."
             )
         return x.reshape(-1, *self.shape)
 
     def cast(self, theta: Tensor) -> Any:
+        """The context of the forward pass, with or without autocast."""
         return torch.autocast(theta.device.type, self.autocast, enabled=self.autocast is not None)
 
     def _rows(self, theta: Tensor, mode: str) -> int:
-        """Examples at once."""
+        """How many examples one pass takes."""
         if self.chunk is not None:
             return min(self.chunk, MAX_CHUNK_EXAMPLES)
         each = theta.element_size() * (self._rest + (self._held if mode == "two-pass" else self.size))
@@ -314,7 +353,7 @@ class TorchModel:
         return max(1, min(fit, MAX_CHUNK_EXAMPLES if theta.is_cuda else CPU_CHUNK_EXAMPLES))
 
     def _on(self, theta: Tensor, *, training: bool) -> Place:
-        """The module where theta is, frozen parameters and all; these keep their type if the trained ones do."""
+        """The module on the device of theta. Frozen parameters keep their type if the trained ones do."""
         key = (theta.dtype, theta.device)
         if key not in self._copies:
             module = copy.deepcopy(self.module).to(theta.device)
@@ -332,7 +371,7 @@ class TorchModel:
 
     @contextmanager
     def instead(self, module: nn.Module, theta: Tensor, training: bool) -> Iterator[None]:
-        """Another module of the same parameters, without autocast: for a check."""
+        """In this context the model uses another module with the same parameters, without autocast. For a check."""
         before = self._copies, self.autocast, self._train, self._graphs
         self._copies = {(theta.dtype, theta.device): self._place(module)}
         self.autocast, self._train, self._graphs = None, training, None
@@ -342,61 +381,62 @@ class TorchModel:
             self._copies, self.autocast, self._train, self._graphs = before
 
     def _where(self, names: tuple[str, ...], like: Tensor) -> slice | Tensor:
-        """Columns of theta that hold the named parameters, in their order."""
+        """The columns of theta that hold the named parameters, in their order."""
         key = names, like.device
         if key not in self._columns:
             ends = np.cumsum(self._sizes)
             spans = {
                 name: range(int(b) - k, int(b)) for name, k, b in zip(self.trained, self._sizes, ends, strict=True)
             }
-            mine = np.concatenate([spans[name] for name in names])
-            gaps = mine[-1] - mine[0] + 1 > len(mine)
-            whole = slice(int(mine[0]), int(mine[-1]) + 1)
-            self._columns[key] = torch.from_numpy(mine).to(like.device) if gaps else whole
+            columns = np.concatenate([spans[name] for name in names])
+            gaps = columns[-1] - columns[0] + 1 > len(columns)
+            whole = slice(int(columns[0]), int(columns[-1]) + 1)
+            self._columns[key] = torch.from_numpy(columns).to(like.device) if gaps else whole
         return self._columns[key]
 
     def _last(self) -> int:
-        """How many parameters the last linear layer has: one or two."""
+        """The number of parameters of the last linear layer: one or two."""
         names = list(self.trained)
-        for part, own in self._place(self.module).owned:
-            ordered = [own[word] for word in ("weight", "bias") if word in own]
-            if "weight" in own and names[-len(ordered) :] == ordered and RULES.get(type(part)) is linear:
+        for part, full_names in self._place(self.module).owned:
+            ordered = [full_names[key] for key in ("weight", "bias") if key in full_names]
+            if "weight" in full_names and names[-len(ordered) :] == ordered and RULES.get(type(part)) is linear:
                 return len(ordered)
-        raise SordinoError("module: its last trained parameters are no linear layer's; only these have a Fisher sum.")
+        raise SordinoError(
+            "module: its last trained parameters must belong to a linear layer; others have no Fisher sum."
+        )
 
     def _by_last(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Gradients of examples by the last linear layer, weight before bias, from what went in and what came out."""
-        here, seen = self._on(theta, training=self._train), list[tuple[Tensor, Tensor]]()
+        """The gradients of examples in the last linear layer, weight before bias, from its input and output."""
+        here, passes = self._on(theta, training=self._train), list[tuple[Tensor, Tensor]]()
         part, names = next(pair for pair in here.owned if list(self.trained)[-1] in pair[1].values())
 
         def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            seen.append((args[0].detach(), out.detach().requires_grad_()))
-            return seen[-1][1]
+            passes.append((args[0].detach(), out.detach().requires_grad_()))
+            return passes[-1][1]
 
         handle = part.register_forward_hook(hook)
         try:
             with per_example.placed(here.owned, self.split(theta)), self.cast(theta), torch.enable_grad():
-                loss = summed(here.module(self.seen(x)), y)
+                loss = summed(here.module(self.shaped(x)), y)
         finally:
             handle.remove()
-        if len(seen) != 1 or seen[0][1].dim() != 2 or len(seen[0][1]) != len(x):
-            raise SordinoError(
-                "module: its last linear layer must see each record once; only then has it a Fisher sum."
-            )
-        a, r = seen[0][0].to(theta.dtype), torch.autograd.grad(loss, seen[0][1])[0].to(theta.dtype)
+        if len(passes) != 1 or passes[0][1].dim() != 2 or len(passes[0][1]) != len(x):
+            raise SordinoError("module: its last linear layer must read each record exactly once to have a Fisher sum.")
+        a, r = passes[0][0].to(theta.dtype), torch.autograd.grad(loss, passes[0][1])[0].to(theta.dtype)
         weight = (r.unsqueeze(2) * a.unsqueeze(1)).flatten(1)
         return torch.cat([weight, r], 1) if "bias" in names else weight
 
 
 def parts(n: int, step: int) -> Iterator[slice]:
+    """Slices of at most `step` of n rows."""
     return (slice(start, start + step) for start in range(0, n, step))
 
 
 def _spread(theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
-    """Leading axes, and everything with one axis in their stead: groups; theta alone may have a single one."""
+    """The leading axes, and all tensors with one axis of groups instead. A single theta may serve all groups."""
     lead = torch.Size(())
-    for t, own in ((theta, 1), (x, 2), (y, 1), (mask, 1), (theta if scale is None else scale, 1)):
-        lead = torch.Size(np.broadcast_shapes(lead, t.shape[: t.dim() - own]))
+    for t, axes in ((theta, 1), (x, 2), (y, 1), (mask, 1), (theta if scale is None else scale, 1)):
+        lead = torch.Size(np.broadcast_shapes(lead, t.shape[: t.dim() - axes]))
     groups, n, apart = lead.numel(), x.shape[-2], theta.shape[:-1].numel() > 1
     x = x.expand(*lead, n, -1).reshape(groups, n, x.shape[-1])
     y, mask = (t.expand(*lead, n).reshape(groups, n) for t in (y, mask))
@@ -406,20 +446,20 @@ def _spread(theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | N
 
 
 def _times(scale: Tensor, part: Tensor, n: int) -> Tensor:
-    """Each row times its group's scale."""
+    """Each row times the scale of its group."""
     rows = part[:, : scale.shape[1]].reshape(len(scale), n, scale.shape[1])
     return (rows * scale.unsqueeze(1)).flatten(0, 1)
 
 
-def _own(part: Tensor, x: Tensor) -> Tensor:
-    """A copy where it shares the memory of the data, which must not be changed."""
+def _unshared(part: Tensor, x: Tensor) -> Tensor:
+    """A copy if the tensor shares memory with the data, which must not change."""
     return part.clone() if part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else part
 
 
 def _factor(squares: Tensor, clip: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What each gradient is multiplied by, and which of them are finite.
+    """The factor of each gradient, and which gradients are finite.
 
-    The quotient is rounded to the mask's type once: by 2^-24 in float32, which SAFETY covers.
+    The quotient is rounded once to the type of the mask: by 2^-24 in float32, which SAFETY covers.
     """
     norm = squares.sqrt()
     fine = torch.isfinite(norm)
@@ -427,19 +467,26 @@ def _factor(squares: Tensor, clip: float, mask: Tensor) -> tuple[Tensor, Tensor]
         return fine.to(mask) * mask, fine
     most = clip * (1 - SAFETY)
     factor = torch.where(fine, most / norm.clamp_min(most), 0.0).to(mask.dtype)
-    # A factor below the normal range has too few digits to keep the bound: such a record counts as zero.
+    # A factor below the normal range has too few digits to keep the bound, so such a record counts as zero.
     return threshold(factor, torch.finfo(mask.dtype).tiny, 0.0) * mask, fine
 
 
 def group_norm(module: nn.Module) -> nn.Module:
-    """A copy with group norm in place of batch norm: at most 32 groups, of 4 channels or more where these allow it."""
+    """A copy of a module with group norm instead of batch norm: at most 32 groups, of at least 4 channels if possible.
+
+    Args:
+      module: the module.
+
+    Returns:
+      The copy. Scales and shifts keep their values.
+    """
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         channels = module.num_features
         groups = next(k for k in range(max(1, min(32, channels // 4)), 0, -1) if channels % k == 0)
-        made = nn.GroupNorm(groups, channels, eps=module.eps, affine=module.affine)
+        norm = nn.GroupNorm(groups, channels, eps=module.eps, affine=module.affine)
         if module.affine:
-            made.weight, made.bias = copy.deepcopy((module.weight, module.bias))
-        return made
+            norm.weight, norm.bias = copy.deepcopy((module.weight, module.bias))
+        return norm
     module = copy.deepcopy(module)
     for name, child in module.named_children():
         setattr(module, name, group_norm(child))

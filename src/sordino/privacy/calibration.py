@@ -103,10 +103,10 @@ def aggregate_std(plan: Plan, stage: int, number: int | None = None) -> float:
 
 
 def summed_noise(plan: Plan) -> tuple[float, float]:
-    """(std of a cohort's summed noise, largest std of one client), over the clip of the first noised query."""
+    """(std of a cohort's summed noise, largest std of one client), divided by the clip of the first noised query."""
     noise = query_noises(plan)[0]
-    own = own_std(plan, noise) / noise.scale
-    return float(math.sqrt(noise_senders(plan, noise.query) * (own**2).mean())), float(own.max())
+    stds = own_std(plan, noise) / noise.scale
+    return float(math.sqrt(noise_senders(plan, noise.query) * (stds**2).mean())), float(stds.max())
 
 
 def integer_variance(plan: Plan, noise: QueryNoise) -> float:
@@ -182,7 +182,7 @@ def _in_steps(plan: Plan, noise: QueryNoise, integers: Integers, needed: np.ndar
         )
     wraps = discrete_gaussian.wraps(largest * steps + plan.clients, variance, plan.clients, integers.dimension)
     if wraps > quantization.MOST_WRAP_PROBABILITY:
-        raise SordinoError("noise: the sums leave the range of integers too often; use untrusted-server.")
+        raise SordinoError("noise: the sums exceed the range of integers too often; use untrusted-server.")
     return noise
 
 

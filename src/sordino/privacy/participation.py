@@ -17,8 +17,8 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Participation:
-    """Which clients take part: all, a fixed number drawn anew each round, each client independently at a rate, or
-    fixed cohorts in turn.
+    """Which clients take part: all, a fixed number drawn in each round, each client independently at a rate, or fixed
+    cohorts in turn.
 
     The schedule is drawn before the run and does not depend on data, so each client's number of rounds is known and is
     what it pays for. No amplification is claimed for a schedule that the adversary does not know.
@@ -44,7 +44,7 @@ class Participation:
             raise SordinoError(f"participation: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         if self.kind in ("fixed", "cyclic") and not (1 <= self.amount < 2**31 and self.amount == int(self.amount)):
             what = "clients" if self.kind == "fixed" else "cohorts"
-            raise SordinoError(f"participation: {self} needs a whole number of {what}, at least 1.")
+            raise SordinoError(f"participation: {self} needs a whole number of {what} of at least 1.")
         if self.kind == "poisson" and not 0 < self.amount <= 1:
             raise SordinoError(f"participation: {self} needs a rate in (0, 1].")
 
@@ -59,7 +59,7 @@ class Participation:
             if isinstance(error, SordinoError):
                 raise
             raise SordinoError(
-                f"participation: '{text}' lacks a number; write fixed:5, poisson:0.5 or cyclic:4."
+                f"participation: '{text}' has no number; write fixed:5, poisson:0.5 or cyclic:4."
             ) from None
 
     def __str__(self) -> str:
@@ -74,15 +74,18 @@ class Participation:
         return parts[self.kind]
 
     def schedule(self, rounds: int, clients: int, seed: int) -> list[np.ndarray]:
-        """The participants of each round, drawn by ChaCha20 with a key derived from all bits of the seed: an adversary
-        who sees some of the cohorts, but does not know the seed, learns nothing about the others."""
+        """The participants of each round.
+
+        ChaCha20 draws them with a key that is derived from all bits of the seed. So an adversary who sees some cohorts
+        but does not know the seed learns nothing about the others.
+        """
         if self.kind == FULL:
             return [np.arange(clients)] * rounds
         if self.kind == "cyclic":
             cohorts = int(self.amount)
             return [np.arange(t % cohorts, clients, cohorts) for t in range(rounds)]
         if seed < 0:
-            raise SordinoError(f"seed: {seed} of a schedule must be 0 or more.")
+            raise SordinoError(f"seed: {seed} must be at least 0 for a schedule.")
         uniforms = Secure(_key(seed))
         if self.kind == "fixed":
             return [_subset(uniforms, t, clients, int(self.amount)) for t in range(rounds)]
@@ -90,12 +93,12 @@ class Participation:
 
 
 def _key(seed: int) -> bytes:
-    number = int(seed).to_bytes((int(seed).bit_length() + 7) // 8, "little")  # one to one, whatever its length
+    number = int(seed).to_bytes((int(seed).bit_length() + 7) // 8, "little")  # different seeds give different bytes
     return hashlib.blake2b(number, digest_size=32, person=b"sordino schedule").digest()
 
 
 def _subset(uniforms: Secure, t: int, clients: int, amount: int) -> np.ndarray:
-    """The clients with the `amount` smallest words. Distinct words are in uniform order; equal ones are drawn anew."""
+    """The clients with the `amount` smallest words. Distinct words have a uniform order; equal ones are redrawn."""
     for attempt in range(2**16):
         words = uniforms.words(Address(0, t, 0, attempt), clients)
         if len(np.unique(words)) == clients:
@@ -104,8 +107,10 @@ def _subset(uniforms: Secure, t: int, clients: int, amount: int) -> np.ndarray:
 
 
 def _independent(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndarray:
-    """Each client independently: it takes part if its 128 bits, as a fraction, lie below the rate. The probability is
-    exact for a rate of 2^-75 or more, and at most the rate for a smaller one."""
+    """Draw each client independently: it takes part if its 128 bits, as a fraction, lie below the rate.
+
+    The probability is exact for rates of at least 2^-75, and at most the rate for smaller ones.
+    """
     if rate == 1:
         return np.arange(clients)
     high, low = divmod(int(Fraction(rate) * 2**128), 2**64)
@@ -116,10 +121,18 @@ def _independent(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndar
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which records of a client a gradient is asked of: all, each independently at a rate (`poisson:16`: 16 expected,
-    or `poisson:0.01`: that part of them), or a fixed number drawn without replacement (`fixed:16`).
+    """Which records of a client enter a minibatch.
 
-    Divisors are expected sizes, which are public; how many records a Poisson minibatch holds stays with the client.
+    All records (`full`), each record independently at a rate (`poisson:16` expects 16 records, `poisson:0.01` expects 1
+    % of them), or a fixed number drawn without replacement (`fixed:16`). Divisors are expected sizes, which are public.
+    Only the client knows how many records a Poisson minibatch holds.
+
+    Args:
+        kind: `full`, `poisson` or `fixed`.
+        amount: Records per minibatch, or a rate below 1 (`poisson`).
+
+    Raises:
+        SordinoError: The kind is unknown or the amount is out of its range.
     """
 
     kind: str = FULL
@@ -131,13 +144,13 @@ class Sampling:
             raise SordinoError(f"batch: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         whole = self.amount == int(self.amount) if 1 <= self.amount < 2**31 else False
         if self.kind == "fixed" and not whole:
-            raise SordinoError(f"batch: {self} needs a whole number of records, at least 1.")
+            raise SordinoError(f"batch: {self} needs a whole number of records of at least 1.")
         if self.kind == "poisson" and not (0 < self.amount < 2**31):
             raise SordinoError(f"batch: {self} needs an expected number of records, or a rate below 1.")
 
     @staticmethod
     def parse(text: str) -> Sampling:
-        """`16` alone is `poisson:16`."""
+        """Parse a text such as `poisson:16`; `16` means the same."""
         kind, colon, number = text.partition(":")
         if kind == FULL and not colon:
             return Sampling()
@@ -147,23 +160,23 @@ class Sampling:
         except ValueError as error:
             if isinstance(error, SordinoError):
                 raise
-            raise SordinoError(f"batch: '{text}' lacks a number; write full, poisson:16 or fixed:16.") from None
+            raise SordinoError(f"batch: '{text}' has no number; write full, poisson:16 or fixed:16.") from None
 
     def __str__(self) -> str:
         return self.kind if self.kind == FULL else f"{self.kind}:{self.amount!r}".removesuffix(".0")
 
     def rates(self, sizes: np.ndarray) -> np.ndarray:
-        """The chance of each client's records to be in a minibatch; 1 where a client has no more than it asks for."""
+        """The chance of each client's records to be in a minibatch; 1 if the client has no more records than fit."""
         if self.kind == FULL:
             return np.ones(len(sizes))
         part = self.kind == "poisson" and self.amount < 1
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
 
     def draw(self, uniforms: np.ndarray, rate: float) -> np.ndarray:
-        """The records of a minibatch, from one uniform per record; the rate is that of the client's public size.
+        """The records of a minibatch, from one uniform per record; the rate follows from the client's public size.
 
-        Uniforms are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells: no record is drawn
-        with a greater probability than the rate that is accounted for. Equal uniforms are ordered by place.
+        Uniforms are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells. So no record is
+        drawn with a larger probability than the account assumes. Equal uniforms are ordered by place.
         """
         if rate == 1:
             return np.arange(len(uniforms))

@@ -57,7 +57,7 @@ class Plan:
       participation: which clients take part in which round.
       divisor: how clients of unequal size are averaged.
       schedule_seed: of the participation schedule.
-      noise: standard deviation of the summed client noise over the clip; None: calibrated to epsilon.
+      noise: standard deviation of the summed client noise, divided by the clip; None: calibrated to epsilon.
       uncertified: accept a plan for which nothing is proved.
       sampling: which of a client's records enter a minibatch.
       integers: set where secure aggregation adds up integers.
@@ -213,18 +213,18 @@ def continues_stream(plan: Plan, t: int) -> bool:
 
 
 def unbounded_sampling(plan: Plan) -> str:
-    """Why nothing is proved for this plan's minibatches; empty where it is proved, or where there are none."""
+    """Why nothing is proved for this plan's minibatches; empty if it is proved, or if there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
     # At user level sizes are private, and must not decide what is refused.
     if plan.sampling.kind == FULL or (plan.privacy.unit is Unit.RECORD and not (plan.rates < 1).any()):
         return ""
     if any(q.bound is not None or _spans_rounds(q) for q in queries):
-        return f"{plan.method.name}'s bound or noise speaks of all of a client's records; leave batch at full."
+        return f"the bound or noise of {plan.method.name} is proved only for all records of a client; use batch = full."
     noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
     if noised and plan.sampling.kind == "fixed" and plan.privacy.adjacency is Adjacency.ADD_REMOVE:
         return (
-            f"{plan.sampling} under add-remove: one record more changes which others are drawn, and no bound for "
-            "that is known here. Use poisson, or adjacency = replace-one."
+            f"{plan.sampling} under add-remove: one more record changes which others are drawn, and nothing is "
+            "proved for that. Use poisson, or adjacency = replace-one."
         )
     return ""
 
@@ -233,7 +233,7 @@ def unbounded_sampling(plan: Plan) -> str:
 
 
 def _check(plan: Plan) -> None:
-    """Raise SordinoError where a field is out of range or nothing is proved."""
+    """Raise SordinoError if a field is out of range or nothing is proved."""
     method, privacy = plan.method, plan.privacy
     if not 1 <= plan.rounds <= MOST_ROUNDS:
         raise SordinoError(f"rounds: {plan.rounds} must lie between 1 and {MOST_ROUNDS:,}.")
@@ -242,7 +242,7 @@ def _check(plan: Plan) -> None:
     if not plan.sizes or min(plan.sizes) < 1:
         raise SordinoError("clients: every client needs at least one record.")
     if unknown := [i for i in privacy.client_epsilon if not 0 <= i < len(plan.sizes)]:
-        raise SordinoError(f"client_epsilon: there is no client {unknown[0]}; they run 0 to {len(plan.sizes) - 1}.")
+        raise SordinoError(f"client_epsilon: client {unknown[0]} does not exist; the last is {len(plan.sizes) - 1}.")
     if method.unit is not privacy.unit:
         raise SordinoError(f"unit: {method.name} was built for {method.unit}, not {privacy.unit}.")
     for stage in method.stages:
@@ -261,7 +261,7 @@ def _check_noise(plan: Plan) -> None:
             "noise."
         )
     if plan.noise is not None and privacy.client_epsilon:
-        raise SordinoError("client_epsilon: with a fixed noise no client can ask for more; leave one of them out.")
+        raise SordinoError("client_epsilon: it cannot be combined with a fixed noise; remove one of them.")
     noised = [q for stage in method.stages for q in stage.queries if q.noise is not None]
     if not plan.noiseless and any(math.isinf(q.sensitivity(privacy.adjacency, privacy.unit)) for q in noised):
         raise SordinoError(f"epsilon: {method.name} bounds nothing. {method.caveat or 'Set clip, or epsilon = inf.'}")
@@ -275,7 +275,11 @@ def _check_proved(plan: Plan) -> None:
         raise SordinoError(
             f"trust: {method.name} is not proved private at {privacy.unit} level under {privacy.trust}. "
             f"{method.caveat} "
-            + (f"Proved: {pairs}. Choose one of these, or set" if pairs else "With these options nothing is. Set")
+            + (
+                f"Proved: {pairs}. Choose one of these, or set"
+                if pairs
+                else "With these options nothing is proved. Set"
+            )
             + " uncertified = true and read the statement, which then begins with 'not certified'."
         )
     plan.participation.rate(len(plan.sizes))
@@ -294,17 +298,17 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
     for _, _, query in noised_queries(plan):
         plan_mechanism(plan, query)
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
-        raise SordinoError(f"trust: integers are added up under secure-aggregation, not {plan.privacy.trust}.")
+        raise SordinoError(f"trust: sums of integers need secure-aggregation, not {plan.privacy.trust}.")
     if plan.participation.kind != FULL:
-        raise SordinoError(f"participation: secure aggregation is over all sites here, not {plan.participation}.")
+        raise SordinoError(f"participation: secure aggregation needs full participation, not {plan.participation}.")
     if plan.sampling.kind != FULL:
-        raise SordinoError(f"batch: discrete noise has no account of {plan.sampling}; leave batch at full.")
+        raise SordinoError(f"batch: there is no account of discrete noise with {plan.sampling}; use batch = full.")
     if plan.noiseless:
-        raise SordinoError("epsilon: secure aggregation without noise is not offered; give epsilon.")
+        raise SordinoError("epsilon: secure aggregation without noise is not supported; set a finite epsilon.")
 
 
 def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
-    """An answer that is not noised must end in a message that is: otherwise data would leave in the clear."""
+    """Check that every answer without noise ends in a noised message; otherwise data would leave without noise."""
     delta = [q for q in stage.queries if q.kind is Kind.DELTA]
     if len(delta) > 1 or any(q.noise is None or q.calls != 1 for q in delta):
         raise SordinoError(f"{name}: a stage has at most one DELTA query; it is noised, and called once.")
@@ -313,9 +317,9 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
     if delta and any(q.noise is not None for q in stage.queries if q.kind is not Kind.DELTA):
         raise SordinoError(f"{name}: noise the answers or the message, not both.")
     if unit is Unit.USER and not delta:
-        raise SordinoError(f"{name}: a user moves an answer once a record; noise the message (DELTA) instead.")
+        raise SordinoError(f"{name}: a user moves an answer once per record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
-        raise SordinoError(f"{name}: one query of a kind per stage; raise its calls instead.")
+        raise SordinoError(f"{name}: a stage has at most one query of each kind; increase its calls instead.")
     streams = [q for q in stage.queries if _spans_rounds(q)]
     if any(q.joint < 1 or q.calls % q.joint for q in stage.queries):
         raise SordinoError(f"{name}: a query's calls must be a multiple of those that share a minibatch (joint).")

@@ -26,7 +26,7 @@ class Group(NamedTuple):
     clients: tuple[int, ...]
     records: tuple[int, int]  # smallest and largest
     releases: tuple[Release, ...]
-    mu: float  # as if nothing had been sampled; exact where nothing was
+    mu: float  # as if nothing were sampled
 
 
 def groups(plan: Plan, done: int | None = None) -> tuple[Group, ...]:
@@ -37,9 +37,11 @@ def groups(plan: Plan, done: int | None = None) -> tuple[Group, ...]:
     result = []
     for g, account in enumerate(accounts):
         members = np.flatnonzero(which.reshape(-1) == g)
-        own = releases(plan, noises, account)
+        group_releases = releases(plan, noises, account)
         sizes = [plan.sizes[i] for i in members]
-        result.append(Group(tuple(members.tolist()), (min(sizes), max(sizes)), own, events.mu(own)))
+        result.append(
+            Group(tuple(members.tolist()), (min(sizes), max(sizes)), group_releases, events.mu(group_releases))
+        )
     return tuple(result)
 
 
@@ -97,7 +99,7 @@ def _mu_squared_path(plan: Plan) -> np.ndarray:
 
 @memoised
 def _epsilon_path(plan: Plan) -> np.ndarray:
-    """Epsilon after each round: of equal clients, that of those which took part most often so far."""
+    """Epsilon after each round; among clients with equal accounts, the one that took part most often counts."""
     paths = [_group_path(plan, group) for group in groups(plan) if group.releases]
     return np.asarray(np.minimum(np.max(paths, 0), epsilon(plan)))
 

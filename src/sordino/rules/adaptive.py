@@ -2,12 +2,12 @@
 
 m = beta1 m + (1 - beta1) G
 v = beta2 v + (1 - beta2) G^2                      (Adam)
-v = v - (1 - beta2) G^2 sign(v - G^2)              (Yogi: v comes down by no more than that, however large it is)
+v = v - (1 - beta2) G^2 sign(v - G^2)              (Yogi: v decreases by at most this amount)
 step = m / (sqrt(v) + tau),  from m = 0, v = tau^2
 
-Noise of variance Phi adds Phi to every G^2, and so its weighted sum of them to Adam's v. `subtract-floor` takes that
-off again and keeps the rest above a floor (DP-AdamBC: Tang, Shpilevskiy, Lecuyer 2024). Yogi's v is no mean of squares:
-in pure noise it settles near 2.4 Phi, of which the correction takes Phi.
+Noise of variance Phi adds Phi to every G^2, and so a weighted sum of Phi to Adam's v. `subtract-floor` subtracts it and
+keeps the rest above a floor (DP-AdamBC: Tang, Shpilevskiy, Lecuyer 2024). Yogi's v is not a mean of squares: in pure
+noise it settles near 2.4 Phi, of which the correction subtracts Phi.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Moments(NamedTuple):
 
     first: Tensor
     second: Tensor
-    noise: Tree  # the noise's variance, if it is subtracted from the second moment; else ()
+    noise: Tree  # the variance of the noise if it is subtracted from the second moment; otherwise ()
 
 
 def denoised(v: Tensor, phi: Tensor, floor: float | Tensor) -> Tensor:
-    """A second moment less what noise alone adds to it; without the floor more than half would be negative."""
+    """A second moment minus the part of the noise. Without the floor more than half could be negative."""
     return torch.clamp(v - phi, min=floor)
 
 
@@ -53,11 +53,11 @@ def _moments(
         raise SordinoError(f"correction: '{correction}' is unknown.{nearest(correction, CORRECTION)}")
     subtract = correction != "none"
     if subtract and not floor > 0:
-        raise SordinoError(f"floor: {floor} must be above 0; what is left of v may be negative.")
+        raise SordinoError(f"floor: {floor} must be above 0, because v minus the noise may be negative.")
     if not isinstance(tau, Tensor) and not (tau > 0 or (subtract and tau == 0)):
         raise SordinoError(f"tau: {tau} must be above 0; it bounds the step where v is small.")
     if not decay >= 0:
-        raise SordinoError(f"decay: {decay} must be 0 or more.")
+        raise SordinoError(f"decay: {decay} must be at least 0.")
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Moments:
         variance = torch.as_tensor(facts.aggregate_std**2, dtype=torch.float64).to(theta) if subtract else ()
@@ -88,9 +88,22 @@ def adam(
     floor: float = 1e-8,
     decay: float = 0.0,
 ) -> Rule:
-    """Adam; no bias correction by default, as in the federated form.
+    """Adam on the server, by default without bias correction, as in its federated form.
 
-    correction: `subtract-floor` makes the root that of max(v - Phi, floor). decay: decoupled, added to the step.
+    Args:
+      beta1: decay of the first moment, in [0, 1).
+      beta2: decay of the second moment, in [0, 1).
+      tau: added to the root of the second moment; above 0.
+      bias_correction: divide the moments by 1 - beta^(t+1).
+      correction: `none`, or `subtract-floor`, which takes the root of max(v - Phi, floor).
+      floor: the smallest corrected second moment.
+      decay: decoupled weight decay, added to the step.
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: an argument is out of its range.
     """
     return _moments(moving, beta1, beta2, tau, bias_correction, correction, floor, decay)
 
@@ -105,5 +118,15 @@ def yogi(
     floor: float = 1e-8,
     decay: float = 0.0,
 ) -> Rule:
-    """Yogi. Options as of Adam."""
+    """Yogi on the server.
+
+    Args:
+      beta1, beta2, tau, bias_correction, correction, floor, decay: as in `adam`.
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+    """
     return _moments(_yogi, beta1, beta2, tau, bias_correction, correction, floor, decay)

@@ -17,15 +17,24 @@ class TailAverage(NamedTuple):
 
 
 def stateless(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+    """The initial state of a rule without state."""
     return ()
 
 
 def zeros(theta: Tensor, facts: Facts, before: Tree) -> Tensor:
+    """An initial state of zeros, one per parameter."""
     return torch.zeros_like(theta)
 
 
 def chain(*rules: Rule) -> Rule:
-    """Apply rules in order, each to what the one before it made of the aggregate."""
+    """Apply rules in order; each gets the result of the one before it.
+
+    Args:
+      rules: the rules.
+
+    Returns:
+      One rule.
+    """
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> tuple[Tree, ...]:
         return tuple(rule.init(theta, facts, before) for rule in rules)
@@ -49,26 +58,46 @@ def chain(*rules: Rule) -> Rule:
 
 
 def scale(factor: float | Tensor) -> Rule:
-    """factor * G. The step is added to theta, so descent has a negative factor."""
+    """factor * G. The step is added to theta, so descent has a negative factor.
+
+    Args:
+      factor: the factor.
+
+    Returns:
+      The rule.
+    """
     return Rule(stateless, lambda g, state, theta, t: (factor * g, state))
 
 
 def check_decay(name: str, value: float | Tensor) -> None:
+    """Raise SordinoError unless a decay lies in [0, 1)."""
     if not isinstance(value, Tensor) and not 0 <= value < 1:
         raise SordinoError(f"{name}: {value} must lie in [0, 1).")
 
 
 def moving(m: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
+    """The next value of a moving average."""
     return beta * m + (1 - beta) * g
 
 
 def debias(m: Tensor, beta: float | Tensor, t: int) -> Tensor:
-    """Divide out the weight that a moving average started at zero still lacks after t + 1 terms (Adam)."""
+    """Correct the bias towards zero of a moving average of t + 1 terms that starts at zero (Adam)."""
     return m / (1 - beta ** (t + 1))
 
 
 def ema(beta: float | Tensor, *, bias_correction: bool = False) -> Rule:
-    """M = beta M + (1 - beta) G, from M = 0. Averages noise down to (1 - beta) / (1 + beta) of its variance."""
+    """A moving average: M = beta M + (1 - beta) G, from M = 0. Noise keeps (1 - beta) / (1 + beta) of its variance.
+
+    Args:
+      beta: the decay, in [0, 1).
+      bias_correction: divide by 1 - beta^(t+1).
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: beta is out of its range.
+    """
 
     check_decay("beta", beta)
 
@@ -80,7 +109,18 @@ def ema(beta: float | Tensor, *, bias_correction: bool = False) -> Rule:
 
 
 def heavy_ball(beta: float | Tensor, restart: int = 0) -> Rule:
-    """M = beta M + G, from M = 0, and again every `restart` rounds (0: never)."""
+    """Heavy-ball momentum: M = beta M + G from M = 0.
+
+    Args:
+      beta: the momentum, in [0, 1).
+      restart: rounds after which M starts again; 0 for never.
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: beta is out of its range.
+    """
 
     check_decay("momentum", beta)
 
@@ -92,9 +132,18 @@ def heavy_ball(beta: float | Tensor, restart: int = 0) -> Rule:
 
 
 def average(last: float) -> Rule:
-    """Hand out the mean of the iterates of the last part of the rounds; the walk itself is unchanged.
+    """Return the mean of the last iterates as the model. The iterates themselves do not change.
 
-    Put it at the end of a chain: what reaches it is the step.
+    It must be the last rule of a chain, because its input is the step.
+
+    Args:
+      last: the part of the rounds whose iterates are averaged, in (0, 1].
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: last is out of its range.
     """
     if not 0 < last <= 1:
         raise SordinoError(f"average: {last} must lie in (0, 1], the part of the rounds whose iterates are averaged.")

@@ -1,8 +1,8 @@
 """Blocks of theta: parameters that share one number, such as the mean of their second moments.
 
-A transformer's blocks (DP-FedAdamW's partition): for every layer one per head of Q, of K and of V, one for the output
-projection of the attention, one for the whole MLP; and one each for the embedding and the output. Biases go with their
-rows; norms, tables of relative positions and patch merging ride with the nearest block.
+A transformer (partition of DP-FedAdamW) has, for every layer, one block per head of Q, of K and of V, one for the
+output projection of the attention, and one for the whole MLP. The embedding and the output have one block each. Biases
+belong to the block of their rows. Norms, tables of relative positions and patch merging belong to the nearest block.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from sordino.lazy import Tensor, torch
 LAYER = re.compile(r"(.*?)\.(?:self_)?att\w*\.")  # a layer is what owns an attention
 SPLIT = re.compile(r"\b(query|key|value|[qkv]_proj|[qkv]_lin)\b")
 FUSED = re.compile(r"\b(qkv|in_proj)")
-ATTENTION = re.compile(r"(?:self_)?att|\w*(?:before|norm_?1|ln_?1)\b")  # its norm comes first, or stands inside
+ATTENTION = re.compile(
+    r"(?:self_)?att|\w*(?:before|norm_?1|ln_?1)\b"
+)  # the norm of an attention comes before it or inside it
 
 
 def count(blocks: Tensor | None) -> int:
-    """How many there are; None stands for one block."""
+    """The number of blocks; None means one block."""
     return 1 if blocks is None else int(blocks.max()) + 1
 
 
 def block_means(v: Tensor, blocks: Tensor | None) -> Tensor:
-    """The mean of v over every block, on the last axis; summed in float64, for blocks hold millions of entries."""
+    """The mean of v over every block, on the last axis. Sums are float64, because blocks have millions of entries."""
     if blocks is None:
         return v.mean(-1, keepdim=True)
     blocks = blocks.to(v.device)
@@ -35,23 +37,35 @@ def block_means(v: Tensor, blocks: Tensor | None) -> Tensor:
 
 
 def expand(means: Tensor, blocks: Tensor | None) -> Tensor:
-    """Every entry of theta gets its block's number; one block needs no copies of it."""
+    """The value of its block for every entry of theta; a single block needs no copies."""
     return means if blocks is None else means.index_select(-1, blocks.to(means.device))
 
 
 def transformer_blocks(parameters: Sequence[tuple[str, Sequence[int]]], heads: int | Sequence[int]) -> Tensor:
-    """The block of every entry of theta, which strings `parameters` (name, shape) together in this order.
+    """The block of every entry of theta.
 
-    heads: of each layer, or one number for all. Heads are rows of the weights of Q, K and V, which may be fused into
-    one matrix of three times the rows. Of low-rank factors B has the rows of its matrix, all A of a layer are a block.
+    Heads are rows of the weights of Q, K and V, which may be fused into one matrix of three times the rows. For
+    low-rank factors, B has the rows of its matrix, and all A of a layer form one block.
+
+    Args:
+      parameters: name and shape of every parameter, in the order of theta.
+      heads: of each layer, or one number for all layers.
+
+    Returns:
+      One block number per entry.
+
+    Raises:
+      SordinoError: no attention is found by name, or the heads do not fit.
     """
-    heady = [name for name, _ in parameters if SPLIT.search(name) or FUSED.search(name)]
-    names = list(dict.fromkeys(owner[1] for name in heady if (owner := LAYER.match(name))))
+    with_heads = [name for name, _ in parameters if SPLIT.search(name) or FUSED.search(name)]
+    names = list(dict.fromkeys(owner[1] for name in with_heads if (owner := LAYER.match(name))))
     if not names:
-        raise SordinoError("parameters: no attention was found by name; a model without one has one block per tensor.")
+        raise SordinoError("parameters: no name looks like an attention; without one, use one block per tensor.")
     of_layer = [heads] * len(names) if isinstance(heads, int) else list(heads)
     if len(of_layer) != len(names):
-        raise SordinoError(f"heads: {len(of_layer)} numbers for {len(names)} layers; give one, or one for each.")
+        raise SordinoError(
+            f"heads: {len(of_layer)} numbers for {len(names)} layers; give one number, or one per layer."
+        )
     at = [next((n for n, owner in enumerate(names) if name.startswith(f"{owner}.")), -1) for name, _ in parameters]
     first, last = at.index(0), len(at) - 1 - at[::-1].index(max(at))
     numbers: dict[Hashable, int] = {}
@@ -69,7 +83,7 @@ def transformer_blocks(parameters: Sequence[tuple[str, Sequence[int]]], heads: i
 
 
 def _keys(layer: int, rest: str, rows: int, heads: int) -> list[Hashable]:
-    """Names of the blocks that a layer's tensor falls into, of as many equal parts of its rows."""
+    """The keys of the blocks of a layer's tensor; each block has an equal part of the rows."""
     split, fused = SPLIT.search(rest), FUSED.search(rest)
     if "lora_A" in rest:
         return [(layer, "A")]
@@ -77,5 +91,7 @@ def _keys(layer: int, rest: str, rows: int, heads: int) -> list[Hashable]:
         return [(layer, "attention" if ATTENTION.match(rest) else "mlp")]
     kinds = split[1][0] if split else "qkv"
     if heads < 1 or rows % (heads * len(kinds)):
-        raise SordinoError(f"heads: {heads} do not divide the {rows} rows of {rest} in layer {layer}; give its own.")
+        raise SordinoError(
+            f"heads: {heads} do not divide the {rows} rows of {rest} in layer {layer}; give one number per layer."
+        )
     return [(layer, kind, head) for kind in kinds for head in range(heads)]

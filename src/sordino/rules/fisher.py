@@ -3,9 +3,9 @@
     M = beta M + (1 - beta) G,  M^ = M / (1 - beta^(t+1)) with bias correction
     H = (rho I + M^ M^T)^-1,    H v = v / rho - M^ (M^ . v) / (rho^2 + rho |M^|^2)       (Sherman-Morrison)
 
-`gradient` applies H to G (the paper's formula), `momentum` to M^ (which behaves as its experiments do): H M^ =
-M^ / (rho + |M^|^2). The estimate is rebuilt every round from M alone; nothing accumulates. Other structures than rank
-one are in `structures`.
+`gradient` applies H to G (the formula of the paper). `momentum` applies H to M^, which behaves like the experiments of
+the paper: H M^ = M^ / (rho + |M^|^2). Every round computes the estimate from M alone; nothing accumulates. `structures`
+has the other structures.
 """
 
 from __future__ import annotations
@@ -42,26 +42,39 @@ def fisher(
     structure: str = "rank-one",
     rank: int = 4,
 ) -> Rule:
-    """Precondition by the inverse of rho I + M^ M^T, or of another `structure` (`rank`: k of rank-k).
+    """Precondition by the inverse of rho I + M^ M^T, or of another structure.
 
-    - `warm_start` W > 0: the rank-one part is faded in by lambda_t = min(1, t / W); lambda = 0 is plain G / rho.
-    - `ema_rounds` R: the first R rounds step along M^ alone, scaled by 1 / rho (`ema_scale="rho"`, continuous with H)
-      or by 1 (`"unit"`).
+    Args:
+      rho: damping, above 0.
+      beta: decay of M, in [0, 1).
+      apply_to: what is preconditioned, `gradient` or `momentum`.
+      bias_correction: divide M by 1 - beta^(t+1).
+      warm_start: W > 0 fades in the rank-one part by min(1, t / W); at 0 it is plain G / rho.
+      ema_rounds: the first rounds, which step along M^ alone.
+      ema_scale: scale of these steps, `rho` (1 / rho, continuous with H) or `unit` (1).
+      structure: of the Fisher estimate: `rank-one`, `rank-k`, `block` or `kronecker`.
+      rank: k of `rank-k`.
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: an argument is out of its range.
     """
-    words = (
+    choices = (
         ("apply_to", apply_to, APPLY_TO),
         ("ema_scale", ema_scale, EMA_SCALE),
         ("structure", structure, STRUCTURES),
     )
-    for name, value, known in words:
-        if value not in known:
-            raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, known)}")
+    for name, value, allowed in choices:
+        if value not in allowed:
+            raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, allowed)}")
     if not isinstance(rho, Tensor) and not rho > 0:
-        raise SordinoError(f"rho: {rho} must be above 0; it is what keeps the inverse finite.")
+        raise SordinoError(f"rho: {rho} must be above 0, so that the inverse is finite.")
     check_decay("beta", beta)
     for name, rounds in (("warm_start", warm_start), ("ema_rounds", ema_rounds)):
         if rounds < 0:
-            raise SordinoError(f"{name}: {rounds} rounds; it must be 0 or more.")
+            raise SordinoError(f"{name}: {rounds} must be at least 0.")
 
     if rank < 1:
         raise SordinoError(f"rank: {rank} must be at least 1.")

@@ -1,13 +1,14 @@
-"""Steps that follow from public numbers alone: the noise, the rounds, the model's shape, and one noised mean of u u^T.
+"""Steps that follow from public numbers only: the noise, the rounds, the model's shape, and one noised mean of u u^T.
 
 Near zero the gradient of a softmax over c classes is linear in theta: G = H (theta - theta*) + noise of variance nu^2,
-H = A (x) (I - 1 1^T / c) / c, A the mean of u u^T. Where theta* is known to within a variance P along an eigenvector of
-A, and h is the curvature there, the best linear step is Kalman's:
+where H = A (x) (I - 1 1^T / c) / c and A is the mean of u u^T. If theta* is known up to a variance P along an
+eigenvector of A, and h is the curvature there, the best linear step is Kalman's:
 
     theta <- theta - K G,   K = P h / (h^2 P + nu^2),   P <- P - (P h)^2 / ((1 + doubt) h^2 P + nu^2)
 
-Without noise this is Newton's step, 1 / h; in much noise it is gradient descent by P h / nu^2, which P brings down as
-releases are averaged. `doubt` is about h, which falls as the model fits: it keeps P from vanishing, and the steps.
+Without noise this is Newton's step, 1 / h. With much noise it is gradient descent with step P h / nu^2, which decreases
+with P as releases are averaged. `doubt` concerns h, which decreases as the model fits: it keeps P and the steps above
+0.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
-FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero where features are constant
+FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero if features are constant
 SATURATING_LOGIT = 2.0  # a logit at which softmax begins to saturate
-MIN_VARIANCE = 1e-20  # of P, which falls without end where there is no noise
+MIN_VARIANCE = 1e-20  # of P, which converges to 0 without noise
 
 
 class KalmanState(NamedTuple):
@@ -29,24 +30,24 @@ class KalmanState(NamedTuple):
 
     vectors: Tensor  # V, the eigenvectors of A
     curvature: Tensor  # h; after `estimate_covariance`, the eigenvalues of A
-    variance: Tensor  # P, what is not known yet of theta*
+    variance: Tensor  # P, the remaining uncertainty about theta*
     noise: Tensor  # variance of the noise on G; after `estimate_covariance`, the std of the noise on A
 
 
 def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a mean of u u^T, |u|^2 at most `most`, seen through symmetric noise.
+    """Eigenvalues and eigenvectors of a mean of u u^T, |u|^2 at most `most`, estimated from its noised value.
 
-    Noise of this std (on the diagonal; beside it, 1 / sqrt 2 of that) has eigenvalues up to edge = std sqrt(2 rows),
-    and shows an eigenvalue v as v + edge^2 / 4 v. What stands above the edge is brought back to v; the others cannot be
-    told apart, and share what is left of the trace.
+    Symmetric noise of this std (on the diagonal; std / sqrt 2 off it) has eigenvalues up to edge = std sqrt(2 rows),
+    and turns an eigenvalue v into v + edge^2 / 4 v. Eigenvalues above the edge are corrected to v. The others cannot be
+    distinguished, and share the rest of the trace.
     """
     rows = A.shape[-1]
-    seen, vectors = torch.linalg.eigh((A + A.transpose(-1, -2)).double() / 2)
-    std = std.to(seen)
+    noised, vectors = torch.linalg.eigh((A + A.transpose(-1, -2)).double() / 2)
+    std = std.to(noised)
     edge = std * math.sqrt(2 * rows)
-    trace = seen.sum(-1, keepdim=True).maximum(std * math.sqrt(rows)).clamp(FLOOR**3 * most, most)
-    above = seen > edge
-    value = torch.where(above, (seen + (seen.square() - edge.square()).clamp_min(0).sqrt()) / 2, 0.0).minimum(trace)
+    trace = noised.sum(-1, keepdim=True).maximum(std * math.sqrt(rows)).clamp(FLOOR**3 * most, most)
+    above = noised > edge
+    value = torch.where(above, (noised + (noised.square() - edge.square()).clamp_min(0).sqrt()) / 2, 0.0).minimum(trace)
     rest = (trace - value.sum(-1, keepdim=True)).maximum(std) / (~above).sum(-1, keepdim=True).clamp_min(1)
     value = torch.where(above, value, rest.minimum(trace / rows)).maximum(FLOOR * trace / rows)
     return value.to(A.dtype), vectors.to(A.dtype)
@@ -83,7 +84,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         prior: Standard deviation of a logit before training; every eigenvector contributes equally. It is raised until
             the noise of all steps would move a logit by SATURATING_LOGIT: the predicted class does not depend on the
             scale of the logits, so a smaller model gains nothing.
-        doubt: Doubt about the curvature; 0 averages all rounds equally.
+        doubt: Uncertainty of the curvature; 0 averages all rounds equally.
         part: This stage's part of the budget of all gradients; None for a stage that continues another.
 
     Returns:
@@ -102,7 +103,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
             return before._replace(noise=nu.square())
         if V.shape[-1] != rows:  # no client took part in the stage before
             value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
-        length = value.sum(-1, keepdim=True).sqrt()  # of u, in the square mean
+        length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
         residual = math.sqrt(1 - 1 / outputs)  # |p - y| at zero
         h = value / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
         mean_noise = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
@@ -120,6 +121,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
 
 
 def matrix_of(facts: Facts) -> tuple[int, int]:
+    """Rows and columns of the only parameter of a linear model."""
     if len(facts.shapes) != 1 or len(facts.shapes[0]) != 2:
         raise SordinoError("model: these steps need a linear model with one matrix of parameters; use dp-fedadam.")
     rows, outputs = facts.shapes[0]

@@ -12,23 +12,27 @@ TINY = 1e-30
 
 
 def identity_like(matrix: Tensor) -> Tensor:
+    """The identity of the same size, type and device."""
     return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
 def floored_inverse(matrix: Tensor, floor: float) -> Tensor:
-    """Of the symmetrised matrix, eigenvalues below `floor` raised to it: noise may have made them negative."""
+    """The inverse of the symmetrised matrix after raising eigenvalues to `floor`; noise may have made them negative."""
     values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
     inverse: Tensor = (vectors / values.clamp_min(floor).unsqueeze(-2)) @ vectors.transpose(-1, -2)
     return inverse
 
 
 def floored_solve(matrix: Tensor, v: Tensor, floor: float) -> Tensor:
+    """`floored_inverse` times v."""
     return (floored_inverse(matrix, floor) @ v.unsqueeze(-1)).squeeze(-1)
 
 
 def damped(matrix: Tensor, gamma: float) -> Tensor:
-    """The Cholesky factor of H + gamma I, which is written over H. Where H is so large that rounding left it
-    indefinite, the factor's diagonal is NaN, and so is every solution."""
+    """The Cholesky factor of H + gamma I, which overwrites H.
+
+    If H is so large that rounding makes it indefinite, the diagonal of the factor is NaN, and so is every solution.
+    """
     matrix.diagonal(dim1=-2, dim2=-1).add_(gamma)
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(matrix)
@@ -48,7 +52,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], v: Tensor, steps: i
 
 
 def steps_for(condition: float, accuracy: float) -> int:
-    """So many that the error 2 ((sqrt(condition) - 1) / (sqrt(condition) + 1))^k is within `accuracy`."""
+    """The number of steps k with error 2 ((sqrt(condition) - 1) / (sqrt(condition) + 1))^k <= accuracy."""
     root = math.sqrt(condition)
     if root == 1:  # a multiple of the identity
         return 1

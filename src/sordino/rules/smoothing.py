@@ -2,8 +2,8 @@
 
     (I - s L)^-1 u,  L the circulant second difference:  ifft( fft(u)_k / (1 + 2 s - 2 s cos(2 pi k / d)) )
 
-White noise keeps (1 + 2 s) / (1 + 4 s)^(3/2) of its variance. So does a signal whose coordinates come in random order:
-smoothing helps only where neighbouring coordinates belong together.
+White noise keeps (1 + 2 s) / (1 + 4 s)^(3/2) of its variance. So does a signal whose coordinates have a random order:
+smoothing helps only if neighbouring coordinates are similar.
 """
 
 from __future__ import annotations
@@ -17,9 +17,19 @@ from sordino.rules.basic import stateless
 
 
 def smooth(strength: float) -> Rule:
-    """Apply (I - strength L)^-1 over the last axis; the sum of the entries stays."""
+    """Apply (I - strength L)^-1 along the last axis. The sum of the entries does not change.
+
+    Args:
+      strength: s, at least 0; 0 changes nothing.
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: strength is out of its range.
+    """
     if not 0 <= strength < math.inf:
-        raise SordinoError(f"strength: {strength} must be 0 or more; 0 leaves everything as it is.")
+        raise SordinoError(f"strength: {strength} must be at least 0; 0 changes nothing.")
 
     def update(u: Tensor, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         d = u.shape[-1]

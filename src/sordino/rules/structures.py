@@ -1,4 +1,4 @@
-"""Fisher estimates of several structures, and what each takes off v / rho: (rho I + F)^-1 v = v / rho - shrink(M, v).
+"""Fisher estimates of several structures, and what each subtracts: (rho I + F)^-1 v = v / rho - shrink(M, v).
 
 - rank-one: F = M M^T.
 - rank-k: F = mean over the last k M of M M^T (Woodbury's identity).
@@ -6,8 +6,9 @@
 - kronecker: F = (M M^T) (x) (M^T M / |M|^2) for each parameter, read as a matrix; damped exactly, in the eigenbasis
   that one thin singular value decomposition gives.
 
-All are built from noised aggregates, so they cost no privacy, and O(k d) time, k the rank or the columns. A parameter
-of one column makes block and kronecker the rank-one estimate; so does k = 1.
+All are built from noised aggregates, so they cost no privacy, and take O(k d) time, where k is the rank or the
+number of columns. For a parameter of one column, block and kronecker equal the rank-one estimate; so does rank-k for
+k = 1.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ STRUCTURES = ("rank-one", "rank-k", "block", "kronecker")
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
+    """The scalar product along the last axis, which stays."""
     return (a * b).sum(-1, keepdim=True)
 
 
 def rank_one(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
-    """Sherman and Morrison's formula."""
+    """The rank-one estimate, by the formula of Sherman and Morrison."""
     return m * dot(m, v) / (rho**2 + rho * dot(m, m))
 
 
 def rank_k(past: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
-    """`past` holds k vectors before the last axis; zeros among them are harmless."""
+    """The rank-k estimate. `past` holds k vectors before the last axis; some may be zero."""
     k, r = past.shape[-2], torch.as_tensor(rho, dtype=v.dtype, device=v.device).unsqueeze(-1)
     u = past / math.sqrt(k)
     small = r * torch.eye(k).to(v) + u @ u.transpose(-1, -2)
@@ -40,14 +42,14 @@ def rank_k(past: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
 
 
 def block(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
-    """Column by column of matrices."""
+    """The block estimate, for each column of a matrix."""
     r = torch.as_tensor(rho).to(v).unsqueeze(-1) if isinstance(rho, Tensor) else rho
     across, size = (m * v).sum(-2, keepdim=True), (m * m).sum(-2, keepdim=True)
     return m * across / (r**2 + r * size)
 
 
 def kronecker(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
-    """With M = U S W^T, F has the eigenvalue s_i^2 s_j^2 / |s|^2 on u_i (x) w_j, and 0 elsewhere."""
+    """The Kronecker estimate: with M = U S W^T, F has the eigenvalue s_i^2 s_j^2 / |s|^2 on u_i (x) w_j, else 0."""
     r = torch.as_tensor(rho).to(v).unsqueeze(-1) if isinstance(rho, Tensor) else rho
     u, s, wt = torch.linalg.svd(m, full_matrices=False)
     square = s.square()
@@ -74,6 +76,6 @@ def by_parameter(shrink: Shrink, shapes: Tensor) -> Shrink:
 
 
 def matrices(shapes: tuple[tuple[int, ...], ...], size: int) -> Tensor:
-    """(rows, columns) of each parameter: the last axis makes the columns, a vector is one column."""
+    """(rows, columns) of each parameter: the last axis gives the columns, and a vector is one column."""
     flat = [(math.prod(s[:-1]), s[-1]) if len(s) > 1 else (math.prod(s), 1) for s in shapes or ((size,),)]
     return torch.tensor(flat, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The identity of a site: two long-term keys, and the roster with the public keys of all sites.
 
-Sites take keys only from the roster, and exchange the roster by other ways than the server: a server that chose the
-keys could read the messages between any two sites.
+Sites take keys only from the roster, and do not exchange the roster through the server: a server that chose the keys
+could read the messages between any two sites.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sordino.errors import SordinoError, nearest
 from sordino.privacy.evidence import signing
 from sordino.secagg.derive import low_order, public
 
-SITES = 256  # most sites of a roster: every site reads the offer of every other, and offers grow with their number
-LONGEST = 2**17  # most bytes of a roster's file
+SITES = 256  # most sites of a roster: every site reads all offers, and offers grow with the number of sites
+LONGEST = 2**17  # most bytes of a roster file
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -57,12 +57,14 @@ class Identity:
 
     @staticmethod
     def make(name: str) -> Identity:
+        """An identity with new keys."""
         return Identity(
             name, Ed25519PrivateKey.generate().private_bytes_raw(), X25519PrivateKey.generate().private_bytes_raw()
         )
 
     @cached_property
     def card(self) -> Card:
+        """The public part."""
         signs = Ed25519PrivateKey.from_private_bytes(self.sign_key).public_key().public_bytes_raw()
         return Card(self.name, signs.hex(), public(self.box_key).hex())
 
@@ -84,9 +86,16 @@ class Identity:
 
     @staticmethod
     def load(path: str | Path) -> Identity:
+        """Read an identity from its file.
+
+        Raises:
+          SordinoError: the file is missing, readable by others, or malformed.
+        """
         data = _file(path, "identity")
         if not files.is_private(Path(path)):
-            raise SordinoError(f"identity: others may read '{path}'; run chmod 600 on it, if they have not yet.")
+            raise SordinoError(
+                f"identity: others may read '{path}'; run chmod 600 on it, and make new keys if others have read it."
+            )
         tables = _tables(data, "identity")
         if len(tables) != 1 or tables[0].keys() != set(Card._fields):
             raise SordinoError(f"identity: '{path}' does not hold name, sign and box; restore it from a copy.")
@@ -105,7 +114,7 @@ class Roster:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
         if not 1 <= len(self.sites) <= SITES:
-            raise SordinoError(f"roster: {len(self.sites)} sites; it lists 1 to {SITES}.")
+            raise SordinoError(f"roster: it has {len(self.sites)} sites; 1 to {SITES} are allowed.")
         for card in self.sites:
             _check_card(card)
         for key in Card._fields:
@@ -181,7 +190,7 @@ def _file(path: str | Path, what: str) -> bytes:
 def _tables(data: bytes, what: str, header: str = "") -> list[dict[str, str]]:
     """One table per header, or a single table without a header."""
     if len(data) > LONGEST:
-        raise SordinoError(f"{what}: {LONGEST:,} bytes are the most.")
+        raise SordinoError(f"{what}: the file must have at most {LONGEST:,} bytes.")
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -223,10 +232,10 @@ def _check_card(card: Card) -> None:
     for key in ("sign", "box"):
         _check_hex(getattr(card, key), f"{key} of '{card.name}'")
     if not _signs(bytes.fromhex(card.sign)):
-        raise SordinoError(f"sign of '{card.name}': it is no Ed25519 key; copy it from the site's card again.")
+        raise SordinoError(f"sign of '{card.name}': it is not an Ed25519 key; copy it from the site's card again.")
     box = bytes.fromhex(card.box)
     if int.from_bytes(box, "little") >= _FIELD or low_order(box):
-        raise SordinoError(f"box of '{card.name}': it is no X25519 key; copy it from the site's card again.")
+        raise SordinoError(f"box of '{card.name}': it is not an X25519 key; copy it from the site's card again.")
 
 
 def _signs(key: bytes) -> bool:
@@ -258,5 +267,7 @@ def read_signer(path: str | Path) -> signing.Signer:
             f"--sign-with: '{path}' holds no signing key (sign = \"64 hex digits\"); name an identity.key."
         )
     if not files.is_private(Path(path)):
-        raise SordinoError(f"--sign-with: others may read '{path}'; run chmod 600 on it, if they have not yet.")
+        raise SordinoError(
+            f"--sign-with: others may read '{path}'; run chmod 600 on it, and make new keys if others have read it."
+        )
     return signing.RunKey(bytes.fromhex(match[1]))

@@ -32,9 +32,11 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})*", re.ASCII)
 
 
 class Offer(NamedTuple):
+    """The contents of an offer."""
+
     public: bytes  # the round's X25519 key
     commitment: bytes  # to the seed of the self-mask
-    boxes: NDArray[np.uint8]  # for each peer in the roster's order, the sender left out: its shares, encrypted
+    boxes: NDArray[np.uint8]  # encrypted shares, one row per peer in the roster's order, without the sender
 
     def box(self, sender: int, receiver: int) -> bytes:
         """The box between two positions in the roster."""
@@ -42,19 +44,30 @@ class Offer(NamedTuple):
 
 
 class Masked(NamedTuple):
+    """The contents of a masked message."""
+
     vector: UInt32Array
     offers_sha256: str
     seal: str  # a signature over the offers that the vector was masked with, as hex
 
 
 class Reveal(NamedTuple):
+    """The contents of a reveal."""
+
     offers_sha256: str
     seeds: dict[str, int]  # shares of survivors' self-mask seeds
     keys: dict[str, int]  # shares of the others' ephemeral keys
 
 
 def offers_sha256(offers: Mapping[str, bytes]) -> str:
-    """The hash of all offers of a round, sorted by name."""
+    """The hash of all offers of a round, sorted by name.
+
+    Args:
+      offers: the offers, by name.
+
+    Returns:
+      64 hexadecimal digits.
+    """
     parts = [part for name in sorted(offers) for part in (name, hashlib.sha256(offers[name]).digest())]
     return hashlib.sha256(joined("offers", *parts)).hexdigest()
 
@@ -88,6 +101,20 @@ def write_reveal(member: Member, round: int, reveal: Reveal) -> bytes:
 
 
 def read_offer(session: Session, round: int, sender: str, data: bytes) -> Offer:
+    """Read and check an offer.
+
+    Args:
+      session: the session.
+      round: the number of the round.
+      sender: the site that sent it.
+      data: the message.
+
+    Returns:
+      Its contents.
+
+    Raises:
+      SordinoError: a field or the signature is wrong.
+    """
     peers = len(session.roster) - 1
     names = ("public", "commitment"), ("boxes",)
     message, refuse = _read(session, "secagg-offer", round, sender, data, _HEAD, BOX * peers, *names)
@@ -100,7 +127,21 @@ def read_offer(session: Session, round: int, sender: str, data: bytes) -> Offer:
 
 
 def read_masked(session: Session, round: int, sender: str, data: bytes, dimension: int | None = None) -> Masked:
-    """dimension: if it is known, longer messages are not decoded."""
+    """Read and check a masked message.
+
+    Args:
+      session: the session.
+      round: the number of the round.
+      sender: the site that sent it.
+      data: the message.
+      dimension: the length of the vector, if known. Longer messages are then not decoded.
+
+    Returns:
+      Its contents.
+
+    Raises:
+      SordinoError: a field or a signature is wrong.
+    """
     most = 4 * (DIMENSION if dimension is None else dimension)
     names = ("offers_sha256", "dimension", "seal"), ("vector",)
     message, refuse = _read(session, "secagg-masked", round, sender, data, _HEAD, most, *names)
@@ -115,6 +156,20 @@ def read_masked(session: Session, round: int, sender: str, data: bytes, dimensio
 
 
 def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Reveal:
+    """Read and check a reveal.
+
+    Args:
+      session: the session.
+      round: the number of the round.
+      sender: the site that sent it.
+      data: the message.
+
+    Returns:
+      Its contents.
+
+    Raises:
+      SordinoError: a field or the signature is wrong.
+    """
     sites = len(session.roster)
     names = ("offers_sha256", "survivors", "dropped"), ("seeds", "keys")
     head, body = _HEAD + _NAME * sites, shamir.SIZE * sites
@@ -122,15 +177,16 @@ def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Revea
     offers = _hex(message, "offers_sha256", 32, refuse).hex()
     shares, listed = list[dict[str, int]](), list[str]()
     for field, array in zip(names[0][1:], names[1], strict=True):
-        sited = message.fields[field]
-        if not isinstance(sited, list) or len(sited) > sites or not all(isinstance(name, str) for name in sited):
+        site_names = message.fields[field]
+        valid = isinstance(site_names, list) and len(site_names) <= sites
+        if not valid or not all(isinstance(name, str) for name in site_names):
             raise refuse(f"its {field} are no list of names")
-        rows = _array(message, array, np.uint8, (len(sited), shamir.SIZE), refuse)
+        rows = _array(message, array, np.uint8, (len(site_names), shamir.SIZE), refuse)
         values = [int.from_bytes(row.tobytes(), "little") for row in rows]
         if not all(value < shamir.PRIME for value in values):
             raise refuse(f"its {array} are no shares")
-        shares.append(dict(zip(sited, values, strict=True)))
-        listed += sited
+        shares.append(dict(zip(site_names, values, strict=True)))
+        listed += site_names
     if not set(listed) <= set(session.roster.names):
         raise refuse("it names sites that are not in the roster")
     if len(set(listed)) != len(listed):
@@ -147,7 +203,7 @@ def check_seal(session: Session, round: int, sender: str, offers: str, seal: obj
     except InvalidSignature:
         raise SordinoError(
             f"seal of '{sender}': it did not sign that it masked with the same offers; the server must show all sites "
-            "the same offers, and start the round anew where it did not."
+            "the same offers, and otherwise start a new round."
         ) from None
 
 
@@ -160,8 +216,8 @@ class _Refuse(NamedTuple):
 
     def __call__(self, why: str) -> SordinoError:
         return SordinoError(
-            f"{self.kind} of '{self.sender}': {why}. Ask it to send the message again; if it sent another than came, "
-            "mistrust whoever carried it."
+            f"{self.kind} of '{self.sender}': {why}. Ask it to send the message again; if it sent another message, "
+            "do not trust whoever carried it."
         )
 
 
@@ -194,7 +250,7 @@ def _read(
     fields: Sequence[str],
     arrays: Sequence[str],
 ) -> tuple[Message, _Refuse]:
-    """Check everything but the signature and the fields of each kind. A head of a few kilobytes is cheap to read."""
+    """Check everything except the signature and the fields of each kind. A head of a few kilobytes is cheap to read."""
     check_round(round)
     session.roster.position(sender)
     refuse = _Refuse(kind.removeprefix("secagg-"), sender)
@@ -212,8 +268,8 @@ def _read(
     if list(message.arrays) != [*arrays, "signature"]:
         raise refuse("its arrays are others")
     _array(message, "signature", np.uint8, (64,), refuse)
-    for name, wanted in common.items():
-        if type(message.fields[name]) is not type(wanted) or message.fields[name] != wanted:
+    for name, expected in common.items():
+        if type(message.fields[name]) is not type(expected) or message.fields[name] != expected:
             raise refuse(f"its {name} is another")
     return message, refuse
 

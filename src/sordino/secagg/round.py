@@ -46,6 +46,15 @@ from sordino.secagg.session import Member, Session
 
 
 def offer(member: Member, round: int) -> bytes:
+    """The first message of a round: a fresh public key, and encrypted shares for every peer.
+
+    Args:
+      member: the site.
+      round: the number of the round.
+
+    Returns:
+      The signed message.
+    """
     session, shares = member.session, member.shares(round)
     ephemeral = public(member.ephemeral(round))
     committed = commitment(session, round, member.name, member.seed(round))
@@ -60,24 +69,51 @@ def offer(member: Member, round: int) -> bytes:
 
 
 def check(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
-    """Check that every offer is complete and holds shares that this site can decrypt, and so reveal later."""
-    known = _known(member, round, offers)
-    for peer in known:
-        _shares(member, round, peer, known[peer])
-    return known
+    """Check that every offer is complete and holds shares that this site can decrypt, and so reveal later.
+
+    Args:
+      member: the site.
+      round: the number of the round.
+      offers: the offers of all sites, by name.
+
+    Returns:
+      The verified offers.
+
+    Raises:
+      SordinoError: an offer is invalid, or there are too few.
+    """
+    verified = _verified(member, round, offers)
+    for peer in verified:
+        _shares(member, round, peer, verified[peer])
+    return verified
 
 
 def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32Array) -> UInt32Array:
-    """The masked vector, modulo 2^32. Use `masked` unless the message is written elsewhere: a second vector under the
-    same masks would reveal the difference of both."""
-    session, known = member.session, check(member, round, offers)
+    """The masked vector, modulo 2^32.
+
+    Use `masked` unless the message is written elsewhere: a second vector under the same masks would reveal the
+    difference of both.
+
+    Args:
+      member: the site.
+      round: the number of the round.
+      offers: the offers of all sites, by name.
+      vector: the site's vector.
+
+    Returns:
+      The vector plus the self-mask and one mask per peer.
+
+    Raises:
+      SordinoError: an offer or the vector is invalid.
+    """
+    session, verified = member.session, check(member, round, offers)
     if not isinstance(vector, np.ndarray) or vector.dtype != np.uint32 or vector.ndim != 1:
         raise SordinoError("vector: it must be an array of uint32 with one axis.")
     if not 1 <= vector.size <= DIMENSION:
         raise SordinoError(f"vector: {vector.size:,} numbers; 1 to {DIMENSION:,} can be masked.")
     total = vector.copy()
     add_stream(total, _self_key(session, round, member.name, member.seed(round)), 1)
-    for peer, theirs in known.items():
+    for peer, theirs in verified.items():
         if peer != member.name:
             key, sign = _pair(session, round, member.name, peer, member.ephemeral(round), theirs.public)
             add_stream(total, key, sign)
@@ -87,8 +123,21 @@ def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32
 def masked(
     member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32Array, before: bytes | None = None
 ) -> bytes:
-    """The message with the masked vector. `before` is the stored message of this site in this round: the result is the
-    same bytes again, or an error."""
+    """The message with the masked vector.
+
+    Args:
+      member: the site.
+      round: the number of the round.
+      offers: the offers of all sites, by name.
+      vector: the site's vector.
+      before: the message that this site stored in this round, if any. The result is then the same bytes.
+
+    Returns:
+      The signed message.
+
+    Raises:
+      SordinoError: an offer or the vector is invalid, or the message would differ from `before`.
+    """
     hidden = mask(member, round, offers, vector)
     message = write_masked(member, round, offers_sha256(offers), hidden)
     if before is not None and before != message:
@@ -100,7 +149,19 @@ def masked(
 
 
 def seals(session: Session, round: int, masked: Mapping[str, bytes]) -> dict[str, str]:
-    """The survivors' signatures over the offers that they masked with, as hex, for the server to pass on."""
+    """The survivors' signatures over the offers that they masked with, for the server to pass on.
+
+    Args:
+      session: the session.
+      round: the number of the round.
+      masked: the masked messages of the survivors, by name.
+
+    Returns:
+      The signatures as hex, by name.
+
+    Raises:
+      SordinoError: a message is invalid.
+    """
     return {name: read_masked(session, round, name, data).seal for name, data in masked.items()}
 
 
@@ -114,16 +175,31 @@ def reveal(
 ) -> bytes:
     """One share for each peer in `offers`: of its seed if it survived, otherwise of its key.
 
-    `before` is the stored list of survivors for which this site revealed shares in this round. Another list is refused,
-    because it would give both kinds of shares of one peer. `seals` proves that all survivors masked with the same
-    offers: a server that shows different offers to its sites could otherwise isolate one.
+    Args:
+      member: the site.
+      round: the number of the round.
+      offers: the offers of all sites, by name.
+      survivors: the sites whose masked vectors the server has.
+      before: the survivors for which this site revealed shares in this round before, if any. Another list is refused,
+        because it would give both kinds of shares of one peer.
+      seals: the signatures of `seals`. They prove that all survivors masked with the same offers; a server that shows
+        different offers to its sites could otherwise isolate one.
+
+    Returns:
+      The signed message.
+
+    Raises:
+      SordinoError: the survivors are too few or do not fit the offers, a seal is wrong, or the list differs from
+        `before`.
     """
-    session, known = member.session, _known(member, round, offers)
+    session, verified = member.session, _verified(member, round, offers)
     alive = {name for name in survivors if isinstance(name, str)}
-    if len(alive) != len(survivors) or not alive <= set(known):
-        raise SordinoError("survivors: each must have made an offer, and be named once.")
+    if len(alive) != len(survivors) or not alive <= set(verified):
+        raise SordinoError("survivors: each must have sent an offer and be named once.")
     if member.name not in alive:
-        raise SordinoError(f"survivors: '{member.name}' is not among them, and helps to open no sum without its own.")
+        raise SordinoError(
+            f"survivors: '{member.name}' is not among them; it does not open a sum without its own vector."
+        )
     if len(alive) < session.threshold:
         raise SordinoError(
             f"survivors: {len(alive)} are too few, {session.threshold} are needed; the round is lost, start the next."
@@ -138,7 +214,7 @@ def reveal(
         for name in sorted(alive):
             check_seal(session, round, name, digest, seals.get(name))
     seeds, keys = dict[str, int](), dict[str, int]()
-    for name, theirs in known.items():
+    for name, theirs in verified.items():
         key, seed = _shares(member, round, name, theirs)
         if name in alive:
             seeds[name] = seed
@@ -160,30 +236,46 @@ def open_sum(
     """The sum of the survivors' vectors modulo 2^32. The survivors are the sites in `masked`.
 
     Each reconstructed secret is compared with its offer, so a wrong share cannot change the sum unnoticed.
+
+    Args:
+      session: the session.
+      round: the number of the round.
+      offers: the offers of all sites, by name.
+      masked: the masked messages of the survivors, by name.
+      reveals: the reveals, by name.
+
+    Returns:
+      The sum.
+
+    Raises:
+      WrongShareError: the share of one site is wrong; try again without it.
+      SordinoError: a message is invalid, or there are too few.
     """
-    known, digest = _offers(session, round, offers), offers_sha256(offers)
-    _enough(session, "masked", masked, known)
+    verified, digest = _offers(session, round, offers), offers_sha256(offers)
+    _enough(session, "masked", masked, verified)
     _enough(session, "reveals", reveals, masked)
     vectors = {name: read_masked(session, round, name, masked[name]) for name in _sorted(session, masked)}
     _agree(vectors, digest)
-    told = {name: read_reveal(session, round, name, reveals[name]) for name in _sorted(session, reveals)}
-    for name, each in told.items():
+    revealed = {name: read_reveal(session, round, name, reveals[name]) for name in _sorted(session, reveals)}
+    for name, each in revealed.items():
         if each.offers_sha256 != digest:
             raise SordinoError(f"reveal of '{name}': it is for other offers; leave it out.")
-        if each.seeds.keys() != vectors.keys() or each.keys.keys() != known.keys() - vectors.keys():
+        if each.seeds.keys() != vectors.keys() or each.keys.keys() != verified.keys() - vectors.keys():
             raise SordinoError(f"reveal of '{name}': it is for other survivors; leave it out.")
 
     total = np.zeros_like(next(iter(vectors.values())).vector)
     for name, sent in vectors.items():
         np.add(total, sent.vector, out=total)
-        shares = {by: each.seeds[name] for by, each in told.items()}
-        seed = _recover(session, f"the seed of '{name}'", shares, partial(_is_seed, session, round, name, known[name]))
+        shares = {by: each.seeds[name] for by, each in revealed.items()}
+        seed = _recover(
+            session, f"the seed of '{name}'", shares, partial(_is_seed, session, round, name, verified[name])
+        )
         add_stream(total, _self_key(session, round, name, seed), -1)
-    for gone in known.keys() - vectors.keys():
-        shares = {by: each.keys[gone] for by, each in told.items()}
-        key = _recover(session, f"the key of '{gone}'", shares, partial(_is_key, known[gone]))
+    for dropped in verified.keys() - vectors.keys():
+        shares = {by: each.keys[dropped] for by, each in revealed.items()}
+        key = _recover(session, f"the key of '{dropped}'", shares, partial(_is_key, verified[dropped]))
         for name in vectors:
-            pair, sign = _pair(session, round, gone, name, key, known[name].public)
+            pair, sign = _pair(session, round, dropped, name, key, verified[name].public)
             add_stream(total, pair, sign)  # its own sign: the opposite of the one that the survivor used
     return total
 
@@ -211,10 +303,10 @@ def _recover(session: Session, what: str, shares: dict[str, int], right: Callabl
         if tried([name for name in names[: t + 1] if name != bad]) is not None:
             raise WrongShareError(
                 bad,
-                f"reveal of '{bad}': its share of {what} is wrong, or was dealt so; open again without it.",
+                f"reveal of '{bad}': its share of {what} is wrong, or was wrong from the start; open again without it.",
             )
     raise SordinoError(
-        f"reveals: {what} does not come out of the shares; whoever dealt it, or some that revealed, sent wrong ones. "
+        f"reveals: the shares do not give {what}; the site that dealt it, or some that revealed it, sent wrong shares. "
         "The round is lost; start the next."
     )
 
@@ -228,25 +320,24 @@ def _offers(session: Session, round: int, offers: Mapping[str, bytes]) -> dict[s
     return {name: read_offer(session, round, name, offers[name]) for name in _sorted(session, offers)}
 
 
-def _known(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
-    """The verified offers, with this site's own unchanged."""
+def _verified(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
+    """The verified offers. This site's offer must be unchanged."""
     if offers.get(member.name) != offer(member, round):
-        raise SordinoError(
-            f"offer of '{member.name}': it is missing, or not as this site made it; the server must show it unchanged."
-        )
+        raise SordinoError(f"offer of '{member.name}': it is missing or changed; the server must show it unchanged.")
     return _offers(member.session, round, offers)
 
 
 def _enough(
-    session: Session, what: str, messages: Mapping[str, bytes], known: Sequence[str] | Mapping[str, object]
+    session: Session, what: str, messages: Mapping[str, bytes], expected: Sequence[str] | Mapping[str, object]
 ) -> None:
+    """Check that all senders are expected and that there are enough of them."""
     for name in messages:
-        if name not in known:
+        if name not in expected:
             session.roster.position(name)
-            raise SordinoError(f"{what}: '{name}' took no part in the step before; leave it out.")
+            raise SordinoError(f"{what}: '{name}' took no part in the previous step; leave it out.")
     if len(messages) < session.threshold:
         raise SordinoError(
-            f"{what}: there are {len(messages)}, and {session.threshold} are needed; wait, or start the next round."
+            f"{what}: there are {len(messages)}, but {session.threshold} are needed; wait, or start the next round."
         )
 
 
@@ -302,8 +393,8 @@ def _self_key(session: Session, round: int, name: str, seed: bytes) -> bytes:
     return derive(seed, "self mask", session.context, round, name)
 
 
-def _pair(session: Session, round: int, mine: str, peer: str, private: bytes, theirs: bytes) -> tuple[bytes, int]:
-    """The key of a pair's mask, equal for both, and the sign for `mine`: + for the earlier site in the roster."""
-    first, second = sorted((mine, peer), key=session.roster.position)
+def _pair(session: Session, round: int, site: str, peer: str, private: bytes, theirs: bytes) -> tuple[bytes, int]:
+    """The key of a pair's mask, equal for both, and the sign for `site`: + for the earlier site in the roster."""
+    first, second = sorted((site, peer), key=session.roster.position)
     key = derive(agree(private, theirs), "pair mask", session.context, round, first, second)
-    return key, 1 if mine == first else -1
+    return key, 1 if site == first else -1

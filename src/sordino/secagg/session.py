@@ -19,7 +19,17 @@ _PLAN = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(frozen=True)
 class Session:
-    """What all sites and the server agree on: the run, its sites, the number of shares that open a secret, the plan."""
+    """What all sites and the server agree on.
+
+    Args:
+      run: the name of the run.
+      roster: the sites.
+      threshold: the number of shares that give a secret.
+      plan: the sha256 of the plan.
+
+    Raises:
+      SordinoError: a field is out of its range.
+    """
 
     run: str
     roster: Roster
@@ -34,8 +44,8 @@ class Session:
             raise SordinoError("plan: it must be a sha256, 64 hexadecimal digits in small letters.")
         if type(self.threshold) is not int or not (2 <= self.threshold <= sites and 2 * self.threshold > sites):
             raise SordinoError(
-                f"threshold: {self.threshold!r} of {sites} sites; it must be at least 2 and more than half of them: "
-                "take Session.of."
+                f"threshold: {self.threshold!r} of {sites} sites; it must be at least 2 and more than half of them; "
+                "use Session.of."
             )
 
     @staticmethod
@@ -52,15 +62,15 @@ class Session:
                 raise SordinoError(f"{name}: {value!r} must be an integer from 0.")
         if sites < 2 or colluders > sites - 2:
             raise SordinoError(
-                f"colluders: {colluders} of {sites} sites; where fewer than two are honest, a sum is a vector: "
+                f"colluders: {colluders} of {sites} sites; with fewer than two honest sites a sum is one vector; "
                 "ask more sites to join."
             )
         threshold = sites - dropouts
         least = max(2, (sites + colluders) // 2 + 1)
         if threshold < least:
             raise SordinoError(
-                f"dropouts: {dropouts} of {sites} sites leave a threshold of {threshold}, and {least} are needed "
-                f"against a server and {colluders} colluders; allow {sites - least} dropouts at most."
+                f"dropouts: {dropouts} of {sites} sites leave a threshold of {threshold}, but {least} are needed "
+                f"against a server and {colluders} colluders; allow at most {sites - least} dropouts."
             )
         return Session(run, roster, threshold, plan)
 
@@ -75,6 +85,7 @@ class Session:
 
 
 def check_round(round: int) -> None:
+    """Raise SordinoError unless the number of a round is in range."""
     if type(round) is not int or not 0 <= round < ROUNDS:
         raise SordinoError(f"round: {round!r} must be an integer from 0 to 2**32 - 1.")
 

@@ -384,13 +384,13 @@ def as_command(spec: Spec) -> str:
 def frozen(path: Path) -> dict[str, Any]:
     """Read settings that an earlier comparison chose, from its compare.json or settings.json."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found = found.get("tuning", found)
-        assert {"how", "paid", "validation", "settings"} <= found.keys()
+        tuning = json.loads(path.read_text(encoding="utf-8"))
+        tuning = tuning.get("tuning", tuning)
+        assert {"how", "paid", "validation", "settings"} <= tuning.keys()
     except FileNotFoundError:
         raise SordinoError(f"settings: there is no file '{path}'; check the path.") from None
     except (ValueError, AttributeError, AssertionError):
         raise SordinoError(
             f"settings: '{path}' holds no settings; give settings.json or compare.json of a comparison."
         ) from None
-    return dict(found)
+    return dict(tuning)

@@ -118,9 +118,9 @@ def test_runs_are_float32_and_scores_float64():
     seen = []
 
     class Spy(Watch):
-        def _work(self, s, local, clients, ask, broadcast, memory, cache):
+        def _compute(self, s, local, clients, ask, broadcast, memory, cache):
             seen.append(broadcast.theta.dtype)
-            return super()._work(s, local, clients, ask, broadcast, memory, cache)
+            return super()._compute(s, local, clients, ask, broadcast, memory, cache)
 
     assert audit("dp-fedgd", runs=20, seed=0).dtype == "float32"
     assert audit("dp-fedgd", runs=20, seed=0, dtype=torch.float64).dtype == "float64"
@@ -129,7 +129,7 @@ def test_runs_are_float32_and_scores_float64():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sordino.checks.audit.observer.Watch", Spy)
             watch = watched(attack, 1, Seeded(0), 2)
-        assert {world.x.dtype for world in attack.worlds} == {dtype} == set(seen)
+        assert {records.x.dtype for records in attack.neighbours} == {dtype} == set(seen)
         assert watch.score().dtype == torch.float64
         assert watch.streams[0, 0][0].zero.dtype == torch.float64
         seen.clear()
@@ -147,7 +147,7 @@ BATCHES = [
 @pytest.mark.parametrize("trust", tiers([Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION], 1))
 @pytest.mark.parametrize(("batch", "adjacency"), BATCHES)
 def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacency, trust):
-    """Then the mean of e^score in world 0, and of e^-score in world 1, is 1."""
+    """Then the mean of e^score of data set 0, and of e^-score of data set 1, is 1."""
     plan = plan_for("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency, trust=trust), batch=batch)
     attack = next(a for a in attacks(plan, AUDITED_MODEL) if "long" in a.name)
 
@@ -195,7 +195,7 @@ def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
 
 def test_an_absent_record_is_in_no_minibatch():
     plan = plan_for("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="poisson:4")
-    there, here = next(attacks(plan, AUDITED_MODEL)).worlds
+    there, here = next(attacks(plan, AUDITED_MODEL)).neighbours
     rows = [np.array([0, -1, 3]), np.array([0, 1, 2])]
     assert there.picked(np.array([0, 1]), rows).mask.tolist() == [[0, 0, 1], [1, 1, 1]]
     assert here.picked(np.array([0, 1]), rows).mask.tolist() == [[1, 0, 1], [1, 1, 1]]
@@ -271,16 +271,16 @@ LINEAR = ("minibatch", "stream", "message", "user", "user stream")  # of the oth
 )
 @pytest.mark.parametrize("runs", tiers([100, 400], 1))
 def test_the_score_is_the_log_likelihood_ratio(shape, trust, runs):
-    """Then score ∓ I/2 is a martingale of variance I in either world, I being the squared mu of the run as it went."""
+    """Then score ∓ I/2 is a martingale of variance I for either data set, where I is the squared mu of the run."""
     toy = SHAPES[shape]
 
     def law(runs, noise_factor=1.0):
         rest, variance = [], []
-        for adjacency, world in itertools.product(Adjacency, (0, 1)):
+        for adjacency, side in itertools.product(Adjacency, (0, 1)):
             plan = plan_for("toy", Privacy(4.0, 1e-5, toy.unit, adjacency, trust), method=toy)
-            watch = watched(next(attacks(plan, AUDITED_MODEL)), world, Seeded(8 * world + 3), runs, noise_factor)
+            watch = watched(next(attacks(plan, AUDITED_MODEL)), side, Seeded(8 * side + 3), runs, noise_factor)
             assert watch.information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
-            rest.append(watch.score() - (world - 0.5) * watch.information())
+            rest.append(watch.score() - (side - 0.5) * watch.information())
             variance.append(watch.information())
         m, v = torch.cat(rest), torch.cat(variance)
         gap = m.square() - v
@@ -328,19 +328,19 @@ def _one_matrix():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: audit("dp-fedgd", runs=5), "runs: 5 tell nothing"),
+        (lambda: audit("dp-fedgd", runs=5), "runs: 5 are too few"),
         (lambda: audit("dp-fedgd", rounds=0), "rounds: 0"),
         (lambda: audit("dp-fedgd", noise_factor=0), "noise_factor: 0"),
         (lambda: audit("dp-fedgd", seed=-1), "seed: -1"),
         (lambda: audit("dp-fedgd", Privacy(math.inf)), "epsilon: inf promises nothing"),
         (lambda: audit("dp-scaffold", Privacy(trust=Trust.TRUSTED_SERVER)), "trust: dp-scaffold is not proved"),
         (lambda: one_run("dp-fedgd", Privacy(unit=Unit.USER)), "unit: an audit in one run"),
-        (lambda: one_run("dp-fedgd", canaries=3), "canaries: 3 tell nothing"),
+        (lambda: one_run("dp-fedgd", canaries=3), "canaries: 3 are too few"),
         (lambda: audit("dp-fednew", batch="poisson:4"), "batch: poisson:4 of dp-fednew is not audited"),
-        (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several questions"),
+        (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several queries"),
         (lambda: audit("dp-fedgd", Privacy(unit=Unit.USER), batch="poisson:4"), "at user level nothing is claimed"),
         (lambda: audit("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="fixed:4"), "under add-remove"),
-        (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' lacks a number"),
+        (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' has no number"),
     ],
 )
 def test_mistakes_are_named(call, message):

@@ -26,7 +26,7 @@ def allowed(rate, repetitions):
     return rate + 4 * math.sqrt(rate * (1 - rate) / repetitions)
 
 
-def worlds(rng, mu, runs):
+def two_samples(rng, mu, runs):
     """Log likelihood ratios of a mu-GDP pair."""
     return [mu * rng.normal(size=runs) + sign * mu**2 / 2 for sign in (-1, 1)]
 
@@ -44,7 +44,7 @@ def ideal(mu, runs):
 @pytest.mark.parametrize("threshold", [0.0, 0.1, None])
 def test_the_gaussian_bound_exceeds_the_truth_in_one_of_twenty(threshold):
     rng, mu, repetitions = np.random.default_rng(1), 0.4, 1500
-    bounds = [by_gaussian(*worlds(rng, mu, 400), delta=DELTA, threshold=threshold) for _ in range(repetitions)]
+    bounds = [by_gaussian(*two_samples(rng, mu, 400), delta=DELTA, threshold=threshold) for _ in range(repetitions)]
     failures = np.mean([bound.mu > mu for bound in bounds])
     assert failures <= allowed(0.05, repetitions)
     if threshold == 0.0:
@@ -53,7 +53,9 @@ def test_the_gaussian_bound_exceeds_the_truth_in_one_of_twenty(threshold):
 
 def test_a_bound_of_less_confidence_would_be_caught():
     rng, mu, repetitions = np.random.default_rng(2), 0.4, 1500
-    bounds = [by_gaussian(*worlds(rng, mu, 400), delta=DELTA, threshold=0, confidence=0.8) for _ in range(repetitions)]
+    bounds = [
+        by_gaussian(*two_samples(rng, mu, 400), delta=DELTA, threshold=0, confidence=0.8) for _ in range(repetitions)
+    ]
     assert np.mean([bound.mu > mu for bound in bounds]) > allowed(0.05, repetitions)
 
 
@@ -82,7 +84,7 @@ def test_the_threshold_bound_holds_for_randomised_response(epsilon):
 
 
 def test_scores_may_not_choose_their_own_threshold():
-    """Equal worlds: with an honest threshold one in twenty finds something; with the best of all, many do."""
+    """Equal data sets: with an honest threshold one in twenty finds something; with the best of all, many do."""
     rng, repetitions, honest, greedy = np.random.default_rng(5), 1000, 0, 0
     for _ in range(repetitions):
         zero, one = rng.normal(size=(2, 300))
@@ -177,7 +179,7 @@ def test_a_planned_threshold_moves_outward_with_the_runs():
 def test_scores_that_tell_nothing():
     for bound in (by_gaussian, by_thresholds):
         assert bound(np.ones(100), np.ones(100), delta=DELTA).epsilon == 0
-        assert bound(np.zeros(100), np.zeros(5000), delta=DELTA).runs <= 100, "as many of one world as of the other"
+        assert bound(np.zeros(100), np.zeros(5000), delta=DELTA).runs <= 100, "as many of one data set as of the other"
     assert by_gaussian(np.ones(100), np.zeros(100), delta=DELTA, threshold=0.5).epsilon == 0, "wrong is not right"
     assert by_one_run(100, 0, 0, delta=DELTA) == 0
     assert by_one_run(100, 100, 50, delta=DELTA) == 0
@@ -194,7 +196,7 @@ def test_scores_that_tell_all():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: by_gaussian(np.zeros(5), np.ones(5), delta=DELTA), "runs: 5 a world"),
+        (lambda: by_gaussian(np.zeros(5), np.ones(5), delta=DELTA), "runs: 5 per data set"),
         (lambda: by_thresholds([math.nan] * 50, np.ones(50), delta=DELTA), "scores: some are not finite"),
         (lambda: by_gaussian(np.zeros(50), np.ones(50), delta=DELTA, confidence=1.0), "confidence: 1.0"),
         (lambda: by_gaussian(np.zeros(50), np.ones(50), delta=DELTA, confidence=0.5), "confidence: 0.5"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.fft
 
 import sordino
 from sordino.core import Adjacency
@@ -175,8 +176,9 @@ def test_another_libm_and_another_transform_hardly_move_a_figure(release, adjace
 
         return other
 
-    for name in ("ndtr", "rfft", "irfft"):
-        monkeypatch.setattr(subsampled, name, shaken(getattr(subsampled, name)))
+    monkeypatch.setattr(subsampled, "ndtr", shaken(subsampled.ndtr))
+    for name in ("rfft", "irfft"):
+        monkeypatch.setattr(scipy.fft, name, shaken(getattr(scipy.fft, name)))
     subsampled._epsilon.cache_clear()
     assert subsampled.epsilon([release], delta, adjacency) == pytest.approx(epsilon, rel=2e-8)
     subsampled._epsilon.cache_clear()

@@ -99,12 +99,12 @@ def broken(pairs, bound):
 
 
 def test_runs_that_are_seen_compose_and_a_budget_is_divided():
-    assert selection.seen(0.3, 0.1, 4) == pytest.approx(0.6)
-    assert selection.seen(0.1, 0.3, 4) == pytest.approx(0.6), "a record trains or validates, never both"
-    assert selection.seen(0.3, 0.3, 4, refit=0.8) == pytest.approx(1.0)
+    assert selection.visible(0.3, 0.1, 4) == pytest.approx(0.6)
+    assert selection.visible(0.1, 0.3, 4) == pytest.approx(0.6), "a record trains or validates, never both"
+    assert selection.visible(0.3, 0.3, 4, refit=0.8) == pytest.approx(1.0)
     for runs, refit in itertools.product((1, 2, 7, 1000), (0.0, 0.3)):
         share = selection.each(0.5, runs, refit=refit)
-        total = selection.seen(share, share, runs, refit=refit)
+        total = selection.visible(share, share, runs, refit=refit)
         assert 0.5 * (1 - 1e-9) < total <= 0.5
     assert selection.each(0.5, 4) == pytest.approx(
         gaussian.mu_of([(1, selection.score_std(selection.each(0.5, 4)), 1)])
@@ -204,7 +204,7 @@ def test_one_run_costs_no_less_than_the_run(mu):
 
 def test_secrecy_of_the_other_runs_is_what_makes_many_runs_cheap():
     mu = gaussian.mu(1.0, DELTA)
-    seen = gaussian.epsilon(selection.seen(mu, mu, 100), DELTA)
+    seen = gaussian.epsilon(selection.visible(mu, mu, 100), DELTA)
     for law in (NegativeBinomial.of(100.0), NegativeBinomial.of(100.0, 0.0), Poisson(100.0)):
         assert selection.epsilon(law, mu, DELTA) < seen / 2
 
@@ -253,7 +253,7 @@ def test_ends():
 
 
 def test_only_where_the_other_runs_stay_hidden():
-    assert "only the best was shown" in selection.assumption(Trust.TRUSTED_SERVER)
+    assert "Only the best of all runs was shown" in selection.assumption(Trust.TRUSTED_SERVER)
     for trust in (Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION):
         with pytest.raises(SordinoError, match=rf"trust: under {trust} .*charge-tuning count"):
             selection.assumption(trust)
@@ -269,8 +269,8 @@ def test_only_where_the_other_runs_stay_hidden():
         (lambda: NegativeBinomial.of(1e9, -0.9), "mean"),
         (lambda: Poisson(0.0), "mean"),
         (lambda: Poisson(1e4), "mean"),
-        (lambda: selection.seen(0.1, -0.1, 3), "score"),
-        (lambda: selection.seen(0.1, 0.1, 0), "runs"),
+        (lambda: selection.visible(0.1, -0.1, 3), "score"),
+        (lambda: selection.visible(0.1, 0.1, 0), "runs"),
         (lambda: selection.each(0.1, 2.5), "runs"),
         (lambda: selection.each(0.1, 2, refit=0.1), "refit"),
         (lambda: selection.epsilon(Poisson(2.0), math.nan, DELTA), "mu"),

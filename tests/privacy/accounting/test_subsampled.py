@@ -239,9 +239,9 @@ def test_path():
 
 
 def test_refusals():
-    with pytest.raises(SordinoError, match="no bound is known to us"):
+    with pytest.raises(SordinoError, match="no account of samples of a fixed size"):
         subsampled.epsilon([SampledGaussian(0.1, 1.0, 10, FIXED)], 1e-5, ADD)
-    with pytest.raises(SordinoError, match="do not compose"):
+    with pytest.raises(SordinoError, match="no account of poisson and fixed"):
         subsampled.epsilon(
             [SampledGaussian(0.1, 1.0, 10, FIXED), SampledGaussian(0.1, 1.0, 10, POISSON)], 1e-5, REPLACE
         )
@@ -307,8 +307,8 @@ def _write_and_read(seed):
     wrong = 0
     for i in range(200):
         key = str((seed + i) % 3)
-        subsampled._remember(key, float(key) + 0.5)
-        wrong += subsampled._remembered(key) != float(key) + 0.5
+        subsampled._store(key, float(key) + 0.5)
+        wrong += subsampled._stored(key) != float(key) + 0.5
     return wrong
 
 

@@ -272,7 +272,7 @@ def test_a_site_signs_with_the_key_of_its_card():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "neither a public key"),
+        (None, "is no public key"),
         ("# secret: x\nsign = 'ab'", "holds a secret key"),
         ("nothing", "holds no public key"),
     ],

@@ -196,7 +196,7 @@ def test_a_limit_may_be_tightened_never_loosened(tmp_path):
     path = tmp_path / "l.db"
     Ledger(path, epsilon=2.0, delta=1e-5).close()
     for laxer in ((2.01, 1e-5), (2.0, 1e-4), (math.inf, 1e-5)):
-        with pytest.raises(SordinoError, match=r"limit is epsilon 2 .*laxer.*tightened"):
+        with pytest.raises(SordinoError, match=r"limit is epsilon 2 .*weaker.*tightened"):
             Ledger(path, epsilon=laxer[0], delta=laxer[1])
     Ledger(path, epsilon=2.0, delta=1e-5).close()
     big = entry(std=2.0 / gaussian.mu(1.5, 1e-5))
@@ -253,7 +253,7 @@ def test_bad_values_are_refused_before_anything_is_written(copy, bad):
 
 
 def test_a_charge_of_nothing_is_refused(copy):
-    with Ledger(copy) as opened, pytest.raises(SordinoError, match="there are none"):
+    with Ledger(copy) as opened, pytest.raises(SordinoError, match="the list is empty"):
         opened.charge([], b"free")
 
 
@@ -266,7 +266,7 @@ def test_a_bad_limit_leaves_no_file(tmp_path, epsilon, delta):
 
 def test_files_of_another_kind_are_refused_and_left_alone(copy, tmp_path):
     tamper(copy, ("PRAGMA user_version = 7",))
-    with pytest.raises(SordinoError, match=r"written by schema 7.*reads schema 2"):
+    with pytest.raises(SordinoError, match=r"the file has schema 7.*reads schema 2"):
         Ledger(copy)
 
     foreign, text = tmp_path / "foreign.db", tmp_path / "text.db"
@@ -312,7 +312,7 @@ def test_a_locked_file_says_who_to_wait_for(copy, monkeypatch):
     with Ledger(copy) as opened:
         other = sqlite3.connect(copy, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(SordinoError, match="locked; another process holds it"):
+        with pytest.raises(SordinoError, match="locked; another process has locked it"):
             opened.charge([entry("ann", 50)], b"x")
         other.close()
         opened.charge([entry("ann", 50)], b"x")
@@ -407,13 +407,15 @@ def test_rows_cut_from_the_end_are_noticed_by_a_certificate(copy, left):
     with Ledger(copy) as opened:
         head, count = opened.head(), len(opened)
     tamper(copy, ("DELETE FROM entries WHERE seq > ?", left))
-    assert [f"The file counts {count} rows and ends with row {left}: rows were cut off or rewritten."] == problems(copy)
+    assert [
+        f"The witness counts {count} rows, but row {left} is the last: rows were cut off or rewritten."
+    ] == problems(copy)
     with Ledger(copy) as opened, pytest.raises(SordinoError, match="rows were cut off"):
         opened.charge([Charge("late", 1, "q", 0.01, 1.0, 1, "other")])  # and would hide that they were
     tamper(copy, ("DELETE FROM witness",))
     assert problems(copy) == []  # nothing in the file can tell any more, hence the certificate
     assert "No row has the expected hash" in problems(copy, expect_head=head)[0]
-    assert f"{left} rows where {count} are expected" in problems(copy, expect_rows=count)[0]
+    assert f"{left} rows, but {count} are expected" in problems(copy, expect_rows=count)[0]
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 5), (4, 5)])
@@ -565,7 +567,7 @@ def test_show_says_what_can_be_seen_and_what_cannot(copy, tmp_path, capsys, monk
     for path in (place, place / "public", place / "private" / "ledger.db"):
         status, words = shown(path, capsys)
         assert status == 1
-        assert f"There are {count - 1} rows where {count} are expected" in words
+        assert f"There are {count - 1} rows, but {count} are expected" in words
 
 
 def test_rounds_stored_never_fall_and_outlive_the_process(tmp_path):

@@ -458,7 +458,7 @@ def test_noise_without_a_promise_is_rounded_plainly():
 def test_what_cannot_be_settled_is_refused():
     noised = draw(Secure(KEY), [(1.0, HERE)], (3,))
     for value in (math.nan, math.inf, -math.inf, 2.0**51, -(2.0**52)):
-        with pytest.raises(SordinoError, match="value: not finite, or beyond") as refused:
+        with pytest.raises(SordinoError, match="value: it is not finite, or exceeds") as refused:
             settle(torch.tensor([0.0, value, 0.0], dtype=torch.float64), noised, 1.0)
         assert str(value) not in str(refused.value), "a value that is protected is not told"
     for grid in (0.0, 0.3, -0.5, math.inf, math.nan, 2.0**-1000, torch.tensor([1.0, 3.0, 1.0])):

@@ -1,31 +1,31 @@
-"""An attack on real runs of a method: how much epsilon is there, at least?
+"""Attacks on real runs of a method: lower bounds on its epsilon.
 
-Two worlds differ in one unit of one client, the victim: a canary that moves what is released as far as its clip allows.
-Both are run many times, with the engine and the noise that ship. The adversary knows everything but the noise and the
-world: all other records, the models sent out, and what the trust model shows it. So it can work out what either world
-would have released next, given what was released before, and scores a run by
+Two neighbouring data sets, 0 and 1, differ in one unit of one client, the victim: a canary that moves the releases as
+far as its clip allows. Both are run many times, with the engine and the noise that ship. The adversary knows
+everything except the noise and which data set was used: all other records, the broadcast models, and what the trust
+model shows. So it can compute what either data set would release next, given the earlier releases. It scores a run by
 
     log p_1 / p_0 = sum over releases of <released - (a + b) / 2, b - a> / std^2,
 
-a and b being the releases of world 0 and 1 before noise. No test is more powerful (Neyman and Pearson). Against an
-untrusted server it sees each of the victim's noised answers, or messages where those carry the noise: all that the
-certificate counts as released, which may be more than what crosses the wire. Runs use the dtype that ships, float32,
-or the one asked for; scores are computed in float64.
+where a and b are the releases of data sets 0 and 1 before noise. No test is more powerful (Neyman and Pearson). Against
+an untrusted server the adversary sees each noised answer of the victim, or each message if messages carry the noise.
+This is everything that the certificate counts as released, which may be more than what is sent. Runs use the dtype that
+ships, float32, or the requested one; scores are computed in float64.
 
-Minibatches: all records but the canary have a gradient of zero, so a release is noise alone unless the canary's coin,
-of rate q, came up. The adversary does not see that coin either:
+Minibatches: all records except the canary have a gradient of zero. So a release is noise alone unless the canary is in
+the minibatch, which happens with chance q. The adversary does not see whether it is:
 
     log p_1 / p_0 = sum over releases of log (1 - q + q e_b) / (1 - q + q e_a),   e_c = exp((<released, c> - |c|^2 / 2)
     / std^2).
 
-That mechanism is not Gaussian. Instead of a mu, the attack refutes noise: how often the guess "world 1 if the score is
-above 0" is right bounds the noise for which the account of sampling would allow that many right guesses, and with it
-the account's epsilon(delta). Thresholds assume nothing of the mechanism, and are looser at small delta.
+This mechanism is not Gaussian, so the attack refutes noise instead of a mu. It guesses "data set 1" if the score is
+above 0. The share of right guesses bounds the noise at which the account of sampling would allow so many right guesses,
+and with it the account's epsilon(delta). Thresholds assume nothing about the mechanism, and are looser at small delta.
 
-Where no canary at hand reaches a query's bound (a lemma's, say), the attack is weaker than the certificate allows for.
-`reach` says how much, for all releases together; `least_claim` says it of the query whose bound is reached least, each
-query by the canary that suits it best. The two differ where no single record can reach two bounds at once: a mirrored
-gradient has the same outer product.
+For some queries (a lemma's, for example) no available canary reaches the bound. Then the attack is weaker than the
+certificate allows. `reach` states how much of the certified mu the canary reaches over all releases together.
+`least_claim` states it for the query whose bound is reached least, with the best canary for each query. They differ if
+no single record can reach two bounds at once: a mirrored gradient has the same outer product.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.observer import VICTIM, Attack, AttackedRecords, watched
-from sordino.core import Adjacency, Correlated, Kind, Method, Privacy, Unit
+from sordino.checks.fixtures import most_rounds
+from sordino.core import Adjacency, Kind, Method, Privacy, Unit
 from sordino.engines.oracle import MATRICES
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
@@ -57,23 +58,46 @@ from sordino.privacy.mechanisms.random import source as noise_from
 from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
 
-RUNS, ROUNDS = 10_000, 5  # a world; of the stage whose length is open
-RUNS_PER_BATCH = 10_000  # runs at once
+RUNS = 10_000  # per data set
+ROUNDS = 5  # of the stage whose length is open
+RUNS_PER_BATCH = 10_000
 CANARIES = 2_000  # of an audit in one run
-MATRIX_CANARIES = 300  # where a release has an entry for every pair of them
-PILOT = 8  # runs that choose the canary
-SUFFICIENT_SHARE = 0.99  # of every claim: no other canary is tried
-MAX_TRIES = 3  # a bound above the certificate is looked for again, with fresh noise, before anybody is accused
-CLIENT_RECORDS = (4, 3, 3)  # the victim is the largest client: where only sums are seen, it moves them most
-LEMMA_SIZES = (100, 100, 100)  # where a lemma bounds a message: with fewer records noise fills its ball
-SAMPLED_RECORDS = 8  # records of the victim, of which a minibatch at a rate holds a part
-RUNS_IN_MEMORY = 300_000  # records of all runs at once
-LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # of canaries: every gradient is far beyond its clip
+MATRIX_CANARIES = 300  # if a release has one entry per pair of canaries
+PILOT_RUNS = 8  # that choose the canary
+SUFFICIENT_SHARE = 0.99  # of every claim: then no other canary is tried
+MAX_TRIES = 3  # a lower bound above the certificate is estimated again with fresh noise
+CLIENT_RECORDS = (4, 3, 3)  # the victim is the largest client, because it moves sums most
+LEMMA_SIZES = (100, 100, 100)  # if a lemma bounds a message: with fewer records noise fills its ball
+SAMPLED_RECORDS = 8  # records of the victim if minibatches are drawn at a rate
+RECORDS_IN_MEMORY = 300_000  # of all runs together
+LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 
 
 class Audit(NamedTuple):
-    """Lower bounds on epsilon, to be held against the certified one."""
+    """Lower bounds on epsilon from many runs, beside the certified epsilon.
+
+    Attributes:
+      method, unit, adjacency, trust: what was attacked.
+      certified: the certified epsilon.
+      delta: at which both epsilons hold.
+      lower_thresholds: the bound that assumes nothing about the mechanism.
+      lower_gaussian: the bound under Gaussian DP; None with minibatches, because that mechanism is not Gaussian.
+      lower_account: the bound by the account of sampling; None without minibatches.
+      mu_certified: the certified mu; with minibatches, as if each held all records.
+      mu_lower: the largest refuted mu; None with minibatches.
+      false_positive_rate, false_negative_rate: errors of the attack at its threshold.
+      reach: the canary's mu divided by the certified one.
+      least_claim: the same for the query whose claim is reached least, with the best canary for each query.
+      canary: the chosen canary.
+      runs: runs per data set.
+      rounds: rounds of each run.
+      confidence: with which each bound holds.
+      tries: how often the bound was estimated.
+      noise_factor: what the noise was multiplied by.
+      batch: the minibatches.
+      dtype: of the runs.
+    """
 
     method: str
     unit: str
@@ -82,14 +106,14 @@ class Audit(NamedTuple):
     certified: float
     delta: float
     lower_thresholds: float
-    lower_gaussian: float | None  # None where minibatches are drawn: that mechanism is not Gaussian
-    lower_account: float | None  # None where none are drawn
-    mu_certified: float  # of minibatches, as if each held all records
+    lower_gaussian: float | None
+    lower_account: float | None
+    mu_certified: float
     mu_lower: float | None
     false_positive_rate: float
     false_negative_rate: float
-    reach: float  # the canary's mu over the certified one
-    least_claim: float  # the same of the query whose claim is reached least, each by the canary that suits it best
+    reach: float
+    least_claim: float
     canary: str
     runs: int
     rounds: int
@@ -101,15 +125,28 @@ class Audit(NamedTuple):
 
     @property
     def lower(self) -> float:
+        """The largest of the lower bounds."""
         return max(self.lower_thresholds, self.lower_gaussian or 0.0, self.lower_account or 0.0)
 
     @property
     def broken(self) -> bool:
+        """Whether the lower bound exceeds the certified epsilon."""
         return self.lower > self.certified
 
 
 class OneRun(NamedTuple):
-    """A lower bound on epsilon from one run with many canaries."""
+    """A lower bound on epsilon from one run with many canaries.
+
+    Attributes:
+      method, unit, adjacency, trust: what was attacked.
+      certified: the certified epsilon.
+      delta: at which both epsilons hold.
+      lower: the lower bound.
+      canaries: how many the victim holds.
+      guesses: on how many canaries the attack bets.
+      right: how many guesses are right.
+      rounds, confidence, tries, noise_factor, dtype: as in `Audit`.
+    """
 
     method: str
     unit: str
@@ -129,6 +166,7 @@ class OneRun(NamedTuple):
 
     @property
     def broken(self) -> bool:
+        """Whether the lower bound exceeds the certified epsilon."""
         return self.lower > self.certified
 
 
@@ -145,34 +183,50 @@ def audit(
     batch: str = FULL,
     dtype: torch.dtype = torch.float32,
 ) -> Audit:
-    """Attack a registered method, or the `method` given, with `runs` runs of each world.
+    """Attack a method with many runs of each of two neighbouring data sets.
 
-    Each bound holds with `confidence`, so at 0.95 one in twenty may exceed the truth: one that exceeds the certificate
-    is looked for again with fresh noise, and the smallest is kept. `noise_factor` multiplies the noise behind the
-    certificate's back; below 1 the attack should win. Noise is secret and fresh, or with a seed reproducible.
-    `batch`: minibatches, as in a run (`poisson:4`, `fixed:4`); the victim holds twice as many records.
+    Each bound holds with `confidence`, so at 0.95 one bound in twenty may exceed the truth. A bound that exceeds the
+    certificate is therefore estimated again with fresh noise, and the smallest one counts.
+
+    Args:
+      name: the method's name in the registry, or the name that the result shows.
+      privacy: the promise to attack.
+      runs: runs per data set.
+      rounds: length of the stage whose length is open.
+      confidence: with which each bound holds.
+      noise_factor: multiplies the noise without telling the certificate; below 1 the attack should win.
+      seed: makes the noise reproducible. Without it, noise is secret and fresh.
+      method: the method to attack; by default the registered one.
+      batch: minibatches, as in a run (`poisson:4`, `fixed:4`). The victim holds twice as many records.
+      dtype: of the runs.
+
+    Returns:
+      The lower bounds, beside the certified epsilon.
+
+    Raises:
+      SordinoError: an argument is out of its range, or this combination cannot be audited.
     """
     plan = plan_for(name, privacy, rounds=rounds, method=method, batch=batch)
     check_arguments("runs", runs, noise_factor, seed)
     sources, certified, delta = _sources(seed, plan), spending.epsilon(plan), plan.privacy.delta
     attack, information, least = _best(plan, AUDITED_MODEL, sources, dtype)
-    drawn, threshold = _samples(plan), None  # of a mixture, a part of the scores chooses the threshold
-    if not drawn:
+    sampled, threshold = _samples(plan), None  # with minibatches, a part of the scores chooses the threshold
+    if not sampled:
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
-    found: list[tuple[float, float, statistics.LowerBound]] = []
-    while len(found) < MAX_TRIES and (not found or max(found[-1][:2]) > certified):
-        zero, one = (scores(attack, world, runs, sources, noise_factor) for world in (0, 1))
+    tries: list[tuple[float, float, statistics.LowerBound]] = []
+    while len(tries) < MAX_TRIES and (not tries or max(tries[-1][:2]) > certified):
+        zero, one = (scores(attack, side, runs, sources, noise_factor) for side in (0, 1))
         plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
         sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
-        found.append((plain.epsilon, _by_account(plan, sharp) if drawn else sharp.epsilon, sharp))
-    _, model_based, sharp = min(found, key=lambda bounds: bounds[1])
+        tries.append((plain.epsilon, _by_account(plan, sharp) if sampled else sharp.epsilon, sharp))
+    _, model_based, sharp = min(tries, key=lambda bounds: bounds[1])
     return Audit(
         *_names(name, plan),
-        lower_thresholds=min(bounds[0] for bounds in found),
-        lower_gaussian=None if drawn else model_based,
-        lower_account=model_based if drawn else None,
+        lower_thresholds=min(bounds[0] for bounds in tries),
+        lower_gaussian=None if sampled else model_based,
+        lower_account=model_based if sampled else None,
         mu_certified=spending.mu(plan),
-        mu_lower=None if drawn else sharp.mu or 0.0,
+        mu_lower=None if sampled else sharp.mu or 0.0,
         false_positive_rate=sharp.false_positive_rate,
         false_negative_rate=sharp.false_negative_rate,
         reach=math.sqrt(information) / spending.mu(plan),
@@ -181,10 +235,10 @@ def audit(
         runs=runs,
         rounds=plan.rounds,
         confidence=confidence,
-        tries=len(found),
+        tries=len(tries),
         noise_factor=noise_factor,
         batch=str(plan.sampling),
-        dtype=_called(dtype),
+        dtype=_dtype_name(dtype),
     )
 
 
@@ -200,28 +254,48 @@ def one_run(
     method: Method | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> OneRun:
-    """Attack one run in which the victim holds many canaries, each in a state that a coin of its own decides: there or
-    not (add-remove), as it is or mirrored (replace-one). Every canary has a coordinate of the model to itself."""
+    """Attack one run in which the victim holds many canaries.
+
+    A fair coin per canary decides its state: present or absent (add-remove), unchanged or mirrored (replace-one). Each
+    canary has its own coordinate of the model.
+
+    Args:
+      name: the method's name in the registry, or the name that the result shows.
+      privacy: the promise to attack; at record level only.
+      canaries: how many canaries the victim holds; fewer for methods that release matrices.
+      rounds: length of the stage whose length is open.
+      confidence: with which the bound holds.
+      noise_factor: multiplies the noise without telling the certificate; below 1 the attack should win.
+      seed: makes the noise reproducible. Without it, noise is secret and fresh.
+      method: the method to attack; by default the registered one.
+      dtype: of the run.
+
+    Returns:
+      The lower bound, beside the certified epsilon.
+
+    Raises:
+      SordinoError: an argument is out of its range, or this combination cannot be audited.
+    """
     privacy = Privacy() if privacy is None else privacy
     if privacy.unit is not Unit.RECORD:
-        raise SordinoError("unit: an audit in one run hides many records in a client; it exists at record level only.")
+        raise SordinoError("unit: an audit in one run needs many records in one client; use unit = record.")
     method = build(name) if method is None else method
     if any(query.kind in MATRICES for stage in method.stages for query in stage.queries):
         canaries = min(canaries, MATRIX_CANARIES)
     check_arguments("canaries", canaries, noise_factor, seed)
     plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *CLIENT_RECORDS[1:]))
-    attack, sources = _crowded(plan, canaries, dtype), _sources(seed, plan)
+    attack, sources = _many_canaries(plan, canaries, dtype), _sources(seed, plan)
     certified, delta = spending.epsilon(plan), privacy.delta
     guesses = statistics.best_guesses(canaries, spending.mu(plan), delta=delta, confidence=confidence)
-    found: list[tuple[float, int]] = []
-    while len(found) < MAX_TRIES and (not found or found[-1][0] > certified):
-        uniforms = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
-        told = _told(attack, uniforms, next(sources), noise_factor)
-        sure = told.abs().argsort(descending=True)[:guesses]
-        right = int(((told[sure] > 0) == uniforms[sure]).sum())
-        found.append((statistics.by_one_run(canaries, guesses, right, delta=delta, confidence=confidence), right))
-    lower, right = min(found)
-    rest = (plan.rounds, confidence, len(found), noise_factor, _called(dtype))
+    results: list[tuple[float, int]] = []
+    while len(results) < MAX_TRIES and (not results or results[-1][0] > certified):
+        coins = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
+        canary_scores = _canary_scores(attack, coins, next(sources), noise_factor)
+        surest = canary_scores.abs().argsort(descending=True)[:guesses]
+        right = int(((canary_scores[surest] > 0) == coins[surest]).sum())
+        results.append((statistics.by_one_run(canaries, guesses, right, delta=delta, confidence=confidence), right))
+    lower, right = min(results)
+    rest = (plan.rounds, confidence, len(results), noise_factor, _dtype_name(dtype))
     return OneRun(*_names(name, plan), lower, canaries, guesses, right, *rest)
 
 
@@ -234,18 +308,31 @@ def plan_for(
     sizes: tuple[int, ...] | None = None,
     batch: str = FULL,
 ) -> Plan:
-    """What is attacked: a short run. `rounds` is the length of the stage whose length is open. What is not proved is
-    refused."""
+    """The plan of a short run to attack.
+
+    Args:
+      name: the method's name in the registry.
+      privacy: the promise to attack.
+      rounds: length of the stage whose length is open.
+      method: the method to attack; by default the registered one.
+      sizes: records per client.
+      batch: minibatches.
+
+    Returns:
+      The plan.
+
+    Raises:
+      SordinoError: the method is not proved for this promise, or cannot be audited.
+    """
     privacy = Privacy() if privacy is None else privacy
     method = build(name, privacy.unit) if method is None else method
     if privacy.epsilon == math.inf:
-        raise SordinoError("epsilon: inf promises nothing; give a finite one to audit.")
+        raise SordinoError("epsilon: inf promises nothing; an audit needs a finite epsilon.")
     if rounds is not None and rounds < 1:
         raise SordinoError(f"rounds: {rounds} must be at least 1.")
     fixed = sum(stage.rounds or 0 for stage in method.stages)
     usual = REGISTRY[name].rounds - fixed if name in REGISTRY else ROUNDS
-    streams = [len(q.noise.decoder) for s in method.stages for q in s.queries if isinstance(q.noise, Correlated)]
-    length = min([rounds or max(1, min(ROUNDS, usual)), *streams])
+    length = int(min(rounds or max(1, min(ROUNDS, usual)), most_rounds(method)))
     sampling = Sampling.parse(batch)
     if why := unattacked(method, sampling, privacy.adjacency):
         raise SordinoError(f"batch: {sampling} of {method.name} is not audited: {why}.")
@@ -259,46 +346,49 @@ def plan_for(
 
 
 def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
-    """Why minibatches of this method are not audited; empty where they are, or none are drawn."""
+    """Why minibatches of this method cannot be audited; empty if they can, or if there are none."""
     if sampling.kind == FULL:
         return ""
     if method.unit is Unit.USER:
-        return "at user level nothing is claimed for them, audit it with batch = full"
+        return "at user level nothing is claimed for minibatches; use batch = full"
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
     if not any(query.kind is Kind.GRADIENT for query in noised):
-        return "it noises no gradients, and nothing is claimed for minibatches; audit it with batch = full"
+        return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
     if any(query.bound is not None or mechanism_of(query.noise).spans_rounds for query in noised):
-        return "its bound or its noise is proved for all of a client's records; audit it with batch = full"
+        return "its bound or its noise is proved only for all records of a client; use batch = full"
     if sampling.kind == "fixed" and adjacency is Adjacency.ADD_REMOVE:
-        return "nothing is proved of minibatches of a fixed size under add-remove; use replace-one, or poisson"
+        return "nothing is proved for minibatches of a fixed size under add-remove; use replace-one, or poisson"
     if any(query.kind is Kind.COUNT or query.joint > 1 for query in noised):
-        return "one minibatch answers several questions, which the attack does not follow"
+        return "one minibatch answers several queries, which the attack does not support; use batch = full"
     return ""
 
 
 def check_arguments(name: str, count: int, noise_factor: float, seed: int | None) -> None:
-    """Of an audit: how many runs or canaries, and which noise."""
+    """Check the number of runs or canaries, the factor on the noise, and the seed of an audit."""
     if count < statistics.MIN_SCORES:
-        raise SordinoError(f"{name}: {count} tell nothing; use at least {statistics.MIN_SCORES}, better 1,000.")
+        raise SordinoError(f"{name}: {count} are too few; use at least {statistics.MIN_SCORES}, better 1,000.")
     if not 0 < noise_factor < math.inf:
-        raise SordinoError(f"noise_factor: {noise_factor} must be a number above 0; 1 is the noise that ships.")
+        raise SordinoError(
+            f"noise_factor: {noise_factor} must be a number above 0; 1 keeps the noise of the certificate."
+        )
     noise_from(seed)
 
 
-def scores(attack: Attack, world: int, runs: int, sources: Iterator[Source], noise_factor: float = 1.0) -> np.ndarray:
-    """The log likelihood ratio of many runs of one world."""
-    most = max(1, min(RUNS_PER_BATCH, RUNS_IN_MEMORY // sum(attack.plan.sizes)))
+def scores(attack: Attack, side: int, runs: int, sources: Iterator[Source], noise_factor: float = 1.0) -> np.ndarray:
+    """The log likelihood ratios of many runs of one data set."""
+    most = max(1, min(RUNS_PER_BATCH, RECORDS_IN_MEMORY // sum(attack.plan.sizes)))
     counts = [min(most, runs - start) for start in range(0, runs, most)]
-    parts = [watched(attack, world, next(sources), count, noise_factor).score() for count in counts]
+    parts = [watched(attack, side, next(sources), count, noise_factor).score() for count in counts]
     return torch.cat(parts).numpy()
 
 
 def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -> Iterator[Attack]:
-    """Canaries to choose from: long or short records, mirrored, turned, taken away; in company of several kinds.
+    """The canaries to choose from: long or short records, mirrored, turned or absent, beside other records of several
+    kinds.
 
-    Company that pushes: short records with large labels, at every client. Each gradient is as long as its clip and has
-    next to no curvature. So the right side of a Newton system grows to its limit, clients agree on it, and a long
-    canary that points the other way moves both the right side and the matrix.
+    "Company that pushes" means short records with large labels at every client. Each gradient is as long as its clip
+    and has almost no curvature. So the right side of a Newton system grows to its limit, and all clients agree on it. A
+    long canary in the opposite direction then moves both the right side and the matrix.
     """
     one, two, three = torch.eye(3, dtype=torch.float64)
     records = {
@@ -326,13 +416,13 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
     for (kind, others), (before, after) in itertools.product(companies.items(), pairs):
         pair = [records[after if joins else before], records[after]]
         alike = others is not None and (_samples(plan) or others[1] == -CANARY_LABEL)
-        there, here = (_world(plan, record, record if others is None else others, alike, dtype) for record in pair)
+        there, here = (_records(plan, record, record if others is None else others, alike, dtype) for record in pair)
         if joins and not whole:
             there = _without_first(there)
         yield Attack(f"{before} / {after}{kind}", plan, model, (there, here), leaves=joins and whole)
 
 
-# ------------------------------------------------------------------------------------------------------------ inside
+# --------------------------------------------------------------------------------------------------------- internals
 
 
 def _names(name: str, plan: Plan) -> tuple[str, str, str, str, float, float]:
@@ -340,7 +430,7 @@ def _names(name: str, plan: Plan) -> tuple[str, str, str, str, float, float]:
     return name, str(privacy.unit), str(privacy.adjacency), str(privacy.trust), spending.epsilon(plan), privacy.delta
 
 
-def _called(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -353,14 +443,14 @@ def _proved_by_lemma(method: Method) -> bool:
 
 
 def _sizes(method: Method, sampling: Sampling) -> tuple[int, ...]:
-    """Of the clients. Of minibatches the victim's canary is in every second one, or in as many as the rate says."""
+    """Records per client. With minibatches of a fixed size, the canary is in every second one on average."""
     if sampling.kind == FULL:
         return LEMMA_SIZES if _proved_by_lemma(method) else CLIENT_RECORDS
     return (2 * math.ceil(sampling.amount) if sampling.amount >= 1 else SAMPLED_RECORDS,) * 2
 
 
 def _sources(seed: int | None, plan: Plan) -> Iterator[Source]:
-    """One for every use: fresh keys, or streams of a seed that no two audits share."""
+    """One source per use: with fresh keys, or seeded with streams that no two audits share."""
     words = "/".join(map(str, _names(plan.method.name, plan))).encode()
     for number in itertools.count():
         if seed is None:
@@ -371,40 +461,42 @@ def _sources(seed: int | None, plan: Plan) -> Iterator[Source]:
 
 
 def _best(plan: Plan, model: core.Model, sources: Iterator[Source], dtype: torch.dtype) -> tuple[Attack, float, float]:
-    """The canary that tells most, and the square of its mu, both by a short pilot of its own; and how far the claim is
-    reached that is reached least, each by the best of its canaries."""
+    """The strongest canary, the square of its mu, and the share of the claim that is reached least.
+
+    A short pilot of each canary measures them.
+    """
     best: tuple[Attack, float] | None = None
     claimed = _claimed(plan)
     reached = dict.fromkeys(claimed, 0.0)
     for attack in attacks(plan, model, dtype):
-        pilots = [watched(attack, world, next(sources), PILOT).informations() for world in (0, 1)]
-        told = {key: sum(float(pilot[key].mean()) for pilot in pilots) / 2 for key in claimed}
-        if not all(map(math.isfinite, told.values())):
+        pilots = [watched(attack, side, next(sources), PILOT_RUNS).informations() for side in (0, 1)]
+        squares = {key: sum(float(pilot[key].mean()) for pilot in pilots) / 2 for key in claimed}
+        if not all(map(math.isfinite, squares.values())):
             continue
-        reached = {key: max(reached[key], math.sqrt(told[key] / claimed[key])) for key in claimed}
-        information = sum(told.values())
+        reached = {key: max(reached[key], math.sqrt(squares[key] / claimed[key])) for key in claimed}
+        information = sum(squares.values())
         if best is None or information > best[1]:
             best = attack, information
         if best[1] > 0.999 * spending.mu(plan) ** 2 and min(reached.values()) > SUFFICIENT_SHARE:
             break
     if best is None:
-        raise SordinoError(f"method: {plan.method.name} releases nothing finite of any canary; it cannot be audited.")
+        raise SordinoError(f"method: no canary makes {plan.method.name} release finite numbers; it cannot be audited.")
     return *best, min(reached.values())
 
 
-def _by_account(plan: Plan, seen: statistics.LowerBound) -> float:
-    """Epsilon, by the account, of the most noise that would allow as many right guesses as were seen.
+def _by_account(plan: Plan, refuted: statistics.LowerBound) -> float:
+    """The account's epsilon at the largest noise that would allow so many right guesses.
 
-    Of guesses between two equally likely worlds, mu-Gaussian DP allows a part of Φ(mu / 2) to be right. So the mu that
-    was refuted tells how many right guesses were proved, whatever the mechanism.
+    If both data sets are equally likely, mu-Gaussian DP allows a share of Φ(mu / 2) of the guesses to be right. So the
+    refuted mu states the share of right guesses that is proved, for any mechanism.
     """
-    right = float(ndtr((seen.mu or 0.0) / 2))
-    releases, adjacency = _of_victim(plan), plan.privacy.adjacency
+    right = float(ndtr((refuted.mu or 0.0) / 2))
+    releases, adjacency = _victim_releases(plan), plan.privacy.adjacency
 
     def with_noise(factor: float) -> list[Release]:
         return [release._replace(std=factor * release.std) for release in releases]
 
-    low, high = 2.0**-6, 2.0**6  # the noise that is refuted lies above the one that is looked for
+    low, high = 2.0**-6, 2.0**6  # factors on the noise between which the answer lies
     if events.guess(with_noise(high), adjacency) >= right:
         return 0.0
     while high / low > 1.01:
@@ -413,26 +505,29 @@ def _by_account(plan: Plan, seen: statistics.LowerBound) -> float:
     return events.epsilon(with_noise(high), plan.privacy.delta, adjacency)
 
 
-def _of_victim(plan: Plan) -> tuple[Release, ...]:
-    (mine,) = [group for group in spending.groups(plan) if VICTIM in group.clients]
-    return mine.releases
+def _victim_releases(plan: Plan) -> tuple[Release, ...]:
+    """The releases that the certificate counts for the victim."""
+    (group,) = [group for group in spending.groups(plan) if VICTIM in group.clients]
+    return group.releases
 
 
 def _claimed(plan: Plan) -> dict[tuple[int, int], float]:
-    """The square of mu that the certificate counts for the victim, of each noised query: (stage, number) -> mu^2."""
-    releases = {release.query: release for release in _of_victim(plan)}
-    found = {}
+    """The mu² that the certificate counts for the victim, by noised query: (stage, number) -> mu²."""
+    releases = {release.query: release for release in _victim_releases(plan)}
+    squares = {}
     for level in calibration.query_noises(plan):
         if (release := releases.get(level.name)) is not None:
-            found[level.stage, level.number] = release.times * (release.sensitivity / release.std) ** 2
-    return found
+            squares[level.stage, level.number] = release.times * (release.sensitivity / release.std) ** 2
+    return squares
 
 
-def _world(
+def _records(
     plan: Plan, first: tuple[Tensor, float], others: tuple[Tensor, float], alike: bool, dtype: torch.dtype
 ) -> AttackedRecords:
-    """The victim holds `first` and copies of `others`; the other clients hold copies too where clients are `alike`,
-    else small records of their own."""
+    """The records of an attack. The victim holds `first` and copies of `others`.
+
+    The other clients hold copies of `others` too if clients are `alike`; otherwise they hold different small records.
+    """
     rows = [first, *[others] * (plan.sizes[VICTIM] - 1)]
     rest = torch.linspace(-1, 1, 3 * sum(plan.sizes[1:]), dtype=torch.float64).view(-1, 3)
     labels = rest.sum(-1)
@@ -443,38 +538,38 @@ def _world(
     return AttackedRecords(x.to(dtype), y.to(dtype), np.cumsum([0, *plan.sizes]))
 
 
-def _without_first(world: AttackedRecords) -> AttackedRecords:
-    """The victim's first record is absent, and nothing of it is left behind the mask."""
-    x, y, present = world.x.clone(), world.y.clone(), torch.ones(world.sizes[VICTIM], dtype=torch.float64)
+def _without_first(records: AttackedRecords) -> AttackedRecords:
+    """The records without the victim's first one; nothing of it remains behind the mask."""
+    x, y, present = records.x.clone(), records.y.clone(), torch.ones(records.sizes[VICTIM], dtype=torch.float64)
     x[0], y[0], present[0] = 0, 0, 0
-    return AttackedRecords(x, y, world.starts, present)
+    return AttackedRecords(x, y, records.starts, present)
 
 
-def _crowded(plan: Plan, canaries: int, dtype: torch.dtype) -> Attack:
-    """All canaries in one state, against all of them in the other."""
+def _many_canaries(plan: Plan, canaries: int, dtype: torch.dtype) -> Attack:
+    """An attack whose data sets hold all canaries in one state, and all of them in the other."""
     x = torch.zeros(sum(plan.sizes), canaries, dtype=dtype)
     x[:canaries] = LONG_CANARY * torch.eye(canaries, dtype=dtype)
     y = torch.zeros(len(x), dtype=dtype)
     y[:canaries] = CANARY_LABEL
     here = AttackedRecords(x, y, np.cumsum([0, *plan.sizes]))
     there = _in_states(here, plan, torch.zeros(canaries, dtype=torch.bool))
-    return Attack("crowd", plan, Linear(canaries, 1, Loss.SQUARES, bias=False), (there, here))
+    return Attack("many canaries", plan, Linear(canaries, 1, Loss.SQUARES, bias=False), (there, here))
 
 
-def _in_states(here: AttackedRecords, plan: Plan, uniforms: Tensor) -> AttackedRecords:
-    """Canaries whose coin is 0 leave, or are mirrored."""
-    x, y, count = here.x.clone(), here.y.clone(), len(uniforms)
+def _in_states(records: AttackedRecords, plan: Plan, coins: Tensor) -> AttackedRecords:
+    """The records after each canary whose coin is 0 is removed, or mirrored."""
+    x, y, count = records.x.clone(), records.y.clone(), len(coins)
     if plan.privacy.adjacency is Adjacency.REPLACE_ONE:
-        y[:count] *= 2.0 * uniforms - 1
-        return AttackedRecords(x, y, here.starts)
-    x[:count] *= uniforms.unsqueeze(-1)
-    y[:count] *= uniforms
-    return AttackedRecords(x, y, here.starts, uniforms.double())
+        y[:count] *= 2.0 * coins - 1
+        return AttackedRecords(x, y, records.starts)
+    x[:count] *= coins.unsqueeze(-1)
+    y[:count] *= coins
+    return AttackedRecords(x, y, records.starts, coins.double())
 
 
-def _told(attack: Attack, uniforms: Tensor, source: Source, noise_factor: float) -> Tensor:
-    """What one run tells of every canary: the terms of the likelihood ratio that lie on its own coordinate."""
-    records = _in_states(attack.worlds[1], attack.plan, uniforms)
+def _canary_scores(attack: Attack, coins: Tensor, source: Source, noise_factor: float) -> Tensor:
+    """The score of every canary in one run: the terms of the log likelihood ratio on its own coordinate."""
+    records = _in_states(attack.neighbours[1], attack.plan, coins)
     watch = watched(attack, 1, source, 1, noise_factor, records=records)
-    own = [terms[0] if terms.dim() == 2 else terms[0].diagonal() for terms, _ in watch.terms()]
-    return torch.stack(own).sum(0)
+    by_canary = [terms[0] if terms.dim() == 2 else terms[0].diagonal() for terms, _ in watch.terms()]
+    return torch.stack(by_canary).sum(0)

@@ -1,17 +1,17 @@
-"""Lower bounds on epsilon from an attack: statistics alone, which know nothing of models.
+"""Lower bounds on epsilon from the scores of an attack. This module holds statistics only; it knows no models.
 
-An attack plays two worlds that differ in one unit, and scores what it sees: high scores speak for world 1. Above a
-threshold it says 1. Under (epsilon, delta)-DP its false positive rate a and false negative rate b obey
+An attack runs two neighbouring data sets, 0 and 1, and scores what it observes. It guesses 1 if the score exceeds a
+threshold. Under (epsilon, delta)-DP its false positive rate a and false negative rate b satisfy
 
     a + e^epsilon b >= 1 - delta   and   b + e^epsilon a >= 1 - delta          (Kairouz, Oh, Viswanath 2015),
 
-under mu-Gaussian DP b >= Φ(Φ^-1(1 - a) - mu) (Dong, Roth, Su 2022). Errors counted over many runs hold a and b
-from above with a given confidence (Clopper and Pearson), and so epsilon from below.
+and under mu-Gaussian DP b >= Φ(Φ^-1(1 - a) - mu) (Dong, Roth, Su 2022). The errors of many runs bound a and b from
+above with a given confidence (Clopper and Pearson), and so epsilon from below.
 
-- `by_thresholds` assumes nothing but (epsilon, delta). At small delta it is loose: it would have to see rare events.
-- `by_gaussian` refutes "what is seen is mu-Gaussian DP". That is what a certificate claims, for every release is
-  Gaussian, so an epsilon(delta) read off the mu that is left is a fair rival to the certified one, and nearly tight.
-- `by_one_run` needs a single run, with many units whose presence was decided by coins.
+- `by_thresholds` assumes only (epsilon, delta)-DP. At small delta it is loose, because it would need rare events.
+- `by_gaussian` refutes mu-Gaussian DP. A certificate claims mu-Gaussian DP because every release is Gaussian. So the
+  epsilon(delta) of the largest refuted mu can be compared with the certified one, and is nearly tight.
+- `by_one_run` needs a single run, with many units whose presence fair coins decide.
 """
 
 from __future__ import annotations
@@ -29,30 +29,49 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
 CONFIDENCE = 0.95
-MIN_SCORES = 20  # scores a world
-CHOOSING_PART = 0.25  # the part of the scores that chooses the threshold; the bound comes from the others
+MIN_SCORES = 20  # per data set
+CHOOSING_PART = 0.25  # of the scores chooses the threshold; the bound uses the other scores
 CANDIDATES = 400  # thresholds to choose from
 
 Scores = NDArray[np.float64]
 
 
 class LowerBound(NamedTuple):
-    """What was seen at a threshold, and the largest epsilon (and mu, where it was the way there) that it refutes."""
+    """The errors at a threshold, and the largest epsilon that they refute.
+
+    Attributes:
+      epsilon: the largest refuted epsilon.
+      mu: the largest refuted mu; None if the bound does not use mu.
+      threshold: above which the attack guesses 1.
+      false_positive_rate, false_negative_rate: the errors at the threshold.
+      runs: per data set, of those that the bound uses.
+    """
 
     epsilon: float
     mu: float | None
     threshold: float
     false_positive_rate: float
     false_negative_rate: float
-    runs: int  # a world, of those that the bound comes from
+    runs: int
 
 
 def by_thresholds(
     zero: ArrayLike, one: ArrayLike, *, delta: float, confidence: float = CONFIDENCE, threshold: float | None = None
 ) -> LowerBound:
-    """From scores under world 0 and world 1: both error rates at once, each at half the risk.
+    """A lower bound that assumes only (epsilon, delta)-DP; each error rate is bounded at half the risk.
 
-    The threshold must not be chosen by the scores that the bound comes from: it is given, or a part of them chooses it.
+    Args:
+      zero: scores of runs with data set 0.
+      one: scores of runs with data set 1.
+      delta: the delta at which epsilon is bounded.
+      confidence: with which the bound holds.
+      threshold: chosen without these scores. By default a part of the scores chooses it, and the bound uses the others.
+
+    Returns:
+      The bound.
+
+    Raises:
+      SordinoError: there are too few scores, or an argument is out of its range.
     """
     zero, one = _scores(zero, one, delta, confidence)
     if threshold is None:
@@ -61,13 +80,25 @@ def by_thresholds(
         rates = _rates(choosing_zero, choosing_one, candidates)
         threshold = float(candidates[np.argmax(_refuted(*rates, len(choosing_zero), delta, confidence))])
     a, b = _rates(zero, one, np.array([threshold]))
-    found = float(_refuted(a, b, len(zero), delta, confidence)[0])
-    return LowerBound(max(found, 0.0), None, threshold, float(a[0]), float(b[0]), len(zero))
+    epsilon = float(_refuted(a, b, len(zero), delta, confidence)[0])
+    return LowerBound(max(epsilon, 0.0), None, threshold, float(a[0]), float(b[0]), len(zero))
 
 
 def best_threshold(mu: float, runs: int, *, delta: float, confidence: float = CONFIDENCE) -> float:
-    """For `by_thresholds`, if the score is the log likelihood ratio of a mu-GDP pair: N(-mu²/2, mu²), N(mu²/2, mu²)."""
-    candidates = np.linspace(0, 6, 241)  # in standard deviations; the other side of 0 tells as much
+    """The best threshold for `by_thresholds` if scores are log likelihood ratios of a mu-GDP pair.
+
+    These have the laws N(-mu²/2, mu²) and N(mu²/2, mu²).
+
+    Args:
+      mu: of the pair.
+      runs: per data set.
+      delta: the delta at which epsilon is bounded.
+      confidence: with which the bound holds.
+
+    Returns:
+      The threshold.
+    """
+    candidates = np.linspace(0, 6, 241)  # in standard deviations; negative ones are equivalent
     a, b = ndtr(-mu / 2 - candidates), ndtr(candidates - mu / 2)
     return float(mu * candidates[np.argmax(_refuted(a, b, runs, delta, confidence))])
 
@@ -75,12 +106,24 @@ def best_threshold(mu: float, runs: int, *, delta: float, confidence: float = CO
 def by_gaussian(
     zero: ArrayLike, one: ArrayLike, *, delta: float, confidence: float = CONFIDENCE, threshold: float | None = None
 ) -> LowerBound:
-    """The largest mu for which "mu-Gaussian DP" is refuted, by errors of either kind together, and its epsilon(delta).
+    """The largest mu for which the errors refute mu-Gaussian DP, and its epsilon(delta).
 
-    Under mu-GDP the mean of both error rates is at least Φ(-mu/2). The number of errors is a sum of coins of two kinds;
-    below its mean it is no likelier than with coins of the mean kind (Hoeffding 1956, Theorem 4), so the
-    Clopper-Pearson end of one binomial holds. A score that is a log likelihood ratio has its `threshold`, 0, by nature;
-    for any other a part of the scores chooses it.
+    Under mu-GDP the mean of both error rates is at least Φ(-mu/2). The number of errors is a sum of coins of two kinds.
+    Values below its mean are no likelier than for coins with the mean chance (Hoeffding 1956, Theorem 4), so the
+    Clopper-Pearson bound of one binomial holds.
+
+    Args:
+      zero: scores of runs with data set 0.
+      one: scores of runs with data set 1.
+      delta: the delta at which epsilon is reported.
+      confidence: with which the bound holds.
+      threshold: 0 if the scores are log likelihood ratios. By default a part of the scores chooses it.
+
+    Returns:
+      The bound, with its mu.
+
+    Raises:
+      SordinoError: there are too few scores, or an argument is out of its range.
     """
     zero, one = _scores(zero, one, delta, confidence)
     if threshold is None:
@@ -95,14 +138,26 @@ def by_gaussian(
 
 
 def by_one_run(canaries: int, guesses: int, right: int, *, delta: float, confidence: float = CONFIDENCE) -> float:
-    """The largest epsilon refuted by `right` of `guesses`; the other canaries were abstained from.
+    """The largest epsilon that the guesses about the canaries of one run refute.
 
-    Each of `canaries` was put into one of two states by a fair coin of its own, in one run. Steinke, Nasr, Jagielski
-    2023 (arXiv 2305.08846), section 5 and appendix D.
+    A fair coin per canary decides its state. Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), section 5, appendix D.
+
+    Args:
+      canaries: how many there are.
+      guesses: for how many the attack guesses the state.
+      right: how many guesses are right.
+      delta: the delta at which epsilon is bounded.
+      confidence: with which the bound holds.
+
+    Returns:
+      The lower bound on epsilon.
+
+    Raises:
+      SordinoError: the counts or the other arguments are out of their range.
     """
     if not 0 <= right <= guesses <= canaries:
         raise SordinoError(
-            f"guesses: {right} right of {guesses} among {canaries} canaries; need 0 <= right <= guesses <= canaries."
+            f"guesses: {right} right of {guesses} for {canaries} canaries; need 0 <= right <= guesses <= canaries."
         )
     _check(delta, confidence)
 
@@ -121,11 +176,11 @@ def by_one_run(canaries: int, guesses: int, right: int, *, delta: float, confide
 
 
 def one_run_p_value(canaries: int, guesses: int, right: int, *, epsilon: float, delta: float) -> float:
-    """The chance, at most, of so many right guesses under (epsilon, delta)-DP.
+    """An upper bound on the chance of so many right guesses under (epsilon, delta)-DP.
 
-    Under epsilon-DP each guess is right with chance q = 1 / (1 + e^-epsilon) at most, whatever the others are: the
-    number of right ones is dominated by B ~ Binomial(guesses, q). delta adds 2 canaries delta P(v - i <= B < v) / i for
-    the worst i, v being the number of right ones.
+    Under epsilon-DP each guess is right with chance at most q = 1 / (1 + e^-epsilon), given all others. So
+    B ~ Binomial(guesses, q) dominates the number of right guesses. With v right guesses, delta adds
+    2 canaries delta P(v - i <= B < v) / i for the worst i.
     """
     q = 1 / (1 + math.exp(-epsilon))
     tail = float(binom.sf(right - 1, guesses, q))
@@ -137,7 +192,7 @@ def one_run_p_value(canaries: int, guesses: int, right: int, *, epsilon: float, 
 
 
 def best_guesses(canaries: int, mu: float, *, delta: float, confidence: float = CONFIDENCE) -> int:
-    """How many canaries to guess, those of the most telling scores, if each is told apart as by mu-GDP."""
+    """For how many canaries, those with the largest |score|, to guess if each score has the law of mu-GDP."""
     best, most = canaries, -1.0
     for guesses in np.unique(np.geomspace(max(1, canaries // 200), canaries, 25).round().astype(int)):
         cut = _cut(mu, guesses / canaries)
@@ -155,7 +210,7 @@ def best_guesses(canaries: int, mu: float, *, delta: float, confidence: float = 
 
 
 def upper(count: ArrayLike, total: int, alpha: float) -> Scores:
-    """The Clopper-Pearson upper end of a rate: it lies above the true one with chance 1 - alpha at least."""
+    """The Clopper-Pearson upper bound on a rate: it lies above the true rate with chance at least 1 - alpha."""
     count = np.asarray(count, dtype=float)
     with np.errstate(invalid="ignore"):
         end = betaincinv(np.minimum(count, total - 1) + 1, np.maximum(total - count, 1), 1 - alpha)
@@ -163,7 +218,7 @@ def upper(count: ArrayLike, total: int, alpha: float) -> Scores:
 
 
 def _refuted(a: Scores, b: Scores, runs: int, delta: float, confidence: float) -> Scores:
-    """epsilon, from observed false positive and false negative rates."""
+    """The refuted epsilon, from observed false positive and false negative rates."""
     alpha = (1 - confidence) / 2
     a, b = upper(a * runs, runs, alpha), upper(b * runs, runs, alpha)
     with np.errstate(divide="ignore"):
@@ -175,14 +230,14 @@ def _candidates(zero: Scores, one: Scores) -> Scores:
 
 
 def _cut(mu: float, part: float) -> float:
-    """|score| exceeds it in this part of the cases, for a score of mean ±mu/2 and variance 1."""
+    """The value that |score| exceeds in this part of the cases, for a score of mean ±mu/2 and variance 1."""
     if part >= 1:
         return 0.0
     return float(brentq(lambda cut: ndtr(mu / 2 - cut) + ndtr(-mu / 2 - cut) - part, 0.0, mu / 2 + 40))
 
 
 def _rates(zero: Scores, one: Scores, thresholds: Scores) -> tuple[Scores, Scores]:
-    """False positive and false negative rate at each threshold; a score on it speaks for world 0."""
+    """False positive and false negative rate at each threshold; a score equal to it counts as 0."""
     zero, one = np.sort(zero), np.sort(one)
     above = len(zero) - np.searchsorted(zero, thresholds, side="right")
     return above / len(zero), np.searchsorted(one, thresholds, side="right") / len(one)
@@ -194,15 +249,15 @@ def _split(scores: Scores) -> tuple[Scores, Scores]:
 
 
 def _scores(zero: ArrayLike, one: ArrayLike, delta: float, confidence: float) -> tuple[Scores, Scores]:
-    """As many of one world as of the other."""
+    """The scores as arrays, equally many for both data sets."""
     _check(delta, confidence)
-    worlds = [np.asarray(scores, dtype=float).ravel() for scores in (zero, one)]
-    runs = min(map(len, worlds))
+    both = [np.asarray(scores, dtype=float).ravel() for scores in (zero, one)]
+    runs = min(map(len, both))
     if runs < MIN_SCORES:
-        raise SordinoError(f"runs: {runs} a world tell nothing; use at least {MIN_SCORES}, better 1,000.")
-    if not all(np.isfinite(scores).all() for scores in worlds):
-        raise SordinoError("scores: some are not finite; the attack must give every run a number.")
-    return worlds[0][:runs], worlds[1][:runs]
+        raise SordinoError(f"runs: {runs} per data set are too few; use at least {MIN_SCORES}, better 1,000.")
+    if not all(np.isfinite(scores).all() for scores in both):
+        raise SordinoError("scores: some are not finite; the attack must give every run a finite score.")
+    return both[0][:runs], both[1][:runs]
 
 
 def _check(delta: float, confidence: float) -> None:

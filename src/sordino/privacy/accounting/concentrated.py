@@ -1,7 +1,7 @@
-"""Concentrated DP: what discrete Gaussian noise amounts to, and its conversion to (epsilon, delta).
+"""Concentrated DP: the account of discrete Gaussian noise, and its conversion to (epsilon, delta).
 
-`rho` is that of one release under a sum of discrete Gaussians, `epsilon` converts the rho of a whole run, and `rho_of`
-inverts it. Releases may fail with probability FAILURE each, which is subtracted from delta.
+`rho` gives the rho of one release with a sum of discrete Gaussians, `epsilon` converts the rho of a whole run, and
+`rho_of` inverts it. The bound of each release may fail with probability FAILURE, which is subtracted from delta.
 """
 
 from __future__ import annotations
@@ -15,27 +15,40 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import roots
 from sordino.privacy.accounting.gaussian import SLACK
 
-FAILURE = 2.0**-64  # of one release, at most: see mechanisms/discrete_gaussian.py
-LEAST_VARIANCE, MOST_VARIANCE = 0.25, 2.0**60  # below, nothing is proved of sums; above, nothing fits the modulus
-ROUND_UP = 1 + 2.0**-38  # more than the rounding errors of any one formula here, e^-x for x < 746 included
+FAILURE = 2.0**-64  # largest failure probability of one release: see mechanisms/discrete_gaussian.py
+LEAST_VARIANCE, MOST_VARIANCE = 0.25, 2.0**60  # the proof for sums needs the first; the modulus needs the second
+ROUND_UP = 1 + 2.0**-38  # covers the rounding errors of every formula here, including e^-x for x < 746
 
-_EXPLICIT = 4096  # terms of tau that are summed one by one
+_EXPLICIT = 4096  # terms of tau that are added one by one
 
 
 def rho(sensitivity: float, variance: float, terms: int, dimension: int) -> float:
-    """Of one release under `terms` discrete Gaussians of this variance each: it is rho-concentrated DP, rho = ε²/2 in
+    """rho of one release with a sum of `terms` discrete Gaussians: it is rho-concentrated DP with rho = ε²/2 and
 
         ε² = min(s²/v + 2τd, (s/√v + τ√d)²),    v = terms σ²,    τ = 10 Σ_{k=1}^{terms-1} exp(-2π² σ² k/(k+1))
 
-    (Kairouz, Liu, Steinke 2021, Proposition 14; σ >= 1/2). Their argument in brief. The sum of discrete Gaussians of
-    variances kσ² and σ² has a density that is N_Z(0, (k+1)σ²)'s times Σ_x exp(-(x - c)²/2r²) for r² = σ² k/(k+1) and
-    a c that depends on the place; by Poisson's formula that is constant to a factor of 1 ± 2η, η = Σ_j exp(-2π²r²j²).
-    Adding up, the whole sum's density is N_Z(0, v)'s to a factor of e^±T, T = Σ_k log((1 + 2η)/(1 - 2η)) <= τ/2.
+    (Kairouz, Liu, Steinke 2021, Proposition 14; σ >= 1/2). Their argument in brief: the density of the sum of discrete
+    Gaussians of variances kσ² and σ² is that of N_Z(0, (k+1)σ²) times Σ_x exp(-(x - c)²/2r²), where r² = σ² k/(k+1) and
+    c depends on the place. By Poisson's formula this factor is constant up to 1 ± 2η, η = Σ_j exp(-2π²r²j²). So the
+    density of the whole sum is that of N_Z(0, v) up to a factor of e^±T, T = Σ_k log((1 + 2η)/(1 - 2η)) <= τ/2.
 
-    - Its loss is at most that of N_Z(0, v), linear in the place, plus 2T per coordinate, and of a linear function the
-      sum's moments are sub-Gaussian of variance v: Rényi divergence <= α s²/2v + τd.
-    - Or: the sum is T²/2-concentrated from N_Z(0, v), N_Z(0, v) is s²/2v from itself moved, and roots add up (Bun and
-      Steinke 2016): α (s_j/√v + τ)²/2 in coordinate j, and Cauchy and Schwarz over coordinates.
+    - The loss is at most that of N_Z(0, v), which is linear in the place, plus 2T per coordinate. The moments of a
+      linear function of the sum are sub-Gaussian with variance v, so the Rényi divergence is at most α s²/2v + τd.
+    - Alternatively, the sum is T²/2-concentrated relative to N_Z(0, v), and N_Z(0, v) is s²/2v-concentrated relative to
+      its shift. Square roots add up (Bun and Steinke 2016): α (s_j/√v + τ)²/2 in coordinate j, and by Cauchy-Schwarz
+      over all coordinates.
+
+    Args:
+      sensitivity: L2 sensitivity of the sum of integers.
+      variance: of each discrete Gaussian.
+      terms: number of discrete Gaussians.
+      dimension: number of coordinates.
+
+    Returns:
+      The rho.
+
+    Raises:
+      SordinoError: an argument is out of its range.
     """
     check(sensitivity=sensitivity, variance=variance, terms=terms, dimension=dimension)
     if sensitivity == 0:
@@ -55,26 +68,48 @@ def _tau(variance: float, terms: int) -> float:
 
 
 def epsilon(rho: float, delta: float, releases: int = 0) -> float:
-    """The least epsilon for which rho-concentrated DP is proved (epsilon, delta)-DP here, after `releases` that may
-    fail; infinite where their failures take all of delta.
+    """An epsilon for which rho-concentrated DP is (epsilon, delta)-DP.
 
-    For every α > 1, log δ = (α-1)(αρ - ε) + (α-1) log(1 - 1/α) - log α (Canonne, Kamath, Steinke 2020). It is
-    convex in α, and least where ε = (2α-1)ρ + log(1 - 1/α); there log δ = -(α-1)²ρ - log α, whence α for a given δ. As
-    every α is valid, an error in it is one on the safe side.
+    For every α > 1, log δ = (α-1)(αρ - ε) + (α-1) log(1 - 1/α) - log α (Canonne, Kamath, Steinke 2020). This is convex
+    in α, and smallest at ε = (2α-1)ρ + log(1 - 1/α). There log δ = -(α-1)²ρ - log α, which determines α for a given δ.
+    Every α is valid, so an error in α is on the safe side.
+
+    Args:
+      rho: of the whole run.
+      delta: the delta.
+      releases: number of releases that may fail.
+
+    Returns:
+      The epsilon; inf if the failure probabilities use all of delta.
+
+    Raises:
+      SordinoError: an argument is out of its range.
     """
     check(rho=rho, delta=delta, releases=releases)
     return _epsilon(rho, _nats(delta, releases))
 
 
 def rho_of(epsilon: float, delta: float, releases: int = 0) -> float:
-    """The largest rho that is (epsilon, delta)-DP after `releases` that may fail, less a part in 1e12."""
+    """The largest rho that is (epsilon, delta)-DP, reduced by one part in 1e12.
+
+    Args:
+      epsilon: the epsilon.
+      delta: the delta.
+      releases: number of releases that may fail.
+
+    Returns:
+      The rho.
+
+    Raises:
+      SordinoError: an argument is out of its range, or the failure probabilities use all of delta.
+    """
     check(epsilon=epsilon, delta=delta, releases=releases)
     nats = _nats(delta, releases)
     if nats <= 0:
-        raise SordinoError(f"delta: {delta} is less than {releases} releases may fail with; {FAILURE} each is needed.")
+        raise SordinoError(f"delta: {delta} is too small for {releases} releases; each needs more than {FAILURE}.")
     if math.isinf(epsilon):
         return math.inf
-    # Both equations of `epsilon`, solved for ρ: ε falls as x = α - 1 grows.
+    # Both equations of `epsilon`, solved for ρ: ε decreases as x = α - 1 increases.
     x = _root(
         lambda x: epsilon - (2 * x + 1) * (nats - math.log1p(x)) / (x * x) + math.log1p(1 / x),
         math.expm1(min(nats, 700.0)),
@@ -87,13 +122,13 @@ def rho_of(epsilon: float, delta: float, releases: int = 0) -> float:
 
 
 def _nats(delta: float, releases: int) -> float:
-    """log(1/δ) of what the failures leave; -1 where that is nothing."""
-    left = math.nextafter(delta - releases * FAILURE * ROUND_UP, 0.0) if releases else delta
-    return -math.log(left) * (1 + 2.0**-52) if left > 0 else -1.0
+    """log(1/δ) of the delta that remains after the failures; -1 if nothing remains."""
+    remaining = math.nextafter(delta - releases * FAILURE * ROUND_UP, 0.0) if releases else delta
+    return -math.log(remaining) * (1 + 2.0**-52) if remaining > 0 else -1.0
 
 
 def _epsilon(rho: float, nats: float) -> float:
-    """Rounded up by more than the roundings of its parts; α = 1 + x."""
+    """Epsilon, rounded up by more than the rounding errors of its parts; α = 1 + x."""
     if math.isinf(rho) or nats <= 0:
         return math.inf
     if rho == 0:
@@ -105,7 +140,7 @@ def _epsilon(rho: float, nats: float) -> float:
 
 
 def _root(f: Callable[[float], float], *above: float) -> float:
-    """Of a growing function, f < 0 near 0 and f >= 0 at the least of `above`, to rounding."""
+    """The root of an increasing function with f < 0 near 0 and f >= 0 at the smallest of `above`."""
     high = min(above)
     low = high / 2
     while f(low) > 0:
@@ -121,6 +156,6 @@ def check(**arguments: float) -> None:
         if name == "variance" and not LEAST_VARIANCE <= value <= MOST_VARIANCE:
             raise SordinoError(f"variance: {value} must lie between 1/4 and 2**60; choose another scale.")
         if name in ("terms", "dimension") and not (value >= 1 and value % 1 == 0):
-            raise SordinoError(f"{name}: {value} must be a whole number, at least 1.")
+            raise SordinoError(f"{name}: {value} must be a whole number of at least 1.")
         if not value >= 0:
-            raise SordinoError(f"{name}: {value} must not be negative.")
+            raise SordinoError(f"{name}: {value} must be at least 0.")

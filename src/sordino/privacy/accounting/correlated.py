@@ -1,11 +1,11 @@
 """Noise that is correlated over the rounds of a stage, for servers that add releases up.
 
 Let P be the running sum of the decoder's rows. Every builder has P @ encoder = A, the lower triangle of ones. So the
-server's running sums carry the noise P @ z, and they are a function of `encoder @ x + z`: one Gaussian release.
-Release t uses only rows of the encoder that involve rounds up to t. Hence it can be handed out in round t, and clients
+server's running sums carry the noise P @ z, and they are a function of `encoder @ x + z`, which is one Gaussian
+release. Release t uses only rows of the encoder that involve rounds up to t. So it can be sent in round t, and clients
 may react to it at no further cost (Denisov et al. 2022, Theorem 2.1).
 
-The noise cancels only where one z serves all rounds: the server's, or that of clients who take part in all of them.
+The noise cancels only if one z serves all rounds: the server's, or that of clients who take part in all rounds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,22 @@ def independent(rounds: int) -> Correlated:
 
 
 def schedule(rounds: int) -> Correlated:
-    """Fresh noise of variance s_t^2 proportional to 1 / sqrt(T - t): the best there is under full participation.
+    """Fresh noise of variance s_t^2 proportional to 1 / sqrt(T - t): optimal under full participation.
 
-    Round t's noise stays in T - t running sums. The sum of (T - t) s_t^2 is least here at a fixed sum of 1 / s_t^2.
-    No encoder C does better. Let D^2 = diag(T - t), the diagonal of A^T A. R = D^-1 A^T A D^-1 has the entries
-    sqrt((T - s) / (T - t)), s >= t, and so has E[sign_s sign_t] for a Markov chain of signs. Hence some signs have
-    |C signs|^2 >= tr(C R C^T) = |A D^-1 C^T|^2. Times |P|^2 this is at least (Cauchy-Schwarz) the square of
-    tr(C D^-1 A^T P) = tr(D^-1 A^T A) = tr D, and (tr D)^2 is what the schedule has.
+    The noise of round t stays in T - t running sums. This choice minimizes the sum of (T - t) s_t^2 for a fixed sum of
+    1 / s_t^2. No encoder C is better. Let D^2 = diag(T - t), the diagonal of A^T A. The entries of
+    R = D^-1 A^T A D^-1 are sqrt((T - s) / (T - t)) for s >= t, which are also E[sign_s sign_t] of a Markov chain of
+    signs. So some signs satisfy |C signs|^2 >= tr(C R C^T) = |A D^-1 C^T|^2. By Cauchy-Schwarz this times |P|^2 is at
+    least the square of tr(C D^-1 A^T P) = tr(D^-1 A^T A) = tr D, and the schedule attains (tr D)^2.
+
+    Args:
+      rounds: of the stage.
+
+    Returns:
+      The noise.
+
+    Raises:
+      SordinoError: rounds is out of its range.
     """
     _check(rounds)
     weight = np.sqrt(np.arange(rounds, 0.0, -1.0))  # 1 / s_t^2
@@ -43,19 +52,28 @@ def schedule(rounds: int) -> Correlated:
 
 
 def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = False) -> Correlated:
-    """Binary tree: every node noises the sum of its rounds, and few nodes make up a running sum.
+    """A binary tree: every node noises the sum of its rounds, and a few nodes make up a running sum.
 
-    A unit's single round moves one node per level. Its further rounds move the same nodes again: under full
-    participation a node of m rounds moves by m, and adds m^2 to the squared sensitivity.
+    One round of a unit moves one node per level. Further rounds move the same nodes again: under full participation a
+    node of m rounds moves by m, and adds m^2 to the squared sensitivity.
 
-    `honaker` estimates a node from all nodes below it as well: the best to be had in its round, for no other finished
-    node shares a round with it (`least_squares` does better still). `restart` begins a new tree every so many rounds.
-    `complete` pads a tree that another follows with empty rounds, up to a power of two: its total then comes from
-    its root alone. Padded nodes see data too, and are paid for.
+    Args:
+      rounds: of the stage. honaker: estimate a node also from all nodes below it. This is optimal in its round, because
+      no other finished node
+        shares a round with it. `least_squares` is still better.
+      restart: rounds after which a new tree starts; 0 for one tree.
+      complete: pad every tree except the last with empty rounds to a power of two. Its total is then the value of its
+        root. Padded nodes also see data, and are paid for.
+
+    Returns:
+      The noise.
+
+    Raises:
+      SordinoError: rounds or restart is out of its range.
     """
     _check(rounds)
     if restart < 0:
-        raise SordinoError(f"restart: {restart} must be a number of rounds, or 0 for a single tree.")
+        raise SordinoError(f"restart: {restart} must be at least 0; 0 means a single tree.")
     size = restart or rounds
     followed, last = divmod(rounds - 1, size)
     blocks = [_tree(size, honaker, complete)] * followed + [_tree(last + 1, honaker, False)]
@@ -75,16 +93,26 @@ def levels(rounds: int, complete: bool = False) -> list[np.ndarray]:
 
 
 def banded(rounds: int, band: int) -> Correlated:
-    """Lower-triangular encoder with `band` diagonals, each constant but for a scale that gives columns norm 1.
+    """A lower-triangular encoder with `band` constant diagonals, whose columns are scaled to norm 1.
 
-    Columns at least `band` apart share no row. So the squared sensitivity of a unit whose rounds are at least `band`
-    apart is their number, as with independent noise. Units that come more often pay more.
+    Columns at least `band` apart share no row. So if the rounds of a unit are at least `band` apart, its squared
+    sensitivity is their number, as for independent noise. Units that take part more often pay more.
 
-    The coefficients are those of the square root of A, binom(2k, k) / 4^k, or better ones found from there.
+    The coefficients are those of the square root of A, binom(2k, k) / 4^k, or better ones that a local search finds.
+
+    Args:
+      rounds: of the stage.
+      band: number of diagonals.
+
+    Returns:
+      The noise.
+
+    Raises:
+      SordinoError: rounds or band is out of its range.
     """
     _check(rounds)
     if band < 1:
-        raise SordinoError(f"band: {band} must be at least 1, which is independent noise.")
+        raise SordinoError(f"band: {band} must be at least 1; 1 means independent noise.")
     k = np.arange(1, min(band, rounds))
     root = np.cumprod(np.concatenate([[1.0], (2 * k - 1) / (2 * k)]))
     options = [_toeplitz(rounds, root), _toeplitz(rounds, np.array(_improved(rounds, tuple(root))))]
@@ -92,11 +120,12 @@ def banded(rounds: int, band: int) -> Correlated:
 
 
 def least_squares(noise: Correlated) -> Correlated:
-    """The same sensitivity, and the least noise of all unbiased decoders (Honaker's fully efficient estimator).
+    """Noise of the same sensitivity with the smallest variance of all unbiased decoders.
 
-    Least squares on all of C @ x + z leaves the covariance A (C^T C)^-1 A^T, but looks at rows of later rounds. The
-    lower-triangular factor of the same C^T C leaves the same covariance and does not. Nor does |C x| change for any x.
-    A tree's factor has no negative entry (C^T C is ultrametric, so its inverse is an M-matrix): `sensitivity` is exact.
+    This is Honaker's fully efficient estimator. Least squares on all of C @ x + z has the covariance A (C^T C)^-1 A^T,
+    but uses rows of later rounds. The lower-triangular factor of the same C^T C has the same covariance and does not
+    use them. |C x| is the same for every x. The factor of a tree has no negative entry (C^T C is ultrametric, so its
+    inverse is an M-matrix), so `sensitivity` is exact.
     """
     gram = noise.encoder.T @ noise.encoder
     encoder = np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1].T
@@ -104,35 +133,33 @@ def least_squares(noise: Correlated) -> Correlated:
 
 
 def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
-    """Mean variance of the running sums' noise, where a unit that moves these rounds by 1 each is to have mu = 1."""
+    """The mean variance of the running sums' noise if a unit that moves each of these rounds by 1 has mu = 1."""
     prefix = np.cumsum(noise.decoder, axis=0)
     return float(noise.sensitivity(participation_rounds) ** 2 * (prefix**2).sum(1).mean())
 
 
 def _check(rounds: int) -> None:
     if not 1 <= rounds <= MOST_CORRELATED_ROUNDS:
-        raise SordinoError(
-            f"rounds: {rounds} must lie between 1 and {MOST_CORRELATED_ROUNDS} where noise is correlated."
-        )
+        raise SordinoError(f"rounds: {rounds} must lie between 1 and {MOST_CORRELATED_ROUNDS} for correlated noise.")
 
 
 def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:
-    """One tree. A running sum is the largest node that ends it, plus the running sum before that node."""
+    """One tree. A running sum is the largest node that ends with it, plus the running sum before that node."""
     nodes = levels(rounds, complete)
     spans = np.concatenate(nodes)
     t = np.arange(rounds)
     encoder = ((spans[:, :1] <= t) & (t < spans[:, 1:])).astype(float)
 
     count = len(spans)
-    own = np.split(np.eye(count), np.cumsum([len(level) for level in nodes])[:-1])
-    estimates = own[:1]  # by level: rows of weights on the nodes' noisy values
-    for row in own[1:]:
+    measured = np.split(np.eye(count), np.cumsum([len(level) for level in nodes])[:-1])
+    estimates = measured[:1]  # by level: rows of weights on the nodes' noisy values
+    for row in measured[1:]:
         pair = np.zeros((2 * len(row), count))
         children = estimates[-1][: len(pair)]
-        pair[: len(children)] = children  # a node of a completed tree may lack its second child, which is empty
+        pair[: len(children)] = children  # in a completed tree the second child of a node may be empty
         below = pair.reshape(len(row), 2, count).sum(1)
         variance = (below**2).sum(1, keepdims=True)
-        # A node's own value has variance 1: weights are in inverse proportion to variances.
+        # The measured value of a node has variance 1. Weights are inversely proportional to variances.
         estimates.append((variance * row + below) / (variance + 1) if honaker else row)
 
     prefix = np.zeros((rounds + 1, count))
@@ -146,7 +173,7 @@ def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:
 
 
 def _toeplitz(rounds: int, coefficients: np.ndarray) -> Correlated:
-    """Encoder with these diagonals and columns of norm 1, and its inverse."""
+    """The noise whose encoder has these diagonals and columns of norm 1."""
     from scipy.signal import lfilter  # slow to import, and few methods need it
 
     impulse = np.eye(1, rounds)[0]
@@ -158,9 +185,9 @@ def _toeplitz(rounds: int, coefficients: np.ndarray) -> Correlated:
 
 @lru_cache
 def _improved(rounds: int, coefficients: tuple[float, ...]) -> tuple[float, ...]:
-    """Coefficients c of less |c|^2 times the sum of (T - t) g_t^2, where g = (1, 1, ...) / c as power series.
+    """Coefficients c with a smaller |c|^2 times the sum of (T - t) g_t^2, where g = (1, 1, ...) / c as power series.
 
-    This is the error, but for the last columns' norms. Further digits do not matter, and differ between computers.
+    This is the error up to the norms of the last columns. Further digits do not matter, and differ between computers.
     """
     from scipy.signal import lfilter
 

@@ -1,12 +1,13 @@
-"""Double-double arithmetic: a number is the unevaluated sum of two float64, some 104 bits, the same on every machine.
+"""Double-double arithmetic: a number is the unevaluated sum of two float64, about 104 bits, equal on all machines.
 
-It is built from float64 additions, multiplications and square roots alone, which IEEE 754 rounds correctly. Each is a
-NumPy call of its own, so no compiler joins a multiplication and an addition into one FMA, and neither the width of
-`long double` nor libm plays a part. Error-free transformations: Dekker (1971), Knuth's TwoSum.
+It uses only float64 additions, multiplications and square roots, which IEEE 754 rounds correctly. Each is a separate
+NumPy call, so no compiler joins a multiplication and an addition into one FMA. The width of `long double` and libm do
+not matter. Error-free transformations: Dekker (1971), Knuth's TwoSum.
 
-With u = 2^-53, a sum errs by at most 4 u² (|a| + |b|) and a product by 8 u² |a| |b|, hence a complex product by 17 u².
-The roots of unity come from at most 24 complex products of square roots, so they err by less than 2^9 u². UNIT covers
-all of it: relative to the sum of absolute values that enter, no operation here errs by more than UNIT = 2^-96.
+With u = 2^-53, the error of a sum is at most 4 u² (|a| + |b|), that of a product 8 u² |a| |b|, and so that of a complex
+product 17 u². The roots of unity come from at most 24 complex products of square roots, so their error is below 2^9 u².
+UNIT covers all of this: relative to the sum of absolute values of its inputs, no operation here has an error above
+UNIT = 2^-96.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ class Real(NamedTuple):
         return _normal(product, error + (self.high * other.low + self.low * other.high))
 
     def scaled(self, power_of_two: float) -> Real:
-        """Exact."""
+        """The product with a power of two, which is exact."""
         return Real(self.high * power_of_two, self.low * power_of_two)
 
     def root(self) -> Real:
-        """Of positive numbers, by one Newton step from the float64 root."""
+        """The square root of positive numbers: one Newton step from the float64 root."""
         first = np.sqrt(self.high)
         rest = self.minus(Real(*_two_product(first, first)))
         return _normal(first, (rest.high + rest.low) / (2 * first))
 
 
 class Complex(NamedTuple):
+    """Complex numbers in double-double arithmetic."""
+
     real: Real
     imag: Real
 
@@ -77,7 +80,7 @@ class Complex(NamedTuple):
         return self.scaled(-1.0)
 
     def turned(self) -> Complex:
-        """Times -i."""
+        """The product with -i."""
         return Complex(self.imag, Real(-self.real.high, -self.real.low))
 
     def scaled(self, power_of_two: float) -> Complex:
@@ -89,7 +92,7 @@ class Complex(NamedTuple):
         )
 
     def power(self, exponent: int) -> Complex:
-        """By squaring: at most 2 exponent products meet in the answer."""
+        """The power by repeated squaring: at most 2 exponent products contribute to the result."""
         result, base = one(len(self.real.high)), self
         while exponent:
             if exponent & 1:
@@ -104,6 +107,7 @@ class Complex(NamedTuple):
 
 
 def one(length: int) -> Complex:
+    """An array of ones."""
     zeros = np.zeros(length)
     return Complex(Real(np.ones(length), zeros), Real(zeros, zeros))
 
@@ -120,8 +124,10 @@ def spread(numbers: Complex, places: NDArray[np.bool_]) -> Complex:
 
 
 def rfft(values: Array) -> Complex:
-    """The first half, and one more, of the Fourier transform of real numbers; their number is a power of two, at least
-    4. Even and odd places are transformed together, as real and imaginary parts."""
+    """The first n/2 + 1 entries of the Fourier transform of n real numbers; n is a power of two, at least 4.
+
+    Even and odd places are transformed together, as real and imaginary parts.
+    """
     zeros = np.zeros(len(values) // 2)
     both = _fft(Complex(Real(values[0::2], zeros), Real(values[1::2], zeros))).at(_around(len(zeros)))
     even, odd = _parted(both)
@@ -129,7 +135,7 @@ def rfft(values: Array) -> Complex:
 
 
 def irfft(half: Complex) -> Array:
-    """The real numbers of such a half, in float64."""
+    """The inverse of `rfft`, in float64."""
     size = 2 * (len(half.real.high) - 1)
     even, odd = _parted(half)
     both = even.plus(odd.times(_half_turn(size).conjugate()).turned().negative()).at(slice(0, -1))
@@ -138,13 +144,13 @@ def irfft(half: Complex) -> Array:
 
 
 def _parted(numbers: Complex) -> tuple[Complex, Complex]:
-    """z_k + conj(z_-k), and z_k - conj(z_-k), the numbers' last place being its own first."""
+    """z_k + conj(z_-k) and z_k - conj(z_-k), for numbers whose last entry repeats the first."""
     mirrored = numbers.at(slice(None, None, -1)).conjugate()
     return numbers.plus(mirrored), numbers.minus(mirrored)
 
 
 def _around(length: int) -> NDArray[np.int64]:
-    """All places, and the first once more."""
+    """All places, followed by the first one again."""
     return np.append(np.arange(length), 0)
 
 
@@ -156,7 +162,7 @@ def _half_turn(size: int) -> Complex:
 
 
 def _fft(values: Complex) -> Complex:
-    """Stockham's transform, radix 2: stage by stage, the halves' sum, and their difference times a root of unity."""
+    """Stockham's transform, radix 2: each stage takes sums of halves, and differences times a root of unity."""
     size = len(values.real.high)
     if size & (size - 1):
         raise ValueError(f"size: {size} must be a power of two.")
@@ -179,9 +185,9 @@ def _fft(values: Complex) -> Complex:
 
 @lru_cache(maxsize=2)
 def _roots(size: int) -> Complex:
-    """exp(-2 pi i k / size) for k < size / 2; size a power of two.
+    """exp(-2 pi i k / size) for k < size / 2; size is a power of two.
 
-    Halving an angle: cos² (x/2) = (1 + cos x) / 2, sin² (x/2) = sin² x / (4 cos² (x/2)); no difference cancels.
+    Angles are halved by cos² (x/2) = (1 + cos x) / 2 and sin² (x/2) = sin² x / (4 cos² (x/2)), without cancellation.
     """
     angles = [Complex(Real(np.array([-1.0]), np.zeros(1)), Real(np.zeros(1), np.zeros(1)))]  # half a turn
     angles.append(Complex(Real(np.zeros(1), np.zeros(1)), Real(np.array([-1.0]), np.zeros(1))))  # a quarter
@@ -216,7 +222,7 @@ def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _normal(a: Array, b: Array) -> Real:
-    """Where |a| >= |b|, or a is 0."""
+    """The normalized sum, if |a| >= |b| or a is 0."""
     total = a + b
     return Real(total, b - (total - a))
 
@@ -229,7 +235,7 @@ def _two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _halves(a: Array) -> tuple[Array, Array]:
-    """Of 26 bits each, so that their products are exact."""
+    """Two halves of 26 bits each, so that their products are exact."""
     scaled = _SPLITTER * a
     high = scaled - (scaled - a)
     return high, a - high

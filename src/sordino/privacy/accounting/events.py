@@ -1,9 +1,8 @@
-"""Accounting events: what was released, as nested facts, and what they amount to.
+"""Accounting events: nested descriptions of releases, and their privacy cost.
 
 An event is a noise event (`Gaussian`, `DiscreteGaussian`, or a class added by `register_event`), sampling around one
 (`Sampled`), repetition (`Repeated`), or several events (`Composed`). A `Release` is the flat form of one of them, as
-certificates and ledgers store it. Every function here takes releases and events alike, and refuses what it does not
-know.
+certificates and ledgers store it. Every function here takes releases and events, and refuses unknown ones.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 @dataclass(frozen=True)
 class NoiseEvent:
-    """One release of noised data. Subclasses say which bounds hold.
+    """One release of noised data. Subclasses state which bounds hold.
 
     Attributes:
-      ratio: sensitivity over standard deviation.
+      ratio: sensitivity divided by standard deviation.
       name: as certificates and ledgers write it.
       is_gaussian: the release is exactly `mu`-Gaussian DP. Only then may it be sampled.
-      may_fail: its bound fails with probability FAILURE at most.
+      may_fail: its bound fails with probability at most FAILURE.
     """
 
     ratio: float
@@ -40,7 +39,7 @@ class NoiseEvent:
 
     @property
     def mu(self) -> float:
-        """The release is mu^2 / 2-concentrated DP."""
+        """The mu for which the release is mu^2 / 2-concentrated DP."""
         return self.ratio
 
 
@@ -77,7 +76,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Composed:
-    """Several events, each chosen from the outcomes of those before it."""
+    """Several events; each may depend on the outcomes of earlier ones."""
 
     events: tuple[Event, ...]
 
@@ -86,7 +85,13 @@ EVENTS: dict[str, type[NoiseEvent]] = {Gaussian.name: Gaussian, DiscreteGaussian
 
 
 def register_event(kind: type[NoiseEvent]) -> type[NoiseEvent]:
-    """Make a noise event known to the accountant; usable as a decorator.
+    """Register a noise event with the accountant; usable as a decorator.
+
+    Args:
+      kind: the class of the event.
+
+    Returns:
+      The same class.
 
     Raises:
       SordinoError: another event has this name.
@@ -103,12 +108,12 @@ def noise_event(name: str, sensitivity: float, std: float) -> NoiseEvent:
       SordinoError: the name is unknown, or a number is negative.
     """
     if name not in EVENTS:
-        raise SordinoError(f"mechanism: no account is known of '{name}'.{nearest(name, EVENTS)}")
+        raise SordinoError(f"mechanism: there is no account of '{name}'.{nearest(name, EVENTS)}")
     return EVENTS[name](gaussian.mu_of([(sensitivity, std)]))
 
 
 class Release(NamedTuple):
-    """`times` equal releases, as the adversary sees them, each about a part of the data drawn at `rate`."""
+    """`times` equal releases as the adversary sees them, each about a part of the data that is drawn at `rate`."""
 
     query: str
     sensitivity: float
@@ -148,19 +153,30 @@ def _parts(account: Account, times: int = 1) -> Iterator[_Part]:
         elif isinstance(event, NoiseEvent) and EVENTS.get(event.name) is type(event):
             yield _Part(times, event, None)
         else:
-            raise SordinoError(f"mechanism: no account is known of {event!r}; register it with register_event.")
+            raise SordinoError(f"mechanism: there is no account of {event!r}; register it with register_event.")
 
 
 def mu(account: Account) -> float:
-    """mu of the same releases about all of the data: exact where nothing was sampled, and otherwise an upper bound,
-    because a mixture is no easier to distinguish than its worst part."""
+    """mu of the releases as if they were about all of the data.
+
+    Without sampling it is exact. Otherwise it is an upper bound, because a mixture is no easier to distinguish than its
+    worst part.
+    """
     return gaussian.mu_of((part.noise.mu, 1.0, part.times) for part in _parts(account))
 
 
 def epsilon(account: Account, delta: float, adjacency: Adjacency) -> float:
-    """The least epsilon that is proved; infinite where nothing is.
+    """The smallest proved epsilon; infinite if nothing is proved.
 
-    Noise that is not Gaussian is accounted for as concentrated DP, together with everything beside it.
+    If some noise is not Gaussian, everything is accounted for as concentrated DP.
+
+    Args:
+      account: the releases or events.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+
+    Returns:
+      The epsilon.
 
     Raises:
       SordinoError: an event is unknown, or a sampler has no account under this adjacency.
@@ -190,7 +206,7 @@ def allowed_mu(kinds: Sequence[type[NoiseEvent]], epsilon: float, delta: float, 
 
 
 def epsilon_of_mu_squared(kinds: Sequence[type[NoiseEvent]], square: float, delta: float, releases: int) -> float:
-    """The least epsilon that is proved for unsampled releases of this mu squared in total.
+    """The smallest proved epsilon of unsampled releases with this total mu squared.
 
     Args:
       kinds: of the noise events.
@@ -215,7 +231,7 @@ def guess(account: Account, adjacency: Adjacency) -> float:
 
 
 def concentrated_guess(mu: float) -> float:
-    """The same for concentrated DP with rho = mu^2 / 2: total variation by Pinsker, and by Bretagnolle and Huber."""
+    """`guess` for concentrated DP with rho = mu^2 / 2, by the bounds of Pinsker and of Bretagnolle and Huber."""
     rho = mu**2 / 2
     return (1 + min(math.sqrt(rho / 2), math.sqrt(-math.expm1(-rho)))) / 2
 
@@ -235,7 +251,9 @@ def _split(parts: Iterable[_Part], adjacency: Adjacency) -> tuple[list[SampledGa
     for part in parts:
         if part.sampled and part.noise.mu and part.times:
             if not part.noise.is_gaussian:
-                raise SordinoError(f"mechanism: no account is known of {part.noise.name} noise on a sample.")
+                raise SordinoError(
+                    f"mechanism: there is no account of {part.noise.name} noise on a sample; use Gaussian noise."
+                )
             ratio = terms * part.noise.mu
             sampled.append(SampledGaussian(part.sampled.rate, ratio, part.times, part.sampled.sampler))
         else:
@@ -244,7 +262,7 @@ def _split(parts: Iterable[_Part], adjacency: Adjacency) -> tuple[list[SampledGa
 
 
 def coarse(rates: np.ndarray, most: int = 8) -> np.ndarray:
-    """Rates rounded up to a few values, so that many different clients need few accounts; larger rates cost more."""
+    """Rates rounded up to a few values, so that many different clients need few accounts. A larger rate costs more."""
     if len(np.unique(rates)) <= most:
         return rates
     edges = np.geomspace(rates.min(), rates.max(), most + 1)[1:]

@@ -1,14 +1,14 @@
 """Closed-form composition of Gaussian releases.
 
-A release of L2 sensitivity s with Gaussian noise of standard deviation t is (s/t)-Gaussian-DP, and releases chosen
-adaptively from earlier *released* values compose exactly (Dong, Roth, Su 2022, Corollary 3.3): a whole run is one
-Gaussian mechanism,
+A release of L2 sensitivity s with Gaussian noise of standard deviation t is (s/t)-Gaussian-DP. Releases that depend
+only on earlier *released* values compose exactly (Dong, Roth, Su 2022, Corollary 3.3). So a whole run is one Gaussian
+mechanism,
 
     mu^2 = sum_k (s_k / t_k)^2,      delta(epsilon) = Φ(-epsilon/mu + mu/2) - e^epsilon Φ(-epsilon/mu - mu/2),
 
-the second being Balle and Wang (2018), Theorem 8. It is exact: no bound is lost, and none is to be had below it.
+where the second formula is Theorem 8 of Balle and Wang (2018). Both are exact, so no smaller bound exists.
 
-Every inverse is rounded towards more noise, so that what is calibrated here is never found overspent here.
+Every inverse is rounded towards more noise, so that noise calibrated here always passes the checks here.
 
 Example:
     >>> from sordino import gaussian
@@ -28,34 +28,60 @@ from scipy.special import erfcx, ndtr
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import roots
 
-SLACK = 1e-12  # calibrated mu is this much (relative) below the root: far more than rounding, far less than matters
-_ROUNDING = 1e-14  # relative error allowed to one root; below SLACK, so that round trips keep their direction
+SLACK = 1e-12  # relative: calibrated mu lies this far below the root, which is much more than rounding
+_ROUNDING = 1e-14  # relative error of a root; below SLACK, so that round trips keep their direction
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(48)
 _NODES, _WEIGHTS = 0.5 * (_NODES + 1), 0.5 * _WEIGHTS  # on [0, 1]
 
 
 def mu_of(releases: Iterable[tuple[float, float] | tuple[float, float, float]]) -> float:
-    """Of releases given as (sensitivity, std) or (sensitivity, std, count): sqrt(sum count (sensitivity/std)²).
+    """mu of several releases: sqrt(sum of count * (sensitivity/std)²).
 
-    Exact under adaptive composition, for each ratio is fixed before the release it belongs to.
+    It is exact under adaptive composition, because each ratio is fixed before its release.
+
+    Args:
+      releases: tuples (sensitivity, std) or (sensitivity, std, count).
+
+    Returns:
+      mu of all releases together; inf if one has no noise or no bound.
+
+    Raises:
+      SordinoError: a number is negative.
+
+    >>> mu_of([(1.0, 2.0), (1.0, 4.0, 4)])
+    0.7071067811865476
     """
     ratios = []
     for release in releases:
         sensitivity, std, count = release if len(release) == 3 else (*release, 1.0)
         for name, value in (("sensitivity", sensitivity), ("std", std), ("count", count)):
             if not value >= 0:
-                raise SordinoError(f"releases: a {name} of {value} must not be negative.")
+                raise SordinoError(f"releases: {name} is {value}; it must be at least 0.")
         if sensitivity == 0 or count == 0:
             continue
-        # No noise, or no bound, is no privacy: written out, since inf/inf would not say so.
+        # Without noise or without a bound there is no privacy. This is explicit because inf/inf is NaN.
         bounded = std > 0 and math.isfinite(sensitivity)
         ratios.append(sensitivity / std * math.sqrt(count) if bounded else math.inf)
     return math.hypot(*ratios)
 
 
 def delta(mu: float, epsilon: float) -> float:
-    """The least delta for which a mu-Gaussian-DP mechanism is (epsilon, delta)-DP."""
+    """The smallest delta for which a mu-Gaussian-DP mechanism is (epsilon, delta)-DP.
+
+    Args:
+      mu: of the mechanism.
+      epsilon: the epsilon.
+
+    Returns:
+      The delta.
+
+    Raises:
+      SordinoError: an argument is negative.
+
+    >>> round(delta(mu=1.0, epsilon=1.0), 4)
+    0.1269
+    """
     _check(mu=mu, epsilon=epsilon)
     if mu == 0 or math.isinf(epsilon):
         return 0.0
@@ -63,14 +89,28 @@ def delta(mu: float, epsilon: float) -> float:
 
 
 def epsilon(mu: float, delta: float) -> float:
-    """The least epsilon for which a mu-Gaussian-DP mechanism is (epsilon, delta)-DP; 0 where none is needed."""
+    """The smallest epsilon for which a mu-Gaussian-DP mechanism is (epsilon, delta)-DP.
+
+    Args:
+      mu: of the mechanism.
+      delta: the delta.
+
+    Returns:
+      The epsilon; 0 if delta alone is enough.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+
+    >>> round(epsilon(mu=1.0, delta=1e-5), 3)
+    4.377
+    """
     _check(mu=mu, delta=delta)
     if math.isinf(mu):
         return math.inf
     target = math.log(delta)
     if mu == 0 or _log_delta(mu, 0.0) <= target:
         return 0.0
-    # delta(epsilon) <= Φ(a) <= exp(-a²/2) / 2 for a = mu/2 - epsilon/mu <= 0; this epsilon makes that delta / 2.
+    # delta(epsilon) <= Φ(a) <= exp(-a²/2) / 2 for a = mu/2 - epsilon/mu <= 0. At this epsilon it is delta / 2.
     most = mu * (mu / 2 + math.sqrt(-2 * target))
     if math.isinf(most):
         return math.inf
@@ -79,42 +119,72 @@ def epsilon(mu: float, delta: float) -> float:
 
 
 def mu(epsilon: float, delta: float) -> float:
-    """The largest mu that is (epsilon, delta)-DP, less a part in 1e12."""
+    """The largest mu that is (epsilon, delta)-DP, reduced by one part in 1e12.
+
+    Args:
+      epsilon: the epsilon.
+      delta: the delta.
+
+    Returns:
+      The mu; inf if epsilon is infinite.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+
+    >>> round(mu(epsilon=1.0, delta=1e-5), 3)
+    0.268
+    """
     _check(epsilon=epsilon, delta=delta)
     if math.isinf(epsilon):
         return math.inf
     target = math.log(delta)
-    # Two lower bounds: the one in `epsilon` turned around, and delta(epsilon) <= delta(0) <= mu / sqrt(2 pi).
+    # Two lower bounds: the inverse of the one in `epsilon`, and delta(epsilon) <= delta(0) <= mu / sqrt(2 pi).
     c = math.sqrt(-2 * target)
     low = max(2 * epsilon / (c + math.sqrt(c * c + 2 * epsilon)), delta * math.sqrt(2 * math.pi))
     high = 2 * low
     while _log_delta(high, epsilon) < target:
         low, high = high, 2 * high
-    low /= 2  # the second bound is an equality to rounding for small delta and epsilon = 0
+    low /= 2  # for small delta and epsilon = 0 the second bound is an equality up to rounding
     root = _root(lambda x: _log_delta(x, epsilon) - target, low, high)
     return _push(root * (1 - SLACK), -1, lambda x: _log_delta(x, epsilon) <= target)
 
 
 def sigma(epsilon: float, delta: float, *, sensitivity: float = 1.0, releases: int = 1) -> float:
-    """Standard deviation of each of `releases` equal releases that together are (epsilon, delta)-DP."""
+    """The standard deviation of each of several equal releases that together are (epsilon, delta)-DP.
+
+    Args:
+      epsilon: the epsilon.
+      delta: the delta.
+      sensitivity: L2 sensitivity of each release.
+      releases: number of releases.
+
+    Returns:
+      The standard deviation; 0 if epsilon is infinite.
+
+    Raises:
+      SordinoError: an argument is out of its range, or the sensitivity is infinite.
+
+    >>> round(sigma(epsilon=1.0, delta=1e-5, releases=4), 2)
+    7.46
+    """
     _check(sensitivity=sensitivity)
     if not releases >= 1:
         raise SordinoError(f"releases: {releases} must be at least 1.")
     allowed = mu(epsilon, delta)
     if math.isinf(allowed):
-        return 0.0  # even of an unbounded release: no privacy was asked for
+        return 0.0  # also for an unbounded release, because no privacy was requested
     if math.isinf(sensitivity):
-        raise SordinoError("sensitivity: inf cannot be hidden by any noise; set a clip.")
+        raise SordinoError("sensitivity: no noise hides a sensitivity of inf; set a clip.")
     return sensitivity * math.sqrt(releases) / allowed
 
 
 def _log_delta(mu: float, epsilon: float) -> float:
-    """log delta for finite mu > 0 and finite epsilon >= 0, to about x² · 1e-16 absolute, x as below.
+    """log delta for finite mu > 0 and finite epsilon >= 0, with an absolute error of about x² · 1e-16.
 
-    With x = epsilon/mu - mu/2 both terms share a factor, e^epsilon φ(x + mu) = φ(x), so that
-    delta = φ(x) (R(x) - R(x + mu)) for Mills' ratio R(x) = Φ(-x)/φ(x): nothing overflows, and the only cancellation
-    is that of two nearby R. Where it would cost more than two bits, the difference is integrated instead:
-    R(x) - R(x + mu) = ∫_0^∞ exp(-xt - t²/2) (1 - e^(-mu t)) dt, an integrand without sign changes.
+    With x = epsilon/mu - mu/2 both terms share a factor, e^epsilon φ(x + mu) = φ(x). So delta = φ(x) (R(x) - R(x + mu))
+    with Mills' ratio R(x) = Φ(-x)/φ(x). Nothing overflows, and only two nearby values of R cancel. If that would cost
+    more than two bits, the difference is integrated instead: R(x) - R(x + mu) = ∫_0^∞ exp(-xt - t²/2) (1 - e^(-mu t))
+    dt, whose integrand does not change its sign.
     """
     x = epsilon / mu - mu / 2
     log_density = -0.5 * x * x - _LOG_SQRT_2PI
@@ -129,7 +199,7 @@ def _log_delta(mu: float, epsilon: float) -> float:
         before = _mills(x)
         if after < 0.75 * before:
             return log_density + math.log(before - after)
-    # Here mu is small against max(1, x), so x > -1/2. Beyond `end` the exponent -xt - t²/2 is below -40.
+    # Here mu is small compared with max(1, x), so x > -1/2. Beyond `end` the exponent -xt - t²/2 is below -40.
     end = 80 / (x + math.sqrt(x * x + 80))
     t = end * _NODES
     integral = end * float(_WEIGHTS @ (np.exp(-t * (x + t / 2)) * -np.expm1(-mu * t)))
@@ -137,6 +207,7 @@ def _log_delta(mu: float, epsilon: float) -> float:
 
 
 def _mills(x: float) -> float:
+    """Mills' ratio."""
     return math.sqrt(math.pi / 2) * float(erfcx(x / math.sqrt(2)))
 
 
@@ -145,7 +216,7 @@ def _root(f: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _push(value: float, direction: int, safe: Callable[[float], bool]) -> float:
-    """The value, moved by as few roundings as make it safe."""
+    """The value, moved in the direction by as little as makes it safe."""
     step = 2.0**-52
     while not safe(value):
         value *= 1 + direction * step
@@ -158,4 +229,4 @@ def _check(**arguments: float) -> None:
         if name == "delta" and not 0 < value < 1:
             raise SordinoError(f"delta: {value} must lie between 0 and 1; 1e-5 is usual.")
         if not value >= 0:
-            raise SordinoError(f"{name}: {value} must not be negative.")
+            raise SordinoError(f"{name}: {value} must be at least 0.")

@@ -1,23 +1,24 @@
-"""What it costs to choose among several runs on the same records.
+"""The privacy cost of choosing among several runs on the same records.
 
-*Every run is seen.* Runs compose like releases: k of them, each mu-Gaussian-DP, are sqrt(k) mu. A run's score is a
-noisy count of the validation records it gets right. One record, joining or replaced, moves that count by at most 1. A
-record trains or validates, never both, and which of the two was settled without looking at it; so it pays for the
-training of all runs or for all scores, not for both (parallel composition). This holds under every trust model.
+*Every run is visible.* Runs compose like releases: k runs, each mu-Gaussian-DP, cost sqrt(k) mu. The score of a run is
+a noisy count of the validation records that it predicts correctly. One record moves that count by at most 1, whether it
+joins or is replaced. A record is used for training or for validation, never for both, and the choice does not depend on
+its values. So it pays for the training of all runs or for all scores, but not for both (parallel composition). This
+holds under every trust model.
 
-*Random stopping.* The number of runs K is drawn at random and kept secret, and only the run that scores best is shown.
-The price then hardly grows with the number of runs (Liu and Talwar 2019; Papernot and Steinke 2022, arXiv 2110.03620).
-A run's mu covers its model and its score: `seen(run, score, 1)` where other records do the scoring. This holds **only**
-where nothing of the other runs ever meets the adversary's eye, neither K nor the models broadcast to clients during
-them. It can never be claimed under untrusted-server or secure-aggregation (`assumption` refuses to).
+*Random stopping.* The number of runs K is random and secret, and only the run with the best score is shown. Then the
+cost hardly grows with the number of runs (Liu and Talwar 2019; Papernot and Steinke 2022, arXiv 2110.03620). The mu of
+a run covers its model and its score: `visible(run, score, 1)` if other records do the scoring. This holds **only** if
+the adversary sees nothing of the other runs: neither K nor the models that are broadcast to clients. It can never be
+claimed under untrusted-server or secure-aggregation; `assumption` refuses them.
 
-The bounds rest on one lemma. Let f be the generating function of K. The best of K draws of Q is at most y with
-probability f(Q(<= y)), so it has weight Q(y) times a mean of f' at y, and as a^l b^(1-l) is jointly convex,
+The bounds use one lemma. Let f be the generating function of K. The best of K draws of Q is at most y with probability
+f(Q(<= y)), so its weight at y is Q(y) times a mean of f'. Because a^l b^(1-l) is jointly convex,
 
     exp((l-1) R_l(best of K)) <= P[K = 0] + exp((l-1) R_l(Q)) max f'(q)^l f'(q')^(1-l),
 
-q and q' being the chances of one event under the two data sets. The laws below differ in how they bound that maximum.
-The base is mu-Gaussian-DP throughout: its Renyi divergence of order l is at most l mu^2 / 2.
+where q and q' are the probabilities of one event under the two data sets. The laws below differ in how they bound that
+maximum. Each run is mu-Gaussian-DP: its Rényi divergence of order l is at most l mu^2 / 2.
 """
 
 from __future__ import annotations
@@ -33,32 +34,54 @@ from sordino.core import Trust
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian, roots
 
-MOST_MEAN = 500.0  # of a Poisson number of runs: its law is summed up from e^-mean
-LEAST_GAMMA, MOST_ETA = 1e-12, 10.0  # within these no probability of a K underflows
+MOST_MEAN = 500.0  # of a Poisson number of runs: the sum of its law starts at e^-mean
+LEAST_GAMMA, MOST_ETA = 1e-12, 10.0  # within these bounds no probability underflows
 
 
-# ------------------------------------------------------------------------------------------------ every run is seen
+# ------------------------------------------------------------------------------------------------ every run is visible
 
 
-def seen(run: float, score: float, runs: int, *, refit: float = 0.0) -> float:
-    """mu of a search whose runs cost `run` and whose scores cost `score` each, to the record worst off.
+def visible(run: float, score: float, runs: int, *, refit: float = 0.0) -> float:
+    """mu of a search in which every run is visible, for the record that pays most.
 
-    refit: mu of a last run on all records, those of the validation included; they pay for it beside the rest.
+    Args:
+      run: mu of each run.
+      score: mu of each score.
+      runs: number of runs.
+      refit: mu of a last run on all records, including those of validation.
+
+    Returns:
+      mu of the search and the last run together.
+
+    Raises:
+      SordinoError: an argument is out of its range.
     """
     _check(run=run, score=score, refit=refit)
     return math.hypot(math.sqrt(_whole(runs)) * max(run, score), refit)
 
 
 def each(mu: float, runs: int, *, refit: float = 0.0) -> float:
-    """The mu that one run, and one score, may cost for `runs` of them to cost mu in all."""
+    """The mu that each run and each score may cost if the whole search may cost mu.
+
+    Args:
+      mu: of the whole search.
+      runs: number of runs.
+      refit: mu of a last run on all records.
+
+    Returns:
+      mu of one run.
+
+    Raises:
+      SordinoError: an argument is out of its range, or the last run uses all of mu.
+    """
     _check(mu=mu, refit=refit)
     if refit >= mu and refit:
-        raise SordinoError(f"refit: {refit} leaves nothing of {mu} for the search; lower it.")
+        raise SordinoError(f"refit: {refit} must be below {mu}, or nothing remains for the search.")
     return math.sqrt((mu - refit) * (mu + refit) / _whole(runs)) * (1 - gaussian.SLACK)
 
 
 def score_std(mu: float) -> float:
-    """Of the noise on a count of correct validation records that is to cost mu."""
+    """The standard deviation of the noise on a count of correct validation records that costs mu."""
     _check(mu=mu)
     return 1 / mu if mu else math.inf
 
@@ -68,9 +91,9 @@ def score_std(mu: float) -> float:
 
 @dataclass(frozen=True)
 class NegativeBinomial:
-    """Truncated: P[K = k] ~ (1 - gamma)^k Π_{i<k} (i + eta) / (i + 1), k >= 1.
+    """A truncated negative binomial law: P[K = k] ~ (1 - gamma)^k Π_{i<k} (i + eta) / (i + 1), k >= 1.
 
-    eta = 1 is geometric, eta = 0 logarithmic. A smaller eta is cheaper, and its K more spread out.
+    eta = 1 is geometric, eta = 0 is logarithmic. A smaller eta costs less, but spreads K more.
     """
 
     gamma: float
@@ -85,9 +108,9 @@ class NegativeBinomial:
 
     @staticmethod
     def of(mean: float, eta: float = 1.0) -> NegativeBinomial:
-        """With `mean` runs in expectation."""
+        """The law with this expected number of runs."""
         if not 1 < mean < math.inf:
-            raise SordinoError(f"mean: {mean} runs; K is at least 1, so that its mean must be above 1.")
+            raise SordinoError(f"mean: {mean} must be above 1, because there is at least one run.")
         NegativeBinomial(0.5, eta)  # refuses a bad eta
 
         def excess(length: float) -> float:
@@ -95,7 +118,7 @@ class NegativeBinomial:
 
         ends = (1e-12, -math.log(LEAST_GAMMA))
         if excess(ends[0]) > 0 or excess(ends[1]) < 0:
-            raise SordinoError(f"mean: {mean} runs are out of reach with eta = {eta}; take eta = 0 or 1.")
+            raise SordinoError(f"mean: {mean} runs are not possible with eta = {eta}; use eta = 0 or 1.")
         return NegativeBinomial(math.exp(-roots.root(excess, *ends, 1e-15)), eta)
 
     @property
@@ -113,10 +136,12 @@ class NegativeBinomial:
         return (1 - self.gamma) * (k + self.eta) / (k + 1)
 
     def rdp(self, mu: float, order: float) -> float:
-        """Theorem 2: l mu²/2 + (1 + eta) ((1 - 1/h) h mu²/2 + log(1/gamma)/h) + log E[K] / (l - 1), by the best h >= 1.
+        """The Rényi divergence of the best of K runs, by Theorem 2 with the best h >= 1:
 
-        Here f'(q) = E[K] (gamma / (gamma + (1 - gamma)(1 - q)))^(1 + eta), and h is the order by which 1 - q' is
-        bounded from 1 - q.
+            l mu²/2 + (1 + eta) ((1 - 1/h) h mu²/2 + log(1/gamma)/h) + log E[K] / (l - 1).
+
+        Here f'(q) = E[K] (gamma / (gamma + (1 - gamma)(1 - q)))^(1 + eta), and h is the order that bounds 1 - q' by
+        1 - q.
         """
         rho, length = mu * mu / 2, -math.log(self.gamma)
         other = 2 * math.sqrt(rho * length) - rho if rho < length else length  # h = sqrt(length / rho), or 1
@@ -125,14 +150,14 @@ class NegativeBinomial:
 
 @dataclass(frozen=True)
 class Poisson:
-    """K is Poisson. Where it is 0 nothing is run, and what is handed out must not depend on data: the initial model."""
+    """A Poisson law of K. If K is 0, nothing runs, and the result is the initial model, which reads no data."""
 
     mean: float
     least = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.mean <= MOST_MEAN:
-            raise SordinoError(f"mean: {self.mean} runs must lie in (0, {MOST_MEAN:g}].")
+            raise SordinoError(f"mean: {self.mean} must lie in (0, {MOST_MEAN:g}].")
 
     @property
     def first(self) -> float:
@@ -144,8 +169,9 @@ class Poisson:
         return self.mean / (k + 1)
 
     def rdp(self, mu: float, order: float) -> float:
-        """Theorem 6, l mu²/2 + mean d + log(mean) / (l - 1), with P[K = 0] added: without it, it fails below one run.
+        """The Rényi divergence of the best of K runs: Theorem 6, l mu²/2 + mean d + log(mean) / (l - 1), plus P[K = 0].
 
+        Without P[K = 0] the theorem fails for means below one run.
         Here f'(q) = mean e^(mean (q - 1)), and d is the delta of the base at epsilon = log(l / (l - 1)).
         """
         d = gaussian.delta(mu, math.log1p(1 / (order - 1)))
@@ -157,10 +183,21 @@ StoppingLaw: TypeAlias = NegativeBinomial | Poisson
 
 
 def epsilon(law: StoppingLaw, mu: float, delta: float) -> float:
-    """Of the best of K runs, each mu-Gaussian-DP: the least over all Renyi orders, converted tightly.
+    """Epsilon of the best of K runs, each mu-Gaussian-DP: the smallest over all Rényi orders.
 
     Order l and divergence r give r + log((l-1)/l) - (log delta + log l)/(l-1) (Canonne, Kamath and Steinke 2020,
-    Proposition 12). Every order gives a true bound: that the least is found to a few digits only costs those digits.
+    Proposition 12). Every order gives a valid bound, so the minimum need not be exact.
+
+    Args:
+      law: the law of the number of runs.
+      mu: of each run, with its score.
+      delta: the delta.
+
+    Returns:
+      An upper bound on epsilon.
+
+    Raises:
+      SordinoError: an argument is out of its range.
     """
     _check(mu=mu)
     if not 0 < delta < 1:
@@ -169,6 +206,8 @@ def epsilon(law: StoppingLaw, mu: float, delta: float) -> float:
 
 
 def _cost(law: StoppingLaw, mu: float, delta: float) -> float:
+    """Epsilon without checks of the arguments."""
+
     def bound(log_above: float) -> float:
         above = math.exp(log_above)
         order = 1 + above
@@ -186,13 +225,25 @@ def _cost(law: StoppingLaw, mu: float, delta: float) -> float:
 
 
 def calibrate(law: StoppingLaw, epsilon: float, delta: float) -> float:
-    """The mu that each run may have for the best of K to be (epsilon, delta)-DP."""
+    """The mu that each run may have if the best of K runs must be (epsilon, delta)-DP.
+
+    Args:
+      law: the law of the number of runs.
+      epsilon: the epsilon to keep.
+      delta: the delta.
+
+    Returns:
+      mu of each run, with its score.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+    """
     if not epsilon > 0:
         raise SordinoError(f"epsilon: {epsilon} must be above 0.")
     high = gaussian.mu(epsilon, delta)
     if math.isinf(high):
         return high
-    while _cost(law, high, delta) <= epsilon:  # often no run at all
+    while _cost(law, high, delta) <= epsilon:  # usually false at once
         high *= 2
     low = high / 2
     while _cost(law, low, delta) > epsilon:
@@ -204,8 +255,16 @@ def calibrate(law: StoppingLaw, epsilon: float, delta: float) -> float:
 
 
 def draw(law: StoppingLaw, rng: np.random.Generator | None = None) -> int:
-    """K; by default from the system's secure randomness. A generator is for experiments: whoever knows its seed knows
-    K, and K is secret."""
+    """Draw K.
+
+    Args:
+      law: the law of the number of runs.
+      rng: for experiments only, because K is secret and the seed reveals it. By default K comes from the system's
+        secure randomness.
+
+    Returns:
+      The number of runs.
+    """
     u = (secrets.randbits(52) + 0.5) / 2**52 if rng is None else float(rng.random())  # below 1 without rounding
     k, weight = law.least, law.first
     below = weight
@@ -217,19 +276,29 @@ def draw(law: StoppingLaw, rng: np.random.Generator | None = None) -> int:
 
 
 def assumption(trust: Trust) -> str:
-    """What random stopping rests on, for a certificate; refused where the adversary sees more than the chosen run."""
+    """The assumption of random stopping, for a certificate.
+
+    Args:
+      trust: the trust model of the runs.
+
+    Returns:
+      A sentence.
+
+    Raises:
+      SordinoError: under this trust model the adversary sees more than the chosen run.
+    """
     if trust != Trust.TRUSTED_SERVER:
         raise SordinoError(
-            f"trust: under {trust} the runs that are not chosen are seen too, and random stopping hides nothing; let "
-            "every run pay its share (--charge-tuning count), or search under trusted-server."
+            f"trust: under {trust} the adversary also sees the other runs, so random stopping gives no privacy. Let "
+            "every run pay its share (--charge-tuning count), or use trusted-server."
         )
     return (
-        "Of the runs that were tried only the best was shown: their number, their scores and the models sent out in "
-        "the others stayed with parties that are trusted."
+        "Only the best of all runs was shown: the number of runs, their scores and the models that the others sent out "
+        "stayed with trusted parties."
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ inside
+# ------------------------------------------------------------------------------------------------------------ internals
 
 
 def _log_mean(length: float, eta: float) -> float:
@@ -240,11 +309,11 @@ def _log_mean(length: float, eta: float) -> float:
 
 def _whole(runs: int) -> int:
     if isinstance(runs, bool) or int(runs) != runs or runs < 1:
-        raise SordinoError(f"runs: {runs} must be a whole number, at least 1.")
+        raise SordinoError(f"runs: {runs} must be a whole number of at least 1.")
     return int(runs)
 
 
 def _check(**arguments: float) -> None:
     for name, value in arguments.items():
         if not value >= 0:
-            raise SordinoError(f"{name}: {value} must not be negative.")
+            raise SordinoError(f"{name}: {value} must be at least 0.")

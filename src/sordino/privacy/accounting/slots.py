@@ -1,9 +1,9 @@
-"""How many slots a Poisson minibatch has.
+"""The number of slots of a Poisson minibatch.
 
-An answer must be computed from a tensor of the same shape whichever records were drawn, because the shape of a
-matrix product decides how its rows are rounded (docs/numerics.md). So a minibatch has a public number of slots; records
-take them at random, and the others are masked. More records than slots are drawn so rarely that it costs at most
-OVERFLOW of delta, which the account of Poisson sampling sets aside.
+An answer must be computed from a tensor of the same shape for any drawn records, because the shape of a matrix product
+determines how its rows are rounded (docs/numerics.md). So a minibatch has a public number of slots. Records take slots
+at random, and empty slots are masked. More records than slots are drawn so rarely that it costs at most a share
+OVERFLOW of delta, which the account of Poisson sampling reserves.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ OVERFLOW = 1e-6  # of delta, over a whole run
 
 
 def tail(epsilon: float, delta: float, draws: int) -> float:
-    """The log probability of an overflow that one of so many minibatches may have.
+    """The largest log probability with which one of `draws` minibatches may overflow.
 
-    Dropping what does not fit changes the law of the run by at most p, the chance that it ever happens, and so moves
-    delta by at most (1 + e^epsilon) p.
+    If records that do not fit are dropped, the law of the run changes by at most p, the chance that this ever happens.
+    So delta changes by at most (1 + e^epsilon) p.
     """
     return math.log(OVERFLOW * delta / draws) - math.log1p(math.exp(min(epsilon, 700.0)))
 
 
 def slots(sizes: np.ndarray, rates: np.ndarray, tail: float) -> np.ndarray:
-    """The least number of slots that Poisson sampling exceeds with log probability `tail` or less.
+    """The smallest number of slots that Poisson sampling exceeds with log probability at most `tail`.
 
     By Chernoff's bound, more than m of n records are drawn at rate q with probability at most
     exp(-n KL((m + 1) / n, q)).

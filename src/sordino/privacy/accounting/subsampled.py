@@ -1,27 +1,27 @@
-"""Composition of Gaussian releases on random parts of the data: an upper bound, tight to a part in a thousand.
+"""Composition of Gaussian releases on random parts of the data: an upper bound, tight to one part in a thousand.
 
-Poisson sampling: each record takes part with probability q, on its own, afresh for every release. One release is then
-no easier to tell apart than the pair (P, Q) on the line, in units of the noise's standard deviation,
+Poisson sampling: each record takes part with probability q, independently for every record and every release. The pair
+(P, Q) on the real line dominates one release, in units of the noise's standard deviation:
 
-    add-remove   (1-q) N(0) + q N(mu)  against  N(0), and the reverse: both are composed, the worse one counts
+    add-remove   (1-q) N(0) + q N(mu)  against  N(0), and the reverse: both are composed, and the worse one counts
     replace-one  (1-q) N(0) + q N(mu)  against  (1-q) N(0) + q N(-mu)
 
-and the composition no easier than independent draws of the pairs (Zhu, Dong, Wang 2022), one direction throughout:
+Independent draws of the pairs, all in one direction, dominate the composition (Zhu, Dong, Wang 2022):
 
-    delta(epsilon) = E_P[(1 - exp(epsilon - L))_+],   L the sum of the losses log dP/dQ.
+    delta(epsilon) = E_P[(1 - exp(epsilon - L))_+],   where L is the sum of the losses log dP/dQ.
 
-A loss in the cell [e, e + h] is split between its two ends such that P(cell) and Q(cell) stay (Doroshenko et al. 2022):
-a spread of the likelihood ratio that keeps its mean, hence a pair that dominates. Multiples of h compose by one Fourier
-transform and a power. All is done under the measure dP exp(theta L), which moves the mean loss to where the answer
-lies, so that a delta of 1e-12 keeps its leading digits. What is cut off, wrapped around, or lost to rounding is bounded
-and added.
+A loss in the cell [e, e + h] is split between the two ends of the cell such that P(cell) and Q(cell) do not change
+(Doroshenko et al. 2022). This spreads the likelihood ratio and keeps its mean, so the new pair dominates. Multiples of
+h compose by one Fourier transform and a power. All computations use the tilted measure dP exp(theta L). It moves the
+mean loss to where the answer lies, so that a delta of 1e-12 keeps its leading digits. Bounds on everything that is cut
+off, wrapped around or lost to rounding are added.
 
-Every figure is computed in float64, or from pairs of float64 (`doubled`) where float64 would cost too much; the width
-of `long double` plays no part. What differs between machines, the last bits of exp, log and the Fourier transform, is
-within the bounds on rounding that are added, and moves an epsilon by a few parts in 1e9 at most (usually in 1e14).
+Every number is a float64, or a pair of float64 (`double_double`) where the rounding of float64 would cost too much. The
+width of `long double` does not matter. Machines differ in the last bits of exp, log and the Fourier transform. These
+differences are within the added bounds, and move an epsilon by a few parts in 1e9 at most (usually in 1e14).
 
-Samples of a fixed size, without replacement: the Rényi bound of Wang, Balle and Kasiviswanathan (2019), which holds for
-replace-one only.
+For samples of a fixed size, without replacement, this module uses the Rényi bound of Wang, Balle and Kasiviswanathan
+(2019), which holds for replace-one only.
 """
 
 from __future__ import annotations
@@ -46,22 +46,21 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import double_double, gaussian
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 3  # of the algorithm: cached results of another one are not read
-EXCESS = 2e-4  # of epsilon, to the grid, where the number of cells allows
+VERSION = 3  # of the algorithm: cached results of other versions are not read
+EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
-PRECISE_CELLS = 1 << 18  # at most, where double-double arithmetic takes the place of float64
-MOST_MU = 25.0  # beyond it sampling hides nothing that is worth a grid: the closed form without sampling holds
-MOST_LOSS = 600.0  # of one release: more counts as infinite
+PRECISE_CELLS = 1 << 18  # at most, with double-double arithmetic
+MOST_MU = 25.0  # above it sampling helps too little to need a grid: the closed form without sampling is used
+MOST_LOSS = 600.0  # of one release: a larger loss counts as infinite
 _UNIT = 2.0**-52
-_ROUNDING_SHARE = (
-    1e-3  # of delta: where the bound on the transform's rounding is more, double-double arithmetic is used
-)
-_CUT = 1e-9  # of delta, to what lies beyond the grid
-_STEP = 1.02  # `path` skips points that have grown by less
+# Share of delta. If the bound on the transform's rounding exceeds it, double-double arithmetic is used.
+_ROUNDING_SHARE = 1e-3
+_CUT = 1e-9  # share of delta for the losses beyond the grid
+_STEP = 1.02  # `path` skips points that grow by less
 
 
 class Sampler(StrEnum):
-    """Who takes part in a release: all, each independently at a rate, or a fixed number drawn at random."""
+    """Which records take part in a release: all, each independently at a rate, or a fixed number drawn at random."""
 
     FULL = "full"
     POISSON = "poisson"
@@ -71,7 +70,11 @@ class Sampler(StrEnum):
 class SampledGaussian(NamedTuple):
     """`times` equal Gaussian releases, each on a fresh random part of the data.
 
-    `mu` is the clip over the standard deviation whatever the adjacency: what one record more or less moves.
+    Attributes:
+      rate: the chance of a record to take part.
+      mu: the clip divided by the standard deviation, for either adjacency.
+      times: number of releases.
+      sampler: how records are drawn.
     """
 
     rate: float
@@ -85,13 +88,39 @@ Mixture = tuple[tuple[float, float], ...]  # (weight, mean) of unit Gaussians
 
 
 def epsilon(releases: Iterable[SampledGaussian], delta: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
-    """An epsilon for which all releases together, and a `gaussian_mu`-Gaussian-DP one, are (epsilon, delta)-DP."""
+    """An epsilon for which all releases together are (epsilon, delta)-DP.
+
+    Args:
+      releases: the sampled releases.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+      gaussian_mu: mu of a Gaussian-DP release beside them.
+
+    Returns:
+      An upper bound on epsilon.
+
+    Raises:
+      SordinoError: an argument is out of its range, or the samplers do not compose.
+    """
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     return _epsilon(parts, delta, adjacency, mu)
 
 
 def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
-    """A delta for which all releases together, and a `gaussian_mu`-Gaussian-DP one, are (epsilon, delta)-DP."""
+    """A delta for which all releases together are (epsilon, delta)-DP.
+
+    Args:
+      releases: the sampled releases.
+      epsilon: the epsilon.
+      adjacency: which data sets are neighbours.
+      gaussian_mu: mu of a Gaussian-DP release beside them.
+
+    Returns:
+      An upper bound on delta.
+
+    Raises:
+      SordinoError: an argument is out of its range, or the samplers do not compose.
+    """
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     plain = gaussian.delta(_unsampled(parts, adjacency, mu), epsilon)
     if not parts or plain == 0:
@@ -107,7 +136,7 @@ def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjace
         if epsilon >= _most_loss(parts, mu, way):
             continue
         least, level = 1.0, max(min(plain, 1e-5), 1e-100)
-        for _ in range(4):  # what is cut off should be small against the answer; each placing's answer holds
+        for _ in range(4):  # until the cut is small compared with the answer; the answer of every grid is a bound
             least = min(least, _delta_at(_curve(parts, mu, way, level, epsilon), epsilon))
             if level / 100 <= least <= level * 100:
                 break
@@ -125,8 +154,24 @@ def scale(
     *,
     tolerance: float = 1e-3,
 ) -> float:
-    """The factor on every standard deviation, that of `gaussian_mu` too, with which `epsilon` is kept: the smallest
-    one times at most 1 + tolerance, and one that was itself evaluated. Kept on disk: see `_remembered`."""
+    """The factor on every standard deviation with which all releases together are (epsilon, delta)-DP.
+
+    The result was itself evaluated. It is stored on disk (`_stored`).
+
+    Args:
+      releases: the sampled releases.
+      epsilon: the epsilon to keep.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+      gaussian_mu: mu of a Gaussian-DP release beside them; the factor applies to it too.
+      tolerance: the result exceeds the smallest factor by at most this share.
+
+    Returns:
+      The factor; 0 if epsilon is infinite.
+
+    Raises:
+      SordinoError: an argument is out of its range, or the samplers do not compose.
+    """
     gaussian._check(epsilon=epsilon, delta=delta, tolerance=tolerance)
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     if math.isinf(epsilon):
@@ -136,42 +181,69 @@ def scale(
         return mu / allowed
     described = [[*part[:3], str(part.sampler)] for part in parts]
     key = json.dumps([VERSION, described, float(epsilon), float(delta), str(adjacency), mu, tolerance])
-    factor = _remembered(key)
+    factor = _stored(key)
     if factor is None:
         factor = _search(parts, mu, epsilon, delta, adjacency, allowed, tolerance)
-        _remember(key, factor)
+        _store(key, factor)
     return factor
 
 
 def multiplier(
     rate: float, times: int, epsilon: float, delta: float, adjacency: Adjacency, sampler: Sampler = Sampler.POISSON
 ) -> float:
-    """Standard deviation over clip for `times` equal releases; not below 1 / MOST_MU, where a grid ends."""
+    """The standard deviation divided by the clip, for equal releases; at least 1 / MOST_MU.
+
+    Args:
+      rate: the chance of a record to take part.
+      times: number of releases.
+      epsilon: the epsilon to keep.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+      sampler: how records are drawn.
+
+    Returns:
+      The noise multiplier.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+    """
     return scale([SampledGaussian(rate, 1.0, times, sampler)], epsilon, delta, adjacency)
 
 
 def path(
     releases: Sequence[SampledGaussian], counts: Array, delta: float, adjacency: Adjacency, gaussian_mus: Array
 ) -> Array:
-    """Epsilon at each point of a run: releases[k] was made counts[i, k] times until point i, beside a
-    gaussian_mus[i]-Gaussian-DP release (`times` is not read).
+    """Epsilon at each point of a run.
 
-    A later point has released all that an earlier one has, so its epsilon holds for both: points that the next one
-    exceeds by less than a fiftieth take that one's.
+    A later point has released everything that an earlier one has, so its epsilon holds for both. A point takes the
+    epsilon of the next one if that one has grown by less than a fiftieth.
+
+    Args:
+      releases: the sampled releases; `times` is ignored.
+      counts: counts[i, k] is how often releases[k] was made until point i.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+      gaussian_mus: gaussian_mus[i] is mu of the Gaussian-DP releases until point i.
+
+    Returns:
+      One epsilon per point.
+
+    Raises:
+      SordinoError: counts or gaussian_mus decrease, or another argument is out of its range.
     """
     state = np.column_stack([np.asarray(counts, float), np.square(gaussian_mus)])
     if (np.diff(state, axis=0) < 0).any():
         raise SordinoError(
-            "counts: they are cumulative, and so are gaussian_mus; neither may fall from point to point."
+            "counts: counts and gaussian_mus are cumulative; neither may decrease from one point to the next."
         )
     result = np.zeros(len(state))
     last = math.inf
-    kept: Array | None = None
+    evaluated: Array | None = None  # the last state whose epsilon was computed
     for i in reversed(range(len(state))):
-        if kept is None or (kept > state[i] * _STEP).any():
-            kept = state[i]
-            here = [release._replace(times=int(n)) for release, n in zip(releases, kept, strict=False)]
-            last = min(last, epsilon(here, delta, adjacency, float(gaussian_mus[i])))
+        if evaluated is None or (evaluated > state[i] * _STEP).any():
+            evaluated = state[i]
+            until_now = [release._replace(times=int(n)) for release, n in zip(releases, evaluated, strict=False)]
+            last = min(last, epsilon(until_now, delta, adjacency, float(gaussian_mus[i])))
         result[i] = last
     return result
 
@@ -182,35 +254,36 @@ def path(
 def _fold(
     releases: Iterable[SampledGaussian], adjacency: Adjacency, mu: float
 ) -> tuple[tuple[SampledGaussian, ...], float]:
-    """Equal releases together, in one order; those on all data become part of mu, by sensitivity 2C or C."""
+    """The releases in sorted order, equal ones joined. Releases on all data become part of mu (sensitivity 2C or C)."""
     gaussian._check(gaussian_mu=mu)
     whole, parts = [float(mu)], dict[tuple[float, float, Sampler], int]()
-    for rate, own, times, sampler in releases:
+    for rate, release_mu, times, sampler in releases:
         sampler = Sampler(sampler)
         if not 0 < rate <= 1 or (sampler is Sampler.FULL and rate < 1):
-            raise SordinoError(f"rate: {rate} must lie in (0, 1], and be 1 where nobody is sampled.")
-        if not own >= 0 or not times >= 0:
-            raise SordinoError(f"releases: mu {own} and times {times} must not be negative.")
-        if own == 0 or times == 0:
+            raise SordinoError(f"rate: {rate} must lie in (0, 1], and be 1 for the sampler full.")
+        if not release_mu >= 0 or not times >= 0:
+            raise SordinoError(f"releases: mu {release_mu} and times {times} must be at least 0.")
+        if release_mu == 0 or times == 0:
             continue
-        if rate == 1 or math.isinf(own):
-            whole.append((1 + (adjacency == Adjacency.REPLACE_ONE)) * float(own) * math.sqrt(times))
+        if rate == 1 or math.isinf(release_mu):
+            whole.append((1 + (adjacency == Adjacency.REPLACE_ONE)) * float(release_mu) * math.sqrt(times))
         else:
-            key = (float(rate), float(own), sampler)
+            key = (float(rate), float(release_mu), sampler)
             parts[key] = parts.get(key, 0) + int(times)
     samplers = {sampler for _, _, sampler in parts}
     if len(samplers) > 1:
-        raise SordinoError("sampler: poisson and fixed do not compose here; use one of them throughout.")
+        raise SordinoError(
+            "sampler: there is no account of poisson and fixed samples together; use one of them throughout."
+        )
     if samplers == {Sampler.FIXED} and adjacency != Adjacency.REPLACE_ONE:
         raise SordinoError(
-            "sampler: no bound is known to us for samples of a fixed size under add-remove; "
-            "use poisson, or replace-one."
+            "sampler: there is no account of samples of a fixed size under add-remove; use poisson, or replace-one."
         )
     return tuple(SampledGaussian(q, m, parts[q, m, s], s) for q, m, s in sorted(parts)), math.hypot(*whole)
 
 
 def _unsampled(parts: Sequence[SampledGaussian], adjacency: Adjacency, mu: float) -> float:
-    """Of the same releases on all data: sampling mixes pairs that are at most as far apart, so this bounds it."""
+    """mu of the same releases on all data: an upper bound, because sampling only mixes in closer pairs."""
     twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
     return math.hypot(mu, *(twice * part.mu * math.sqrt(part.times) for part in parts))
 
@@ -220,21 +293,21 @@ def _ways(adjacency: Adjacency) -> tuple[str, ...]:
 
 
 def _most_loss(parts: Sequence[SampledGaussian], mu: float, way: str) -> float:
-    """At this epsilon delta is 0: who joins makes no output less likely than by the factor 1 - q."""
+    """The epsilon at which delta is 0: a record that joins reduces no output's probability below a factor of 1 - q."""
     return math.inf if mu > 0 or way != "add" else -sum(part.times * math.log1p(-part.rate) for part in parts)
 
 
 def _ever(parts: Sequence[SampledGaussian]) -> float:
-    """The chance that a record is in any of the samples, rounded up.
+    """The chance that a record is in at least one sample, rounded up.
 
-    A record that is in none changes nothing but the Gaussian release beside them. The hockey-stick divergence is
-    jointly convex, so this chance is all of delta that the sampled releases can cost, whatever their noise.
+    A record that is in no sample only changes the Gaussian release beside them. The hockey-stick divergence is jointly
+    convex, so the sampled releases add at most this chance to delta, for any noise.
     """
     return -math.expm1(sum(part.times * math.log1p(-part.rate) for part in parts)) * (1 + 1e-12)
 
 
 def _rare(parts: Sequence[SampledGaussian], mu: float, delta: float) -> float:
-    """An epsilon where delta covers the chance that a record is ever sampled; infinite where it does not."""
+    """An epsilon that holds if delta exceeds the chance that a record is ever sampled; otherwise infinite."""
     rest = (delta - _ever(parts)) * (1 - 1e-12)
     return gaussian.epsilon(mu, rest) if rest > 0 else math.inf
 
@@ -242,7 +315,7 @@ def _rare(parts: Sequence[SampledGaussian], mu: float, delta: float) -> float:
 @lru_cache(maxsize=4096)
 def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjacency, mu: float) -> float:
     if parts and parts[0].sampler is Sampler.POISSON:
-        delta *= 1 - OVERFLOW  # of a minibatch beyond its slots
+        delta *= 1 - OVERFLOW  # reserved for a minibatch that overflows its slots
     plain = gaussian.epsilon(_unsampled(parts, adjacency, mu), delta)
     if not parts or plain == 0 or math.isinf(plain):
         return plain
@@ -263,9 +336,12 @@ def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjace
 
 
 def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float) -> float:
-    """The least epsilon of up to four grids, each a bound: the next one is placed around the least so far, where that
-    was far from the centre or coarse against the grid; it is precise where rounding was a part of the answer."""
-    least, placing = math.inf, (math.inf, False)  # where the grid is placed (at delta first), and whether it is precise
+    """The smallest epsilon of up to four grids; each of them is a bound.
+
+    If the result is far from the centre of its grid, or small compared with a cell, the next grid is placed around it.
+    If rounding is a visible part of the answer, the next grid is precise.
+    """
+    least, placing = math.inf, (math.inf, False)  # centre of the grid (inf: placed at delta), and whether it is precise
     tried: list[tuple[float, bool]] = []
     while placing not in tried and len(tried) < 4:
         tried.append(placing)
@@ -292,7 +368,7 @@ def _search(
     allowed: float,
     tol: float,
 ) -> float:
-    """On coarse grids first, then on fine ones; what is returned has been evaluated by `_epsilon`, both ways."""
+    """Search the factor on coarse grids, then on fine ones. `_epsilon` evaluates the result in all directions."""
 
     def excess(grid: float, s: float, near: bool) -> float:
         scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
@@ -301,7 +377,9 @@ def _search(
             reached = min(_epsilon_at(curve, delta), _rare(scaled, mu / s, delta))
         else:
             reached = _epsilon(scaled, delta, adjacency, mu / s)
-        return math.log(min(max(reached / target, 1e-9), 1e9)) + 1e-6  # the margin covers a caller's rounding of mu / s
+        return (
+            math.log(min(max(reached / target, 1e-9), 1e9)) + 1e-6
+        )  # the margin covers rounding of mu / s by the caller
 
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
     factor = _limit_guess(parts, mu, adjacency, allowed, most)
@@ -314,7 +392,7 @@ def _search(
 
 
 def _bracket(excess: Callable[[float, bool], float], guess: float, high: float, tol: float) -> float:
-    """A scale without excess next to one with it, by secants of the excess over the logarithm of the scale."""
+    """A scale without excess, next to one with excess: secants of the excess as a function of log scale."""
     low, f = 0.0, 1.0
     nearest_two: list[tuple[float, float]] = []
     while high > low * (1 + tol):
@@ -324,7 +402,7 @@ def _bracket(excess: Callable[[float, bool], float], guess: float, high: float, 
         slope = -2.0
         if len(nearest_two) == 2 and nearest_two[0][0] != nearest_two[1][0]:
             slope = min(-0.2, (nearest_two[1][1] - nearest_two[0][1]) / (nearest_two[1][0] - nearest_two[0][0]))
-        # A little beyond the root, on the side that is still far: one more evaluation then closes the bracket.
+        # Slightly beyond the root, on the side where the bracket is wide: one more evaluation then closes it.
         root = math.exp(min(max(nearest_two[0][0] - nearest_two[0][1] / slope, -700.0), 700.0))
         guess = root * (1 + 0.3 * tol) if f > 0 else root / (1 + 0.3 * tol)
         if not low * (1 + 0.1 * tol) < guess < high / (1 + 0.1 * tol):
@@ -335,7 +413,7 @@ def _bracket(excess: Callable[[float, bool], float], guess: float, high: float, 
 def _limit_guess(
     parts: Sequence[SampledGaussian], mu: float, adjacency: Adjacency, allowed: float, high: float
 ) -> float:
-    """Scale by the central limit (Bu et al. 2020), no bound: where the search begins."""
+    """The scale by the central limit (Bu et al. 2020): where the search starts. It is not a bound."""
     twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
     low = high * 1e-6
     top = high
@@ -350,14 +428,16 @@ def _limit_guess(
 
 
 def _mixtures(q: float, mu: float, way: str) -> tuple[Mixture, Mixture]:
-    """P and Q, turned such that the loss grows with x."""
+    """P and Q, oriented such that the loss increases with x."""
     with_it, without = ((1 - q, 0.0), (q, mu)), ((1.0, 0.0),)
     mirrored = ((1 - q, 0.0), (q, -mu))
     return {"remove": (with_it, without), "add": (without, mirrored), "replace": (with_it, mirrored)}[way]
 
 
 def _loss(x: Array, q: float, mu: float, way: str) -> Array:
-    def against(x: Array) -> Array:  # log of (1-q) N(0) + q N(mu) over N(0)
+    """The loss log dP/dQ at x."""
+
+    def against(x: Array) -> Array:  # log of ((1-q) N(0) + q N(mu)) / N(0)
         return np.logaddexp(math.log1p(-q), math.log(q) + mu * x - mu * mu / 2)
 
     ahead = against(x) if way != "add" else np.zeros_like(x)
@@ -365,7 +445,7 @@ def _loss(x: Array, q: float, mu: float, way: str) -> Array:
 
 
 def _where(loss: Array, q: float, mu: float, way: str) -> Array:
-    """The x of a loss; infinite where no x has it."""
+    """The x at which the loss has this value; infinite if there is none."""
     if way == "replace":  # a quadratic in exp(mu x); with z = exp(mu x - loss/2) it reads z - 1/z = 2 sinh(loss/2) / r
         ratio = (1 - q) / q * math.exp(mu * mu / 2)
         return (loss / 2 + np.arcsinh(ratio * np.sinh(loss / 2))) / mu
@@ -377,7 +457,7 @@ def _where(loss: Array, q: float, mu: float, way: str) -> Array:
 
 
 def _masses(x: Array, mixture: Mixture) -> tuple[Array, Array]:
-    """Of the cells between successive x, and a bound on their rounding; each from the tail that is smaller."""
+    """The masses of the cells between successive x, each from the smaller tail, and a bound on their rounding."""
     mass, slack = np.zeros(len(x) - 1), np.zeros(len(x) - 1)
     for weight, mean in mixture:
         y = x - mean
@@ -389,7 +469,7 @@ def _masses(x: Array, mixture: Mixture) -> tuple[Array, Array]:
 
 
 def _discrete(q: float, mu: float, way: str, h: float, low: int, high: int) -> tuple[Array, float]:
-    """P's mass on the losses low·h ... high·h of a pair that dominates, and at infinity."""
+    """A dominating pair: P's masses on the losses low·h ... high·h, and at infinity."""
     losses = h * np.arange(low, high + 1)
     x = np.concatenate([[-np.inf], _where(losses, q, mu, way), [np.inf]])
     (p, p_slack), (r, r_slack) = (_masses(x, mixture) for mixture in _mixtures(q, mu, way))
@@ -405,25 +485,25 @@ def _discrete(q: float, mu: float, way: str, h: float, low: int, high: int) -> t
 
 
 class _Curve(NamedTuple):
-    """Upper bounds `deltas` at the epsilons start, start + h, ...; on chords in exp(epsilon) they hold in between."""
+    """Upper bounds `deltas` at the epsilons start, start + h, ...; in between, chords in exp(epsilon) are bounds."""
 
     start: float
     h: float
     deltas: Array
-    slack: float  # epsilon moves by this much at most through the rounding of the grid
-    lost: Array  # what the bound on the transform's rounding adds to each cell's weight
-    centre: float  # where the curve is meant to be sharp
+    slack: float  # rounding of the grid moves epsilon by at most this much
+    lost: Array  # the part of each cell's weight that is the bound on the transform's rounding
+    centre: float  # the epsilon near which the curve is tight
 
 
 def _curve(
     parts: Sequence[SampledGaussian], mu: float, way: str, delta: float, epsilon: float | None = None, *,
     precise: bool = False, grid: float = EXCESS,
 ) -> _Curve:  # fmt: skip
-    """Of the composition, sharp near the delta, or near the epsilon where one is given."""
+    """The curve of the composition, tight near the delta, or near the epsilon if there is one."""
     n = sum(part.times for part in parts) + (mu > 0)
     reach = math.sqrt(2 * math.log(n / (_CUT * delta)))
     shapes = []
-    for part in parts:  # the moments below only place the grid: they need no bound
+    for part in parts:  # these moments only place the grid, so they need not be bounds
         x = np.linspace(-reach, part.mu + reach, 800)
         density = sum(w * np.exp(-((x - m) ** 2) / 2) for w, m in _mixtures(part.rate, part.mu, way)[0])
         shapes.append(
@@ -443,7 +523,7 @@ def _curve(
         return float(total[0]), float(total[1]), float(total[2])
 
     def log_delta(theta: float) -> float:
-        """At the epsilon that is the tilted mean, as if the tilted loss were normal."""
+        """log delta at epsilon = the tilted mean, as if the tilted loss were normal."""
         k, mean, variance = moments(theta)
         a = math.sqrt(variance / 2)
         gap = float(erfcx(theta * a) - erfcx((theta + 1) * a)) / 2
@@ -459,14 +539,14 @@ def _curve(
     saddle = math.exp((low + high) / 2)
     _, mean, variance = moments(saddle)
     centre = mean if epsilon is None else epsilon
-    # The spread within cells adds at most n h² theta (theta + 1) / 8 to K, hence n h² (theta + 1) / 8 to epsilon.
+    # Splitting cells adds at most n h² theta (theta + 1) / 8 to K, so at most n h² (theta + 1) / 8 to epsilon.
     fine = math.sqrt(8 * grid * max(centre, 0.1 * math.sqrt(variance)) / (n * (saddle + 1)))
 
     def window(theta: float) -> tuple[float, float, float, float, float]:
         """Length, first, last, theta and the t of Chernoff's bound: mass beyond `last` is at most exp(K(t) - t last).
 
-        Under the tilt, what wraps around to beyond the centre, from above `top` or below `first`, is to be small
-        against what delta is made of there.
+        Under the tilt, the mass that wraps around to beyond the centre, from above `top` or below `first`, must be
+        small compared with the mass that makes up delta.
         """
         k, _, variance = moments(theta)
         std = max(math.sqrt(variance), 1e-12)
@@ -479,15 +559,15 @@ def _curve(
         first = max((k - moments(theta - u)[0] - wrapped) / u for u in (*steps[2:8], theta / 4, theta / 2, theta))
         first = min(first, centre - std)
         last = max(last, centre + std, first + top - centre)
-        # A tilt so low that rounding, some 1e-15 n, would show is not for choosing.
+        # A tilt so low that rounding (about 1e-15 n) is visible is never chosen.
         return last - first + (1e9 if surplus > 20 - math.log(n) else 0.0), first, last, theta, t
 
-    # Where rare large losses rule, the saddle gives them so much weight that the window grows: a lower tilt does.
+    # If rare large losses dominate, the saddle point weighs them so much that the window grows; a lower tilt helps.
     best = window(saddle)
     if best[2] - best[1] > 2 * LEAST_CELLS * fine:
         best = min([best, *(window(saddle * part) for part in (0.8, 0.6, 0.4))])
     _, first, last, theta, t = best
-    if precise:  # a power of two
+    if precise:  # the size must be a power of two
         h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / (PRECISE_CELLS - 4))
         size = 1 << math.ceil((last - first) / h + 2).bit_length()
         start = math.floor(first / h)
@@ -503,13 +583,15 @@ def _compose(
     parts: Sequence[SampledGaussian], mu: float, way: str, theta: float, t: float, h: float, start: int, size: int,
     reach: float, last: float, precise: bool, centre: float,
 ) -> _Curve:  # fmt: skip
-    """The tilted masses on a circle of `size` cells, and from them every delta.
+    """The curve from tilted masses on a circle of `size` cells.
 
-    Mass that wraps around only adds to what is found; what is missing is a sum of losses beyond `last`, by Chernoff at
-    most exp(K(t) - t last), and a loss at infinity. Rounding: an entry of a transform is a sum over paths through the
-    butterflies. One of radix r errs by at most 6 u log2(r) of what enters (u = 2^-53): r - 1 sums and two products, one
-    by a constant. So an entry errs by at most c = 6 u log2(size) times the 1-norm, with or without FMA and in whatever
-    order; a power of z errs by what (|z| + c)^times exceeds |z|^times by.
+    Mass that wraps around only increases the result. Two parts are missing: sums of losses beyond `last`, which by
+    Chernoff have mass at most exp(K(t) - t last), and losses at infinity.
+
+    Rounding: an entry of a transform is a sum over paths through the butterflies. A butterfly of radix r has a relative
+    error of at most 6 u log2(r) (u = 2^-53): r - 1 sums and two products, one of them by a constant. So the error of an
+    entry is at most c = 6 u log2(size) times the 1-norm, with or without FMA and in any order. The error of a power of
+    z is at most (|z| + c)^times - |z|^times.
     """
     log_k = log_top = 0.0
     infinite, slack, shift = 0.0, 0.0, 0
@@ -520,30 +602,30 @@ def _compose(
     c = 3 * unit * math.log2(size)
     pieces = [(part.rate, part.mu, part.times, way) for part in parts]
     pieces += [(1.0, mu, 1, "remove")] if mu > 0 else []
-    for q, own, times, its_way in pieces:
+    for q, piece_mu, times, piece_way in pieces:
         if q == 1:
-            ends = own * np.array([own / 2 - reach, own / 2 + reach])
+            ends = piece_mu * np.array([piece_mu / 2 - reach, piece_mu / 2 + reach])
         else:
-            ends = _loss(np.array([-reach, own + reach]), q, own, its_way)
+            ends = _loss(np.array([-reach, piece_mu + reach]), q, piece_mu, piece_way)
         high = math.ceil(min(ends[1], last, MOST_LOSS) / h)
         low = min(max(math.floor(max(ends[0], -MOST_LOSS) / h), high - 2 * size), high - 1)
-        mass, beyond = _discrete(q, own, its_way, h, low, high)
+        mass, beyond = _discrete(q, piece_mu, piece_way, h, low, high)
         losses = h * np.arange(low, high + 1)
         infinite += times * beyond
         slack += times * 1e-14 * (1 + max(abs(losses[0]), abs(losses[-1])))
         with np.errstate(divide="ignore"):
             log_mass = np.log(mass)
-        own_k = _log_sum(log_mass + theta * losses)
-        log_k += times * own_k
+        piece_k = _log_sum(log_mass + theta * losses)
+        log_k += times * piece_k
         log_top += times * _log_sum(log_mass + t * losses)
-        folded = np.bincount(np.arange(len(mass)) % size, np.exp(log_mass + theta * losses - own_k), size)
+        folded = np.bincount(np.arange(len(mass)) % size, np.exp(log_mass + theta * losses - piece_k), size)
         shift += times * low
         z = double_double.rfft(np.asarray(folded, float)) if precise else scipy.fft.rfft(folded)
         bound = (z.size() if isinstance(z, double_double.Complex) else np.abs(z)) + c
         spectrum = _multiplied(spectrum, z, times, times * np.log(bound) > -200)
         log_most += times * np.log(bound)
         errors += times * (c / bound + 8 * unit) + 8 * unit
-    # The spectrum so far is that of sums counted from `shift`; the window counts from `start`.
+    # The spectrum so far counts sums from `shift`; the window counts them from `start`.
     raw = (
         double_double.irfft(spectrum)
         if isinstance(spectrum, double_double.Complex)
@@ -552,14 +634,14 @@ def _compose(
     masses = np.roll(raw, (shift - start) % size)
     lost = 2 * float((np.exp(log_most) * (errors + c)).sum()) / size
     masses = np.maximum(masses, 0.0) + lost
-    # delta at cell j: the sum over i > j of weight_i (1 - exp(-h (i-j))), by one pass from the top for each term.
+    # delta at cell j is the sum over i > j of weight_i (1 - exp(-h (i-j))): one cumulative sum per term, from the top.
     offset = h * (np.arange(size) - size // 2)
     weight = np.minimum(masses * np.exp(np.minimum(log_k - theta * (offset + h * (start + size // 2)), 700.0)), 1e30)
     after = np.append(np.cumsum(weight[:0:-1])[::-1], 0.0)
-    decay = np.where(offset < 600, np.exp(-np.clip(offset, -600, 600)), 0.0)  # less than true is safe
+    decay = np.where(offset < 600, np.exp(-np.clip(offset, -600, 600)), 0.0)  # too small a value is safe
     before = np.append(np.cumsum((weight * decay)[:0:-1])[::-1], 0.0) * np.exp(np.clip(offset, -600, 600))
     missing = infinite + math.exp(min(0.0, log_top - t * last))
-    n = sum(times for _, _, times, _ in pieces)  # an exponential's rounding, some 1e-14, is taken to this power
+    n = sum(times for _, _, times, _ in pieces)  # the rounding of an exponential, about 1e-14, is raised to this power
     deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
     return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / masses, centre)
 
@@ -567,7 +649,7 @@ def _compose(
 def _multiplied(
     spectrum: Array | double_double.Complex, z: Array | double_double.Complex, times: int, live: Array
 ) -> Array | double_double.Complex:
-    """spectrum z^times, by squaring, so within 2 u times, relatively; what is not live is below any error: zero."""
+    """spectrum * z^times by repeated squaring: relative error 2 u times. Entries that are not live become zero."""
     if isinstance(spectrum, double_double.Complex) and isinstance(z, double_double.Complex):
         product = spectrum.at(live).times(z.at(live).power(times))
         return double_double.spread(product, live)
@@ -581,13 +663,13 @@ def _multiplied(
 
 
 def _epsilon_at(curve: _Curve, delta: float) -> float:
-    """The least epsilon >= 0 at which the curve, a chord in exp(epsilon) between two cells, keeps delta."""
-    begin = max(0, math.ceil(-curve.start / curve.h))  # no epsilon below 0 is of use
-    kept = np.flatnonzero(curve.deltas[begin:] <= delta)
-    if not len(kept):
+    """The smallest epsilon >= 0 at which the curve, a chord in exp(epsilon) between cells, is at most delta."""
+    begin = max(0, math.ceil(-curve.start / curve.h))  # epsilon is at least 0
+    small_enough = np.flatnonzero(curve.deltas[begin:] <= delta)
+    if not len(small_enough):
         return math.inf
-    j = begin + int(kept[0])
-    if kept[0] == 0:
+    j = begin + int(small_enough[0])
+    if small_enough[0] == 0:
         return max(0.0, curve.start + j * curve.h + curve.slack) if curve.start > 0 else 0.0
     left, right = float(curve.deltas[j - 1]), float(curve.deltas[j])
     part = math.log1p((left - delta) / (left - right) * math.expm1(curve.h))
@@ -595,6 +677,7 @@ def _epsilon_at(curve: _Curve, delta: float) -> float:
 
 
 def _delta_at(curve: _Curve, epsilon: float) -> float:
+    """The curve at epsilon; 1 outside the grid."""
     place = (epsilon - curve.slack - curve.start) / curve.h
     if not 0 <= place < len(curve.deltas) - 1:
         return 1.0
@@ -607,7 +690,7 @@ def _delta_at(curve: _Curve, epsilon: float) -> float:
 
 
 def _renyi(parts: Sequence[SampledGaussian], mu: float) -> tuple[Array, Array]:
-    """Orders, and the Rényi divergence of all releases: replace-one, so a record moves the sum by 2C."""
+    """Orders, and the Rényi divergence of all releases. Under replace-one a record moves the sum by 2C."""
     orders = np.unique(np.append(np.arange(2.0, 129.0), np.geomspace(129, 16384, 60).round()))
     rdp = orders * mu * mu / 2
     for part in parts:
@@ -617,12 +700,12 @@ def _renyi(parts: Sequence[SampledGaussian], mu: float) -> tuple[Array, Array]:
 
 
 def _without_replacement(orders: Array, q: float, mu: float) -> Array:
-    """Wang, Balle and Kasiviswanathan (2019), Theorem 27, of a base release N(0) against N(mu):
+    """The Rényi bound of Wang, Balle and Kasiviswanathan (2019), Theorem 27, for N(0) against N(mu):
 
         exp((a-1) rdp(a)) <= 1 + sum_{j=2}^a C(a, j) q^j min(2 exp(j (j-1) mu²/2), 4 sqrt(M(2⌊j/2⌋) M(2⌈j/2⌉)))
 
-    with M(l) = E_Q[(P/Q - 1)^l], here for l <= 256 by quadrature (no terms that cancel), rounded up; the 2 is what an
-    infinite divergence of infinite order leaves of the theorem's min(2, ...).
+    with M(l) = E_Q[(P/Q - 1)^l], computed for l <= 256 by quadrature (no terms cancel) and rounded up. The factor 2 is
+    the theorem's min(2, ...) for an infinite divergence of infinite order.
     """
     j = np.arange(2.0, orders.max() + 1)
     log_terms = math.log(2) + j * (j - 1) * mu * mu / 2
@@ -648,21 +731,22 @@ def _without_replacement(orders: Array, q: float, mu: float) -> Array:
 
 
 def _log_sum(exponents: Array) -> float:
+    """The logarithm of the sum of exponentials."""
     top = float(exponents.max())
     return top + math.log(float(np.exp(exponents - top).sum()))
 
 
 def _log_delta(orders: Array, rdp: Array, epsilon: float) -> Array:
-    """Canonne, Kamath and Steinke (2020), Proposition 12."""
+    """log delta from a Rényi divergence: Canonne, Kamath and Steinke (2020), Proposition 12."""
     return np.asarray((orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders))
 
 
-# ------------------------------------------------------------------------------------------------------ kept on disk
+# ------------------------------------------------------------------------------------------------------ stored on disk
 
 
 def _place(key: str) -> Path:
-    own, shared = os.environ.get("SORDINO_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(own) if own else Path(shared or "~/.cache").expanduser() / "sordino"
+    configured, shared = os.environ.get("SORDINO_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    folder = Path(configured) if configured else Path(shared or "~/.cache").expanduser() / "sordino"
     return folder / "noise" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
@@ -670,10 +754,12 @@ def _seal(key: str, value: str) -> str:
     return hashlib.sha256(f"{key} {value}".encode()).hexdigest()
 
 
-def _remembered(key: str) -> float | None:
-    """A result of an earlier search, one file each. The seal covers question and answer: a file that is damaged, or
-    answers another question, is not read. It does not guard against someone who may write to the folder: whoever can
-    do that could also change the code."""
+def _stored(key: str) -> float | None:
+    """The result of an earlier search; each result has its own file.
+
+    The seal is a hash of key and value, so a damaged file or one with another key is not read. It does not protect
+    against somebody who can write to the folder, who could also change the code.
+    """
     try:
         value, seal = _place(key).read_text().split()
         return float(value) if seal == _seal(key, value) else None
@@ -681,8 +767,8 @@ def _remembered(key: str) -> float | None:
         return None
 
 
-def _remember(key: str, value: float) -> None:
-    """Written aside and renamed, so that concurrent readers see all of it or nothing; where that fails, forgotten."""
+def _store(key: str, value: float) -> None:
+    """Store a result atomically. If the folder cannot be written, the result is not stored."""
     place, text = _place(key), repr(value)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

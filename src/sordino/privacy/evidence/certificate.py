@@ -1,7 +1,7 @@
-"""The numbers a run ends with: raw ones (sensitivities, standard deviations, counts) beside the epsilon they imply.
+"""The certificate of a run: sensitivities, standard deviations and counts, and the epsilon that they imply.
 
-`statement` puts them into words, `verify` recomputes them by another road, `signing` signs them. Everything here is
-public: `public` says of every field why it may be.
+`statement` explains it in words, `verify` recomputes it with another accountant, `signing` signs it. Everything here is
+public: `public` states for every field why it may be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sordino.privacy.spending import Group
 
 CERTIFICATE_FORMAT = 2
 MOST_LISTED_CLIENTS = 10_000_000
-SECRET_SEED = 2**96  # a schedule's seed below this can be guessed
+SECRET_SEED = 2**96  # a smaller seed of a schedule can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 
 NUMERICS = (
@@ -67,20 +67,20 @@ def certificate(
     assumes: Sequence[str] = (),
     tuning: str = "if settings were tried out on these data first, that is not paid for here",
 ) -> dict[str, Any]:
-    """Everything a reader needs to recompute the promise, after `done` rounds. `signing.signed` adds a signature.
+    """Everything that a reader needs to recompute the guarantee after `done` rounds. `signing.signed` adds a signature.
 
     Args:
         plan: What was released.
         source: Where the noise came from; a seeded source is never certified.
         version: The version of the package.
-        done: Rounds that took place; None: all.
+        done: Rounds that took place; None for all.
         spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256: Ties to the files of the run.
-        doubts: Why it is not certified, beside what the plan and the source tell.
+        doubts: Why it is not certified, in addition to what follows from the plan and the source.
         tested: How many records the model was tested on.
-        names: The clients' names, where they have any.
+        names: The names of the clients, if they have names.
         execution: How the run took place, in words.
         assumes: Further assumptions of the guarantee.
-        tuning: What is known of settings that were tried out before.
+        tuning: What is known about settings that were tried before.
 
     Returns:
         The certificate, ready for JSON.
@@ -93,8 +93,8 @@ def certificate(
         (True, 2.0)
     """
     groups = spending.groups(plan, done)
-    own = [spending.epsilon_of(plan, group) for group in groups]
-    worst = groups[int(np.argmax(own))]
+    epsilons = [spending.epsilon_of(plan, group) for group in groups]
+    worst = groups[int(np.argmax(epsilons))]
     noises = calibration.query_noises(plan)
     noise, client_noise = calibration.summed_noise(plan)
     delta = plan.privacy.delta
@@ -105,7 +105,7 @@ def certificate(
         "sordino": version,
         "certified": not reasons,
         "reasons": reasons,
-        "epsilon": finite(max(own)),
+        "epsilon": finite(max(epsilons)),
         "delta": delta,
         "mu": finite(worst.mu),
         "guess": max(events.guess(group.releases, plan.privacy.adjacency) for group in groups),
@@ -158,7 +158,7 @@ def certificate(
                 },
                 "releases": [release._asdict() for release in group.releases],
             }
-            for group, epsilon in zip(groups, own, strict=True)
+            for group, epsilon in zip(groups, epsilons, strict=True)
         ],
         "secure": _secure(plan, groups),
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
@@ -173,7 +173,7 @@ def certificate(
 
 
 def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
-    """The certificate of so many runs like this one, all of them seen: k times the releases, sqrt(k) times the mu."""
+    """The certificate of several visible runs like this one: k times the releases, sqrt(k) times the mu."""
     adjacency, root = Adjacency(cert["adjacency"]), math.sqrt(runs)
     groups = []
     for group in cert["groups"]:
@@ -182,16 +182,16 @@ def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
         mu = None if group["mu"] is None else root * group["mu"]
         groups.append({**group, "mu": mu, "epsilon": finite(epsilon), "releases": releases})
     worst = max(groups, key=lambda group: math.inf if group["epsilon"] is None else group["epsilon"])
-    seen = [listed(group["releases"]) for group in groups]
+    by_group = [listed(group["releases"]) for group in groups]
     return {
         **cert,
         "epsilon": worst["epsilon"],
         "epsilon_asked": None,
         "epsilon_at": {
-            d: finite(max(events.epsilon(each, float(d), adjacency) for each in seen)) for d in cert["epsilon_at"]
+            d: finite(max(events.epsilon(each, float(d), adjacency) for each in by_group)) for d in cert["epsilon_at"]
         },
         "mu": worst["mu"],
-        "guess": max(events.guess(each, adjacency) for each in seen),
+        "guess": max(events.guess(each, adjacency) for each in by_group),
         "rounds": runs * cert["rounds"],
         "groups": groups,
     }
@@ -201,36 +201,40 @@ def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
     """The releases as a certificate lists them.
 
     Raises:
-      SordinoError: it names a mechanism of which no account is known, or was written before mechanisms had names.
+      SordinoError: a mechanism has no account, or the certificate was written before mechanisms had names.
     """
     if any(release.get("integers") for release in releases):
-        raise SordinoError("certificate: releases of integers name their mechanism; write it anew.")
+        raise SordinoError(
+            "certificate: it is of an old format that does not name the mechanism of integers; write a new certificate."
+        )
     fields = ({key: release[key] for key in events.Release._fields if key in release} for release in releases)
-    listed = [events.Release(**{**each, "sampler": Sampler(each["sampler"])}) for each in fields]
-    events.mu(listed)
-    return listed
+    parsed = [events.Release(**{**each, "sampler": Sampler(each["sampler"])}) for each in fields]
+    events.mu(parsed)
+    return parsed
 
 
 def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
-    """Of a sum of integers: whose noise is counted on, and epsilon against the server alone beside the coalition's."""
+    """For sums of integers: the clients whose noise counts, and epsilon against the server alone."""
     if plan.integers is None:
         return None
     how, honest = plan.integers, plan.integers.honest(plan.clients)
-    more = math.sqrt((plan.clients - how.dropouts) / honest)  # against the server alone, colluders' noise counts too
-    alone = [[r._replace(std=r.std * more) for r in group.releases] for group in groups]
+    more = math.sqrt(
+        (plan.clients - how.dropouts) / honest
+    )  # against the server alone, the noise of colluders counts too
+    without_colluders = [[r._replace(std=r.std * more) for r in group.releases] for group in groups]
     return {
         "dimension": how.dimension,
         "dropouts": how.dropouts,
         "colluders": how.colluders,
         "honest": honest,
         "epsilon_server": finite(
-            max(events.epsilon(each, plan.privacy.delta, plan.privacy.adjacency) for each in alone)
+            max(events.epsilon(each, plan.privacy.delta, plan.privacy.adjacency) for each in without_colluders)
         ),
     }
 
 
 def _sampler(plan: Plan) -> dict[str, str]:
-    """What was drawn by chance, and what is claimed for it: the account of exactly that."""
+    """What was drawn at random, and the account that is claimed for it."""
     ways = {
         ("poisson", Adjacency.ADD_REMOVE): "Poisson, add-remove: composed privacy loss distributions",
         ("poisson", Adjacency.REPLACE_ONE): "Poisson, replace-one: composed privacy loss distributions",
@@ -249,20 +253,20 @@ def _sampler(plan: Plan) -> dict[str, str]:
 
 
 def _sizes(plan: Plan, group: Group) -> list[int]:
-    """Of the group's clients in order; one number where all are equal."""
+    """The sizes of the group's clients in order; one number if all are equal."""
     sizes = [plan.sizes[i] for i in group.clients]
     return sizes[:1] if len(set(sizes)) == 1 else sizes
 
 
 def sizes_of(cert: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Every client's number of records, where the certificate tells them.
+    """The number of records of every client; None if the certificate does not state them.
 
     Raises:
       SordinoError: the groups do not name every client once.
     """
     clients = int(cert["clients"])
     if not 1 <= clients <= MOST_LISTED_CLIENTS:
-        raise SordinoError(f"certificate: {clients} clients; it lists 1 to {MOST_LISTED_CLIENTS:,}.")
+        raise SordinoError(f"certificate: it has {clients} clients; 1 to {MOST_LISTED_CLIENTS:,} are allowed.")
     if any(group["sizes"] is None for group in cert["groups"]):
         return None
     by_client: dict[int, int] = {}
@@ -270,7 +274,7 @@ def sizes_of(cert: Mapping[str, Any]) -> tuple[int, ...] | None:
         numbers = numbers_of(group["clients"], clients)
         sizes = group["sizes"] * (len(numbers) if len(group["sizes"]) == 1 else 1)
         if len(sizes) != len(numbers) or by_client.keys() & set(numbers):
-            raise SordinoError(f"certificate: clients {group['clients']} do not fit their sizes, or stand twice.")
+            raise SordinoError(f"certificate: clients {group['clients']} do not fit their sizes, or appear twice.")
         by_client |= dict(zip(numbers, map(int, sizes), strict=True))
     if sorted(by_client) != list(range(clients)):
         raise SordinoError(f"certificate: the groups do not name each of {clients} clients once.")
@@ -286,19 +290,19 @@ def numbers_of(text: str, clients: int) -> list[int]:
 
 
 def _common(values: np.ndarray, clients: Sequence[int]) -> float | list[float]:
-    """What equal clients share; the range, where they do not share it."""
-    mine = values[list(clients)]
-    low, high = float(mine.min()), float(mine.max())
+    """The value that the clients share; its range if they differ."""
+    selected = values[list(clients)]
+    low, high = float(selected.min()), float(selected.max())
     return low if low == high else [low, high]
 
 
 def finite(value: float) -> float | None:
-    """JSON has no infinity: null."""
+    """The value; None for infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def _reasons(plan: Plan, source: Source) -> list[str]:
-    """Why it is not certified; empty if it is."""
+    """Why the run is not certified; empty if it is."""
     if plan.noiseless:
         return ["not private: no noise was added"]
     reasons = []
@@ -307,10 +311,10 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
     if not source.private:
         reasons.append("seeded: not private. Whoever knows the seed can subtract the noise")
     if plan.amplified and plan.schedule_seed < SECRET_SEED:
-        reasons.append("not proved: who takes part can be guessed from a small schedule_seed; leave it out")
+        reasons.append("not proved: who takes part can be guessed from a small schedule_seed; omit it")
     if plan.random_participation:
         reasons.append(
-            f"not proved: correlated noise under {plan.participation}, where any client may come every round"
+            f"not proved: correlated noise under {plan.participation}, where any client may take part in every round"
         )
     elif unbounded_sampling(plan):
         reasons.append(f"not proved: {unbounded_sampling(plan)}")

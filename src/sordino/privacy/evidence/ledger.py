@@ -1,16 +1,16 @@
-"""What was released, by whom, at what cost; durable; refuses before, not after.
+"""The ledger: a durable record of what was released, by whom and at what cost.
 
-A charge checks the limit and writes its rows together with the noised release, in one transaction that is on disk
-before `charge` returns: whatever leaves a client has been paid for, and after a crash the same bytes are sent again
-instead of fresh noise. The file is SQLite in WAL mode with synchronous=FULL, so that a committed row survives a power
-cut (as far as the disk keeps what it says it has written).
+`charge` checks the limit first. Then it writes its rows together with the noised release, in one transaction that is on
+disk before `charge` returns. So everything that leaves a client is paid for, and after a crash the same bytes are sent
+again instead of fresh noise. The file is SQLite in WAL mode with synchronous=FULL: a committed row survives a power cut
+if the disk keeps what it confirms.
 
-Rows are only ever appended, and each carries the hash of the one before; beside them the file keeps a witness, the
-number of rows and the last hash, so that rows cut from the end are missed. Whoever can write the file can forge chain
-and witness together, but not a chain that ends in a hash already written into a certificate: keep `head()` and `len()`
-elsewhere and hand them to `audit`.
+Rows are only appended, and each row holds the hash of the row before it. The file also keeps a witness (the number of
+rows and the last hash), so that `audit` notices rows that were cut off at the end. Somebody who can write the file can
+forge chain and witness together, but cannot forge a chain that ends in a hash that a certificate already states. So
+store `head()` and `len()` elsewhere and pass them to `audit`.
 
-`mark` notes how many rounds of a plan were stored: a run that was put back to an earlier round is refused.
+`mark` stores how many rounds of a plan are done, so that a run that was reset to an earlier round is refused.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from sordino.privacy.accounting import concentrated, events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 
 SCHEMA = 2
-GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # stands before the first row
-MU_TOLERANCE = 1e-9  # relative, on mu squared: rounding may not refuse the last of a number of planned releases
+GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # the hash before the first row
+MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse the last planned release
 SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
@@ -46,7 +46,7 @@ _FIELDS = (
     "who, round, query, sensitivity, std, times, plan, rate, sampler, seq, time, key, payload_sha256, previous, hash"
 )
 _READ = f"SELECT {_FIELDS}"
-_LATER = (  # tables that files of an earlier version lack
+_LATER = (  # tables that files of earlier versions do not have
     "CREATE TABLE IF NOT EXISTS witness (rows INTEGER NOT NULL, head TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS progress (plan TEXT PRIMARY KEY, rounds INTEGER NOT NULL)",
 )
@@ -70,7 +70,7 @@ _TABLES = (
 )
 _REMEDIES = {
     "SQLITE_FULL": "free some disk space and try again",
-    "SQLITE_BUSY": "another process holds it; let that one finish, or end it, and try again",
+    "SQLITE_BUSY": "another process has locked it; wait for that process, or end it, and try again",
     "SQLITE_READONLY": "make the file and its directory writable for this user",
     "SQLITE_CANTOPEN": "check that the directory exists and is writable for this user",
     "SQLITE_NOTADB": "name a file that is a ledger, or one that does not exist yet",
@@ -79,8 +79,20 @@ _REMEDIES = {
 
 
 class Charge(NamedTuple):
-    """One Gaussian release, or `times` equal ones, about all of the data: mu² = times (sensitivity/std)². Or about a
-    part drawn at `rate`, by the sampler and under the adjacency that `sampler` names, as in 'poisson add-remove'."""
+    """The cost of `times` equal releases. About all of the data it is mu² = times (sensitivity/std)².
+
+    Attributes:
+      who: who pays, a client or a person.
+      round: the round of the plan.
+      query: the name of the query.
+      sensitivity: how far one unit moves the release.
+      std: standard deviation of the noise.
+      times: number of equal releases.
+      plan: the plan to which the round belongs.
+      rate: the chance of a record to be in the sample; 1 for all of the data.
+      sampler: if the rate is below 1, the sampler and the adjacency, as in 'poisson add-remove'. At rate 1, a noise law
+        that is not Gaussian, or an empty string.
+    """
 
     who: str
     round: int
@@ -94,20 +106,21 @@ class Charge(NamedTuple):
 
     @staticmethod
     def of(release: events.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Charge:
+        """The charge for a release of the plan."""
         query, sensitivity, std, times, rate, sampler, mechanism = release
         if rate < 1 and mechanism != events.Gaussian.name:
-            raise SordinoError(f"mechanism: no account is known of {mechanism} noise on a sample.")
+            raise SordinoError(f"mechanism: there is no account of {mechanism} noise on a sample; use Gaussian noise.")
         law = f"{sampler} {adjacency}" if rate < 1 else "" if mechanism == events.Gaussian.name else mechanism
         return Charge(who, round, query, sensitivity, std, times, plan, rate, law)
 
     @property
     def mechanism(self) -> str:
-        """The name of the accounting event of its noise; what is sampled is Gaussian."""
+        """The name of the accounting event of the noise; noise on a sample is Gaussian."""
         return self.sampler if self.rate == 1 and self.sampler else events.Gaussian.name
 
 
 class LedgerRow(NamedTuple):
-    """An entry as it was written. The first row of a charge carries its key and the hash of its payload."""
+    """A row as it was written. The first row of a call to `charge` has the key and the hash of the payload."""
 
     who: str
     round: int
@@ -120,18 +133,28 @@ class LedgerRow(NamedTuple):
     sampler: str
     seq: int
     time: str  # ISO 8601, UTC
-    key: str  # JSON of (plan, who, round) under which the payload is stored; "" on the other rows of a charge
-    payload_sha256: str  # "" where there is none
+    key: str  # JSON of (plan, who, round) under which the payload is stored; "" on the other rows of the call
+    payload_sha256: str  # "" without a payload
     previous: str
     hash: str
 
 
 class Ledger:
-    """An append-only account of every release, with one (epsilon, delta) limit for each `who` over all plans.
+    """An append-only account of every release, with one (epsilon, delta) limit per `who` over all plans.
 
-    The limit is stored with the file: reopening it can tighten the limit, never loosen it. So is the adjacency, once it
-    is named: sensitivities under one say nothing of the other. Processes may share a file; a Ledger belongs to the
-    thread that opened it.
+    The file stores the limit. Opening it again can tighten the limit but never loosen it. The file also stores the
+    adjacency when it is first named, because costs under different adjacencies do not add up. Several processes may
+    share a file. A `Ledger` object belongs to the thread that opened it.
+
+    Args:
+      path: the file; it is created if it does not exist.
+      epsilon: epsilon of the limit; give both epsilon and delta, or neither.
+      delta: delta of the limit.
+      adjacency: which data sets are neighbours.
+
+    Raises:
+      SordinoError: the limit is incomplete, or the file has another adjacency.
+      LedgerError: the file cannot be opened or is no ledger, or the new limit is weaker than the stored one.
     """
 
     def __init__(
@@ -146,14 +169,16 @@ class Ledger:
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
         new_limit = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
         self.path = Path(path).absolute()
-        self._spent: defaultdict[str, Spent] = defaultdict(Spent)  # by the rows up to `_seen`
-        self._seen = 0
+        self._spent: defaultdict[str, Spent] = defaultdict(Spent)  # the sum of the rows up to `_last_read`
+        self._last_read = 0
         try:
-            # Only a new file is opened here: closing a second descriptor would drop the locks of a ledger in use.
+            # Only a new file is opened here, because closing a second descriptor drops the locks of an open ledger.
             with suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except OSError as error:
-            raise LedgerError(f"ledger {self.path}: {error.strerror}; choose a path this user can write.") from error
+            raise LedgerError(
+                f"ledger {self.path}: {error.strerror}; choose a path that this user can write."
+            ) from error
         with self._explained():
             self._db = sqlite3.connect(self.path, timeout=TIMEOUT, isolation_level=None)
         try:
@@ -173,36 +198,52 @@ class Ledger:
         self.close()
 
     def close(self) -> None:
+        """Close the file."""
         self._db.close()
 
     # ------------------------------------------------------------------------------------------- paying for a release
 
     def afford(self, entries: Sequence[Charge]) -> None:
-        """Raise OverspentError if these would take anyone over the limit; charge nothing."""
+        """Check charges against the limit without writing them.
+
+        Args:
+          entries: the charges.
+
+        Raises:
+          OverspentError: somebody would exceed the limit.
+        """
         self._affordable([_checked(entry) for entry in entries])
 
     def charge(
         self, entries: Sequence[Charge], payload: bytes | None = None, *, key: tuple[str, str, int] | None = None
     ) -> None:
-        """Check the limit and write the entries with the noised release, all or nothing; then it may leave.
+        """Check the limit, and write the charges and the noised release in one transaction. Then it may be sent.
 
-        The payload is stored under `key`, by default (plan, who, round) of the first entry. A (plan, who, round) that
-        was charged before, as key or as entry, is refused: it is never counted twice and never noised anew.
+        Args:
+          entries: the charges.
+          payload: the noised release, to be sent again after a crash.
+          key: (plan, who, round) under which the payload is stored; by default that of the first charge.
+
+        Raises:
+          OverspentError: somebody would exceed the limit, or a (plan, who, round) was charged before. So nothing is
+            counted twice or noised again.
+          SordinoError: there are no charges, or one is malformed.
+          LedgerError: rows of the file are missing, or it cannot be written.
         """
         entries = [_checked(entry) for entry in entries]
         if not entries:
-            raise SordinoError("entries: there are none; a release that costs nothing is an entry of sensitivity 0.")
+            raise SordinoError("entries: the list is empty; charge sensitivity 0 for a release that costs nothing.")
         rounds = [(entry.plan, entry.who, entry.round) for entry in entries]
         key = rounds[0] if key is None else key
         with self._transaction():
             for plan, who, round in dict.fromkeys([key, *rounds]):
                 if self.charged(plan, who, round):
-                    done = f"{who}, round {round} of plan '{plan}'"
-                    raise OverspentError(f"{done}: already released; re-send the stored one.")
+                    released = f"{who}, round {round} of plan '{plan}'"
+                    raise OverspentError(f"{released}: already released; re-send the stored one.")
             self._affordable(entries)
             (seq, previous), now = self._last(), _now()
             if cut := self._cut(seq, previous):
-                raise LedgerError(f"ledger {self.path}: {cut} Restore it from a backup before anything is released.")
+                raise LedgerError(f"ledger {self.path}: {cut} Restore it from a backup before the next release.")
             label, body = _label(*key), payload
             for entry in entries:
                 seq += 1
@@ -216,8 +257,14 @@ class Ledger:
             self._db.execute("INSERT INTO witness VALUES (?, ?)", (seq, previous))
 
     def mark(self, plan: str, rounds: int) -> None:
-        """Note that so many rounds of the plan are stored. The number never falls. A power cut may lose the last ones,
-        and then fewer are known to be stored than are: for this the drive is not waited for."""
+        """Store how many rounds of the plan are done. The number never decreases.
+
+        This does not wait for the disk, so a power cut may lose the last numbers; the stored one is then too small.
+
+        Args:
+          plan: the plan.
+          rounds: how many of its rounds are done.
+        """
         self._ask("PRAGMA synchronous = NORMAL")
         try:
             self._mark(plan, rounds)
@@ -234,21 +281,21 @@ class Ledger:
             )
 
     def marked(self, plan: str) -> int:
-        """How many rounds of the plan are stored, as far as `mark` was told."""
+        """How many rounds of the plan are done, according to `mark`."""
         rows = self._ask("SELECT rounds FROM progress WHERE plan = ?", plan) if self._has("progress") else []
         return int(rows[0][0]) if rows else 0
 
     def witnessed(self) -> bool:
-        """Whether the file keeps a count of its rows; those of an earlier version do not, until they are charged."""
+        """Whether the file has a witness. Files of earlier versions get one with the next charge."""
         return self._witness() is not None
 
     def release(self, plan: str, who: str, round: int) -> bytes | None:
-        """The stored payload, to be sent again after a crash; None if there is none."""
+        """The stored payload, to send again after a crash; None if there is none."""
         rows = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
         return rows[0][0] if rows else None
 
     def charged(self, plan: str, who: str, round: int) -> bool:
-        """Whether this was charged, as an entry or as the key of a payload."""
+        """Whether this round was charged, as a charge or as the key of a payload."""
         by_round = "SELECT 1 FROM entries WHERE plan = ? AND who = ? AND round = ? LIMIT 1"
         by_key = "SELECT 1 FROM entries WHERE key = ?"
         return bool(self._ask(by_round, plan, who, round) or self._ask(by_key, _label(plan, who, round)))
@@ -256,37 +303,50 @@ class Ledger:
     # ------------------------------------------------------------------------------------------------ what was written
 
     def spent(self, who: str) -> float:
-        """mu of everything charged to `who`, as if all of it were about all of the data: exact where it was, for
-        Gaussian releases compose by adding mu squared."""
+        """mu of everything charged to `who`, as if no release were sampled.
+
+        Without sampling it is exact, because Gaussian releases compose by adding mu squared.
+        """
         self._catch_up()
         return math.sqrt(self._spent.get(who, Spent()).square)
 
     def spent_epsilon(self, who: str, delta: float) -> float:
+        """Epsilon of everything charged to `who`, at a delta."""
         self._catch_up()
         return self._spent.get(who, Spent()).epsilon(delta)
 
     def limits(self) -> list[tuple[float, float]]:
-        """Every (epsilon, delta) that was ever set; all hold."""
+        """Every (epsilon, delta) that was ever set; all of them hold."""
         return [(epsilon, delta) for epsilon, delta in self._ask("SELECT epsilon, delta FROM limits ORDER BY seq")]
 
     def people(self) -> list[str]:
+        """Everybody who was charged, sorted."""
         return [who for (who,) in self._ask("SELECT DISTINCT who FROM entries ORDER BY who")]
 
     def rows(self) -> Iterator[LedgerRow]:
+        """All rows in their order."""
         return self._rows_after(0)
 
     def head(self) -> str:
-        """Hash of the last row; GENESIS where there is none."""
+        """The hash of the last row; GENESIS if there are no rows."""
         return self._last()[1]
 
     def __len__(self) -> int:
         return int(self._ask("SELECT count(*) FROM entries")[0][0])
 
     def __bool__(self) -> bool:
-        return True  # `if ledger:` must not skip an empty one
+        return True  # an empty ledger is still a ledger
 
     def audit(self, expect_head: str | None = None, expect_rows: int | None = None) -> list[str]:
-        """One sentence for each problem; none if the chain is whole and reaches the head and length expected of it."""
+        """Check the chain of hashes.
+
+        Args:
+          expect_head: a hash that some row must have, from a certificate.
+          expect_rows: how many rows there must be at least.
+
+        Returns:
+          One sentence per problem; empty if the chain is intact.
+        """
         problems = []
         seq, previous, count, head_seen = 0, GENESIS, 0, expect_head in (None, GENESIS)
         try:
@@ -306,18 +366,18 @@ class Ledger:
         if cut := self._cut(seq, previous):
             problems.append(cut)
         if expect_rows is not None and count < expect_rows:
-            problems.append(f"There are {count} rows where {expect_rows} are expected: rows were cut off.")
+            problems.append(f"There are {count} rows, but {expect_rows} are expected: rows were cut off.")
         if not head_seen:
             problems.append(f"No row has the expected hash {expect_head}: rows were cut off or rewritten.")
         return problems
 
-    # --------------------------------------------------------------------------------------------------------- within
+    # ------------------------------------------------------------------------------------------------------ internals
 
     def _prepare(self) -> None:
         self._ask("PRAGMA synchronous = FULL")
-        self._ask("PRAGMA fullfsync = ON")  # where a plain fsync leaves data in the drive's cache (macOS)
-        self._new()  # a file that is no ledger is refused before it is changed
-        with suppress(PermissionError):  # a copy may have come with another mode; only its owner can mend that
+        self._ask("PRAGMA fullfsync = ON")  # on macOS a plain fsync leaves data in the drive's cache
+        self._new()  # refuses a file that is no ledger before anything changes it
+        with suppress(PermissionError):  # a copied file may have another mode; only its owner can change it
             os.chmod(self.path, 0o600)  # SQLite gives the same mode to the files beside it
         with self._explained():
             self._write_ahead()
@@ -326,21 +386,21 @@ class Ledger:
                 self._db.execute(statement)
 
     def _new(self) -> bool:
-        """Whether the file is still empty; a file of another kind or schema is refused."""
+        """Whether the file is still empty. A file of another kind or schema is refused."""
         if not self._ask("SELECT 1 FROM sqlite_master LIMIT 1"):
-            return True  # asked first: another process may be creating the ledger, all at once, between two questions
+            return True  # asked first, because another process may create the ledger between two queries
         ((application,),), ((version,),) = self._ask("PRAGMA application_id"), self._ask("PRAGMA user_version")
         if application != _APPLICATION:
             raise LedgerError(f"ledger {self.path}: this is a database of another kind; choose another path.")
         if version != SCHEMA:
             raise LedgerError(
-                f"ledger {self.path}: it was written by schema {version}, and this version of Sordino reads schema "
+                f"ledger {self.path}: the file has schema {version}, but this version of Sordino reads schema "
                 f"{SCHEMA}; open it with the version that wrote it."
             )
         return False
 
     def _write_ahead(self) -> None:
-        # SQLite does not wait for a lock here, so two processes that create the same ledger would trip over each other.
+        # SQLite does not wait for a lock here, so two processes that create the same ledger would conflict.
         deadline = time.monotonic() + TIMEOUT
         while True:
             try:
@@ -351,16 +411,18 @@ class Ledger:
                 time.sleep(0.01)
                 continue
             if mode != "wal":
-                raise LedgerError(f"ledger {self.path}: this file system cannot hold it; choose a local disk.")
+                raise LedgerError(
+                    f"ledger {self.path}: this file system does not support WAL mode; choose a local disk."
+                )
             return
 
     def _restrict(self, mu: float, epsilon: float, delta: float) -> None:
         with self._transaction():
-            stored, *was = self._limit()
+            stored, *limit = self._limit()
             if mu > stored * (1 + MU_TOLERANCE):
                 raise LedgerError(
-                    f"ledger {self.path}: its limit is epsilon {was[0]:g} at delta {was[1]:g}, and epsilon {epsilon:g} "
-                    f"at delta {delta:g} is laxer. A limit may only be tightened; leave it out to keep the stored one."
+                    f"ledger {self.path}: the limit is epsilon {limit[0]:g} at delta {limit[1]:g}; epsilon {epsilon:g} "
+                    f"at delta {delta:g} is weaker. Limits can only be tightened; omit it to keep the stored one."
                 )
             if mu < stored * (1 - MU_TOLERANCE):
                 row = (_now(), epsilon, delta)
@@ -374,8 +436,8 @@ class Ledger:
                 self._db.execute("INSERT INTO adjacency VALUES (?)", (str(adjacency),))
             elif stored != [str(adjacency)]:
                 raise SordinoError(
-                    f"adjacency: ledger {self.path} adds up what is spent under {stored[0]}; {adjacency} is another "
-                    "measure. Keep to the first, or to a ledger for each."
+                    f"adjacency: ledger {self.path} counts costs under {stored[0]}, which do not add up with costs "
+                    f"under {adjacency}. Use {stored[0]}, or another ledger."
                 )
 
     def _limit(self) -> tuple[float, float, float]:
@@ -384,6 +446,7 @@ class Ledger:
         return min(((_mu(*limit), *limit) for limit in limits), default=(math.inf, math.inf, math.nan))
 
     def _affordable(self, entries: Sequence[Charge]) -> None:
+        """Raise OverspentError if the charges exceed a limit."""
         limits = [(_mu(*limit), *limit) for limit in self._ask("SELECT epsilon, delta FROM limits")]
         if not limits:
             return
@@ -391,10 +454,12 @@ class Ledger:
         after: dict[str, Spent] = {}
         for entry in entries:
             if entry.std == 0 and entry.sensitivity > 0:
-                raise SordinoError(f"std: query '{entry.query}' of {entry.who} has no noise, and the ledger a limit.")
+                raise SordinoError(
+                    f"std: query '{entry.query}' of {entry.who} has no noise, but the ledger has a limit."
+                )
             after.setdefault(entry.who, self._spent.get(entry.who, Spent()).copy()).add(entry)
         for who, spent in after.items():
-            for mu, epsilon, delta in limits:  # all that were ever set: sampled releases know no strictest one
+            for mu, epsilon, delta in limits:  # all limits, because none is strictest for sampled releases
                 if not spent.exceeds(mu, epsilon, delta):
                     continue
                 raise OverspentError(
@@ -403,13 +468,13 @@ class Ledger:
                 )
 
     def _catch_up(self) -> None:
-        """Add the rows that this or another process committed since the last look."""
-        for row in self._rows_after(self._seen):
+        """Add up the rows that any process committed since the last call."""
+        for row in self._rows_after(self._last_read):
             self._spent[row.who].add(_checked(Charge(*row[:9])))
-            self._seen = row.seq
+            self._last_read = row.seq
 
     def _rows_after(self, seq: int) -> Iterator[LedgerRow]:
-        # In batches: an unfinished read would pin this connection to an old state, from which it could not write.
+        # In batches, because an unfinished read keeps this connection at an old state, from which it cannot write.
         while batch := self._ask(f"{_READ} FROM entries WHERE seq > ? ORDER BY seq LIMIT 1000", seq):
             yield from (LedgerRow(*fields) for fields in batch)
             seq = batch[-1][9]
@@ -418,6 +483,7 @@ class Ledger:
         return bool(self._ask("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", table))
 
     def _witness(self) -> tuple[int, str] | None:
+        """The stored number of rows and last hash."""
         stored = self._ask("SELECT rows, head FROM witness") if self._has("witness") else []
         if not stored:
             return None
@@ -425,11 +491,11 @@ class Ledger:
         return (rows if isinstance(rows, int) else -1, str(head))
 
     def _cut(self, seq: int, head: str) -> str:
-        """What the witness has against these as the last row's number and hash."""
+        """A sentence if the witness contradicts this number and hash of the last row; otherwise empty."""
         witness = self._witness()
         if witness is None or witness == (seq, head):
             return ""
-        return f"The file counts {witness[0]} rows and ends with row {seq}: rows were cut off or rewritten."
+        return f"The witness counts {witness[0]} rows, but row {seq} is the last: rows were cut off or rewritten."
 
     def _last(self) -> tuple[int, str]:
         last = self._ask("SELECT seq, hash FROM entries ORDER BY seq DESC LIMIT 1")
@@ -441,23 +507,24 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing, alone among all processes from the first read on."""
+        """A transaction that excludes all other processes from its first read on."""
         with self._explained():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                if self._db.in_transaction:  # SQLite has rolled back by itself after some errors
+                if self._db.in_transaction:  # after some errors SQLite has rolled back already
                     self._db.execute("ROLLBACK")
                 raise
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        """Turn errors of SQLite into `LedgerError` with a remedy."""
         try:
             yield
         except sqlite3.Error as error:
-            remedy = _REMEDIES.get(_code(error), "mend this before anything is released")
+            remedy = _REMEDIES.get(_code(error), "repair it before the next release")
             raise LedgerError(f"ledger {self.path}: {error}; {remedy}.") from error
 
 
@@ -465,16 +532,17 @@ _mu = lru_cache(gaussian.mu)
 
 
 def _code(error: sqlite3.Error) -> str:
-    """SQLITE_BUSY and the like, without the extended part."""
+    """The name of an error, such as SQLITE_BUSY, without its extended part."""
     return "_".join(str(getattr(error, "sqlite_errorname", "")).split("_")[:2])
 
 
 def _checked(entry: Charge) -> Charge:
-    """The entry in plain Python numbers, or an error that names what is wrong with it."""
+    """The charge with plain Python numbers; an error names what is wrong with it."""
     try:
         entry = entry._replace(
             round=operator.index(entry.round),
-            sensitivity=float(entry.sensitivity) + 0.0,  # SQLite does not keep the sign of -0.0, the hash would
+            sensitivity=float(entry.sensitivity)
+            + 0.0,  # SQLite does not store the sign of -0.0, but the hash would include it
             std=float(entry.std) + 0.0,
             times=operator.index(entry.times),
             rate=float(entry.rate),
@@ -482,7 +550,7 @@ def _checked(entry: Charge) -> Charge:
     except (TypeError, ValueError) as error:
         raise SordinoError(f"entry {tuple(entry)}: {error}.") from error
     for name, fine, rule in (
-        ("who", isinstance(entry.who, str) and entry.who != "", "must name somebody"),
+        ("who", isinstance(entry.who, str) and entry.who != "", "must not be empty"),
         ("sensitivity", entry.sensitivity >= 0, "must be a number, 0 or more"),
         ("std", 0 <= entry.std < math.inf, "must be a finite number, 0 or more"),
         ("times", entry.times >= 1, "must be 1 or more"),
@@ -490,7 +558,7 @@ def _checked(entry: Charge) -> Charge:
         (
             "sampler",
             entry.sampler in SAMPLERS if entry.rate < 1 else entry.sampler in ("", *events.EVENTS),
-            "must name a sampler and an adjacency it is bounded for, or a registered mechanism",
+            "must name a sampler and an adjacency for which there is an account, or a registered mechanism",
         ),
     ):
         if not fine:
@@ -499,10 +567,10 @@ def _checked(entry: Charge) -> Charge:
 
 
 class Spent:
-    """What somebody's entries amount to."""
+    """The total cost of somebody's charges."""
 
     def __init__(self) -> None:
-        self.square = 0.0  # mu squared, of all as if nothing had been sampled
+        self.square = 0.0  # mu squared, as if nothing were sampled
         self.parts: dict[tuple[str, float, float, float], int] = {}  # (sampler, rate, sensitivity, std) -> times
         self.gaussian = True  # all noise is Gaussian
         self.may_fail = 0  # releases whose bound may fail
@@ -523,28 +591,29 @@ class Spent:
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def epsilon(self, delta: float) -> float:
-        """The least that follows when one sampler's entries count as sampled, and all others as if they were not."""
-        if not self.gaussian:  # all of it as concentrated DP, as if nothing had been sampled
+        """The smallest bound on epsilon: for each sampler, count its charges as sampled and all others as unsampled."""
+        if not self.gaussian:  # then all of it counts as concentrated DP, as if nothing were sampled
             return concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
         plain = gaussian.epsilon(math.sqrt(self.square), delta)
         return min([plain, *(self._with(name, delta) for name in {key[0] for key in self.parts} - {""})])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
-        # Where all noise is Gaussian, a small enough mu needs no further check.
+        """Whether the total exceeds a limit, which has this mu."""
+        # If all noise is Gaussian, a small enough mu needs no further check.
         fits = self.gaussian and self.square <= mu * mu * (1 + MU_TOLERANCE)
         return not fits and self.epsilon(delta) > epsilon * (1 + MU_TOLERANCE)
 
     def _with(self, name: str, delta: float) -> float:
         sampler, adjacency = name.split()
         releases = [
-            events.Release("", moved, std, times, *((rate, Sampler(sampler)) if its == name else ()))
-            for (its, rate, moved, std), times in self.parts.items()
+            events.Release("", moved, std, times, *((rate, Sampler(sampler)) if part_sampler == name else ()))
+            for (part_sampler, rate, moved, std), times in self.parts.items()
         ]
         return events.epsilon(releases, delta, Adjacency(adjacency))
 
 
 def _chained(row: LedgerRow) -> str:
-    """sha256 over the previous hash and every other field; floats exactly, types kept apart."""
+    """sha256 of the previous hash and every other field. Floats enter exactly, and types are distinguished."""
     fields = [["float", x.hex()] if isinstance(x, float) else x for x in row[:-1]]
     return hashlib.sha256(json.dumps(fields, default=lambda x: [repr(x)]).encode()).hexdigest()
 

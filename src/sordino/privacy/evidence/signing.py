@@ -1,6 +1,6 @@
 """Signatures of certificates (ed25519), and the hashes that bind a certificate to its files and to the code.
 
-A signature shows that the holder of a key wrote these very numbers. Whose key it is must be known by another way:
+A signature shows that the holder of a key wrote these numbers. The reader must know from elsewhere whose key it is:
 `sordino verify --key` compares it with a public key that the reader already has.
 """
 
@@ -17,13 +17,15 @@ from typing import Any, NamedTuple, Protocol
 from sordino.errors import SordinoError
 
 ALGORITHM = "ed25519"
-PURPOSE = b"sordino certificate, format 2\0"  # a site's key signs other messages too: none of them begins like this
+PURPOSE = (
+    b"sordino certificate, format 2\0"  # a site's key also signs other messages; none of them starts with these bytes
+)
 _PUBLIC, _SHORT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 CARD = re.compile(r"""^\s*sign\s*=\s*["']([0-9a-f]{64})["']""", re.MULTILINE)
 
 
 class Signer(Protocol):
-    """Who signs: a run's own key (`RunKey`), or a site (`of_site`)."""
+    """Whoever signs: the key of a run (`RunKey`), or a site (`of_site`)."""
 
     @property
     def name(self) -> str: ...
@@ -33,7 +35,12 @@ class Signer(Protocol):
 
 
 class RunKey(NamedTuple):
-    """An ed25519 key: the 32 secret bytes."""
+    """An ed25519 key.
+
+    Attributes:
+      secret: the 32 secret bytes.
+      name: the name of the signer in the certificate.
+    """
 
     secret: bytes
     name: str = "run key"
@@ -67,7 +74,7 @@ class _Site(NamedTuple):
 
 
 def of_site(identity: Any) -> Signer:
-    """A site signs with its long-term key (`secagg.Identity`), whose public half is in the roster."""
+    """The signer for a site. It uses the long-term key (`secagg.Identity`) whose public half is in the roster."""
     return _Site(identity)
 
 
@@ -75,59 +82,75 @@ def of_site(identity: Any) -> Signer:
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """The one spelling of a JSON document: keys sorted, no spaces, shortest floats."""
+    """The canonical bytes of a JSON document: sorted keys, no spaces, shortest floats."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def signed(cert: Mapping[str, Any], signer: Signer) -> dict[str, Any]:
-    """The certificate with a signature over all the rest of it. What is added or changed later breaks it."""
+    """The certificate with a signature over all of its other fields. Any later change breaks the signature.
+
+    Args:
+      cert: the certificate.
+      signer: who signs it.
+
+    Returns:
+      A copy with the field `signature`.
+    """
     about = {"algorithm": ALGORITHM, "key": signer.public, "signer": signer.name}
     value = signer.sign(PURPOSE + canonical({**cert, "signature": about}))
     return {**cert, "signature": {**about, "value": value.hex()}}
 
 
 def broken(cert: Mapping[str, Any]) -> str:
-    """Why the signature does not hold; empty if it does. A certificate without one is not asked about."""
+    """Why the signature is not valid; empty if it is. The certificate must have a signature."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     about = dict(cert["signature"])
     value = about.pop("value", "")
     if about.get("algorithm") != ALGORITHM:
-        return f"the signature's algorithm is {about.get('algorithm')!r}, and only {ALGORITHM} is known here"
+        return f"the signature's algorithm is {about.get('algorithm')!r}; this version knows only {ALGORITHM}"
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(about["key"]))
         key.verify(bytes.fromhex(value), PURPOSE + canonical({**cert, "signature": about}))
     except (InvalidSignature, ValueError, TypeError, KeyError):
-        return "the signature does not fit the certificate: it was changed after it was signed"
+        return "the signature does not match the certificate: it was changed after it was signed"
     return ""
 
 
 def fingerprint(public: str) -> str:
-    """32 hex digits by which people compare keys."""
+    """The fingerprint of a public key: 32 hex digits that people can compare."""
     return hashlib.sha256(bytes.fromhex(public)).hexdigest()[:32]
 
 
-def known_keys(given: str) -> list[str]:
-    """What `--key` names: a public key (64 hex digits), its fingerprint (32), or a file with either or with cards.
+def known_keys(text_or_path: str) -> list[str]:
+    """The keys that `--key` names.
+
+    Args:
+      text_or_path: a public key (64 hex digits), its fingerprint (32), or a file with keys, fingerprints or cards.
 
     Returns:
       Public keys or fingerprints.
+
+    Raises:
+      SordinoError: the argument names no public key, or a file with a secret key.
     """
-    word = given.strip().lower()
-    if _PUBLIC.fullmatch(word) or _SHORT.fullmatch(word):
-        return [word]
+    digits = text_or_path.strip().lower()
+    if _PUBLIC.fullmatch(digits) or _SHORT.fullmatch(digits):
+        return [digits]
     try:
-        text = Path(given).expanduser().read_text(encoding="utf-8")
+        text = Path(text_or_path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         raise SordinoError(
-            f"--key: '{given}' is neither a public key (64 hex digits), nor a fingerprint (32), nor a file with one."
+            f"--key: '{text_or_path}' is no public key (64 hex digits), no fingerprint (32) and no file with one."
         ) from None
     if "secret" in text.partition("\n")[0]:
-        raise SordinoError(f"--key: '{given}' holds a secret key; give the public one (a card, or 64 hex digits).")
+        raise SordinoError(
+            f"--key: '{text_or_path}' holds a secret key; give the public one (a card, or 64 hex digits)."
+        )
     keys = CARD.findall(text) or re.findall(r"\b(?:[0-9a-f]{64}|[0-9a-f]{32})\b", text)
     if not keys:
-        raise SordinoError(f"--key: '{given}' holds no public key; a card has a line sign = \"64 hex digits\".")
+        raise SordinoError(f"--key: '{text_or_path}' holds no public key; a card has a line sign = \"64 hex digits\".")
     return list(keys)
 
 
@@ -135,12 +158,13 @@ def known_keys(given: str) -> list[str]:
 
 
 def sha256(path: Path) -> str:
+    """The hash of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @cache
 def code_sha256() -> str:
-    """Of the installed sources of the package: names and contents of every .py and .c file."""
+    """The hash of the installed sources of the package: names and contents of every .py and .c file."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.c")], key=lambda path: path.relative_to(root).as_posix()):
         digest.update(f"{path.relative_to(root).as_posix()} {sha256(path)}\n".encode())

@@ -1,9 +1,9 @@
 """The independent re-check of a certificate.
 
 Epsilon is recomputed from the raw numbers with dp-accounting's privacy loss distributions, which share no code with the
-closed form that calibrated the noise; and the raw numbers must follow from what the certificate says of unit,
-adjacency, trust, clip and noise. Agreement shows that the numbers hold together. Who wrote them, and that they are
-those of a run that took place, only the signature shows, to somebody who knows whose key it is.
+closed form that calibrated the noise. The raw numbers must also follow from the unit, adjacency, trust, clip and noise
+that the certificate states. Agreement shows that the numbers are consistent. Only the signature shows who wrote them
+and that they belong to an actual run, and only to a reader who knows whose key it is.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Sampling
 
-RECOMPUTED = (events.Gaussian.name, events.DiscreteGaussian.name)  # what dp-accounting is asked about here
-MOST_BELOW = 0.005  # relative, in epsilon, by which a claim may lie below the other accountant's figure
+RECOMPUTED = (events.Gaussian.name, events.DiscreteGaussian.name)  # the mechanisms that dp-accounting recomputes
+MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
 NOT_SIGNED = "who wrote it: it is not signed"
-MOST_ABOVE = 0.01  # and above it: both are upper bounds
+MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
 
 
 class Verdict(NamedTuple):
+    """The result of `verify`."""
+
     problems: list[str]
     claimed: float
     recomputed: float
     certified: bool
     assumed: list[str]  # sensitivities that do not follow from a clip: taken from the certificate
-    gaps: list[str]  # what it could not be compared with
-    signed: str = ""  # by whom; empty: by nobody
-    known: bool = False  # the reader named this very key
+    gaps: list[str]  # what could not be checked
+    signed: str = ""  # who signed it; empty if nobody did
+    known: bool = False  # the reader named this key
 
 
 def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
-    """Recompute every epsilon from the raw numbers with dp-accounting, check the signature; list what does not hold.
+    """Recompute every epsilon from the raw numbers with dp-accounting, and check the signature.
 
     Args:
         cert: The contents of certificate.json.
@@ -54,7 +56,7 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         A verdict: whether the certificate holds, and the problems found.
 
     Raises:
-        SordinoError: The certificate is not of a known form.
+        SordinoError: The certificate has an unknown format.
 
     Example:
         >>> import sordino as so
@@ -67,16 +69,16 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
     try:
         if cert["format"] != CERTIFICATE_FORMAT:
             raise SordinoError(
-                f"certificate: format {cert['format']} is not the format {CERTIFICATE_FORMAT} known here."
+                f"certificate: its format is {cert['format']}; this version reads format {CERTIFICATE_FORMAT}."
             )
         delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
         adjacency = Adjacency(cert["adjacency"])
         deltas = (delta, *map(float, cert["epsilon_at"]))
         epsilons_of_groups = [_epsilons(group["releases"], deltas, adjacency) for group in cert["groups"]]
-        for group, (own, *_) in zip(cert["groups"], epsilons_of_groups, strict=True):
-            recomputed = max(recomputed, own)
-            _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), own, problems)
+        for group, (epsilon, *_) in zip(cert["groups"], epsilons_of_groups, strict=True):
+            recomputed = max(recomputed, epsilon)
+            _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), epsilon, problems)
         _compare("the worst client", claimed, recomputed, problems)
         for k, (at, value) in enumerate(cert["epsilon_at"].items(), 1):
             worst = max(epsilons[k] for epsilons in epsilons_of_groups)
@@ -94,18 +96,18 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
 
 
 def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[str]) -> str:
-    """By whom it was signed; empty where it is not."""
+    """Who signed the certificate; empty if nobody did."""
     about = cert.get("signature")
     if about is None:
         if key is not None:
-            problems.append("it is not signed, and --key names who should have signed it")
+            problems.append("it is not signed, but --key names who should have signed it")
         return ""
     if why := signing.broken(cert):
         problems.append(why)
     public = str(about["key"])
     print_of_key = signing.fingerprint(public)
     if key is not None and not {public, print_of_key} & set(signing.known_keys(key)):
-        problems.append(f"it was signed by {about['signer']} {print_of_key}, and --key names another key")
+        problems.append(f"it was signed by {about['signer']} {print_of_key}, but --key names another key")
     return f"{about['signer']} {print_of_key}"
 
 
@@ -113,7 +115,7 @@ def _compare(what: str, claimed: float, recomputed: float, problems: list[str]) 
     if claimed == recomputed:  # both infinite, or both zero
         return
     if not -MOST_BELOW * max(abs(recomputed), 1e-6) <= claimed - recomputed <= MOST_ABOVE * max(abs(recomputed), 1e-6):
-        problems.append(f"{what}: {claimed:.6g} is claimed, the raw numbers give {recomputed:.6g}")
+        problems.append(f"{what}: {claimed:.6g} is claimed, but the raw numbers give {recomputed:.6g}")
 
 
 def _epsilons(
@@ -123,9 +125,9 @@ def _epsilons(
     return _accounted(steps, deltas, adjacency)
 
 
-@lru_cache(256)  # of clients alike, and of a certificate that is read again
+@lru_cache(256)  # for equal clients, and for a certificate that is read again
 def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Adjacency) -> tuple[float, ...]:
-    """By the other accountant. What it composes, it composes once for all deltas where it can."""
+    """The epsilons by dp-accounting. It composes once for several deltas if one grid serves them."""
     if any(step.std == 0 and step.moved > 0 and step.times for step in steps):
         return (math.inf,) * len(deltas)
     rough = sum(step.times * (step.moved / step.std * step.rate) ** 2 for step in steps if step.moved)
@@ -133,7 +135,7 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
         return (0.0,) * len(deltas)
     if any(step.sampler is Sampler.FIXED and step.rate < 1 for step in steps):
         return _by_renyi(steps, deltas)
-    # A release adds mu^2/2 + mu sqrt(2 log 1/delta) to epsilon at most: enough to choose a grid.
+    # Epsilon is at most mu^2/2 + mu sqrt(2 log 1/delta). This is accurate enough to choose a grid.
     guesses = [rough / 2 + math.sqrt(2 * rough * math.log(1 / delta)) for delta in deltas]
     if any(step.mechanism == events.DiscreteGaussian.name for step in steps):
         return _by_concentration(steps, deltas)
@@ -148,22 +150,22 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
 
 
 def _interval(steps: Sequence[Step], guess: float) -> float:
-    """Of the grid that losses are rounded to: finer for small epsilon, where relative error counts."""
+    """The step of the grid of losses: finer for small epsilon, because the relative error counts."""
     sampled = any(step.rate < 1 for step in steps)
     single = min(step.rate * step.moved / step.std for step in steps if step.moved)  # a small loss needs a finer grid
     interval = min(1e-2, max(1e-6, guess * 1e-4), single / 10 if sampled else 1e-2)
-    # Nor may it have too many cells: one loss reaches about mu^2 / 2 + 10 mu.
+    # The grid must not have too many cells: one loss reaches about mu^2 / 2 + 10 mu.
     reach = max(step.moved / step.std for step in steps)
     return max(1e-6, interval, (reach**2 / 2 + 10 * reach) / 1e5)
 
 
 def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Any:
-    """Privacy loss distributions, composed."""
+    """An accountant that composes privacy loss distributions."""
     dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.pld import PLDAccountant
 
     sampled = any(step.rate < 1 for step in steps)
-    # Its replace-one pair for sampled Gaussians is N(0) mixed with N(+1) against N(-1), in units of the clip.
+    # Its replace-one pair for sampled Gaussians is N(0) mixed with N(+1), against N(0) mixed with N(-1), per clip.
     replaced = sampled and adjacency is Adjacency.REPLACE_ONE
     relation = dp.NeighboringRelation.REPLACE_ONE if replaced else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     accountant = PLDAccountant(relation, value_discretization_interval=interval)
@@ -178,8 +180,11 @@ def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> 
 
 
 def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
-    """Samples of fixed size under replace-one; the accountant reads a multiplier as std over the whole change, 2 clip.
-    The plain account of the same releases holds too."""
+    """Epsilons for samples of a fixed size under replace-one.
+
+    The accountant defines the multiplier as std divided by the whole change, 2 clip. The account without sampling also
+    holds, so the smaller epsilon counts.
+    """
     dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.rdp import RdpAccountant
 
@@ -187,7 +192,7 @@ def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ..
     for step in steps:
         if step.moved and step.times:
             event: Any = dp.GaussianDpEvent(step.std / step.moved)
-            if step.rate < 1:  # so many of a thousand million: the rate is all that counts
+            if step.rate < 1:  # only the rate matters, so sample from 10^9 records
                 event = dp.SampledWithoutReplacementDpEvent(10**9, round(step.rate * 10**9), event)
             accountant.compose(event, step.times)
     plain = gaussian.mu_of((step.moved, step.std, step.times) for step in steps)
@@ -195,21 +200,23 @@ def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ..
 
 
 def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
-    """Discrete noise: zero-concentrated DP, and 2^-64 per release for what rounding and sampling may miss."""
+    """Epsilons for discrete noise: zero-concentrated DP, and 2^-64 of delta per release for bounds that may fail."""
     dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.rdp import RdpAccountant
 
     if any(step.rate < 1 for step in steps):
-        raise SordinoError("certificate: no account is known of discrete noise on a sample.")
+        raise SordinoError("certificate: there is no account of discrete noise on a sample.")
     rho = sum(step.times * (step.moved / step.std) ** 2 / 2 for step in steps)
     orders = 1 + np.geomspace(1e-3, 1e6, 4000)
     accountant = RdpAccountant(orders)
     accountant.compose(dp.ZCDpEvent(rho))
-    missed = sum(step.times for step in steps) * 2.0**-64
-    return tuple(float(accountant.get_epsilon(d - missed)) if d > missed else math.inf for d in deltas)
+    failure = sum(step.times for step in steps) * 2.0**-64
+    return tuple(float(accountant.get_epsilon(d - failure)) if d > failure else math.inf for d in deltas)
 
 
 class Step(NamedTuple):
+    """One entry of a certificate's releases, as numbers."""
+
     std: float
     moved: float
     times: int
@@ -224,16 +231,18 @@ class Step(NamedTuple):
         numbers = float(release["std"]), float(release["sensitivity"]), int(release["times"])
         step = Step(*numbers, rate, sampler, mechanism)
         if mechanism not in RECOMPUTED or release.get("integers"):
-            raise SordinoError(f"certificate: no independent account is known of mechanism '{mechanism}'.")
+            raise SordinoError(f"certificate: there is no independent account of mechanism '{mechanism}'.")
         if not (step.std >= 0 and step.moved >= 0 and step.times >= 0 and 0 < rate <= 1):
-            raise SordinoError("certificate: releases hold a negative or undefined number.")
+            raise SordinoError("certificate: a release has a negative or undefined number.")
         if rate < 1 and (sampler is Sampler.FULL or (sampler is Sampler.FIXED and adjacency is Adjacency.ADD_REMOVE)):
-            raise SordinoError(f"certificate: no account is known of sampler {sampler} at rate {rate:g}, {adjacency}.")
+            raise SordinoError(
+                f"certificate: there is no account of sampler {sampler} at rate {rate:g} under {adjacency}."
+            )
         return step
 
 
 def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
-    """What was seen follows from unit, adjacency, trust, clip and each client's own noise."""
+    """Check that the releases follow from unit, adjacency, trust, clip and each client's noise."""
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     only_sums_visible = trust is not Trust.UNTRUSTED_SERVER
     for query in cert["queries"]:
@@ -241,18 +250,18 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
         if unit is Unit.USER and kind is not Kind.DELTA:
-            problems.append(f"{name}: at user level a whole message must be noised, not an answer")
+            problems.append(f"{name}: at user level the whole message must be noised, not an answer")
         if rows and max(int(r["times"]) for _, r in rows) > int(cert["rounds"]) * int(query["calls"]):
-            problems.append(f"{name}: released more often than {cert['rounds']} rounds allow")
+            problems.append(f"{name}: it is released more often than {cert['rounds']} rounds allow")
         for group, release in rows:
             low, high = _span(group["influence"][name])
-            own, most = _span(group["own_std"][name])
-            seen = float(release["std"])
-            # In a sum, a client's noise and its data arrive with the same weight, and a cohort's noises add up.
+            least_std, most_std = _span(group["own_std"][name])
+            std = float(release["std"])
+            # In a sum, a client's noise has the same weight as its data, and the noise of the whole cohort adds up.
             weights = (low * gather, high * gather) if only_sums_visible else (1.0, 1.0)
-            if not (_near(seen, own * weights[1]) and _near(seen, most * weights[0])):
+            if not (_near(std, least_std * weights[1]) and _near(std, most_std * weights[0])):
                 problems.append(
-                    f"{name}: the noise seen under {trust} is not {seen:.6g}, from a client's own {own:.6g}"
+                    f"{name}: the visible noise under {trust} is not {std:.6g} if a client adds {least_std:.6g}"
                 )
             if query["bound"] == "by clip" and not query["stream"]:
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit)
@@ -272,46 +281,46 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
 
 
 def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
-    """Integers throughout or nowhere; their noise is large enough for its account; figures told beside epsilon."""
+    """Check the fields about sums of integers: all or none, enough noise, and the figures beside epsilon."""
     secure, releases = cert.get("secure"), [r for g in cert["groups"] for r in g["releases"]]
     discrete = events.DiscreteGaussian.name
     marks = [r.get("mechanism") == discrete for r in releases] + [float(q.get("step", 0)) > 0 for q in cert["queries"]]
     if any(mark != bool(secure) for mark in marks):
-        problems.append("sums of integers are marked in one place and not in another")
+        problems.append("some fields describe sums of integers and others do not")
         return
-    seen = [listed(group["releases"]) for group in cert["groups"]]
+    by_group = [listed(group["releases"]) for group in cert["groups"]]
     adjacency = Adjacency(cert["adjacency"])
-    if float(cert["guess"]) < max(events.guess(each, adjacency) for each in seen) * (1 - 1e-6):
-        problems.append(f"a bet won at {cert['guess']:.4g} does not follow from the releases")
+    if float(cert["guess"]) < max(events.guess(releases, adjacency) for releases in by_group) * (1 - 1e-6):
+        problems.append(f"the chance {cert['guess']:.4g} of a right guess does not follow from the releases")
     if not secure:
         return
     if cert["trust"] != Trust.SECURE_AGGREGATION:
-        problems.append(f"integers are added up under secure-aggregation, not under {cert['trust']}")
+        problems.append(f"integers need the trust model secure-aggregation, not {cert['trust']}")
     more = math.sqrt((int(cert["clients"]) - int(secure["dropouts"])) / int(secure["honest"]))
-    alone = [[{**r, "std": more * float(r["std"])} for r in g["releases"]] for g in cert["groups"]]
-    against_server = max(_epsilons(each, (float(cert["delta"]),), adjacency)[0] for each in alone)
+    without_colluders = [[{**r, "std": more * float(r["std"])} for r in g["releases"]] for g in cert["groups"]]
+    against_server = max(_epsilons(each, (float(cert["delta"]),), adjacency)[0] for each in without_colluders)
     _compare("epsilon against the server alone", _limitless(secure["epsilon_server"]), against_server, problems)
     for query in cert["queries"]:
         name, step = query["query"], float(query["step"])
         least = min(_span(g["own_std"][name])[0] * _span(g["influence"][name])[0] for g in cert["groups"])
         if not (least / step) ** 2 >= LEAST_STEP_VARIANCE * (1 - 1e-6):
-            problems.append(f"{name}: noise of {least / step:.3g} steps is too coarse for its account")
+            problems.append(f"{name}: noise of {least / step:.3g} steps is too small for its account")
 
 
 def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: float) -> float:
-    """Of integers: randomly rounded, a change of s steps in d numbers is at most this long, but for 2^-80."""
+    """The sensitivity after random rounding to integers; the bound fails with chance at most 2^-80."""
     secure, step = cert.get("secure"), float(query.get("step", 0.0))
     if secure is None:
         return moved
     if not step > 0 or any(
         r.get("mechanism") != events.DiscreteGaussian.name for g in cert["groups"] for r in g["releases"]
     ):
-        raise SordinoError("certificate: sums of integers need their step, and releases marked so.")
+        raise SordinoError("certificate: sums of integers need a step above 0 and the mechanism discrete-gaussian.")
     return step * discrete_gaussian.rounded(moved / step, int(secure["dimension"]))
 
 
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
-    """Where every client pays for every round, the stages' rounds add up to the run's."""
+    """If every client pays for every round, check that the rounds of the stages add up to those of the run."""
     hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.USER
     if not (hidden or cert["sampler"]["clients"] == FULL) or any(q["stream"] for q in cert["queries"]):
         return
@@ -323,7 +332,9 @@ def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             joint = int(query["joint"]) if float(r["rate"]) < 1 else 1
             rounds[r["query"].split(".")[0]] = int(r["times"]) * joint // int(query["calls"])
         if sum(rounds.values()) != int(cert["rounds"]):
-            problems.append(f"clients {group['clients']}: they paid for {sum(rounds.values())} rounds")
+            problems.append(
+                f"clients {group['clients']}: they paid for {sum(rounds.values())} rounds of {cert['rounds']}"
+            )
 
 
 def _check_rate(
@@ -334,8 +345,8 @@ def _check_rate(
     release: Mapping[str, Any],
     problems: list[str],
 ) -> None:
-    """A rate below 1 is that of the sampler that ran, for the smallest client of the group, and in a place where
-    sampling hides something."""
+    """Check a rate below 1: it must be the rate of the sampler for the smallest client of the group, and sampling must
+    give privacy at all."""
     rate, sampler, unit = float(release["rate"]), str(release["sampler"]), Unit(cert["unit"])
     if rate == 1:
         return
@@ -346,13 +357,13 @@ def _check_rate(
         least, ran = float(cert["cohort"]) / int(cert["clients"]), cert["sampler"]["clients"].partition(":")[0]
     else:
         problems.append(
-            f"{name}: sampling hides nothing of it at {unit} level under {cert['trust']}, yet it is claimed"
+            f"{name}: a rate below 1 is claimed, but sampling gives no privacy at {unit} level under {cert['trust']}"
         )
         return
     if sampler != ran:
-        problems.append(f"{name}: accounted for as {sampler} sampling, but {ran} sampling ran")
+        problems.append(f"{name}: the account is for {sampler} sampling, but the run used {ran} sampling")
     if rate < least * (1 - 1e-9):
-        problems.append(f"{name}: a rate of {rate:.6g} is claimed, the sampler draws at {least:.6g}")
+        problems.append(f"{name}: a rate of {rate:.6g} is claimed, but the sampler draws at {least:.6g}")
 
 
 def _mu(releases: Sequence[Mapping[str, Any]]) -> float:
@@ -367,7 +378,7 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
             problems.append(f"clients {group['clients']}: mu {group['mu']} does not follow from the releases")
     worst = max(groups, key=lambda group: _limitless(group["epsilon"]))
     if not _near(_limitless(cert["mu"]), _mu(worst["releases"])):
-        problems.append(f"mu {cert['mu']} is not that of the client worst off")
+        problems.append(f"mu {cert['mu']} is not the mu of the worst client")
     if not cert["assumes"] or not cert["numerics"]:
         problems.append("the assumptions are missing")
     if sum(int(g["count"]) for g in groups) != int(cert["clients"]):
@@ -376,13 +387,13 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
     if cert["records"] is not None:
         low, high = (sum(int(g["count"]) * size[k] for g, size in zip(groups, sizes, strict=True)) for k in (0, 1))
         if not low <= int(cert["records"]) <= high:
-            problems.append(f"{cert['records']} records are claimed, the groups hold {low} to {high}")
+            problems.append(f"{cert['records']} records are claimed, but the groups have {low} to {high}")
     if float(cert["clip"]) != float(first["clip"]):
-        problems.append(f"clip {cert['clip']:g} is claimed, the first query has {first['clip']:g}")
+        problems.append(f"clip {cert['clip']:g} is claimed, but the first query has {first['clip']:g}")
     spans = [_span(g["own_std"][first["query"]]) for g in groups]
     most = max(high for _, high in spans) / float(first["clip"])
     if not _near(float(cert["client_noise"]), most):
-        problems.append(f"client noise {cert['client_noise']:.6g} is claimed, the groups have {most:.6g}")
+        problems.append(f"client noise {cert['client_noise']:.6g} is claimed, but the groups have {most:.6g}")
     low, high = (
         math.sqrt(
             _senders(cert, first)
@@ -393,22 +404,24 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
         for k in (0, 1)
     )
     if not low * (1 - 1e-6) <= float(cert["noise"]) <= high * (1 + 1e-6):
-        problems.append(f"noise {cert['noise']:.6g} is claimed, the groups have {high:.6g}")
+        problems.append(f"noise {cert['noise']:.6g} is claimed, but the groups have {high:.6g}")
 
 
 def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
-    """Clients whose noise a round adds up: a common stream has all of them."""
+    """The number of clients whose noise a round adds up; all clients for a common stream."""
     if secure := cert.get("secure"):
         honest = int(cert["clients"]) - int(secure["dropouts"]) - int(secure["colluders"])
         if honest != int(secure["honest"]) or honest < 2 or min(secure["dropouts"], secure["colluders"]) < 0:
-            raise SordinoError("certificate: the sites whose noise is counted on do not follow from the others.")
+            raise SordinoError(
+                "certificate: the number of honest sites does not follow from clients, dropouts and colluders."
+            )
         return float(honest)
     common = query.get("carried", query["stream"]) and cert["trust"] != Trust.UNTRUSTED_SERVER
     return float(cert["clients"] if common else cert["cohort"])
 
 
 def _assumed_sensitivities(cert: Mapping[str, Any]) -> list[str]:
-    """Sensitivities that do not follow from a clip."""
+    """The sensitivities that do not follow from a clip, which this check takes from the certificate."""
     why = {q["query"]: "a schedule" if q["stream"] else q["bound"].removeprefix("by ") for q in cert["queries"]}
     return [
         f"the sensitivity of query {name}, which follows from {source}"
@@ -429,12 +442,12 @@ def _near(a: float, b: float) -> bool:
 def _check_claims(cert: Mapping[str, Any], claimed: float, problems: list[str]) -> None:
     if cert["certified"] and (cert["reasons"] or cert["noise_source"] != "secure" or not math.isfinite(claimed)):
         problems.append(
-            "it says certified, yet its noise is not secret, its epsilon is infinite, or it names reasons why not"
+            "it says certified, but its noise is not secret, its epsilon is infinite, or it names reasons why not"
         )
     if not cert["certified"] and not cert["reasons"]:
-        problems.append("it says not certified and gives no reason")
+        problems.append("it says not certified but gives no reason")
 
 
 def _limitless(value: Any) -> float:
-    """The number behind a null."""
+    """The number; null stands for infinity."""
     return math.inf if value is None else float(value)

@@ -25,6 +25,10 @@ class CorrelatedGaussian(Mechanism):
     def carried(self) -> bool:
         return not self.factors.separate
 
+    @property
+    def most_rounds(self) -> float:
+        return len(self.factors.decoder)
+
     def over(self, rounds: int) -> Noise:
         """The same factors, checked: each release is a function of what is known by then, and all is accounted for."""
         factors = self.factors
@@ -39,6 +43,9 @@ class CorrelatedGaussian(Mechanism):
         if np.triu(uses @ holds, 1).any():
             raise SordinoError("noise: a release uses noise of rounds that come after it; make the factors causal.")
         return factors
+
+    def mixing(self, rounds: int) -> np.ndarray:
+        return self.factors.decoder[:rounds]
 
     def sensitivity_factor(self, rounds: np.ndarray) -> float:
         return self.factors.sensitivity(rounds)

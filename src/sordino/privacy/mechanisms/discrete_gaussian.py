@@ -1,25 +1,25 @@
-"""Integer noise under secure aggregation, paid for as concentrated DP.
+"""Integer noise under secure aggregation, accounted for as concentrated DP.
 
 Client i holds a real vector u (its clipped sum times a public scale) and sends, modulo 2^32,
 
-    floor(u + ξ) + x,      ξ uniform in [0, 1)^d,      x of d independent discrete Gaussians N_Z(0, σ²),
+    floor(u + ξ) + x,      ξ uniform in [0, 1)^d,      x a vector of d independent discrete Gaussians N_Z(0, σ²).
 
-of which the server learns the sum over clients. P[x = k] is proportional to exp(-k²/2σ²), for integers k. Nothing here
-is a rounded real number.
+The server learns the sum over clients. P[x = k] is proportional to exp(-k²/2σ²) for integers k. No real number is
+rounded to get the noise.
 
-`rounded` bounds what a neighbour moves in the integers; `accounting/concentrated.py` has the account of the noise
-(Canonne, Kamath, Steinke 2020; Kairouz, Liu, Steinke 2021). The sum modulo 2^32, noise beyond the `terms` that
-are counted, and what the server does next come after the release, and cost nothing.
+`rounded` bounds how far a neighbour moves the integers. `accounting/concentrated.py` has the account of the noise
+(Canonne, Kamath, Steinke 2020; Kairouz, Liu, Steinke 2021). The reduction modulo 2^32, noise beyond the counted `terms`
+and the server's further steps are post-processing, and cost nothing.
 
-**What may fail.** The bound of `rounded` fails with probability 2^-80 at most, over a dither that is drawn without a
-look at the data. For one pair of neighbours and one past, call such dithers bad, and think of a run that stops, and
-says only that, at a bad one: it is concentrated DP as accounted, its answers are those of the real run where it does
-not stop, and so P[real run in S] <= P[a dither is bad] + P[thought run in S] <= k 2^-80 + e^ε P'[real run in S] + δ
-after k releases. The failure enters once, and without a factor of e^ε.
+**What may fail.** The bound of `rounded` fails with probability at most 2^-80 over the dither, which is drawn
+independently of the data. Fix a pair of neighbours and a past, and call dithers at which the bound fails bad. Consider
+a modified run that stops at a bad dither and reveals only this. It is concentrated DP as accounted, and it equals the
+real run if it does not stop. So P[real run in S] <= P[a dither is bad] + P[modified run in S] <= k 2^-80 + e^ε P'[real
+run in S] + δ after k releases. The failure probability enters once, without a factor of e^ε.
 
-A sampler within η of its law in total variation would enter as (1 + e^ε) η, for both neighbours have it: no η would do
-for every ε. `draw` is therefore exact, and adds nothing but the assumption that its words are random. `FAILURE` leaves
-the dither 2^16 times what it needs.
+A sampler whose law has a total variation error η would add (1 + e^ε) η, because both neighbours have the error. No η is
+small enough for every ε. `draw` is therefore exact; it only assumes that its words are random. `FAILURE` allows the
+dither 2^16 times what it needs.
 """
 
 from __future__ import annotations
@@ -48,22 +48,33 @@ _DITHER = 80 * math.log(2)  # log(1 / probability that `rounded` fails)
 
 
 def rounded(sensitivity: float, dimension: int) -> float:
-    """L2 distance of floor(u + ξ) and floor(u' + ξ) for any |u - u'| <= sensitivity, but for 2^-80 of all ξ.
+    """A bound on the L2 distance of floor(u + ξ) and floor(u' + ξ) for all |u - u'| <= sensitivity.
 
-    One ξ may be used for both, and may be told to everyone: it is drawn without a look at the data, and given ξ, the
-    release is the noise's affair alone.
+    The bound holds for all ξ except a share of 2^-80. Both neighbours may use the same ξ, and ξ may be public, because
+    it is drawn independently of the data. Given ξ, only the noise protects the release.
 
-    With v = u - u', f = floor(v_j) and p = v_j - f, the difference in coordinate j is f + B, B = 1 with probability p:
-    for floor(w + v_j) is that where w, the fraction of u'_j + ξ_j, is uniform. Its square f² + (2f + 1) B has mean
-    v_j² + p(1 - p), and lies in an interval of length |2f + 1|; coordinates are independent, and Hoeffding says
+    Let v = u - u', f = floor(v_j) and p = v_j - f. The difference in coordinate j is f + B, where B = 1 with
+    probability p, because it is floor(w + v_j) with w, the fractional part of u'_j + ξ_j, uniform. Its square f² + (2f
+    + 1) B has mean v_j² + p(1 - p) and lies in an interval of length |2f + 1|. Coordinates are independent, so by
+    Hoeffding
 
         |difference|² <= |v|² + Σ p(1 - p) + sqrt(2 log 2^80) (Σ (f + 1/2)²)^(1/2),
 
-    where p(1 - p) <= min(1/4, |v_j|) and |f + 1/2| <= |v_j| + 1/2 (Kairouz, Liu, Steinke 2021, Proposition 22, but for
-    the |v_j|). Never is it more than |v| + sqrt(d), a coordinate moving by less than 1 from v_j.
+    where p(1 - p) <= min(1/4, |v_j|) and |f + 1/2| <= |v_j| + 1/2 (Kairouz, Liu, Steinke 2021, Proposition 22, which
+    has no |v_j|). The distance never exceeds |v| + sqrt(d), because each coordinate differs from v_j by less than 1.
 
-    A ξ of float64, as sources give, sits at the middles of a grid of 2^-52: `encode` is then exact for a u snapped to
-    that grid, less than 2^-52 away, and the lemma holds to the letter for v moved by 2^-51 in each coordinate.
+    Sources give ξ as float64 at the midpoints of a grid of 2^-52. `encode` is then exact for a u that is moved to that
+    grid, by less than 2^-52, and the lemma holds exactly for v moved by 2^-51 in each coordinate.
+
+    Args:
+      sensitivity: bound on |u - u'|, in steps.
+      dimension: number of coordinates.
+
+    Returns:
+      The bound on the distance, in steps.
+
+    Raises:
+      SordinoError: an argument is out of its range.
     """
     check(sensitivity=sensitivity, dimension=dimension)
     return _rounded(sensitivity + 2.0**-51 * math.sqrt(dimension), dimension, _DITHER) if sensitivity else 0.0
@@ -81,12 +92,21 @@ def _rounded(s: float, dimension: int, nats: float) -> float:
 
 
 def wraps(largest: float, variance: float, terms: int, dimension: int) -> float:
-    """Probability, at most, that a coordinate leaves [-2^31, 2^31): of a sum whose integers are within ±largest before
-    noise (dither moves a client's by less than 1), under `terms` discrete Gaussians: of all, not of the honest alone.
+    """An upper bound on the probability that a coordinate of the sum leaves [-2^31, 2^31) and wraps around.
 
-    A discrete Gaussian is sub-Gaussian (Canonne, Kamath, Steinke 2020): E e^tx is e^(t²σ²/2) times Σ exp(-(k - c)²/2σ²)
-    over Σ exp(-k²/2σ²) for c = tσ², and such a sum is largest for whole c, its Fourier series having no negative
-    coefficient. So is a sum of them; then Chernoff, both sides, and every coordinate. A wrap harms accuracy alone.
+    A discrete Gaussian is sub-Gaussian (Canonne, Kamath, Steinke 2020): with c = tσ², E e^tx is e^(t²σ²/2) times the
+    ratio of Σ exp(-(k - c)²/2σ²) and Σ exp(-k²/2σ²). Such a sum is largest for integer c, because its Fourier series
+    has no negative coefficient. So a sum of discrete Gaussians is sub-Gaussian too. Chernoff's bound for both sides and
+    all coordinates gives the result. A wrap reduces accuracy but not privacy.
+
+    Args:
+      largest: bound on |integer| of the sum before noise; the dither moves each client's by less than 1.
+      variance: of one discrete Gaussian, in steps.
+      terms: number of discrete Gaussians in the sum; all of them, not only those of honest clients.
+      dimension: number of coordinates.
+
+    Returns:
+      The bound.
     """
     check(largest=largest, variance=variance, terms=terms, dimension=dimension)
     room = MODULUS / 2 - largest
@@ -97,67 +117,90 @@ def wraps(largest: float, variance: float, terms: int, dimension: int) -> float:
 
 
 def encode(values: Floats, scale: float, dither: Floats) -> IntegerArray:
-    """floor(values * scale + dither), the sum never rounded: the fraction is compared with the dither.
+    """floor(values * scale + dither) without rounding the sum: the fractional part is compared with the dither.
 
-    A scale that is a power of two multiplies without error. With any other, products are off by 2^-53 of themselves,
-    which belongs to the sensitivity of the values, as the rounding of their sum does.
+    Multiplication by a power of two is exact. For other scales a product has a relative error of 2^-53, which belongs
+    to the sensitivity of the values, like the rounding of their sum.
+
+    Args:
+      values: real numbers.
+      scale: integer steps per unit.
+      dither: one number in [0, 1) per value.
+
+    Returns:
+      Integers.
+
+    Raises:
+      SordinoError: values are not finite or too large, or the scale or dither is out of its range.
     """
     if not (0 < scale < math.inf):
         raise SordinoError(f"scale: {scale} must be positive and finite.")
     if not bool(np.isfinite(values).all()):
         raise SordinoError("values: not all are finite; clip them, or lower the learning rate.")
     if values.shape != dither.shape or not bool(((dither >= 0) & (dither < 1)).all()):
-        raise SordinoError("dither: one number in [0, 1) for each value is needed.")
+        raise SordinoError("dither: there must be one number in [0, 1) per value.")
     x = values * scale
     if not bool((np.abs(x) < MODULUS / 2).all()):
-        raise SordinoError(f"scale: {scale} takes values beyond 2**31, where they wrap; choose a smaller one.")
+        raise SordinoError(f"scale: {scale} makes values exceed 2**31, where they wrap around; choose a smaller scale.")
     whole = np.floor(x)
     return np.asarray(whole.astype(np.int64) + (dither >= 1.0 - (x - whole)), dtype=np.int64)
 
 
 def modular(values: IntegerArray) -> NDArray[np.uint32]:
-    """Modulo 2^32."""
+    """The integers modulo 2^32."""
     return (values & (MODULUS - 1)).astype(np.uint32)
 
 
 def decode(total: NDArray[np.uint32], scale: float) -> Floats:
-    """The number in [-2^31, 2^31) that is meant, on the scale of the values."""
+    """The real values of sums modulo 2^32, read as integers in [-2^31, 2^31)."""
     if total.dtype != np.uint32:
-        raise SordinoError(f"total: {total.dtype} given; sums modulo 2**32 are uint32 (`modular` makes them).")
+        raise SordinoError(f"total: its dtype is {total.dtype}, but sums modulo 2**32 are uint32; use `modular`.")
     return np.asarray(total.view(np.int32) / scale, dtype=np.float64)
 
 
 # ------------------------------------------------------------------------------------------------------------ noise
 
-_CHUNK = 1 << 13  # proposals at a time: their buffers stay in cache
-_CELL_BITS = 63  # of the first word, for the cell; the last one is the sign
-_MARGIN = 2.0**-36  # acceptance nearer than this is decided in integers
+_CHUNK = 1 << 13  # proposals per batch, so that their buffers stay in cache
+_CELL_BITS = 63  # of the first word choose the cell; the last bit is the sign
+_MARGIN = 2.0**-36  # an acceptance closer than this is decided in integers
 
 
 class ProposalTable(NamedTuple):
-    """|k| = cell · 2^shift + rest."""
+    """The table for proposals |k| = cell · 2^shift + rest."""
 
     variance: float
     shift: int
-    edges: Words  # of the cells, in 2^-63
+    edges: Words  # cumulative probabilities of the cells, in units of 2^-63
 
 
 def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -> IntegerArray:
-    """Independent discrete Gaussians, P[k] ~ exp(-k²/2 variance), exactly, if the source's words are uniform.
+    """Draw independent discrete Gaussians with exactly P[k] ~ exp(-k²/2 variance), if the source's words are uniform.
 
-    |k| is proposed as cell · t + rest for t = 2^shift: a cell a with probability ~ exp(-(at)²/2v), from the first
-    word's 63 bits by inversion; a sign, its last bit; a rest below t, from the second word's first bits. It is accepted
-    with probability exp(-((at + rest)² - (at)²)/2v), by the second word's other bits, and -0 never: what remains has
-    the law. t is 1 up to σ = 64, and 32 to 64 of it are a σ above: at most 2 % is rejected there, and a table has some
-    600 cells.
+    With t = 2^shift, a proposal is |k| = a t + rest. The first 63 bits of the first word choose the cell a with
+    probability ~ exp(-(at)²/2v), by inversion. The last bit is the sign. The first bits of the second word choose the
+    rest below t. The other bits of the second word accept the proposal with probability
+    exp(-((at + rest)² - (at)²)/2v). -0 is never accepted. Accepted proposals have the right law. t is 1 up to σ = 64;
+    above, σ is 32 t to 64 t. Then at most 2 % is rejected, and the table has about 600 cells.
 
-    Words are the leading bits of uniforms that go on. Nearly always they decide; where they do not (a word on the edge
-    of a cell, 2^-53 of all; an acceptance that float64 leaves open, 2^-35, its exp trusted to 2^-40, a thousand times
-    its error), the words that follow in the stream are read as further bits, and compared with edges and exponentials
-    in integers of as many bits as it takes, their errors bounded: no probability is rounded anywhere.
+    Words are the leading bits of infinitely long uniforms. Nearly always they decide. Two cases stay open: a word on
+    the edge of a cell (chance 2^-53), and an acceptance that float64 cannot decide (chance 2^-35; exp is trusted to
+    2^-40, a thousand times its error). Then the next words of the stream serve as further bits. They are compared with
+    edges and exponentials in integers of as many bits as needed, with bounded errors. So no probability is rounded.
 
-    The stream is read in order, so a longer draw begins with the shorter. How long it takes depends on what is drawn;
-    against someone who can time it nothing is claimed.
+    The stream is read in order, so a longer draw starts with the shorter one. The time depends on what is drawn;
+    nothing is claimed against an adversary who can measure it.
+
+    Args:
+      source: the source of random words.
+      at: the address of the draw.
+      variance: σ², in steps.
+      shape: of the result.
+
+    Returns:
+      Integers.
+
+    Raises:
+      SordinoError: the variance is out of its range.
     """
     check(variance=variance)
     size = math.prod(shape)
@@ -166,29 +209,29 @@ def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -
         return np.zeros(shape, dtype=np.int64)
     law = _law(variance)
     width = 2 if law.shift else 1
-    missed = 0.02 if law.shift else float(law.edges[0]) * 2.0**-64
-    words = source.words(at, width * (int(size / (1 - missed) * 1.005) + 64))
+    rejected = 0.02 if law.shift else float(law.edges[0]) * 2.0**-64
+    words = source.words(at, width * (int(size / (1 - rejected) * 1.005) + 64))
     out = np.empty(size, dtype=np.int64)
     filled = position = 0
     while filled < size:
         ahead = min(_CHUNK, int((size - filled) * 1.03) + 64)
         words = _reach(source, at, words, position + width * ahead)
         proposals = words[position : position + width * ahead].reshape(ahead, width)
-        values, accepted, open_ = _propose(law, proposals)
-        decided = int(open_.argmax()) if open_.any() else ahead
-        kept = values[:decided][accepted[:decided]][: size - filled]
-        out[filled : filled + kept.size] = kept
-        filled += kept.size
+        values, accepted, undecided = _propose(law, proposals)
+        decided = int(undecided.argmax()) if undecided.any() else ahead
+        drawn = values[:decided][accepted[:decided]][: size - filled]
+        out[filled : filled + drawn.size] = drawn
+        filled += drawn.size
         position += width * decided
         if decided < ahead and filled < size:
 
-            def more() -> int:
+            def next_word() -> int:
                 nonlocal words, position
                 words = _reach(source, at, words, position + 1)
                 position += 1
                 return int(words[position - 1])
 
-            value = _decide(law, more)
+            value = _decide(law, next_word)
             if value is not None:
                 out[filled] = value
                 filled += 1
@@ -196,15 +239,16 @@ def draw(source: Source, at: Address, variance: float, shape: tuple[int, ...]) -
 
 
 def _reach(source: Source, at: Address, words: Words, end: int) -> Words:
+    """At least `end` words of the stream."""
     return words if end <= words.size else source.words(at, max(end, words.size + words.size // 8))
 
 
 def _propose(law: ProposalTable, words: Words) -> tuple[IntegerArray, NDArray[np.bool_], NDArray[np.bool_]]:
-    """Values, whether they are accepted, and where that or the value is open."""
+    """Values, whether they are accepted, and which proposals these words do not decide."""
     first = words[:, 0]
     bits = first >> np.uint64(1)
     cell = np.searchsorted(law.edges, bits)
-    open_ = law.edges[cell] == bits
+    undecided = law.edges[cell] == bits
     value = cell.astype(np.int64, copy=False)
     negative = (first & np.uint64(1)).astype(bool)
     if law.shift == 0:
@@ -221,19 +265,19 @@ def _propose(law: ProposalTable, words: Words) -> tuple[IntegerArray, NDArray[np
         exponent *= -0.5 / law.variance
         margin = np.exp(exponent, out=exponent) - uniform
         accepted = (margin > 0) & ~(negative & (value == 0))
-        open_ |= np.abs(margin) < _MARGIN
+        undecided |= np.abs(margin) < _MARGIN
     np.negative(value, out=value, where=negative)
-    return value, accepted, open_
+    return value, accepted, undecided
 
 
-def _decide(law: ProposalTable, more: Callable[[], int]) -> int | None:
-    """One proposal, word by word, in integers; None where it is rejected."""
-    word = more()
-    second = more() if law.shift else 0
+def _decide(law: ProposalTable, next_word: Callable[[], int]) -> int | None:
+    """Decide one proposal in integers, word by word; None if it is rejected."""
+    word = next_word()
+    second = next_word() if law.shift else 0
     bits, u, negative = _CELL_BITS, word >> 1, bool(word & 1)
     edges: Any = _edges(law.variance, law.shift, bits)
     while edges[cell := bisect_left(edges, u)] == u:
-        bits, u = bits + 64, u << 64 | more()
+        bits, u = bits + 64, u << 64 | next_word()
         edges = _edges(law.variance, law.shift, bits)
     start, bits = cell << law.shift, 64 - law.shift
     rest, u = second >> bits, second & ((1 << bits) - 1)
@@ -241,7 +285,7 @@ def _decide(law: ProposalTable, more: Callable[[], int]) -> int | None:
         numerator, denominator = (2.0 * law.variance).as_integer_ratio()
         above = (2 * start + rest) * rest * denominator
         while (low := _exp(above, numerator, bits)) - 1 < u < low + 2:  # u/2^bits < e^-x if u + 1 <= low
-            bits, u = bits + 64, u << 64 | more()
+            bits, u = bits + 64, u << 64 | next_word()
         if u >= low + 2:
             return None
     value = start + rest
@@ -256,11 +300,14 @@ def _law(variance: float) -> ProposalTable:
 
 @lru_cache(maxsize=64)
 def _edges(variance: float, shift: int, bits: int) -> tuple[int, ...]:
-    """floor(2^bits P[cell <= a]) for a = 0, 1, ... up to the first that is 2^bits - 1, for weights q^(a²),
-    q = exp(-4^shift/2v). Beyond that one are cells too: a word of ones alone is open, like any on an edge.
+    """floor(2^bits P[cell <= a]) for a = 0, 1, ... up to the first value 2^bits - 1.
 
-    Fixed-point numbers below their true values, by at most the errors carried along: of a product of numbers up to 1,
-    the sum of both errors and 1. If an error could change an edge, there are too few guard bits.
+    The weights are q^(a²) with q = exp(-4^shift/2v). There are more cells beyond the last one: a word of ones only is
+    undecided, like every word on an edge.
+
+    Fixed-point numbers lie below their true values, by at most the errors that are carried along. The error of a
+    product of numbers up to 1 is at most the sum of both errors plus 1. If an error could change an edge, the guard
+    bits are doubled.
     """
     numerator, denominator = (2.0 * variance).as_integer_ratio()
     guard = 64
@@ -277,7 +324,7 @@ def _edges(variance: float, shift: int, bits: int) -> tuple[int, ...]:
             sums.append((total, total_error))
             weight, weight_error = weight * step >> places, weight_error + step_error + 1
             step, step_error = step * square >> places, step_error + 5 + 1
-        # What is left is below the geometric series of its first two terms.
+        # The remaining weights sum to less than a geometric series with the same first two terms.
         total_error += (weight_error << places) // (one - step - step_error) + 1
         last = (1 << bits) - 1
         low = [(s << bits) // (total + total_error) for s, _ in sums]
@@ -289,14 +336,15 @@ def _edges(variance: float, shift: int, bits: int) -> tuple[int, ...]:
 
 
 def _exp(numerator: int, denominator: int, places: int) -> int:
-    """n with n <= 2^places exp(-numerator/denominator) <= n + 2.
+    """An integer n with n <= 2^places exp(-numerator/denominator) <= n + 2.
 
-    exp(-x) is exp(-x/2^halvings)^(2^halvings) for x/2^halvings < 1/2, by Taylor's alternating series. A term is off by
-    3 units at most (by induction: half the error before, and roundings), there are fewer than `work`, and a squaring
-    doubles the error and adds 1: less than 4 work 2^halvings + 2^halvings in all, which the extra places hold.
+    exp(-x) = exp(-x/2^halvings)^(2^halvings), and x/2^halvings < 1/2 enters Taylor's alternating series. The error of a
+    term is at most 3 units (by induction: half the previous error, plus rounding). There are fewer than `work` terms,
+    and a squaring doubles the error and adds 1. The total error is less than 4 work 2^halvings + 2^halvings, which the
+    extra places absorb.
     """
     if numerator == 0:
-        return (1 << places) - 1  # <= 2^places, as promised
+        return (1 << places) - 1  # <= 2^places
     halvings = max(0, numerator.bit_length() - denominator.bit_length() + 2)
     if halvings > places.bit_length() + 2:
         return 0  # x > 2^(halvings - 3) >= places > log(2^places)

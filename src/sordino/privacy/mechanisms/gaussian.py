@@ -4,8 +4,8 @@
 
     grid * round((value + ideal noise) / grid)
 
-with the sum and the rounding as in real arithmetic: in float64 where the error bounds decide the rounding, and by
-`Exact.bounds` where they do not. A release is therefore the Gaussian mechanism of real arithmetic, rounded to a public
+with the sum and the rounding as in real arithmetic: in float64 if the error bounds decide the rounding, and by
+`Exact.bounds` otherwise. A release is therefore the Gaussian mechanism of real arithmetic, rounded to a public
 grid. Rounding is post-processing: the account of the Gaussian mechanism holds unchanged, with no truncated tail and no
 condition on low bits.
 
@@ -43,11 +43,11 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """Noise as it was computed, a bound on its error, and the ideal noise.
+    """Computed noise, a bound on its error, and the ideal noise.
 
     The ideal noise of (flat) number i is the sum of `terms(i)`; `error`, broadcast, bounds its distance from `z`.
-    Always error >= ERROR |z|, so that one rounding in float64, an error of at most 2^-53 |z|, adds less than 2^-12 of
-    `error` to it: that is how the methods below keep the bound. `terms` is None where the source is not private.
+    Always error >= ERROR |z|. So one rounding in float64, an error of at most 2^-53 |z|, adds less than 2^-12 of
+    `error`; the methods below use this to keep the bound. `terms` is None if the source is not private.
     """
 
     z: Tensor
@@ -56,7 +56,7 @@ class Draw:
 
     @classmethod
     def plain(cls, z: Tensor) -> Draw:
-        """Noise that keeps no secret."""
+        """Noise of a source that is not private."""
         return cls(z, z.new_zeros((1,) * z.dim()), None)
 
     def to(self, device: torch.device | str) -> Draw:
@@ -107,9 +107,9 @@ class Draw:
 
 
 def draw(source: Source, parts: Sequence[tuple[float, Address]], shape: tuple[int, ...]) -> Draw:
-    """The sum of coefficient * normal(address), as for correlated noise; [(1.0, at)] is one normal per number."""
+    """The sum of coefficient * normal(address), as correlated noise needs it; [(1.0, at)] is one normal per number."""
     if source.private and not is_exact(source):
-        raise SordinoError(f"source: {source!r} is private and has no `bounds`; pass one that has, such as Secure().")
+        raise SordinoError(f"source: {source!r} is private but has no `bounds`; use one that has, such as Secure().")
     parts = [(float(coefficient), at) for coefficient, at in parts]
     z, error = np.zeros(shape), 0.0
     for coefficient, at in parts:
@@ -127,16 +127,16 @@ def draw(source: Source, parts: Sequence[tuple[float, Address]], shape: tuple[in
     def terms(i: int) -> list[Term]:
         return [Term(Fraction(coefficient), exact, at, i) for coefficient, at in parts]
 
-    # |N| is up to 1 + ERROR times `furthest`; a product and as many additions as there are parts round once each.
+    # |N| is at most 1 + ERROR times `furthest`. One product and one addition per part are rounded.
     error *= 1 + (len(parts) + 2) * 2.0**-12
     return Draw(torch.from_numpy(z), torch.full((1,) * len(shape), error, dtype=torch.float64), terms)
 
 
 def stack(draws: Sequence[Draw]) -> Draw:
-    """Draws of one shape along a new first axis: one row per client, say."""
+    """Draws of equal shape along a new first axis, for example one row per client."""
     each = [one.terms for one in draws]
     if len({terms is None for terms in each}) > 1:
-        raise SordinoError("draws: some are of a private source and some are not; settle them apart.")
+        raise SordinoError("draws: some sources are private and some are not; settle them separately.")
     size = draws[0].z.numel()
 
     def stacked(i: int) -> list[Term]:
@@ -151,7 +151,7 @@ def stack(draws: Sequence[Draw]) -> Draw:
 
 
 def grid_of(std: Tensor | float) -> Tensor:
-    """The public grid of a release: the power of two from std / 2^15 (not reached) to std / 2^14."""
+    """The public grid of a release: the power of two above std / 2^15 and at most std / 2^14."""
     width = torch.as_tensor(std, dtype=torch.float64)
     if not bool(((width >= 2.0**-880) & (width <= 2.0**880)).all()):
         raise SordinoError(f"std: {std!r} must be a number from 2^-880 to 2^880 to give a grid.")
@@ -161,24 +161,24 @@ def grid_of(std: Tensor | float) -> Tensor:
 def settle(value: Tensor, noise: Draw, grid: Tensor | float) -> Tensor:
     """grid * round((value + ideal noise) / grid) in float64, rounded as in real arithmetic.
 
-    `value` is taken as the exact number that it is. `grid` is a public power of two and broadcasts. In float64,
-    t = (value + z) / grid is off by at most error / grid + 2^-53 |t|. Where this leaves the rounding open, which is
-    where t lies as close as that to the middle of two integers, the sum is computed exactly. About one number in 2^22
-    is open where the grid is `grid_of(std)` and value is of the size of the noise.
+    `value` counts as an exact number. `grid` is a public power of two and broadcasts. In float64 the error of t =
+    (value + z) / grid is at most error / grid + 2^-53 |t|. If t is closer than that to the middle of two integers, the
+    rounding is not decided, and the sum is computed exactly. With the grid `grid_of(std)` and a value of the size of
+    the noise, this happens for about one number in 2^22.
     """
     if value.shape != noise.z.shape:
-        raise SordinoError(f"noise: of shape {tuple(noise.z.shape)}, and value has {tuple(value.shape)}.")
+        raise SordinoError(f"noise: its shape is {tuple(noise.z.shape)}, but value has {tuple(value.shape)}.")
     step = torch.as_tensor(grid, dtype=torch.float64, device=value.device)
     if not bool(((torch.frexp(step).mantissa == 0.5) & (step >= 2.0**-900) & (step <= 2.0**900)).all()):
-        raise SordinoError(f"grid: {grid!r} must be a power of two from 2^-900 to 2^900; grid_of(std) is.")
+        raise SordinoError(f"grid: {grid!r} must be a power of two from 2^-900 to 2^900; use grid_of(std).")
     noise = noise.to(value.device)
     t = (value.double() + noise.z).div_(step)
     points = t.round()
     size = points.abs()
-    if points.numel() and not float(size.amax()) < _FAR:  # also where one is not a number
-        raise SordinoError(f"value: not finite, or beyond {_FAR:g} grid points; clip it, or take a coarser grid.")
+    if points.numel() and not float(size.amax()) < _FAR:  # also if one is NaN
+        raise SordinoError(f"value: it is not finite, or exceeds {_FAR:g} grid points; clip it, or use a coarser grid.")
     if noise.terms is not None and points.numel():
-        # |t| <= size + 1/2. The factor 1.001 and 2^-51 are for the roundings of these lines themselves.
+        # |t| <= size + 1/2. The factor 1.001 and 2^-51 cover the rounding of these lines themselves.
         reach = t.sub_(points).abs_().add_(size, alpha=2.0**-52).add_(noise.error / step * 1.001)
         middle = 0.5 - 2.0**-51
         if float(reach.amax()) >= middle:
@@ -190,8 +190,8 @@ def settle(value: Tensor, noise: Draw, grid: Tensor | float) -> Tensor:
 
 
 def _round_exactly(value: float, terms: Sequence[Term], grid: float) -> int:
-    """round((value + sum of the terms) / grid), by intervals that are narrowed until both ends agree."""
-    factors: dict[tuple[Exact, Address, int], Fraction] = {}  # the same normal may come twice
+    """round((value + sum of the terms) / grid), from intervals that are narrowed until both ends agree."""
+    factors: dict[tuple[Exact, Address, int], Fraction] = {}  # the same normal may occur twice
     for term in terms:
         normal = (term.source, term.at, term.element)
         factors[normal] = factors.get(normal, Fraction(0)) + term.coefficient

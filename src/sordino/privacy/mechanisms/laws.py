@@ -51,7 +51,7 @@ class DiscreteGaussianNoise(Mechanism):
         return step * self.integers.rounded(sensitivity / step)
 
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
-        raise SordinoError("integers: the reference engine adds them up; this one knows real numbers alone.")
+        raise SordinoError("integers: only the reference engine adds up integers; this engine uses real numbers.")
 
     def encode(
         self, values: Floats, steps: float, variance: float, source: Source, at: Address, dither_at: Address
@@ -97,7 +97,7 @@ def register(declared: type[Noise]) -> Callable[[MechanismClass], MechanismClass
         if declared in NOISE_LAWS:
             raise SordinoError(f"noise: {declared.__name__} has a mechanism already; declare another class.")
         if EVENTS.get(kind.event.name) is not kind.event:
-            raise SordinoError(f"noise: no account is known of {kind.event.name}; use register_event first.")
+            raise SordinoError(f"noise: there is no account of {kind.event.name}; use register_event first.")
         NOISE_LAWS[declared] = kind
         return kind
 

@@ -6,6 +6,7 @@ calibration, engines, accountant and certificate need to know of it.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import numpy as np
@@ -26,6 +27,7 @@ class Mechanism:
       event: the accounting event of one release.
       spans_rounds: all rounds of a stage are accounted for as one release.
       carried: noise of one round is used again in later ones.
+      most_rounds: the longest stage that the law can serve; inf if there is no limit.
     """
 
     name: ClassVar[str] = "gaussian"
@@ -38,6 +40,10 @@ class Mechanism:
     @property
     def carried(self) -> bool:
         return False
+
+    @property
+    def most_rounds(self) -> float:
+        return math.inf
 
     @property
     def is_plain(self) -> bool:
@@ -55,6 +61,10 @@ class Mechanism:
     def sensitivity_factor(self, rounds: np.ndarray) -> float:
         """Where the law spans rounds: by how much it multiplies the sensitivity of a unit that took part in these."""
         return 1.0
+
+    def mixing(self, rounds: int) -> np.ndarray | None:
+        """The matrix D if the releases of a stage carry noise `std * D @ z` with independent z; None for identity."""
+        return None
 
     def std(self, sensitivity: np.ndarray, mu: np.ndarray) -> np.ndarray:
         """Calibrate: the standard deviation with which a release of this sensitivity spends at most mu."""

@@ -10,15 +10,15 @@ from scipy.special import erfcx, ndtri_exp
 
 
 def approximate_quantile(tail: int, bits: int) -> float:
-    """x with Q(x) = (tail + 1/2) / 2^bits, for the normal's upper tail Q; however small, by its logarithm."""
+    """x with Q(x) = (tail + 1/2) / 2^bits for the normal's upper tail Q, computed from its logarithm."""
     return max(0.0, -float(ndtri_exp(math.log(2 * tail + 1) - (bits + 1) * math.log(2))))
 
 
 def quantile(tail: int, bits: int) -> tuple[Fraction, Fraction]:
     """Bounds on every x with tail / 2^bits <= Q(x) <= (tail + 1) / 2^bits, for the normal's upper tail Q.
 
-    Newton's method finds the middle, from scipy's float64 value and slope. Neither is trusted: the answer is what
-    `_upper_tail` proves, Q(low) >= (tail + 1) / 2^bits and Q(high) <= tail / 2^bits. Here tail >= 1.
+    Newton's method finds the middle from scipy's float64 value and slope. Neither is trusted: `_upper_tail` proves the
+    result, Q(low) >= (tail + 1) / 2^bits and Q(high) <= tail / 2^bits. Here tail >= 1.
     """
     fraction = bits + 8  # x counts 2^-fraction, and Q counts 2^-(bits + 16)
     middle = (2 * tail + 1) << 15
@@ -26,7 +26,7 @@ def quantile(tail: int, bits: int) -> tuple[Fraction, Fraction]:
     mills = int(math.sqrt(math.pi / 2) * float(erfcx(start / math.sqrt(2))) * 2**60)  # Q / density, as 2^-60
 
     def width(change: int) -> int:
-        """Of x, for this change of Q."""
+        """The change of x for this change of Q."""
         return ((change * mills) << fraction) // (middle << 60)
 
     x = int(Fraction(start) * 2**fraction)
@@ -47,7 +47,7 @@ def _upper_tail(x: int, fraction: int, bits: int) -> tuple[int, int]:
     Q(x) = 1/2 - S / sqrt(2 pi), and S is the alternating sum of a_n / (2 n + 1) with a_n = x y^n / n!, y = x^2 / 2. In
     units of 2^-scale, t is a_n rounded down. Its error grows from e to at most e y / n + 1 in step n and is therefore
     at most e^y <= 2^growth throughout. Every term adds this and 1 for its own division. The remainder of the series
-    is at most its first term, because terms fall once n > y; with t = 0 this is at most 2^growth as well.
+    is at most its first term, because terms decrease once n > y; with t = 0 this is at most 2^growth as well.
     """
     square = x * x
     growth = (3 * square >> (2 * fraction + 2)) + 1  # 3/2 > 1 / ln 2
@@ -71,7 +71,7 @@ def _root_of_two_pi(bits: int) -> tuple[int, int]:
     scale = 2 * bits
 
     def arctan(k: int) -> int:
-        """Of 1 / k, in units of 2^-scale: every term is off by less than 2, and the remainder by less than 2."""
+        """arctan(1 / k) in units of 2^-scale: the errors of every term and of the remainder are below 2."""
         t, n, total = (1 << scale) // k, 0, 0
         while t:
             total += -(t // (2 * n + 1)) if n % 2 else t // (2 * n + 1)
@@ -79,5 +79,8 @@ def _root_of_two_pi(bits: int) -> tuple[int, int]:
             t //= k * k
         return total
 
-    pi, error = 16 * arctan(5) - 4 * arctan(239), 64 * scale  # at most scale / 4.6 + 1 terms, each off by 2, 20 times
+    pi, error = (
+        16 * arctan(5) - 4 * arctan(239),
+        64 * scale,
+    )  # at most scale / 4.6 + 1 terms, with errors of 2, times 20
     return math.isqrt(2 * (pi - error)), math.isqrt(2 * (pi + error)) + 1

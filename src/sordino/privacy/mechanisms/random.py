@@ -1,22 +1,22 @@
 """Streams of randomness.
 
-Every draw has an address, (client, round, query, index), and a source is a function of addresses: the same address
-gives the same draw again (a resumed round and correlated noise need that), and two addresses never share a stream.
+Every draw has an address (client, round, query, index), and a source is a function of addresses. The same address gives
+the same draw again, which resumed rounds and correlated noise need. Two addresses never share a stream.
 
-What `Secure` protects against: someone who sees any number of draws, or knows all addresses, learns nothing about
-the others without the key. What it does not protect against: a key used for two runs gives both the same noise, which
-cancels in the difference of their releases; take a fresh key for each run. A `Seeded` stream can be recomputed, or
-guessed, by anyone who knows or tries the seed: it is for simulation and for tests, and says so (`private = False`).
+`Secure` protects against an adversary who sees any number of draws and knows all addresses: without the key they reveal
+nothing about other draws. It does not protect against a key that is used for two runs: both get the same noise, which
+cancels in the difference of their releases. So take a new key for each run. Anybody who knows or guesses the seed can
+recompute a `Seeded` stream. It is for simulations and tests (`private = False`).
 
 Element i of a `Secure` draw is the ideal normal N = Phi^-1(U) of a uniform U with infinitely many bits, of which only
 as many are read as necessary. `Secure.normal` returns a float64 approximation of N: 63 bits after the sign, and further
-bits in the tails, so that there is no largest draw. `Secure.bounds` returns an interval that contains N, proved in
-integer arithmetic (`normal_quantile`), and as narrow as wanted. `gaussian.settle` needs both.
+bits in the tails, so that there is no largest draw. `Secure.bounds` returns an interval of any width that contains N,
+proved in integer arithmetic (`normal_quantile`). `gaussian.settle` needs both.
 
-Assumptions: (1) ChaCha20 under keys derived with keyed BLAKE2b is a pseudorandom function, so that its bits cannot be
-told from uniform ones. (2) scipy's `ndtri` and `ndtri_exp` are accurate enough for `ERROR`: every number z that
-`Secure.normal` returns satisfies |z - N| <= 2^-40 max(1, |N|). The tests compare them with mpmath and find an error of
-about 2^-50.
+Assumptions: (1) ChaCha20 under keys derived with keyed BLAKE2b is a pseudorandom function, so its bits cannot be
+distinguished from uniform ones. (2) scipy's `ndtri` and `ndtri_exp` are accurate enough for `ERROR`: every number z
+that `Secure.normal` returns satisfies |z - N| <= 2^-40 max(1, |N|). The tests compare them with mpmath and find an
+error of about 2^-50.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from sordino.privacy.mechanisms.normal_quantile import approximate_quantile, qua
 Floats: TypeAlias = NDArray[np.float64]
 Words: TypeAlias = NDArray[np.uint64]
 
-COHORT = 2**32 - 1  # as a client's number: the summed noise of a cohort, where it is drawn once
-ERROR = 2.0**-40  # a normal z of `Secure.normal` and its ideal N: |z - N| <= ERROR * max(1, |N|)
+COHORT = 2**32 - 1  # the client number for the summed noise of a cohort, if it is drawn once
+ERROR = 2.0**-40  # for a normal z of `Secure.normal` and its ideal N: |z - N| <= ERROR * max(1, |N|)
 
-_LAYOUT = struct.Struct("<IIHH")  # 12 bytes, a ChaCha20 nonce to the byte: distinct addresses, distinct nonces
+_LAYOUT = struct.Struct("<IIHH")  # 12 bytes, exactly a ChaCha20 nonce: different addresses have different nonces
 _BITS = (32, 32, 16, 16)
 _CHUNK = 1 << 13  # words; the 64 KiB buffers of one chunk stay in cache
 _ZEROS = bytes(8 * _CHUNK)
 _NONE = np.empty(0, dtype=np.intp)
 _BLOCK = 8  # words of one ChaCha20 block
-_RARE = 1 << 44  # a tail probability below _RARE / 2^64 = 2^-20 is read to more bits
+_RARE = 1 << 44  # for a tail probability below _RARE / 2^64 = 2^-20 more bits are read
 _DEEP = 2048  # bits; beyond a logarithm of -2048 `ndtri_exp` loses some of its accuracy
 _MOST = 1 << 35  # words of one nonce: 2^32 blocks of 64 bytes, then the counter would run into the nonce
 
 
 class Address(NamedTuple):
-    """Of one draw. `index` counts the releases of one query in one round."""
+    """The address of one draw. `index` counts the releases of one query in one round."""
 
     client: int
     round: int
     query: int
-    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which no address needs
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which is not used
 
     def pack(self) -> bytes:
-        """Twelve bytes, one to one with valid addresses; every source begins here, so none accepts another."""
+        """Twelve bytes, different for different addresses. Every source calls this, so it refuses invalid ones."""
         try:
             return _LAYOUT.pack(*self)
         except struct.error:
@@ -74,11 +74,11 @@ class Address(NamedTuple):
 
 
 class Source(Protocol):
-    """A function of addresses. A longer draw begins with the shorter one."""
+    """A source of randomness: a function of addresses. A longer draw starts with the shorter one."""
 
     @property
     def private(self) -> bool:
-        """May its noise carry a promise?"""
+        """Whether its noise can give a privacy guarantee."""
         ...
 
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
@@ -86,15 +86,15 @@ class Source(Protocol):
         ...
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
-        """Independent uniforms in (0, 1), from a stream of their own."""
+        """Independent uniforms in (0, 1), from a separate stream."""
         ...
 
     def words(self, at: Address, count: int) -> Words:
-        """Independent words of 64 bits, from a stream of their own: what integer noise is made of."""
+        """Independent words of 64 bits, from a separate stream, for integer noise."""
         ...
 
     def fresh(self) -> Source:
-        """For one run. Noise used in two runs would cancel in their difference: a secret stream is used in one."""
+        """The source for one run. A secret stream serves one run, because noise of two runs would cancel."""
         ...
 
 
@@ -107,17 +107,25 @@ class Exact(Source, Protocol):
 
 
 def is_exact(source: Source) -> TypeGuard[Exact]:
+    """Whether the source has `bounds`."""
     return hasattr(source, "bounds")  # `isinstance` of a protocol takes longer than a small draw
 
 
 class Secure:
-    """The ChaCha20 keystream (RFC 8439) of a secret key, the address as nonce; fresh from the system by default."""
+    """The secure source: the ChaCha20 keystream (RFC 8439) of a secret key, with the address as nonce.
+
+    Args:
+      key: 32 secret bytes; by default new ones from the operating system.
+
+    Raises:
+      SordinoError: the key has another length, or the package `cryptography` is missing.
+    """
 
     private = True
 
     def __init__(self, key: bytes | None = None) -> None:
         if key is not None and len(key) != 32:
-            raise SordinoError(f"key: {len(key)} bytes given, 32 are needed; leave it out for a fresh one.")
+            raise SordinoError(f"key: it has {len(key)} bytes, but 32 are needed; omit it for a new key.")
         _chacha20()  # fail here, not in the first round
         master = secrets.token_bytes(32) if key is None else bytes(key)
         self._normal_key = _derive(master, b"sordino normal")
@@ -132,7 +140,7 @@ class Secure:
         return Secure(_derive(self._normal_key + secrets.token_bytes(32), b"sordino run"))
 
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
-        """Within ERROR of the ideal normals."""
+        """Normals within ERROR of the ideal ones."""
 
         def convert(words: Words, out: Floats, start: int) -> None:
             for i in _to_normal(words, out):
@@ -150,8 +158,9 @@ class Secure:
     def _tail(self, at: Address, element: int, words: int, least: int) -> tuple[int, int, int]:
         """(sign, tail, bits): P(|N| > |this normal|) / 2 lies between tail / 2^bits and (tail + 1) / 2^bits.
 
-        The first word holds the sign and 63 bits. Word i of every further stream belongs to element i, which so is a
-        function of key, address and i. At least `words` further ones are read, and more while tail < least.
+        The first word holds the sign and 63 bits. Word i of every further stream belongs to element i, which is
+        therefore a function of key, address and i. At least `words` further words are read, and more while tail <
+        least.
         """
         if not 0 <= element < _MOST:
             raise SordinoError(f"element: {element} must be an integer from 0 to 2**35 - 1.")
@@ -172,7 +181,7 @@ class Secure:
 
 
 class Seeded:
-    """Reproducible from a seed, and therefore not private."""
+    """A source that is reproducible from a seed, and therefore not private."""
 
     private = False
 
@@ -203,8 +212,11 @@ class Seeded:
 
 
 class Counted:
-    """Reproducible from a seed, and not private: number i of a stream is a hash of its place, the same on every device
-    to rounding, so that `counted` draws for many runs and rounds at once."""
+    """A source that is reproducible from a seed, not private, and fast on a GPU.
+
+    Number i of a stream is a hash of its place, equal on every device up to rounding. So `counted` can draw for many
+    runs and rounds at once.
+    """
 
     private = False
 
@@ -231,7 +243,7 @@ class Counted:
 
 
 def counted(sources: Sequence[Counted], at: Sequence[Address], size: int, device: str = "cpu") -> Tensor:
-    """Standard normals, addresses x sources x size: each source's own draw at each address."""
+    """Standard normals, addresses x sources x size: the draw of each source at each address."""
     keys = torch.tensor([source.keys[0] for source in sources], device=device)
     places = torch.tensor([_word(a.pack()) for a in at], device=device)
     u = _fractions(_mix(places.unsqueeze(-1) ^ keys), 2 * size)
@@ -239,7 +251,7 @@ def counted(sources: Sequence[Counted], at: Sequence[Address], size: int, device
 
 
 class Noiseless:
-    """No noise at all; minibatches and participants are still drawn, from a seed."""
+    """A source without noise. Minibatches and participants are still drawn, from a seed."""
 
     private = False
 
@@ -298,20 +310,20 @@ def _word(data: bytes, person: bytes = b"sordino place") -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014), in signed words; shifts must not carry the sign along."""
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014), in signed words. Shifts must not extend the sign."""
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
 def _hashes(start: Tensor, size: int) -> Tensor:
-    """Words: SplitMix64 from `start`, one stream a row."""
+    """Words of SplitMix64 from `start`, one stream per row."""
     index = torch.arange(1, size + 1, device=start.device)
     return _mix(start.unsqueeze(-1) + index * _GOLDEN)
 
 
 def _fractions(start: Tensor, size: int) -> Tensor:
-    """Uniforms in (0, 1) of those words."""
+    """Uniforms in (0, 1) from these words."""
     words = _hashes(start, size)
     return (((words >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
@@ -320,7 +332,7 @@ def _fractions(start: Tensor, size: int) -> Tensor:
 
 
 def _chacha20() -> Callable[..., Any]:
-    """(key, 12-byte nonce, block counter = 0) -> an encryptor that starts there."""
+    """A function (key, 12-byte nonce, block counter = 0) -> encryptor."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as missing:
@@ -346,10 +358,10 @@ def _word_at(key: bytes, at: Address, i: int) -> int:
 
 
 def _draw(key: bytes, at: Address, shape: tuple[int, ...], convert: Callable[[Words, Floats, int], None]) -> Floats:
-    """One keystream, converted chunk by chunk into the answer; a chunk's edge falls between words."""
+    """Numbers from one keystream, converted in chunks of whole words."""
     out = np.empty(math.prod(shape))
     if out.size > _MOST:
-        raise SordinoError(f"shape: {out.size} numbers at one address, and a stream ends after 2**35.")
+        raise SordinoError(f"shape: {out.size} numbers at one address are too many; a stream has 2**35.")
     stream = _chacha20()(key, at.pack())
     buffer = np.empty(min(_CHUNK, out.size), dtype="<u8")
     for start in range(0, out.size, _CHUNK):
@@ -361,21 +373,24 @@ def _draw(key: bytes, at: Address, shape: tuple[int, ...], convert: Callable[[Wo
 
 
 def _keystream(stream: Any, words: Words) -> None:
-    """The next bytes of the stream, as little-endian words: encrypted zeros are the keystream itself."""
+    """Write the next words of the stream, little-endian. The keystream is what zeros are encrypted to."""
     stream.update_into(memoryview(_ZEROS)[: words.nbytes], words.view(np.uint8).data)
 
 
 def _to_normal(words: Words, out: Floats) -> NDArray[np.intp]:
-    """Inverse cdf, folded: a sign, and 63 bits for a tail probability k / 2^64 in (0, 1/2]. -> where these are too few.
+    """Write normals by the inverse cdf: one bit is the sign, and 63 bits are a tail probability k / 2^64 in (0, 1/2].
 
-    Folding keeps the law exactly symmetric. Of the two ends k and k + 1 of the interval that the 63 bits leave open,
-    the odd one is taken, which is never 0. At a tail of 2^-20 or more the open interval is less than 2^-46 wide in N.
+    The law is exactly symmetric. The 63 bits leave an interval from k to k + 1 open, of which the odd end is used,
+    which is never 0. For tails of at least 2^-20 this interval is less than 2^-46 wide in N.
+
+    Returns:
+      The places where 63 bits are not enough.
     """
     np.bitwise_or(words, 1, out=words)
     np.multiply(words.view("<i8"), 2.0**-64, out=out)
     tail = np.abs(out)
     few = _RARE * 2.0**-64
-    rare = _NONE if tail[tail.argmin()] >= few else np.flatnonzero(tail < few)  # one pass where none is rare
+    rare = _NONE if tail[tail.argmin()] >= few else np.flatnonzero(tail < few)  # one pass if none is rare
     np.copysign(ndtri(tail, out=tail), out, out=out)
     return rare
 
@@ -388,5 +403,5 @@ def _to_uniform(words: Words, out: Floats, start: int = 0) -> None:
 
 
 def _to_words(words: Words, out: Floats, start: int = 0) -> None:
-    """As they are: the answer's memory holds their bits."""
+    """Store the bits of the words in the memory of the result."""
     out.view("<u8")[:] = words
