@@ -131,6 +131,7 @@ def read_table(path: Path, label: str | None, client: str | None) -> Raw:
             raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
     if label == client:
         raise SordinoError(f"client: '{client}' is the label column already; name another.")
+    tables.check_encoding(table, names, path)
     features = [name for name in names if name not in (label, client)]
     numeric = {name: _numeric(table.column(name)) for name in features}
     words = [name for name, values in numeric.items() if values is None]
@@ -153,6 +154,7 @@ def table_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray
     names = list(columns) or table.column_names[:count]
     if missing := [name for name in names if name not in table.column_names]:
         raise SordinoError(f"data: '{path}' lacks the columns {missing} that the model was trained on.")
+    tables.check_encoding(table, names, path)
     numeric = [_numeric(table.column(name)) for name in names]
     if any(values is None for values in numeric):
         raise SordinoError(f"data: columns of '{path}' that the model needs are not numeric.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import csv
 import gzip
 import io
 import lzma
@@ -106,6 +107,15 @@ def of_frame(frame: Any) -> Any:
     )
 
 
+def check_encoding(table: Any, names: Sequence[str], path: Path) -> None:
+    """Refuse columns that are not UTF-8, which pyarrow reads as bytes where it guesses the type."""
+    import pyarrow as pa
+
+    for name in names:
+        if suffix_of(path) in TEXT_SUFFIXES and pa.types.is_binary(table.column(name).type):
+            raise _wrong_encoding(path, f"column '{name}' has other bytes")
+
+
 def check_columns(names: Sequence[str], needed: Sequence[str], where: object) -> None:
     """Refuse a table that lacks a column or has one twice."""
     if absent := [name for name in needed if name not in names]:
@@ -182,6 +192,8 @@ def heading(path: Path, dialect: Dialect) -> tuple[list[str], str]:
             first = stream.readline(1 << 20)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise _unreadable(path, error) from None
+    if not first.strip():
+        raise SordinoError(f"data: '{path}' is empty; it needs a heading with column names, and records.")
     if first.startswith(BYTE_ORDER_MARKS):
         raise _wrong_encoding(path, "it begins as UTF-16 does")
     try:
@@ -192,8 +204,6 @@ def heading(path: Path, dialect: Dialect) -> tuple[list[str], str]:
     if delimiter is None:
         bare = re.sub(r'"[^"]*"', "", line)
         delimiter = max(DELIMITERS, key=bare.count)
-    import csv
-
     names = next(csv.reader([line], delimiter=delimiter), [])
     return [name.strip() for name in names], delimiter
 
@@ -218,13 +228,9 @@ def _text(path: Path, dialect: Dialect, types: Mapping[str, str] | None, missing
     )
     try:
         with _stream(path) as stream:
-            table = pa.csv.read_csv(stream, read, pa.csv.ParseOptions(delimiter=delimiter), convert)
+            return pa.csv.read_csv(stream, read, pa.csv.ParseOptions(delimiter=delimiter), convert)
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise _explained(path, str(error), names, dialect) from None
-    for name in table.column_names:  # pyarrow reads a guessed column that is not UTF-8 as bytes
-        if pa.types.is_binary(table.column(name).type):
-            raise _wrong_encoding(path, f"column '{name}' has other bytes")
-    return table
 
 
 def _stream(path: Path) -> Any:

@@ -198,9 +198,9 @@ class ResolvedSpec:
         facts = []
         if self.source.schema is not None:
             facts.append(
-                f"The schema of the table (sha256 {self.source.schema.sha256()}) is public: its ranges, levels and fill "
-                "values were not taken from the protected records. It is applied to each record by itself, which costs "
-                "no privacy."
+                f"The schema of the table (sha256 {self.source.schema.sha256()}) is public: its ranges, levels and "
+                "fill values were not taken from the protected records. It is applied to each record by itself, which "
+                "costs no privacy."
             )
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
