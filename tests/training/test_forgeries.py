@@ -15,7 +15,8 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence.certificate import listed
 from sordino.privacy.evidence.ledger import Charge, Ledger
-from sordino.privacy.evidence.signing import RunKey, signed
+from sordino.privacy.evidence.signing import RunKey, sha256, signed
+from sordino.privacy.evidence.statement import issue, statement
 from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.training import run
 from sordino.training.folder import RunFolder
@@ -77,7 +78,16 @@ def forge(honest, tmp_path):
         change(cert, out)
         if how != "kept":
             del cert["signature"]
-        path.write_text(json.dumps(signed(cert, FORGER) if how == "replaced" else cert, indent=2))
+        if (base, change) in CONSISTENT:  # the forger writes a statement that fits
+            cert, text = (
+                (cert, statement(cert)) if how == "kept" else issue(cert, FORGER if how == "replaced" else None)
+            )
+            (out / "public" / "statement.md").write_text(text)
+            if how == "kept":
+                cert["statement_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        elif how == "replaced":
+            cert = signed(cert, FORGER)
+        path.write_text(json.dumps(cert, indent=2))
         return out
 
     return make
@@ -159,7 +169,27 @@ def other_metrics(cert, out):
     path.write_text(path.read_text().replace('"accuracy": 0.', '"accuracy": 0.9'))
 
 
+def stronger_statement(cert, out):
+    path = out / "public" / "statement.md"
+    assert "**Certified: ε = 1 " in path.read_text()
+    path.write_text(path.read_text().replace("**Certified: ε = 1 ", "**Certified: ε = 0.5 "))
+
+
+def rebound_statement(cert, out):
+    """Its hash in the certificate, too: the words still differ from the numbers."""
+    stronger_statement(cert, out)
+    cert["statement_sha256"] = hashlib.sha256((out / "public" / "statement.md").read_bytes()).hexdigest()
+
+
+def longer_curve(cert, out):
+    with open(out / "public" / "curve.png", "ab") as file:
+        file.write(b"x")
+
+
 CAUGHT = [
+    ("plain", stronger_statement, "statement.md is not the one"),
+    ("plain", rebound_statement, "statement.md does not say what the certificate says"),
+    ("plain", longer_curve, "curve.png is not the one"),
     ("plain", half_epsilon, "epsilon"),
     ("seeded", relabelled, r"noise_source: the certificate says \"secure\""),
     ("scaffold", relabelled, "certified: the certificate says true"),
@@ -226,8 +256,52 @@ def test_a_certificate_alone_names_what_it_was_not_compared_with(honest, tmp_pat
     (tmp_path / "certificate.json").write_text(json.dumps(cert))
     verdict = verify_run(tmp_path / "certificate.json")
     assert verdict.problems == []
-    for missing in ("spec.toml", "ledger.db", "model.safetensors", "metrics.jsonl", "who wrote it"):
+    for missing in ("spec.toml", "ledger.db", "model.safetensors", "metrics.jsonl", "statement.md", "who wrote it"):
         assert any(gap.startswith(missing) for gap in verdict.gaps), missing
+
+
+def test_a_statement_of_other_code_is_held_to_its_hash(forge):
+    """Another version may word a statement differently; it cannot say more than its hash allows."""
+
+    def older(cert, out):
+        cert["code_sha256"] = "0" * 64
+
+    def older_and_stronger(cert, out):
+        older(cert, out)
+        stronger_statement(cert, out)
+
+    def older_words(cert, out):
+        older(cert, out)
+        rebound_statement(cert, out)
+
+    assert verify_run(forge("plain", older, "replaced")).problems == []
+    assert "statement.md is not the one that the certificate names" in [
+        *verify_run(forge("plain", older_and_stronger, "stripped")).problems
+    ]
+    verdict = verify_run(forge("plain", older_words, "kept"))
+    assert "the words of statement.md: sordino with other sources wrote them" in verdict.gaps
+
+
+def test_adapters_are_bound_as_a_folder(forge):
+    """A folder of files has one hash, of their names and contents."""
+
+    def adapted(cert, out):
+        (out / "public" / "adapter").mkdir()
+        (out / "public" / "adapter" / "adapter_config.json").write_text("{}")
+        cert["adapter_sha256"] = sha256(out / "public" / "adapter")
+
+    def changed(cert, out):
+        adapted(cert, out)
+        (out / "public" / "adapter" / "adapter_config.json").write_text("{ }")
+
+    def renamed(cert, out):
+        adapted(cert, out)
+        (out / "public" / "adapter" / "adapter_config.json").rename(out / "public" / "adapter" / "other.json")
+
+    words = "adapter is not the one that the certificate names"
+    assert words not in verify_run(forge("plain", adapted, "kept")).problems
+    assert words in verify_run(forge("plain", changed, "stripped")).problems
+    assert words in verify_run(forge("plain", renamed, "replaced")).problems
 
 
 INSIDE = ["", "public", "private", "public/certificate.json", "public/spec.toml", "private/ledger.db"]

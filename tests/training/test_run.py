@@ -146,7 +146,7 @@ def test_kill_nine_at_random_moments_and_resume(tmp_path, lives):
     resumed = run.finish(job, out, again)
     assert again == history
     assert torch.equal(*(load_model(d / "public" / "model.safetensors")[1] for d in (out, tmp_path / "whole")))
-    own = {"ledger", "signature"}
+    own = {"ledger", "signature", "statement_sha256"}  # the statement tells the ledger's head
     assert {k: v for k, v in resumed.items() if k not in own} == {k: v for k, v in cert.items() if k not in own}
     assert resumed["ledger"]["rows"] == cert["ledger"]["rows"]
     assert verify_run(out / "public" / "certificate.json").problems == []
@@ -283,7 +283,9 @@ def test_private_figures_of_real_clients_are_not_told(tmp_path):
     np.savez(
         tmp_path / "d.npz", x=rng.normal(size=(90, 2)), y=rng.integers(0, 2, 90), client=np.repeat(["a", "b", "c"], 30)
     )
-    job, cert, history = finished(tmp_path / "run", data=str(tmp_path / "d.npz"), partition="by-site", rounds=2)
+    job, cert, history = finished(
+        tmp_path / "run", data=str(tmp_path / "d.npz"), partition="by-site", rounds=2, seed=None
+    )
     told = run.summary(job, cert, history, None)
     assert "heterogeneity" not in told
     assert "seconds" not in told

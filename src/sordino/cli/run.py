@@ -138,7 +138,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     from sordino.privacy.evidence.signing import fingerprint
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import beats_constant_guess
-    from sordino.training.folder import RunFolder
+    from sordino.training.folder import RunFolder, publishable, tested_on
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
     sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None
@@ -167,8 +167,12 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         ("privacy", promise),
         ("verdict", verdict),
         ("signed by", f"{cert['signature']['signer']} {fingerprint(cert['signature']['key'])}"),
-        ("files", f"{out}: public/ may be published, private/ may not (README.txt)"),
     ]
+    if cert["certified"]:
+        rows.append(("exposed", f"{tested_on(cert)}: no noise hides them, and their score is published"))
+    allowed = publishable(cert, prepared.resolved.source.open)
+    what = "public/ may be published, private/ may not" if allowed else "nothing here may be published"
+    rows.append(("files", f"{out}: {what} (README.txt)"))
     facts(rows)
     if not beats_constant_guess(prepared.dataset, last):
         remedy = (

@@ -33,7 +33,8 @@ from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.terms import DRAWN
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.statement import statement
+from sordino.privacy.evidence.signing import sha256
+from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Secure
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
@@ -236,19 +237,21 @@ class Coordinator:
         for _ in range(MOST_LOST_ROUNDS):  # a site that misses this message has no certificate
             missing = [name for name in self.messenger.nodes if name not in done]
             done |= self.messenger.ask(dict.fromkeys(missing, request), "finished").keys()
+        no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
+        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes)
+        save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         cert = certificate(
             self.plan,
             Secure(),  # the sites draw the noise; the coordinator draws none
             version=__version__,
             spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
+            model_sha256=sha256(self.out / "model.safetensors"),
             names=self.terms.names,
             execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
             assumes=[DRAWN],
         )
-        no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
-        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes)
-        save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
-        files.write(self.out / "statement.md", statement(cert).encode())
+        cert, text = issue(cert)
+        files.write(self.out / "statement.md", text.encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))
 

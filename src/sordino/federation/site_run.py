@@ -25,8 +25,8 @@ from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.signing import of_site, sha256, signed
-from sordino.privacy.evidence.statement import statement
+from sordino.privacy.evidence.signing import of_site, sha256
+from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.training.artifacts import save_model
@@ -290,9 +290,11 @@ class SiteRun:
         limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
         limit |= {"rounds": paid}
         cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
+        signer = None
         with suppress(SordinoError):  # without a key of its own, the site's certificate stays unsigned
-            cert = signed(cert, of_site(self.site.identity))
-        files.write(self.folder / "statement.md", statement(cert).encode())
+            signer = of_site(self.site.identity)
+        cert, text = issue(cert, signer)
+        files.write(self.folder / "statement.md", text.encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         (self.folder / "secret").unlink(missing_ok=True)
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))

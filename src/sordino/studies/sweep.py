@@ -12,7 +12,8 @@ from typing import Any
 from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import certificate, finite, of_runs
-from sordino.privacy.evidence.statement import statement
+from sordino.privacy.evidence.signing import sha256
+from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import source
 from sordino.settings import parse_setting
 from sordino.studies import private_tuning
@@ -161,12 +162,12 @@ def paid(
         why = f"the search keeps {promise} by random stopping, which this certificate, of one run, does not recompute"
         cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
     if out:
+        path = out / "model.safetensors"
+        save_model(path, chosen.trained.resolved, dataset, chosen.trained.model, chosen.trained.theta)
+        cert, text = issue(cert | {"model_sha256": sha256(path)})
         (out / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
-        (out / "statement.md").write_text(statement(cert), encoding="utf-8")
+        (out / "statement.md").write_bytes(text.encode())
         (out / "chosen.toml").write_text(chosen.trained.resolved.spec.toml(), encoding="utf-8")
-        save_model(
-            out / "model.safetensors", chosen.trained.resolved, dataset, chosen.trained.model, chosen.trained.theta
-        )
     return {
         "sordino": __version__,
         "search": how,

@@ -1,26 +1,70 @@
-"""The directory of a run: `public/` may be published, `private/` may not."""
+"""The directory of a run: `public/` may be published if the run is certified, `private/` may not."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sordino import files
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.signing import RunKey
 
-README = """public/   may be published. Its files are computed from the noised releases, from public settings, and from
-          test records, which lie outside the guarantee: model, certificate, statement, metrics, curve, spec.
-          docs/files.md lists every field of every file, and why it is safe.
-private/  must not be published, and only its owner can read it. It holds the keys of the run, the ledger, the
-          checkpoint, the timings and, where who takes part is secret, the seed of the schedule. Keep it: without
-          run.key and ledger.db the run cannot be resumed, and its certificate cannot be compared with its ledger.
+UNFINISHED = """This run is not finished. Continue it with: sordino run --resume {root}
+Publish nothing of it before it is finished. This file then says what may be published.
 """
+PUBLIC = """public/   may be published{why}. It holds the model (model.safetensors), the certificate for machines
+          (certificate.json) and in words (statement.md), the settings (spec.toml), and the test results
+          (metrics.jsonl, curve.png). All of it is computed from noised releases, public settings and test records.
+"""
+NOTHING = """NOTHING IN THIS FOLDER MAY BE PUBLISHED: the run is not certified.
+Reason: {reasons}.
+
+public/   must not be published, whatever its name says. Keep it as confidential as the training data.
+"""
+SEED = """          spec.toml in it holds the seed of the noise. Whoever knows the seed can subtract the noise.
+"""
+TESTED = """          NOT PROTECTED: {whose}. The model does not learn from
+          them, but no noise hides them, and public/ shows how accurate the model is on them.
+"""
+PRIVATE = """private/  must not be published, and only its owner can read it. It holds the keys of the run, the
+          ledger, the checkpoint, the timings and, where who takes part is secret, the seed of the schedule. Keep
+          it: without run.key and ledger.db the run cannot be resumed, and its certificate cannot be compared with
+          its ledger.
+"""
+
+
+def publishable(cert: Mapping[str, Any], data_public: bool) -> bool:
+    """Whether public/ may be published: the run is certified, or everybody may see its data anyway."""
+    return bool(cert["certified"]) or data_public
+
+
+def tested_on(cert: Mapping[str, Any]) -> str:
+    """The records that no guarantee covers, in words."""
+    tested, trained = cert["test_records"], cert["records"]
+    if tested is None or trained is None:
+        return "the records held out for testing"
+    return f"the {tested:,} test records ({tested / max(1, tested + trained):.0%} of all records)"
+
+
+def readme(cert: Mapping[str, Any], *, data_public: bool) -> str:
+    """README.txt of a finished run: what may be published, and what is not protected.
+
+    Args:
+      cert: the certificate.
+      data_public: everybody may see the records, as those of a benchmark.
+    """
+    if not publishable(cert, data_public):
+        reasons = "; ".join(cert["reasons"])
+        seed = SEED if cert["noise_source"] == "seeded" else ""
+        return NOTHING.format(reasons=reasons) + seed + PRIVATE
+    if not cert["certified"]:
+        return PUBLIC.format(why=", because its data are public; the run is not certified") + PRIVATE
+    return PUBLIC.format(why="") + TESTED.format(whose=tested_on(cert)) + PRIVATE
 
 
 class RunKeys(NamedTuple):
@@ -61,7 +105,7 @@ class RunFolder(NamedTuple):
         self.public.mkdir(parents=True)
         self.private.mkdir(mode=0o700)
         os.chmod(self.private, 0o700)
-        (self.root / "README.txt").write_text(README, encoding="utf-8")
+        self.write_readme(UNFINISHED.format(root=self.root))
         text = (
             "# secret: it stays on this machine\n"
             f'identity = "{secrets.token_hex(32)}"  # keys every hash of the data\n'
@@ -71,6 +115,10 @@ class RunFolder(NamedTuple):
         if secret:
             self.write_private("secret.toml", secret)
         (self.public / "spec.toml").write_text(spec, encoding="utf-8")
+
+    def write_readme(self, text: str) -> None:
+        """Replace README.txt."""
+        (self.root / "README.txt").write_text(text, encoding="utf-8")
 
     def write_private(self, name: str, text: str) -> None:
         """Write a new private file."""

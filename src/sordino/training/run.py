@@ -5,8 +5,9 @@ atomically) before anything about it is shown. A resumed run continues from what
 The plan is charged once, after an empty checkpoint was stored: a charged ledger without its checkpoint is refused,
 because another model would be another release.
 
-What may be published lies in `public/`, what may not in `private/` (`privacy.evidence.public` lists every public
-field). Every hash of the data is keyed by `private/run.key`.
+What a certified run may publish lies in `public/`, what no run may publish in `private/` (`privacy.evidence.public`
+lists every public field). README.txt says which of the two a finished run is.
+Every hash of the data is keyed by `private/run.key`.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from sordino.models.registry import BuiltModel
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
 from sordino.privacy.evidence.ledger import Charge, Ledger
-from sordino.privacy.evidence.signing import Signer, sha256, signed
-from sordino.privacy.evidence.statement import statement
+from sordino.privacy.evidence.signing import Signer, sha256
+from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
 from sordino.training import artifacts
 from sordino.training.artifacts import Progress, save_model
 from sordino.training.evaluate import beats_constant_guess, draw_curve, evaluate, heterogeneity
-from sordino.training.folder import RunFolder
+from sordino.training.folder import RunFolder, publishable, readme
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 from sordino.version import __version__
@@ -228,6 +229,9 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     if progress.theta is None:
         raise SordinoError(f"out: no round of '{out}' is done yet; train it first.")
     save_model(folder.public / "model.safetensors", resolved, run.dataset, run.model, progress.theta)
+    title = f"{resolved.method_name} on {run.dataset.name}, {run.plan.clients} clients"
+    curve, adapter = folder.public / "curve.png", folder.public / "adapter"
+    drawn = draw_curve(curve, title, run.plan.privacy.delta, history)
     with Ledger(folder.private / "ledger.db") as ledger:
         cert = certificate(
             run.plan,
@@ -236,6 +240,8 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
             spec_sha256=hashlib.sha256(resolved.published(run.plan)[0].encode()).hexdigest(),
             model_sha256=sha256(folder.public / "model.safetensors"),
             metrics_sha256=sha256(folder.public / "metrics.jsonl"),
+            curve_sha256=sha256(curve) if drawn else "",
+            adapter_sha256=sha256(adapter) if adapter.is_dir() else "",
             ledger_head=ledger.head(),
             ledger_rows=len(ledger),
             tested=len(run.dataset.y_test) if run.plan.privacy.unit is Unit.RECORD else None,
@@ -244,12 +250,11 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
             doubts=resolved.doubts,
             names=run.names,
         )
-    cert = signed(cert, signer or keys.sign)
-    (folder.public / "statement.md").write_text(statement(cert), encoding="utf-8")
-    title = f"{resolved.method_name} on {run.dataset.name}, {run.plan.clients} clients"
-    draw_curve(folder.public / "curve.png", title, run.plan.privacy.delta, history)
+    cert, text = issue(cert, signer or keys.sign)
+    (folder.public / "statement.md").write_bytes(text.encode())
     (folder.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
     folder.level_times()
+    folder.write_readme(readme(cert, data_public=resolved.source.open))
     return cert
 
 
@@ -262,6 +267,7 @@ def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]
         "delta": cert["delta"],
         "certified": cert["certified"],
         "reasons": cert["reasons"],
+        "publishable": publishable(cert, run.resolved.source.open),
         "noise": cert["noise"],
         "client_noise": cert["client_noise"],
         "method": run.resolved.method_name,

@@ -14,6 +14,7 @@ from sordino.errors import SordinoError
 from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbers_of, sizes_of
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import code_sha256, sha256
+from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import Verdict, verify
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.settings import read_toml
@@ -54,14 +55,31 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
         if isinstance(error, SordinoError):
             raise
         raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
-    for field, name in (("model_sha256", "model.safetensors"), ("metrics_sha256", "metrics.jsonl")):
-        if not cert[field]:
-            verdict.gaps.append(f"{name}, whose hash the certificate does not hold")
-        elif not (folder.public / name).is_file():
+    for field, name in BOUND.items():
+        known, beside = cert.get(field), folder.public / name
+        if known and not beside.exists():
             verdict.gaps.append(f"{name}, which is not beside it")
-        elif sha256(folder.public / name) != cert[field]:
+        elif known and sha256(beside) != known:
             verdict.problems.append(f"{name} is not the one that the certificate names")
+        elif not known and (beside.exists() or field in ALWAYS_BOUND):
+            verdict.gaps.append(f"{name}, whose hash the certificate does not hold")
+    verdict.problems.extend(_against_statement(cert, folder.public / "statement.md", verdict.gaps))
     return verdict
+
+
+def _against_statement(cert: dict[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:
+    """The statement says what the certificate says: it is written again and compared."""
+    if not path.is_file():
+        return
+    try:
+        same = path.read_bytes() == statement(cert).encode()
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        yield "no statement follows from the certificate"
+        return
+    if not same and cert["code_sha256"] == code_sha256():
+        yield "statement.md does not say what the certificate says"
+    elif not same:
+        gaps.append("the words of statement.md: sordino with other sources wrote them")
 
 
 def read_certificate(path: Path) -> dict[str, Any]:
@@ -129,8 +147,17 @@ def _read_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any], path: P
     return resolve(spec)
 
 
+# Files in public/ whose hash the certificate holds, and those of which every run has one.
+BOUND = {
+    "model_sha256": "model.safetensors",
+    "metrics_sha256": "metrics.jsonl",
+    "statement_sha256": "statement.md",
+    "curve_sha256": "curve.png",
+    "adapter_sha256": "adapter",
+}
+ALWAYS_BOUND = ("model_sha256", "metrics_sha256", "statement_sha256")
 # Fields that other files determine, or that the reader knows: compared elsewhere, or not at all.
-NOT_REBUILT = ("sordino", "code_sha256", "spec_sha256", "model_sha256", "metrics_sha256", "ledger", "signature", "site")
+NOT_REBUILT = ("sordino", "code_sha256", "spec_sha256", *BOUND, "ledger", "signature", "site")
 DATA_FACTS = ("client_names", "test_records")  # facts about the data
 
 

@@ -60,6 +60,8 @@ def certificate(
     ledger_rows: int = 0,
     model_sha256: str = "",
     metrics_sha256: str = "",
+    curve_sha256: str = "",
+    adapter_sha256: str = "",
     doubts: Sequence[str] = (),
     tested: int | None = None,
     names: Sequence[str] = (),
@@ -74,7 +76,8 @@ def certificate(
         source: Where the noise came from; a seeded source is never certified.
         version: The version of the package.
         done: Rounds that took place; None for all.
-        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256: Ties to the files of the run.
+        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256, curve_sha256, adapter_sha256: Ties to the
+            files of the run. `statement.issue` adds the hash of the statement.
         doubts: Why it is not certified, in addition to what follows from the plan and the source.
         tested: How many records the model was tested on.
         names: The names of the clients, if they have names.
@@ -166,6 +169,9 @@ def certificate(
         "spec_sha256": spec_sha256,
         "model_sha256": model_sha256,
         "metrics_sha256": metrics_sha256,
+        "curve_sha256": curve_sha256,
+        "adapter_sha256": adapter_sha256,
+        "statement_sha256": "",
         "schema_sha256": None,
         "code_sha256": code_sha256(),
         "ledger": {"head": ledger_head, "rows": ledger_rows},

@@ -90,6 +90,9 @@ CERTIFICATE: Mapping[str, str] = {
     "spec_sha256": HASH,
     "model_sha256": HASH,
     "metrics_sha256": HASH,
+    "curve_sha256": HASH,
+    "adapter_sha256": "Hash of files that are public themselves; empty where there are none.",
+    "statement_sha256": HASH,
     "schema_sha256": "Null: files have no schema of their own yet.",
     "code_sha256": "Hash of the package's sources.",
     "ledger.head": "Every row of the chain holds the identity of the data keyed by 256 random bits (private/run.key).",
@@ -169,6 +172,7 @@ SUMMARY: Mapping[str, str] = {
     "mse.*": TESTED,
     **{key: CERTIFICATE[key] for key in ("epsilon", "delta", "certified", "reasons", "noise", "client_noise")},
     **{key: CERTIFICATE[key] for key in ("method", "clients", "records", "rounds", "client_names")},
+    "publishable": WORDS,
     "beats_guessing": TESTED,
     "out": "The directory that was named.",
     "heterogeneity.*": OPEN,
@@ -194,7 +198,9 @@ CONSOLE = (
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
     Line(r"signed by +.+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
+    Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
     Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
+    Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"warning: the model is no better than a constant guess\. .+", TESTED),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
     Line(r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
@@ -275,13 +281,16 @@ HEAD = """# The files of a run
 
 `sordino run --out OUT` writes two folders.
 
-- `OUT/public/` may be published. Nothing in it is computed from protected records but through noised releases.
+- `OUT/public/` may be published if the run is certified. Nothing in it is then computed from protected records but
+  through noised releases. Of a run that is not certified nothing may be published, unless its data are public; the
+  console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
   `secret.toml` (the seed of a secret schedule, where there is one), `lock`. Only its owner can read it.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
-as it is: `verify` compares its files with the hashes in the certificate. All files have the time of the start of the
+as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the
+words. All files have the time of the start of the
 run, because other times would tell how long it took.
 
 A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second

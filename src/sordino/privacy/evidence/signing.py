@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -158,14 +158,21 @@ def known_keys(text_or_path: str) -> list[str]:
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file."""
+    """The hash of a file, or of the names and contents of all files in a folder."""
+    if path.is_dir():
+        return _listing(path, [each for each in path.rglob("*") if each.is_file()])
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @cache
 def code_sha256() -> str:
     """The hash of the installed sources of the package: names and contents of every .py and .c file."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for path in sorted([*root.rglob("*.py"), *root.rglob("*.c")], key=lambda path: path.relative_to(root).as_posix()):
+    root = Path(__file__).parents[2]
+    return _listing(root, [*root.rglob("*.py"), *root.rglob("*.c")])
+
+
+def _listing(root: Path, paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         digest.update(f"{path.relative_to(root).as_posix()} {sha256(path)}\n".encode())
     return digest.hexdigest()

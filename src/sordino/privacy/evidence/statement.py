@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from scipy.special import ndtr
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.privacy.accounting.events import concentrated_guess
-from sordino.privacy.evidence.signing import fingerprint
+from sordino.privacy.evidence.signing import Signer, fingerprint, signed
 
 MOST_GROUPS = 20
 
@@ -34,7 +35,7 @@ ADVERSARY = {
 SOURCE = {
     "secure": "cryptographic (ChaCha20), with a fresh key from the operating system",
     "seeded": "seeded: not private",
-    "silent": "none",
+    "noiseless": "none",
 }
 RELEASED = {"gram": "table of products of its features"}
 
@@ -81,10 +82,7 @@ party that holds data, such as a hospital. {_execution(cert, trust)}
 
 ## What is protected, and against whom
 
-Protected: {PROTECTED[unit, adjacency]}.
-
-Against: {ADVERSARY[trust]}{_coalition(cert)}. It does not matter what else they know, or how much \
-computing power they have, as long as they cannot break the cipher that the random noise comes from.
+{_protected(cert, unit, adjacency, trust)}
 
 ## How strong the protection is
 
@@ -104,9 +102,7 @@ computing power they have, as long as they cannot break the cipher that the rand
 
 ## Assumptions
 
-The guarantee holds if all of these are true:
-
-{_bullets([*cert["assumes"], *cert["numerics"]])}
+{_assumptions(cert)}
 
 ## How to check this statement
 
@@ -117,10 +113,49 @@ Spec SHA-256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["he
 """
 
 
+def issue(cert: Mapping[str, Any], signer: Signer | None = None) -> tuple[dict[str, Any], str]:
+    """Bind a certificate to its statement, and sign it.
+
+    Args:
+        cert: What `certificate` returned.
+        signer: Who signs; None leaves it unsigned.
+
+    Returns:
+        The certificate with the hash of its statement, and the statement.
+    """
+    about = {} if signer is None else {"signature": {"key": signer.public, "signer": signer.name}}
+    text = statement({**cert, **about})
+    bound = {**cert, "statement_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return (bound if signer is None else signed(bound, signer)), text
+
+
+def _protected(cert: Mapping[str, Any], unit: Unit, adjacency: Adjacency, trust: Trust) -> str:
+    if not cert["certified"]:
+        private = cert["noise_source"] == "secure" and cert["epsilon"] is not None
+        what = "nothing is certified to be protected" if private else "nothing is protected"
+        return (
+            f"Protected: {what}. Whoever gets the model, or reads messages of the run, may learn anything about any "
+            "record.\n\nAgainst: nobody."
+        )
+    return (
+        f"Protected: {PROTECTED[unit, adjacency]}.\n\n"
+        f"Against: {ADVERSARY[trust]}{_coalition(cert)}. It does not matter what else they know, or how much "
+        "computing power they have, as long as they cannot break the cipher that the random noise comes from."
+    )
+
+
+def _assumptions(cert: Mapping[str, Any]) -> str:
+    if not cert["certified"]:
+        return "There is no guarantee, so there are no assumptions under which it holds."
+    return f"The guarantee holds if all of these are true:\n\n{_bullets([*cert['assumes'], *cert['numerics']])}"
+
+
 def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
     if not cert["execution"].startswith("simul"):
         return f"The run was {cert['execution']}."
     assumed = " Secure aggregation was assumed, not carried out." if trust is Trust.SECURE_AGGREGATION else ""
+    if not cert["certified"]:
+        return f"This was a {_kind(cert['execution'])}: all data were on one machine."
     return (
         f"This was a {_kind(cert['execution'])}: all data were on one machine. The guarantee describes what others "
         f"would see of a real deployment with the same settings.{assumed}"
@@ -152,8 +187,8 @@ def _bullets(lines: Sequence[str]) -> str:
 
 def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
     epsilon = cert["epsilon"]
-    if epsilon is None:
-        return "There is no bound: the model may reveal anything about the data."
+    if epsilon is None or not cert["certified"]:
+        return "No bound is proved: the model may reveal anything about the data."
     right = 100 * float(cert["guess"])
     subject = "record" if unit is Unit.RECORD else "client"
     groups, names = cert["groups"], cert["client_names"]
@@ -161,9 +196,10 @@ def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
     if len(groups) > MOST_GROUPS:
         rows.append(f"| {len(groups) - MOST_GROUPS} more groups: see certificate.json | | |")
     table = "\n".join(rows)
+    alike = len({f"{group['epsilon']:.4g}" for group in groups}) == 1
     whose = (
-        "All clients have the same ε"
-        if len(groups) == 1
+        "All clients have the same ε" + (", to four digits" if len(groups) > 1 else "")
+        if alike
         else f"The figures above are those of the client with the largest ε, {_name(cert['worst_client'], names)}. "
         "Every client's own"
     )
@@ -226,6 +262,8 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
         f"{tested} records that the model was tested on. The guarantee does not cover them, nor the test results.",
         "Other uses of the same data. If the data are used in further runs, the limits add up (`sordino ledger`).",
     ]
+    if not cert["certified"]:
+        return ["All data that the model was trained or tested on."]
     sampled = any(release["rate"] < 1 for group in cert["groups"] for release in group["releases"])
     if unit is Unit.RECORD and sampled:
         lines.append("A person with several records: the guarantee is for one record, not for all records of a person.")
