@@ -45,7 +45,7 @@ def file(tmp_path):
 
 
 def test_a_format_is_unknown_without_its_reader(file):
-    with pytest.raises(SordinoError, match=r"not a file of a known kind; use .npz, .csv, .parquet"):
+    with pytest.raises(SordinoError, match=r"not a file of a known kind; use .npz, .csv, .tsv, .parquet, .xlsx"):
         load(str(file))
 
 

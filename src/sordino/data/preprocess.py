@@ -36,6 +36,11 @@ def scaler(normalize: str) -> Callable[[np.ndarray], np.ndarray]:
             f"normalize: '{law}' needs statistics of the private data, and these are a release that "
             "no budget pays for. Use --public-stats FILE (centre and whiten by public statistics), or normalize l2."
         )
+    if law == "table":
+        columns = parse_number(radius, "normalize", f"'{normalize}' needs a number of columns; write table:13")
+        if columns < 1:
+            raise SordinoError(f"normalize: '{normalize}' needs at least one column; write table:13.")
+        return lambda x: by_table(x, columns)
     if law == "clip":
         limit = parse_number(radius, "normalize", f"'{normalize}' needs a radius; write clip:1.0")
         if limit <= 0:
@@ -43,7 +48,7 @@ def scaler(normalize: str) -> Callable[[np.ndarray], np.ndarray]:
         limit *= 1 - SAFETY
         return lambda x: x * np.minimum(1, limit / np.maximum(norms(x), np.finfo(float).tiny)).astype(np.float32)
     if colon or law not in ("none", "l2", "record"):
-        known = ("none", "l2", "clip:R", "record")
+        known = ("none", "l2", "clip:R", "record", "table:COLUMNS")
         raise SordinoError(f"normalize: '{normalize}' is unknown.{nearest(normalize, known)}")
     if law == "record":
         return by_record
@@ -77,6 +82,11 @@ def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None
     norm = norms(z)
     real = norm > 1e-6 * norms(x)  # otherwise all features are equal, and only rounding errors remain
     return np.asarray(np.where(real, z * (RADIUS / np.where(real, norm, 1)), 0), np.float32)
+
+
+def by_table(x: np.ndarray, columns: float) -> np.ndarray:
+    """Records that a schema encoded: scaled so that one with 1 in every column has norm RADIUS, and clipped there."""
+    return np.asarray(x * (RADIUS / np.maximum(norms(x), math.sqrt(columns))), np.float32)
 
 
 def of_roots(mean: np.ndarray, cov: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 import zipfile
 from collections.abc import Callable, Sequence
@@ -11,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.data.schema import check_features
+from sordino.data import tables
+from sordino.data.arrays import check_features
+from sordino.data.tables import open_table
 from sordino.errors import SordinoError, nearest
-from sordino.lazy import optional
 
 LABEL_COLUMNS = ("label", "y", "target", "class")  # columns taken for the label if the caller names none
 
@@ -65,14 +65,14 @@ def register(suffix: str, reader: Reader) -> None:
 
 def reader_of(path: Path) -> Reader | None:
     """The reader of a file, by its suffix; None if there is none."""
-    return READERS.get(path.suffix.lower())
+    return READERS.get(tables.suffix_of(path))
 
 
 def suffixes() -> str:
     """The registered suffixes, for messages.
 
     >>> suffixes()
-    '.npz, .csv, .parquet'
+    '.npz, .csv, .tsv, .parquet, .xlsx'
     """
     return ", ".join(READERS)
 
@@ -131,7 +131,7 @@ def read_table(path: Path, label: str | None, client: str | None) -> Raw:
             raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
     if label == client:
         raise SordinoError(f"client: '{client}' is the label column already; name another.")
-    _check_text(path, table, names)
+    tables.check_encoding(table, names, path)
     features = [name for name in names if name not in (label, client)]
     numeric = {name: _numeric(table.column(name)) for name in features}
     words = [name for name, values in numeric.items() if values is None]
@@ -154,49 +154,11 @@ def table_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray
     names = list(columns) or table.column_names[:count]
     if missing := [name for name in names if name not in table.column_names]:
         raise SordinoError(f"data: '{path}' lacks the columns {missing} that the model was trained on.")
-    _check_text(path, table, names)
+    tables.check_encoding(table, names, path)
     numeric = [_numeric(table.column(name)) for name in names]
     if any(values is None for values in numeric):
         raise SordinoError(f"data: columns of '{path}' that the model needs are not numeric.")
     return check_features(np.stack([np.asarray(values, np.float32) for values in numeric], 1), "x", names)
-
-
-def open_table(path: Path) -> Any:
-    pa = optional("pyarrow", "tables", f"data: '{path}'")  # here, not above: the library itself runs without it
-    import pyarrow.csv
-    import pyarrow.parquet  # noqa: F401
-
-    try:
-        if path.suffix.lower() == ".csv":
-            with open(path, "rb") as file:
-                if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                    raise _not_utf8(path, "it begins as UTF-16 does")
-            table = pa.csv.read_csv(path)
-        else:
-            table = pa.parquet.ParquetFile(path).read()  # one file: no columns made up from folder names
-    except (pa.ArrowException, OSError) as error:
-        raise SordinoError(f"data: '{path}' cannot be read ({error}); check that it is a true {path.suffix}.") from None
-    try:
-        table.column_names  # noqa: B018
-    except UnicodeDecodeError:
-        raise _not_utf8(path, "a column's name has other bytes") from None
-    return table
-
-
-def _check_text(path: Path, table: Any, names: Sequence[str]) -> None:
-    """pyarrow reads a column of a .csv that is not UTF-8 as bytes."""
-    import pyarrow as pa
-
-    for name in names:
-        if path.suffix.lower() == ".csv" and pa.types.is_binary(table.column(name).type):
-            raise _not_utf8(path, f"column '{name}' has other bytes")
-
-
-def _not_utf8(path: Path, why: str) -> SordinoError:
-    return SordinoError(
-        f"data: '{path}' is not UTF-8 text ({why}); save it as UTF-8. Where it is Latin-1 (Windows, Western Europe): "
-        "iconv -f latin1 -t utf-8 OLD.csv > NEW.csv"
-    )
 
 
 def _numeric(column: Any) -> np.ndarray | None:
@@ -223,5 +185,5 @@ def _words(column: Any, field: str, name: str) -> np.ndarray:
 
 
 register(".npz", Reader(read_npz, npz_features))
-register(".csv", Reader(read_table, table_features))
-register(".parquet", Reader(read_table, table_features))
+for _suffix in tables.SUFFIXES:
+    register(_suffix, Reader(read_table, table_features))

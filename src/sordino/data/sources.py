@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.data import catalog
+from sordino.data import catalog, tables
+from sordino.data.arrays import by_public_classes, check_features, check_same_length, encode_labels, quantities
 from sordino.data.preprocess import preprocess, read_public_statistics, scaler
 from sordino.data.readers import Raw, reader_of, suffixes
-from sordino.data.schema import by_public_classes, check_features, check_same_length, encode_labels, quantities
+from sordino.data.schema import Schema
 from sordino.data.splits import generator, hold_out, hold_out_clients
 from sordino.data.synthetic import BUILT_IN, digits, synthetic
 from sordino.errors import SordinoError, nearest
@@ -35,6 +36,7 @@ class Dataset(NamedTuple):
         classes: The original labels, in the order of their indices.
         features: Column names, where the source has them.
         public: Mean and covariance that x was whitened by, where they were given.
+        schema: The public schema by which a table was encoded, where there was one.
 
     Example:
         >>> import sordino as so
@@ -52,6 +54,7 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...]  # the original labels, in the order of their indices
     features: tuple[str, ...] = ()  # column names, where the source has them
     public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov that x was whitened by
+    schema: Schema | None = None  # by which a table was encoded
 
 
 def load(
@@ -66,6 +69,7 @@ def load(
     data_dir: str | Path | None = None,
     classes: Sequence[str] | None = None,
     whole_clients: bool = False,
+    schema: Schema | None = None,
 ) -> Dataset:
     """Read a source, hold out a test part where it brings none, and preprocess.
 
@@ -85,6 +89,7 @@ def load(
       classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
         they are quantities.
       whole_clients: hold out all records of some clients, and none of the others.
+      schema: what the columns of a table mean; it names label, clients and classes, and encodes each record by itself.
 
     Returns:
       The records, with their labels as class indices.
@@ -99,7 +104,11 @@ def load(
     scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
         raise SordinoError(f"test_fraction: {test_fraction} must lie between 0 and 1; 0.2 is usual.")
-    raw = _read(str(source), label, client, test_fraction, seed, data_dir)
+    if schema is None:
+        raw = _read(str(source), label, client, test_fraction, seed, data_dir)
+    else:
+        raw = _read_by_schema(str(source), schema, label)
+        classes = schema.classes
 
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
     check_same_length(x, "x", raw.y, "y")
@@ -135,7 +144,8 @@ def load(
 
     public = None if public_stats is None else read_public_statistics(Path(public_stats).expanduser(), x.shape[1])
     x, x_test = preprocess(x, public, normalize), preprocess(x_test, public, normalize)
-    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, tuple(raw.features or ()), public)
+    names = tuple(raw.features or ())
+    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema)
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:
@@ -162,8 +172,31 @@ def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray
     return x
 
 
+def encode_file(source: str, schema: Schema) -> np.ndarray:
+    """Features alone, to predict from, by the schema that the model was trained with; columns are found by name."""
+    return schema.open(_table_path(source), target=False).x
+
+
+def _table_path(source: str) -> Path:
+    path = Path(source).expanduser()
+    if tables.suffix_of(path) not in tables.SUFFIXES:
+        raise SordinoError(f"schema: '{source}' is no table; a schema describes {', '.join(tables.SUFFIXES)} files.")
+    if not path.is_file():
+        raise SordinoError(f"data: there is no file '{source}'; check the path.")
+    return path
+
+
+def _read_by_schema(source: str, schema: Schema, label: str | None) -> Raw:
+    path = _table_path(source)
+    if schema.target is not None and label not in (None, schema.target.column):
+        raise SordinoError(f"label: the schema's target is '{schema.target.column}', not '{label}'; leave label out.")
+    x, y, site, _ = schema.open(path)
+    return Raw(x, np.asarray(y), site, classes=schema.classes or None, features=schema.features)
+
+
 def _name(source: str) -> str:
-    return source if reader_of(Path(source)) is None else Path(source).stem
+    path = Path(source)
+    return source if reader_of(path) is None else path.name.removesuffix("".join(path.suffixes[-2:])) or path.stem
 
 
 def _read(

@@ -115,6 +115,7 @@ def save_model(path: Path, resolved: ResolvedSpec, dataset: Dataset, model: Buil
         "features": model.features,
         "outputs": model.outputs,
         "columns": dataset.features,
+        "schema": None if dataset.schema is None else dataset.schema.values(),
         "classes": dataset.classes,
         "normalize": resolved.source.normalize,
         "method": resolved.method_name,

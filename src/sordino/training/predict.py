@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sordino.data.preprocess import preprocess
-from sordino.data.sources import read_features
+from sordino.data.schema import Schema
+from sordino.data.sources import encode_file, read_features
 from sordino.data.text import tokenize
 from sordino.errors import SordinoError
 from sordino.models import registry
@@ -38,6 +39,8 @@ def predict(model: str | Path, file: str) -> Predictions:
     trained, theta, about, public = load_model(path)
     if registry.entry(about["kind"]).reads == "text" and not file.endswith(".npz"):
         x = tokenize(sentences(file), about["features"]).astype("float32")
+    elif about.get("schema"):
+        x = preprocess(encode_file(file, Schema.of(about["schema"])), None, about["normalize"])
     else:
         x = preprocess(read_features(file, about["columns"], about["features"]), public, about["normalize"])
     features = torch.from_numpy(x).to(theta)

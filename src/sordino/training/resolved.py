@@ -17,6 +17,7 @@ from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
 from sordino.data.readers import reader_of
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
@@ -39,6 +40,7 @@ class DataSource(NamedTuple):
     label: str | None
     test_fraction: float
     split_seed: int
+    schema: Schema | None
     public_stats: str | None
     normalize: str
     length: int  # tokens per text
@@ -177,6 +179,7 @@ class ResolvedSpec:
             client=source.client_column,
             test_fraction=source.test_fraction,
             seed=source.split_seed,
+            schema=source.schema,
             public_stats=source.public_stats,
             normalize=source.normalize,
             data_dir=source.folder,
@@ -198,6 +201,12 @@ class ResolvedSpec:
     def assumptions(self) -> list[str]:
         """What the certificate assumes beside what the plan assumes."""
         facts = []
+        if self.source.schema is not None:
+            facts.append(
+                f"The schema of the table (sha256 {self.source.schema.sha256()}) is public: its ranges, levels and "
+                "fill values were not taken from the protected records. It is applied to each record by itself, which "
+                "costs no privacy."
+            )
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
         if self.source.open and self.partition.reads_labels:
@@ -252,9 +261,18 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
     """
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
-    law, colon, argument = (spec.partition or ("dirichlet" if is_open else "iid")).partition(":")
+    schema = None if spec.schema is None else Schema.read(spec.schema)
+    if schema is not None and spec.public_stats is not None:
+        raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
+    usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open else "iid"
+    law, colon, argument = (spec.partition or usual).partition(":")
+    if schema is not None and law == "by-column":
+        raise SordinoError("partition: the schema names the client column; write by-site, or leave partition out.")
     partition_text = law + colon + (_whole_path(argument) if law == "counts" else argument)
     partition = Partition.parse(partition_text, spec.sizes)
+    normalize = spec.normalize
+    if normalize is None:
+        normalize = f"table:{schema.used}" if schema is not None and known.normalize == "record" else known.normalize
     seed = spec.seed if spec.seed is not None else secrets.randbits(126)
     model_options = {key: option.default for key, option in registry.entry(spec.model).options.items()}
     model_options |= spec.model_options
@@ -264,11 +282,12 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
     written = dataclasses.replace(
         spec,
         data=_whole_path(spec.data),
+        schema=spec.schema and _whole_path(spec.schema),
         public_stats=spec.public_stats and _whole_path(spec.public_stats),
         partition=partition_text,
         clients=10 if spec.clients is None and not partition.brings_clients else spec.clients,
         rounds=known.rounds if spec.rounds is None else spec.rounds,
-        normalize=known.normalize if spec.normalize is None else spec.normalize,
+        normalize=normalize,
         schedule_seed=spec.schedule_seed if spec.schedule_seed is not None else seed,
         options={
             key: _whole_path(value) if key == "public" and value else value
@@ -285,6 +304,7 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
         label=spec.label,
         test_fraction=spec.test_fraction,
         split_seed=spec.split_seed,
+        schema=schema,
         public_stats=written.public_stats,
         normalize=written.normalize or "none",
         length=spec.length,

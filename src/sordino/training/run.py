@@ -80,6 +80,8 @@ class PreparedRun:
     def _digest(self) -> bytes:
         """Not keyed, and never written to disk."""
         digest = hashlib.sha256(f"{self.resolved.spec.toml()}{self.plan.sizes}".encode())
+        if self.dataset.schema is not None:
+            digest.update(self.dataset.schema.sha256().encode())
         for part in (self.records.x, self.records.y):
             digest.update(part.contiguous().cpu().numpy().data)
         return digest.digest()

@@ -32,6 +32,7 @@ class Spec:
     data: str = "digits"
     data_dir: str | None = None  # folder where published data sets are looked for first
     label: str | None = None
+    schema: str | None = None  # a schema.toml: what the columns of a table mean
     public_stats: str | None = None
     normalize: str | None = None  # by default what the method asks for, mostly none
     test_fraction: float = 0.2

@@ -1,0 +1,94 @@
+"""Check features and labels, and encode labels as class indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sordino.errors import SordinoError
+
+REGRESSION_VALUES = 50  # more distinct fractional labels than this are a quantity, not classes
+
+
+def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None) -> np.ndarray:
+    """float32, records by features, all finite. Images are flattened."""
+    if x.dtype.kind not in "fiub":
+        raise SordinoError(f"{field}: features of type {x.dtype} are not numeric; encode them as numbers.")
+    if x.ndim == 0 or len(x) == 0:
+        raise SordinoError(f"{field}: there are no records; check the source.")
+    if x.size == 0:
+        raise SordinoError(f"{field}: there are no features beside the label; check the source.")
+    with np.errstate(over="ignore"):
+        x = x.reshape(len(x), -1).astype(np.float32, copy=False)
+    bad = ~np.isfinite(x)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise SordinoError(
+            f"{field}: NaN, infinite or too large for float32 in {bad.sum()} places, the first in row {row} (from 0), "
+            f"column {names[column] if names else column}; clean them or drop those records."
+        )
+    return x
+
+
+def check_same_length(a: np.ndarray, name: str, b: np.ndarray, other: str) -> None:
+    if len(a) != (len(b) if b.ndim else 1):
+        raise SordinoError(f"{other}: {b.size} entries for {len(a)} records in {name}; there must be one for each.")
+
+
+def encode_labels(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None, tuple[str, ...]]:
+    """Labels as indices into the sorted distinct training labels; or, for regression, float32 and no classes."""
+    y = check_labels(y, "y")
+    y_test = None if y_test is None else check_labels(y_test, "y_test")
+    if y_test is not None and (y.dtype.kind == "U") != (y_test.dtype.kind == "U"):
+        raise SordinoError(f"y_test: labels of type {y_test.dtype}, but those of y_train are {y.dtype}; use one type.")
+    values, index = np.unique(y, return_inverse=True)
+    fractional = values.dtype.kind == "f" and np.count_nonzero(values != np.floor(values))
+    if fractional > REGRESSION_VALUES:
+        return y.astype(np.float32), None if y_test is None else y_test.astype(np.float32), ()
+    whole = values.dtype.kind == "f" and not fractional
+    names = tuple(str(int(value) if whole else value) for value in values)  # a class is '1', not '1.0'
+    if y_test is None:
+        return index.astype(np.int64), None, names
+    place = np.searchsorted(values, y_test).clip(max=len(values) - 1)
+    unseen = values[place] != y_test
+    if unseen.any():
+        raise SordinoError(
+            f"y_test: label '{y_test[unseen][0]}' never occurs in y_train, so no model can learn it; "
+            "drop those records or split anew."
+        )
+    return index.astype(np.int64), place.astype(np.int64), names
+
+
+def by_public_classes(y: np.ndarray, found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
+    """Class indices by a public list."""
+    if not found:
+        raise SordinoError("classes: the labels are quantities, and were said to be classes.")
+    if unknown := sorted(set(found) - set(classes)):
+        raise SordinoError(f"y: the label '{unknown[0]}' is none of the public ones ({', '.join(classes[:10])} …).")
+    return np.asarray([list(classes).index(name) for name in found])[y]  # type: ignore[no-any-return]
+
+
+def quantities(y: np.ndarray) -> np.ndarray:
+    try:
+        numbers = np.asarray(y, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise SordinoError("y: the labels are no numbers; name the classes.") from None
+    if not np.isfinite(numbers).all():
+        raise SordinoError("y: a label is missing or infinite.")
+    return numbers
+
+
+def check_labels(y: np.ndarray, field: str) -> np.ndarray:
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1:
+        raise SordinoError(f"{field}: labels of shape {y.shape}; give one label a record (class names or indices).")
+    if y.dtype.kind in "SM":
+        y = y.astype(str)
+    if y.dtype.kind not in "fiubU":
+        raise SordinoError(f"{field}: labels of type {y.dtype} are not understood; use numbers or strings.")
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        missing = np.count_nonzero(~np.isfinite(y))
+        raise SordinoError(f"{field}: {missing} labels are NaN or infinite; fill or drop those records.")
+    return y

@@ -1,0 +1,302 @@
+"""Tables as people keep them: CSV in its dialects, Parquet, Excel, compressed files, and data frames in memory.
+
+Everything becomes a pyarrow table. The delimiter is read from the heading, which holds column names and no records.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import lzma
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import optional
+
+DELIMITERS = (",", ";", "\t", "|")
+COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+TEXT_SUFFIXES = (".csv", ".tsv")
+SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".xlsx")
+BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+class Dialect(NamedTuple):
+    """How a text file is written. None: read the delimiter from the heading."""
+
+    delimiter: str | None = None
+    decimal: str = "."
+    encoding: str = "utf-8"
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that says how a file is read, without that of its compression.
+
+    >>> suffix_of(Path("patients.csv.gz"))
+    '.csv'
+    """
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+
+
+def open_table(
+    path: Path,
+    dialect: Dialect | None = None,
+    *,
+    types: Mapping[str, str] | None = None,
+    missing: Sequence[str] | None = None,
+) -> Any:
+    """Read a table.
+
+    Args:
+        path: A .csv, .tsv, .parquet or .xlsx file; .csv and .tsv may end in .gz, .bz2 or .xz too.
+        dialect: How a text file is written.
+        types: Columns to read, each as `number` or `text`; all others are skipped. None reads everything and guesses.
+        missing: Cells of a text file that mean that a value is missing.
+
+    Returns:
+        A pyarrow table.
+
+    Raises:
+        SordinoError: The file cannot be read, or lacks a column. The message names the remedy.
+    """
+    optional("pyarrow", "tables", f"data: '{path}'")  # here, not above: the library itself runs without it
+    import pyarrow as pa
+
+    suffix = suffix_of(path)
+    try:
+        if suffix == ".parquet":
+            import pyarrow.parquet
+
+            table = pa.parquet.ParquetFile(path).read(columns=list(types) if types is not None else None)
+        elif suffix == ".xlsx":
+            table = _excel(path)
+        else:
+            return _text(path, dialect or Dialect(), types, missing)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
+    if types is not None:
+        check_columns(table.column_names, list(types), path)
+    return table
+
+
+def of_frame(frame: Any) -> Any:
+    """A pyarrow table of a pandas or polars frame, a mapping of columns, or a pyarrow table."""
+    optional("pyarrow", "tables", "data")
+    import pyarrow as pa
+
+    if isinstance(frame, pa.Table):
+        return frame
+    if hasattr(frame, "to_arrow"):  # polars
+        return frame.to_arrow()
+    try:
+        if hasattr(frame, "iloc"):
+            return pa.Table.from_pandas(frame, preserve_index=False)
+        if isinstance(frame, Mapping):
+            return pa.table({str(name): pa.array(list(values)) for name, values in frame.items()})
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise SordinoError(f"data: the frame cannot be read ({error}); give each column one type.") from None
+    raise SordinoError(
+        f"data: a {type(frame).__name__} is no table; give a pandas or polars frame, or a dict of columns."
+    )
+
+
+def check_encoding(table: Any, names: Sequence[str], path: Path) -> None:
+    """Refuse columns that are not UTF-8, which pyarrow reads as bytes where it guesses the type."""
+    import pyarrow as pa
+
+    for name in names:
+        if suffix_of(path) in TEXT_SUFFIXES and pa.types.is_binary(table.column(name).type):
+            raise _wrong_encoding(path, f"column '{name}' has other bytes")
+
+
+def check_columns(names: Sequence[str], needed: Sequence[str], where: object) -> None:
+    """Refuse a table that lacks a column or has one twice."""
+    if absent := [name for name in needed if name not in names]:
+        hint = nearest(absent[0], names)
+        listed = ", ".join(f"'{name}'" for name in absent[:5])
+        raise SordinoError(f"data: '{where}' lacks the column{'s' if len(absent) > 1 else ''} {listed}.{hint}")
+    if twice := [name for name in needed if list(names).count(name) > 1]:
+        raise SordinoError(f"data: '{where}' has the column '{twice[0]}' twice; rename one of them.")
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+def numbers(column: Any, name: str, missing: Sequence[str] = ()) -> np.ndarray:
+    """A column as float64; missing cells are NaN."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind):
+        column = texts(column, missing)
+        try:
+            column = column.cast(pa.float64())
+        except pa.ArrowInvalid as error:
+            cell = re.search(r"'(.*)'", str(error))
+            raise SordinoError(_no_number(name, cell.group(1) if cell else "?")) from None
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)) and not (
+        pa.types.is_decimal(kind) or pa.types.is_null(kind)
+    ):
+        raise SordinoError(f"data: column '{name}' holds {kind}, not numbers; set its type in the schema.")
+    values = np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy(), np.float64)
+    if np.isinf(values).any():
+        raise SordinoError(f"data: column '{name}' holds an infinite number; replace it, or leave the cell blank.")
+    return values
+
+
+def texts(column: Any, missing: Sequence[str] = ()) -> Any:
+    """A column as a pyarrow array of trimmed strings; missing cells are null. Whole numbers lose their '.0'."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_boolean(column.type):
+        column = pc.if_else(column, "true", "false")
+    text = pc.utf8_trim_whitespace(column.cast(pa.string()))
+    if missing:
+        text = pc.if_else(pc.is_in(text, value_set=pa.array(list(missing), pa.string())), None, text)
+    return text
+
+
+def dates(column: Any, name: str, missing: Sequence[str] = ()) -> np.ndarray:
+    """A column of dates as days since 1970, float64; missing cells are NaN."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_temporal(column.type):
+        column = pc.utf8_slice_codeunits(texts(column, missing), 0, 10)
+    try:
+        days = column.cast(pa.date32()).cast(pa.int32())
+    except pa.ArrowInvalid as error:
+        raise SordinoError(f"data: column '{name}' holds no dates like 2024-12-31 ({error}).") from None
+    return np.asarray(pc.fill_null(days.cast(pa.float64()), np.nan).to_numpy(), np.float64)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def heading(path: Path, dialect: Dialect) -> tuple[list[str], str]:
+    """The column names of a text file, and its delimiter."""
+    try:
+        with _stream(path) as stream:
+            first = stream.readline(1 << 20)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise _unreadable(path, error) from None
+    if not first.strip():
+        raise SordinoError(f"data: '{path}' is empty; it needs a heading with column names, and records.")
+    if first.startswith(BYTE_ORDER_MARKS):
+        raise _wrong_encoding(path, "it begins as UTF-16 does")
+    try:
+        line = first.decode("utf-8-sig" if dialect.encoding == "utf-8" else dialect.encoding).strip("\r\n")
+    except (UnicodeDecodeError, LookupError):
+        raise _wrong_encoding(path, "a column's name has other bytes") from None
+    delimiter = dialect.delimiter
+    if delimiter is None:
+        bare = re.sub(r'"[^"]*"', "", line)
+        delimiter = max(DELIMITERS, key=bare.count)
+    names = next(csv.reader([line], delimiter=delimiter), [])
+    return [name.strip() for name in names], delimiter
+
+
+def _text(path: Path, dialect: Dialect, types: Mapping[str, str] | None, missing: Sequence[str] | None) -> Any:
+    import pyarrow as pa
+    import pyarrow.csv
+
+    names, delimiter = heading(path, dialect)
+    if types is not None:
+        check_columns(names, list(types), path)
+    kinds = {"number": pa.float64(), "text": pa.string()}
+    convert = pa.csv.ConvertOptions(
+        column_types={name: kinds[kind] for name, kind in (types or {}).items()},
+        include_columns=list(types) if types is not None else None,
+        decimal_point=dialect.decimal,
+        strings_can_be_null=types is not None,
+        **({"null_values": list(missing)} if missing is not None else {}),
+    )
+    read = pa.csv.ReadOptions(
+        encoding={"utf-8": "utf8"}.get(dialect.encoding, dialect.encoding), column_names=names or None, skip_rows=1
+    )
+    try:
+        with _stream(path) as stream:
+            return pa.csv.read_csv(stream, read, pa.csv.ParseOptions(delimiter=delimiter), convert)
+    except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise _explained(path, str(error), names, dialect) from None
+
+
+def _stream(path: Path) -> Any:
+    opener = COMPRESSED.get(path.suffix.lower())
+    return opener(path, "rb") if opener else open(path, "rb")
+
+
+def _excel(path: Path) -> Any:
+    """The first sheet of a workbook; its first row names the columns."""
+    import pyarrow as pa
+
+    openpyxl = optional("openpyxl", "excel", f"data: '{path}'")
+    try:
+        sheet = openpyxl.load_workbook(io.BytesIO(path.read_bytes()), read_only=True, data_only=True).worksheets[0]
+    except Exception as error:  # a damaged archive fails in many ways
+        raise _unreadable(path, error) from None
+    rows = list(sheet.iter_rows(values_only=True))
+    if not rows:
+        raise SordinoError(f"data: the first sheet of '{path}' is empty; put a heading and records there.")
+    names = ["" if name is None else str(name).strip() for name in rows[0]]
+    columns = [list(cells) for cells in zip(*rows[1:], strict=False)] or [[] for _ in names]
+    try:
+        arrays = [pa.array(cells) for cells in columns]
+    except pa.ArrowException:
+        arrays = [pa.array([None if cell is None else str(cell) for cell in cells]) for cells in columns]
+    return pa.Table.from_arrays(arrays, names=names)
+
+
+def _explained(path: Path, why: str, names: Sequence[str], dialect: Dialect) -> SordinoError:
+    """What pyarrow's message means, and the remedy."""
+    if "UTF8" in why or "utf8" in why or "codec can't decode" in why:
+        return _wrong_encoding(path, "some cells have other bytes")
+    if wrong := re.search(
+        r"In CSV column #(\d+): .*?(?:Row #(\d+): )?CSV conversion error to \w+: invalid value '(.*)'", why
+    ):
+        column, row, cell = names[int(wrong.group(1))], wrong.group(2), wrong.group(3)
+        where = f", line {row}" if row else ""
+        if "," in cell and dialect.decimal == ".":
+            return SordinoError(
+                f"data: column '{column}' of '{path}'{where} holds '{cell}'; where a comma separates decimals, set "
+                'decimal = "," under [file] in the schema.'
+            )
+        return SordinoError(f"{_no_number(column, cell)} It is in '{path}'{where}.")
+    if "Expected" in why and "columns, got" in why:
+        return SordinoError(
+            f"data: a row of '{path}' has more or fewer cells than the heading ({why}); check the delimiter, or quote "
+            "cells that contain it."
+        )
+    if "Empty CSV" in why:
+        return SordinoError(f"data: '{path}' holds a heading and no records; check the file.")
+    return _unreadable(path, why)
+
+
+def _no_number(name: str, cell: str) -> str:
+    return (
+        f"data: column '{name}' holds '{cell}', which is no number; list it under `missing` in the schema, or give the "
+        "column the type category."
+    )
+
+
+def _unreadable(path: Path, why: object) -> SordinoError:
+    return SordinoError(f"data: '{path}' cannot be read ({why}); check that it is a true {suffix_of(path)} file.")
+
+
+def _wrong_encoding(path: Path, why: str) -> SordinoError:
+    return SordinoError(
+        f"data: '{path}' is not UTF-8 text ({why}); save it as UTF-8. Where it is Latin-1 (Windows, Western Europe): "
+        'iconv -f latin1 -t utf-8 OLD.csv > NEW.csv, or set encoding = "latin-1" under [file] in a schema.'
+    )
