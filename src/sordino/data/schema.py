@@ -71,7 +71,8 @@ class Number:
     reads: ClassVar[str] = "number"
 
     def check(self, where: str) -> None:
-        if (self.range is None) == (self.mean is None or self.std is None):
+        moments = [number is not None for number in (self.mean, self.std)]
+        if not (all(moments) if self.range is None else not any(moments)):
             raise SordinoError(f"{where}: give either a public range = [low, high], or a public mean and std.")
         if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise SordinoError(f"{where}.range: {list(self.range)} must be two numbers, the lower one first.")
@@ -480,6 +481,7 @@ class Schema:
         if tables.suffix_of(path) not in tables.TEXT_SUFFIXES:
             return
         names, _ = tables.heading(path, self.dialect)
+        tables.check_columns(names, list(self.reads()), path)
         known = {*self.columns, self.client, self.person, self.target.column if self.target else None}
         if unknown := [name for name in names if name not in known]:
             raise SordinoError(
