@@ -343,6 +343,14 @@ class Target:
 # -------------------------------------------------------------------------------------------------------------- schema
 
 
+def assumption(sha256: str) -> str:
+    """What a certificate says of the schema with this hash."""
+    return (
+        f"The schema of the table (sha256 {sha256}) is public: its ranges, levels and fill values were not taken from "
+        "the protected records. It is applied to each record by itself, which costs no privacy."
+    )
+
+
 class Encoded(NamedTuple):
     """A table as numbers."""
 
@@ -458,6 +466,12 @@ class Schema:
     def classes(self) -> tuple[str, ...]:
         """The public levels of the target; empty where it is a number."""
         return self.target.levels if self.target is not None and self.target.task == "classes" else ()
+
+    def at_site(self) -> Schema:
+        """The same for a table of one site, which need not have the client column."""
+        if self.client is None:
+            return self
+        return dataclasses.replace(self, client=None, columns={**self.columns, self.client: Drop()})
 
     def reads(self, *, target: bool = True) -> dict[str, str]:
         """The columns that a file must have, each read as `number` or `text`."""

@@ -17,7 +17,7 @@ from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
 from sordino.data.readers import reader_of
-from sordino.data.schema import Schema
+from sordino.data.schema import Schema, assumption
 from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
@@ -28,6 +28,7 @@ from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
+from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec
 
 
@@ -170,7 +171,9 @@ class ResolvedSpec:
             if self.model.entry.reads != "text":
                 raise SordinoError(f"model: '{source.name}' is text; use a model that reads text, such as minilm-lora.")
             return text.load(source.name, length=source.length, tokenizer=source.tokenizer, data_dir=source.folder)
-        return load(
+        check_readable(source.name, "data")
+        statistics = read_statistics(source.public_stats) if source.public_stats else {}
+        dataset = load(
             source.name,
             label=source.label,
             client=source.client_column,
@@ -182,6 +185,8 @@ class ResolvedSpec:
             data_dir=source.folder,
             whole_clients=source.whole_clients,
         )
+        check_statistics(statistics, dataset.features)
+        return dataset
 
     # --------------------------------------------------------------------------------------- for certificate and files
 
@@ -197,11 +202,7 @@ class ResolvedSpec:
         """What the certificate assumes beside what the plan assumes."""
         facts = []
         if self.source.schema is not None:
-            facts.append(
-                f"The schema of the table (sha256 {self.source.schema.sha256()}) is public: its ranges, levels and "
-                "fill values were not taken from the protected records. It is applied to each record by itself, which "
-                "costs no privacy."
-            )
+            facts.append(assumption(self.source.schema.sha256()))
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
         if self.source.open and self.partition.reads_labels:
@@ -245,8 +246,13 @@ class ResolvedSpec:
         return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
 
 
-def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
+def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> ResolvedSpec:
     """Decide what the spec leaves open, and check and type everything else.
+
+    Args:
+      spec: what the user wrote.
+      device: `cpu` or `cuda`.
+      schema: of the tables, where the spec names no file of it.
 
     Raises:
       SordinoError: names the key whose value does not fit.
@@ -256,7 +262,7 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
     """
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
-    schema = None if spec.schema is None else Schema.read(spec.schema)
+    schema = schema if spec.schema is None else Schema.read(spec.schema)
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
     usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open else "iid"
