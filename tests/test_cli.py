@@ -250,3 +250,23 @@ def test_where_results_go_is_checked_before_training(capsys, tmp_path, monkeypat
         status, _, err = call(capsys, "run", *words)
         assert (status, len(err.splitlines())) == (2, 1)
         assert message in err
+
+
+def test_an_audit_writes_what_is_done_after_every_job(capsys, tmp_path, monkeypatch):
+    """The second audit fails: the file holds the first, whose figures are numpy's."""
+    from sordino.checks.audit import attacks
+
+    real, calls = attacks.audit, []
+
+    def once(*words, **options):
+        calls.append(words)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return real(*words, **options)._replace(lower_gaussian=np.float64(2.0), rounds=np.int64(5))
+
+    monkeypatch.setattr(attacks, "audit", once)
+    out = tmp_path / "audit.json"
+    assert call(capsys, "audit", "dp-fedgd", "--runs", "100", "--seed", "1", "--json", str(out))[0] == 130
+    (row,) = json.loads(out.read_text())
+    assert row["broken"] is True
+    assert row["rounds"] == 5
