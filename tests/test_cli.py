@@ -1,6 +1,8 @@
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -126,6 +128,16 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--one-run", "--unit", "user"], "unit: an audit in one run"),
         (["audit", "dp-fedgd", "--seed", "-1"], "seed: -1 must be an integer"),
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
+        (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),
+        ([], "sordino: COMMAND is missing; see sordino --help"),
+        (["ledger"], "ledger: name a step: show or export"),
+        (["ledger", "show"], "ledger show: LEDGER.db is missing; see sordino ledger show --help"),
+        (["privacy"], "privacy: give one of --epsilon, --noise"),
+        (["privacy", "--epsilon", "1", "--noise", "1"], "--noise: --epsilon is given too; leave one out"),
+        (["federate", "up", "--sites", "three"], "--sites: 'three' must be a whole number"),
+        (["federate", "up", "--epsilon", "2"], "federate up: '--epsilon' is unknown; write --set epsilon=2"),
+        (["run", "--eps", "2"], "run: '--eps' is unknown. Did you mean '--epsilon'?"),
+        (["run", "--epsilon"], "--epsilon: a value is missing"),
         (["privacy", "--epsilon", "0"], "epsilon: 0.0 must lie in"),
         (["privacy", "--noise", "0"], "noise: 0.0 must lie between 1e-06 and 1e+12"),
         (["privacy", "--epsilon", "1", "--clients", "0"], "--clients: 0 must be at least 1"),
@@ -273,3 +285,25 @@ def test_an_audit_writes_what_is_done_after_every_job(capsys, tmp_path, monkeypa
     (row,) = json.loads(out.read_text())
     assert row["broken"] is True
     assert row["rounds"] == 5
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_run_that_is_stopped_says_how_to_continue(name, status, tmp_path):
+    words = ["run", "--method", "dp-fedgd", "--rounds", "100000", "--out", str(tmp_path / "run")]
+    with subprocess.Popen([sys.executable, "-m", "sordino", *words], stderr=subprocess.PIPE, text=True) as process:
+        metrics, end = tmp_path / "run" / "public" / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(getattr(signal, name))
+        err = process.communicate(timeout=60)[1]
+    assert process.returncode == status
+    assert f"sordino: stopped. continue with: sordino run --resume {tmp_path / 'run'}" in err
+    assert "Traceback" not in err
+
+
+def test_control_c_while_modules_are_imported_gets_one_line(tmp_path):
+    """A module that interrupts its import stands for a user who does."""
+    (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from sordino.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "sordino: stopped.\n")

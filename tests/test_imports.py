@@ -24,7 +24,19 @@ LAYERS = [
         "secagg",
         "rules",
     ),
-    *("models", "data", "methods", "engines", "checks", "training", "studies", "federation", "estimators", "cli"),
+    *(
+        "models",
+        "data",
+        "methods",
+        "engines",
+        "checks",
+        "training",
+        "studies",
+        "federation",
+        "estimators",
+        "cli",
+        "__main__",
+    ),
 ]
 APART = {("models", "privacy"), ("data", "privacy"), ("privacy", "models"), ("privacy", "data"), ("data", "models")}
 

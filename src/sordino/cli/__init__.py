@@ -32,6 +32,7 @@ from sordino.cli import (
     sweep,
     verify,
 )
+from sordino.cli.show import Parser, Terminated
 from sordino.errors import OverspentError, SordinoError, nearest
 
 COMMANDS = (
@@ -70,13 +71,10 @@ def _main(argv: Sequence[str] | None, commands: Sequence[Any]) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal without ε shows ? in its place
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    arguments, rest = _parser(commands).parse_known_args(argv)
     try:
+        arguments, rest = _parser(commands).parse_known_args(argv)
         if rest:
-            flags = [flag for flag in vars(arguments.command)["_option_string_actions"] if flag.startswith("--")]
-            raise SordinoError(
-                f"{arguments.command.prog.removeprefix('sordino ')}: '{rest[0]}' is unknown.{nearest(rest[0], flags)}"
-            )
+            raise _unknown(arguments.command, rest)
         return int(arguments.act(arguments))
     except (SordinoError, OverspentError) as error:
         print(f"sordino: {error}", file=sys.stderr)
@@ -88,13 +86,29 @@ def _main(argv: Sequence[str] | None, commands: Sequence[Any]) -> int:
         return 2
     except KeyboardInterrupt as stop:
         print(f"sordino: stopped. {stop}".strip(), file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+
+
+def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoError:
+    """The error for words that the command does not know. A key of a run without a flag is set with --set."""
+    flags = [flag for flag in vars(command)["_option_string_actions"] if flag.startswith("--")]
+    where, (word, equals, value) = command.prog.removeprefix("sordino "), rest[0].partition("=")
+    if word.startswith("--") and "--set" in flags:
+        from sordino.training.spec import RUN_KEYS
+
+        key = word.removeprefix("--").replace("-", "_")
+        if key in RUN_KEYS:
+            value = value if equals else rest[1] if len(rest) > 1 else "VALUE"
+            return SordinoError(f"{where}: '{word}' is unknown; write --set {key}={value}.")
+    longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]
+    hint = f" Did you mean '{longer[0]}'?" if longer else nearest(word, flags)
+    return SordinoError(f"{where}: '{rest[0]}' is unknown.{hint}")
 
 
 def _parser(modules: Sequence[Any]) -> argparse.ArgumentParser:
     from sordino.version import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sordino",
         description="Differentially private federated learning, exactly accounted.",
         epilog="examples:\n"

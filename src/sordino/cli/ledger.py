@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         "show or export what was spent, by which run and when",
         "sordino ledger show site-north/ledger.db\nsordino ledger export site-north/ledger.db --json ledger.json",
     )
-    parts = parent.add_subparsers(title="steps", metavar="STEP", required=True)
+    parts = parent.add_subparsers(title="steps", metavar="STEP")
     show = command(
         parts, "show", _show, "show the account of every data set, and what each run spent", "sordino ledger show F"
     )

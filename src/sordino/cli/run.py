@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, facts
+from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, facts, terminable
 from sordino.errors import SordinoError
 
 DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
@@ -99,9 +99,10 @@ def act(arguments: argparse.Namespace) -> int:
         out = Path(arguments.out or f"runs/{prepared.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run.start(prepared, out)
     try:
-        history = _train(prepared, out)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"continue with: sordino run --resume {out}") from None
+        with terminable():
+            history = _train(prepared, out)
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"continue with: sordino run --resume {out}") from None
     cert = run.finish(prepared, out, history, signer)
     if not emit(arguments, run.summary(prepared, cert, history, out)):
         _tell(prepared, cert, history, out)

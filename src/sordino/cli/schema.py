@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         "describe a table by public rules, without looking at its records",
         "sordino schema draft patients.csv --out schema.toml\nsordino schema check schema.toml patients.csv",
     )
-    parts = parent.add_subparsers(title="steps", metavar="STEP", required=True)
+    parts = parent.add_subparsers(title="steps", metavar="STEP")
     draft = command(
         parts,
         "draft",

@@ -6,13 +6,64 @@ import argparse
 import json
 import math
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, nearest
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM)."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Meanwhile SIGTERM raises `Terminated`, so that a run that is stopped says how to continue it."""
+
+    def stop(*_: Any) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags are written in full, and a mistake is one line that names the flag and the remedy."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **keywords})
+
+    def error(self, message: str) -> NoReturn:
+        where = self.prog.removeprefix("sordino").strip()
+        begin, see = f"{where}: " if where else "", f"see {self.prog} --help"
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            raise SordinoError(
+                f"{begin}'{wrong[1]}' is unknown.{nearest(wrong[1], re.findall('[a-z][a-z-]*', wrong[2]))}"
+            )
+        if wrong := re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
+            kind = "a whole number" if wrong[2] == "int" else "a number"
+            raise SordinoError(f"{wrong[1]}: '{wrong[3]}' must be {kind}.")
+        if wrong := re.fullmatch(r"argument (\S+): expected (one|at least one) argument", message):
+            raise SordinoError(f"{wrong[1]}: a value is missing; {see}.")
+        if wrong := re.fullmatch(r"argument (\S+): not allowed with argument (\S+)", message):
+            raise SordinoError(f"{wrong[1]}: {wrong[2]} is given too; leave one out.")
+        if wrong := re.fullmatch(r"one of the arguments (.+) is required", message):
+            raise SordinoError(f"{begin}give one of {', '.join(wrong[1].split())}; {see}.")
+        if wrong := re.fullmatch(r"the following arguments are required: (.+)", message):
+            raise SordinoError(f"{begin}{wrong[1]} is missing; {see}.")
+        raise SordinoError(f"{begin}{message}; {see}.")
 
 
 def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> argparse.ArgumentParser:
