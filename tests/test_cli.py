@@ -185,3 +185,33 @@ def test_a_misspelt_flag_gets_a_suggestion(capsys):
     status, out, err = call(capsys, "run", "--metod", "auto")
     assert (status, out) == (2, "")
     assert "sordino: run: '--metod' is unknown. Did you mean '--method'?" in err
+
+
+def test_where_results_go_is_checked_before_training(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sordino.training.run.rounds", lambda *_: pytest.fail("it trains"))
+    (tmp_path / "d.json").mkdir()
+    (tmp_path / "patients.csv").write_text("a,label\n1,x\n")
+    (tmp_path / "run" / "public").mkdir(parents=True)
+    (tmp_path / "run" / "public" / "spec.toml").write_text("rounds = 5\n")
+    for words, message in (
+        (["--json", "d.json"], "--json: 'd.json' is a directory; name a file"),
+        (["--out", "patients.csv"], "--out: 'patients.csv' is a file, not a folder; name a folder"),
+        (["--out", "patients.csv/x"], "patients.csv' is a file, not a folder; name a folder"),
+        (["patients.csv"], "spec: 'patients.csv' holds data, not settings; write --data patients.csv"),
+        (["d.json"], "spec: 'd.json' is a directory; name a TOML file"),
+        (["run"], "spec: 'run' is the folder of a run; continue it with --resume run"),
+    ):
+        assert call(capsys, "run", *words)[0] == 2
+        status, _, err = call(capsys, "run", *words)
+        assert (status, len(err.splitlines())) == (2, 1)
+        assert message in err
+    monkeypatch.setattr("sordino.cli.show.os.access", lambda path, mode: False)
+    for words, message in (
+        (["--json", "x.json"], "--json: this user cannot write 'x.json'; name a file in another folder"),
+        (["--out", "ro/x"], f"--out: 'ro/x' cannot be written, because this user cannot write into '{tmp_path}'"),
+        ([], f"--out: 'runs' cannot be written, because this user cannot write into '{tmp_path}'"),
+    ):
+        status, _, err = call(capsys, "run", *words)
+        assert (status, len(err.splitlines())) == (2, 1)
+        assert message in err

@@ -19,12 +19,14 @@ A run in Python, from data to a certificate:
 - noise and account: `Plan`, `Participation`, `source`, `gaussian`
 - engines: `simulate` (fast), `reference` (plain)
 - evidence: `certificate`, `statement`, `verify`
+- a finished run: `load_run` (its model with `predict`; `load` reads data)
 - scikit-learn: `FederatedClassifier`
 
 On the command line: `sordino --help`. Tutorials and the whole reference: `make docs`.
 
 Every name is imported when it is first used: `import sordino` itself imports neither torch nor numpy. The names in
-`__all__` need torch, numpy and scipy alone; `FederatedClassifier` and `UnpaidSearchWarning` also need scikit-learn.
+`__all__` need torch, numpy and scipy alone (`load_run`, when called, also safetensors and cryptography);
+`FederatedClassifier` and `UnpaidSearchWarning` also need scikit-learn.
 """
 
 from importlib import import_module
@@ -64,6 +66,7 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
     from sordino.privacy.mechanisms.random import source
     from sordino.privacy.participation import Participation
     from sordino.privacy.plan import Plan
+    from sordino.training.predict import load_run
 
 __all__ = [
     "Adjacency",
@@ -89,6 +92,7 @@ __all__ = [
     "certificate",
     "gaussian",
     "load",
+    "load_run",
     "reference",
     "simulate",
     "source",
@@ -114,6 +118,7 @@ _HOME = {
     "sordino.privacy.mechanisms.random": "source",
     "sordino.privacy.participation": "Participation",
     "sordino.privacy.plan": "Plan",
+    "sordino.training.predict": "load_run",
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
 _SKLEARN = _HOME["sordino.estimators"].split()  # not in __all__: an import of everything must do without them

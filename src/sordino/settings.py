@@ -45,6 +45,10 @@ def read_toml(path: str | Path, what: str = "spec") -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError:
         raise SordinoError(f"{what}: there is no file '{path}'; check the path.") from None
+    except IsADirectoryError:
+        raise SordinoError(f"{what}: '{path}' is a directory; name a TOML file.") from None
+    except PermissionError:
+        raise SordinoError(f"{what}: this user cannot read '{path}'; change its permissions.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SordinoError(f"{what}: '{path}' is not TOML ({error}).") from None
 

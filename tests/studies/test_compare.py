@@ -192,3 +192,20 @@ def test_a_chosen_run_that_spent_less_does_not_speak_for_the_others():
     assert part["epsilon"] < 8.0 * 0.999
     assert not part["certified"]
     assert "up to ε = 8" in part["reasons"][-1]
+
+
+def test_an_earlier_result_is_not_overwritten(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sweep = ["sweep", "--method", "dp-fedgd", "--clients", "4", "--rounds", "2", "--grid", "lr=0.5,2", "--out", "s"]
+    comparison = ["compare", "--methods", "dp-fedgd", "--clients", "4", "--rounds", "2", "--epsilons", "8"]
+    comparison += ["--seeds", "1"]
+    assert main(sweep) == 0
+    assert main([*comparison, "--out", "c"]) == 0
+    for words, out, result in ((sweep, "s", "sweep.json"), ([*comparison, "--out", "c"], "c", "compare.json")):
+        before = (tmp_path / out / result).read_bytes()
+        capsys.readouterr()
+        assert main(words) == 2
+        assert f"--out: '{out}' already holds {result}; name another folder" in capsys.readouterr().err
+        assert (tmp_path / out / result).read_bytes() == before
+    assert main(comparison) == 0
+    assert next(path.name for path in (tmp_path / "runs").iterdir()).startswith("compare-")

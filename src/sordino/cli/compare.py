@@ -6,11 +6,13 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
-from sordino.cli.sweep import add_keys, check_device, read_keys
+from sordino.cli.run import read_keys
+from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, table
+from sordino.cli.sweep import add_keys, check_device
 from sordino.core import Privacy
 from sordino.errors import SordinoError
 
@@ -72,9 +74,7 @@ def add(commands: Any) -> None:
         "--sensitivity", action="store_true", help="also vary lr, rho and beta around the chosen setting"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument(
-        "--out", metavar="DIR", default="runs/compare", help="folder for the results (default: runs/compare)"
-    )
+    parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-TIME)")
     add_json(parser)
 
 
@@ -83,7 +83,8 @@ def act(arguments: argparse.Namespace) -> int:
     check_device(arguments.device)
     from sordino.studies import compare, report
 
-    base, out = read_keys(arguments), Path(arguments.out)
+    base = read_keys(arguments)
+    out = Path(arguments.out or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
     for key in ("method", "epsilon", "seed", "noise"):
         if key in base:
             raise SordinoError(f"{key}: a comparison sets it for every run; use --methods, --epsilons and --seeds.")
@@ -95,6 +96,8 @@ def act(arguments: argparse.Namespace) -> int:
     epsilons, seeds = budgets(arguments.epsilons), range(1, arguments.seeds + 1)
     if not seeds:
         raise SordinoError(f"--seeds: {arguments.seeds} must be at least 1.")
+    tuned = ["settings.json"] if arguments.tune or arguments.only_tune else []
+    check_out(out, *tuned, *([] if arguments.only_tune else ["compare.json"]))
     out.mkdir(parents=True, exist_ok=True)
     tuning = compare.UNTOUCHED
     if arguments.settings:

@@ -41,7 +41,7 @@ def _open(arguments: argparse.Namespace) -> Any:
     path = _path(arguments)
     if not path.is_file():
         raise SordinoError(f"ledger: there is no file '{path}'; check the path.")
-    return Ledger(path)
+    return Ledger(path, read_only=True)
 
 
 def _path(arguments: argparse.Namespace) -> Path:

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts
+from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, facts
 from sordino.errors import SordinoError
 
+DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz")
 RUN_FLAGS = (
     # flag, key of the spec, what it says in --help
     ("--data", "data", "digits, synthetic(1,1), a published set (mnist, a9a …), or an .npz, .csv or .parquet file"),
@@ -79,19 +80,12 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.secagg.keys import read_signer
-    from sordino.settings import parse_setting, read_toml
     from sordino.training import run
     from sordino.training.folder import RunFolder
     from sordino.training.spec import Spec
 
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
-    values: dict[str, Any] = {}
-    if arguments.spec:
-        values |= read_toml(arguments.spec)
-    for _, key, _ in RUN_FLAGS:
-        if (value := getattr(arguments, f"key_{key}")) is not None:
-            values |= dict([parse_setting(f"{key}={value}")])
-    values |= dict(map(parse_setting, arguments.set))
+    values = read_keys(arguments)
     if arguments.resume:
         if values:
             raise SordinoError(f"--resume: a resumed run keeps its spec; leave out {', '.join(sorted(values))}.")
@@ -100,6 +94,7 @@ def act(arguments: argparse.Namespace) -> int:
         out = RunFolder.find(Path(arguments.resume)).root
         prepared = run.prepare(run.reopen(Path(arguments.resume)), device=arguments.device)
     else:
+        check_out(Path(arguments.out or "runs"))
         prepared = run.prepare(Spec.of(values), device=arguments.device)
         out = Path(arguments.out or f"runs/{prepared.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
         run.start(prepared, out)
@@ -112,6 +107,24 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.json is None or not emit(arguments, run.summary(prepared, cert, history, out)):
         _tell(prepared, cert, history, out)
     return 0
+
+
+def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys of a run: those of the TOML file, overridden by flags and --set."""
+    from sordino.settings import parse_setting, read_toml
+
+    values: dict[str, Any] = {}
+    if arguments.spec:
+        path = Path(arguments.spec)
+        if path.is_dir() and (path / "public" / "spec.toml").is_file():
+            raise SordinoError(f"spec: '{path}' is the folder of a run; continue it with --resume {path}.")
+        if path.suffix.lower() in DATA_SUFFIXES:
+            raise SordinoError(f"spec: '{path}' holds data, not settings; write --data {path}.")
+        values |= read_toml(path)
+    for _, key, _ in RUN_FLAGS:
+        if (flag := getattr(arguments, f"key_{key}")) is not None:
+            values |= dict([parse_setting(f"{key}={flag}")])
+    return values | dict(map(parse_setting, arguments.set))
 
 
 def _train(prepared: Any, out: Path) -> list[dict[str, Any]]:

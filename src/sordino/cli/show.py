@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,8 +40,37 @@ def check_json(arguments: argparse.Namespace) -> None:
         return
     if not arguments.json.endswith(".json"):
         raise SordinoError(f"--json: '{arguments.json}' should end in .json (or be -, for stdout).")
-    if not Path(arguments.json).absolute().parent.is_dir():
-        raise SordinoError(f"--json: there is no directory for '{arguments.json}'; make it first.")
+    path = Path(arguments.json)
+    if not path.absolute().parent.is_dir():
+        raise SordinoError(f"--json: there is no directory for '{path}'; make it first.")
+    if path.is_dir():
+        raise SordinoError(f"--json: '{path}' is a directory; name a file that ends in .json.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise SordinoError(f"--json: this user cannot write '{path}'; name a file in another folder.")
+
+
+def check_out(out: Path, *results: str) -> None:
+    """Before any work: a folder that cannot be made, or that already holds one of these results, is refused.
+
+    Args:
+      out: the folder that --out names, or its default.
+      results: files that the command would overwrite.
+
+    Raises:
+      SordinoError: what is wrong with the folder, and what to name instead.
+    """
+    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+    shown = out if there == out.absolute() else there
+    if not there.is_dir():
+        raise SordinoError(f"--out: '{shown}' is a file, not a folder; name a folder that does not exist yet.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SordinoError(
+            f"--out: '{out}' cannot be written, because this user cannot write into '{there}'; name another folder "
+            "with --out DIR."
+        )
+    for name in results:
+        if (out / name).exists():
+            raise SordinoError(f"--out: '{out}' already holds {name}; name another folder, or move that one away.")
 
 
 def emit(arguments: argparse.Namespace, document: Any) -> bool:

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.run import RUN_FLAGS
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
+from sordino.cli.run import RUN_FLAGS, read_keys
+from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, table
 from sordino.errors import SordinoError
 
 PAY = ("no", "public", "count", "stopping")
@@ -62,16 +62,6 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the runs")
 
 
-def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    from sordino.settings import parse_setting, read_toml
-
-    values: dict[str, Any] = read_toml(arguments.spec) if arguments.spec else {}
-    for _, key, _ in RUN_FLAGS:
-        if (flag := getattr(arguments, f"key_{key}")) is not None:
-            values |= dict([parse_setting(f"{key}={flag}")])
-    return values | dict(map(parse_setting, arguments.set))
-
-
 def check_device(name: str) -> None:
     """Before any work. Of several GPUs the commands use the first."""
     from sordino.data import records
@@ -97,6 +87,7 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError("--public: give it together with --charge-tuning public, and only then.")
     grid = sweep.grid_of(arguments.grid, arguments.preset, values)
     if out:
+        check_out(out, "sweep.json")
         out.mkdir(parents=True, exist_ok=True)
     total = {"grid": grids.size(grid) * arguments.seeds, "optuna": arguments.trials}.get(arguments.search)
     hidden = arguments.charge_tuning == "stopping"  # the number of runs is a secret

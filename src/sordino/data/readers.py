@@ -151,13 +151,18 @@ def read_table(path: Path, label: str | None, client: str | None) -> Raw:
 def table_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
     """The named columns of a table, or its first `count`; other columns are ignored."""
     table = open_table(path)
+    tables.check_encoding(table, [name for name in columns if name in table.column_names], path)
+    return columns_of(table, columns, count, f"'{path}'")
+
+
+def columns_of(table: Any, columns: Sequence[str], count: int, where: str) -> np.ndarray:
+    """The same of a pyarrow table in memory. where: its name in messages."""
     names = list(columns) or table.column_names[:count]
     if missing := [name for name in names if name not in table.column_names]:
-        raise SordinoError(f"data: '{path}' lacks the columns {missing} that the model was trained on.")
-    tables.check_encoding(table, names, path)
+        raise SordinoError(f"data: {where} lacks the columns {missing} that the model was trained on.")
     numeric = [_numeric(table.column(name)) for name in names]
     if any(values is None for values in numeric):
-        raise SordinoError(f"data: columns of '{path}' that the model needs are not numeric.")
+        raise SordinoError(f"data: columns of {where} that the model needs are not numeric.")
     return check_features(np.stack([np.asarray(values, np.float32) for values in numeric], 1), "x", names)
 
 

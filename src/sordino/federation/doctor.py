@@ -109,7 +109,7 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             cost = spending.epsilon(terms.plan)
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
         return
-    with Ledger(path) as ledger:
+    with Ledger(path, read_only=True) as ledger:
         yield from _ledger(site, ledger)
         if terms is None:
             return

@@ -32,8 +32,12 @@ class SiteData:
 
     def ledger(self) -> Ledger:
         config = self.config
-        limit = {"epsilon": config.epsilon, "delta": config.delta}
-        return Ledger(config.path(config.ledger), **limit, adjacency=Adjacency(config.adjacency))
+        return Ledger(
+            config.path(config.ledger),
+            epsilon=config.epsilon,
+            delta=config.delta,
+            adjacency=Adjacency(config.adjacency),
+        )
 
     def note(self, what: str, **fields: Any) -> None:
         """Append to the site's own log, which is limited in size. Texts of others are cut and escaped."""

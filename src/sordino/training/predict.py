@@ -1,29 +1,188 @@
-"""Predictions of a trained model for new records."""
+"""A trained model for new records: `load_run` in Python, `sordino predict` on the command line, by one path.
+
+`sordino.load` reads data, so what reads a finished run has another name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from sordino.data import tables
+from sordino.data.arrays import check_features
 from sordino.data.preprocess import preprocess
+from sordino.data.readers import columns_of
 from sordino.data.schema import Schema
 from sordino.data.sources import encode_file, read_features
 from sordino.data.text import tokenize
 from sordino.errors import SordinoError
 from sordino.models import registry
-from sordino.models.linear import Loss
+from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.signing import broken, sha256
 from sordino.training.artifacts import load_model
 from sordino.training.folder import RunFolder
 from sordino.training.verify_run import read_certificate
+
+Records: TypeAlias = Any  # the path of a file, a dict of columns, a frame of pandas, polars or pyarrow, or an array
+FRAME_ATTRIBUTES = ("iloc", "to_arrow", "column_names")  # of pandas, polars and pyarrow
 
 
 class Predictions(NamedTuple):
     labels: list[Any]  # or values, where labels are quantities
     classes: list[str]
     probabilities: list[list[float]]
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained model with everything that it needs to read new records. `load_run` makes it.
+
+    Records are a file, a frame (pandas, polars, pyarrow, or a dict of columns) or an array. Columns of files and frames
+    are found by name, whatever their order, and absent ones are refused. The columns of an array are `features`, in
+    that order: with a schema, these are the encoded features and not the columns of the table.
+
+    Attributes:
+      model: the model.
+      theta: its parameters, one vector.
+      classes: the labels, in the order of `predict_proba`; empty where labels are numbers.
+      features: names of the features, in order; empty where the model was trained on an array without names.
+      schema: the public schema of the table that it was trained on; None where there was none.
+      certificate: the content of the certificate.json beside the model, checked; None where there is none.
+      normalize: how each record is scaled (`sordino.data.preprocess`): part of the model.
+      public: public mean and covariance that records are whitened by; None where there are none.
+      about: all that the file of the model says of it.
+    """
+
+    model: BuiltModel
+    theta: Tensor
+    classes: tuple[str, ...]
+    features: tuple[str, ...]
+    schema: Schema | None
+    certificate: dict[str, Any] | None
+    normalize: str
+    public: tuple[np.ndarray, np.ndarray] | None
+    about: dict[str, Any]
+
+    def encode(self, records: Records) -> np.ndarray:
+        """The features of records before they are scaled: float32, records by features.
+
+        Raises:
+          SordinoError: a column is absent, or a value cannot be read.
+        """
+        count = int(self.about["features"])
+        if self._is_text(records):
+            lines = sentences(str(records)) if isinstance(records, str | Path) else list(records)
+            return np.asarray(tokenize(lines, count), np.float32)
+        if isinstance(records, str | Path):
+            file = str(records)
+            if self.schema is not None:
+                return encode_file(file, self.schema)
+            return read_features(file, self.features, count)
+        if isinstance(records, Mapping) or any(hasattr(records, name) for name in FRAME_ATTRIBUTES):
+            if self.schema is not None:
+                return self.schema.encode(records, target=False).x
+            return columns_of(tables.of_frame(records), self.features, count, "the frame")
+        x = check_features(np.asarray(records), "x", self.features or None)
+        if x.shape[1] != count:
+            encoded = " encoded" if self.schema is not None else ""
+            remedy = "; give a frame, whose columns are found by name" if self.schema is not None else ""
+            raise SordinoError(f"x: {x.shape[1]} features, the model was trained on {count}{encoded} ones{remedy}.")
+        return x
+
+    def prepare(self, records: Records) -> Tensor:
+        """What the model reads: encoded features, scaled record by record."""
+        x = self.encode(records)
+        if not self._is_text(records):  # token ids are no amounts
+            x = preprocess(x, None if self.schema is not None else self.public, self.normalize)
+        return torch.from_numpy(x).to(self.theta)
+
+    def _is_text(self, records: Records) -> bool:
+        """Whether these are sentences: a text file, or a list of them."""
+        if registry.entry(self.about["kind"]).reads != "text":
+            return False
+        if isinstance(records, str | Path):
+            return not str(records).endswith(".npz")
+        return isinstance(records, list | tuple) and all(isinstance(line, str) for line in records)
+
+    def predict(self, records: Records) -> np.ndarray:
+        """The predicted class of each record, by its name; or a number, where labels are numbers.
+
+        Raises:
+          SordinoError: a column is absent, or a value cannot be read.
+        """
+        found = self.model.predict(self.theta, self.prepare(records)).cpu().numpy()
+        return np.asarray(self.classes)[found] if self.classes else np.asarray(found)
+
+    def predict_proba(self, records: Records) -> np.ndarray:
+        """The probability of each class, records by classes, in the order of `classes`.
+
+        Raises:
+          SordinoError: labels are numbers, a column is absent, or a value cannot be read.
+        """
+        if not self.classes:
+            raise SordinoError("predict_proba: the model predicts numbers, which have no probabilities; use predict.")
+        return np.asarray(self.model.scores(self.theta, self.prepare(records)).cpu().numpy())
+
+    def predictions(self, records: Records) -> Predictions:
+        """Labels and probabilities from one preparation of the records."""
+        x = self.prepare(records)
+        found = self.model.predict(self.theta, x).tolist()
+        if not self.classes:
+            return Predictions(found, [], [])
+        return Predictions(
+            [self.classes[k] for k in found], list(self.classes), self.model.scores(self.theta, x).tolist()
+        )
+
+
+def load_run(path: str | Path) -> LoadedRun:
+    """Read the model of a finished run, with its schema and its certificate.
+
+    The model is compared with the certificate beside it: another model than the certified one is refused. The name is
+    not `load`, because `sordino.load` reads data.
+
+    Args:
+      path: the directory of a run, its public/, or a model.safetensors.
+
+    Returns:
+      The model, with `predict`, `predict_proba`, `schema`, `certificate`, `model`, `theta`, `features` and `classes`.
+
+    Raises:
+      SordinoError: there is no model, it is not the one that the certificate names, or the signature does not hold.
+
+    Example:
+      >>> import sordino
+      >>> from sordino.training import run  # what `sordino run --out mine` does
+      >>> out, prepared = Path("mine"), run.prepare(run.Spec(method="dp-fedgd", rounds=3))
+      >>> run.start(prepared, out)
+      >>> certificate = run.finish(prepared, out, list(run.rounds(prepared, out)))
+      >>> mine = sordino.load_run("mine")
+      >>> mine.certificate["certified"], mine.classes[:3]
+      (True, ('0', '1', '2'))
+      >>> mine.predict_proba(sordino.load("digits").x_test[:2]).shape
+      (2, 10)
+    """
+    path = Path(path)
+    path = RunFolder.find(path).named(path, "model.safetensors")
+    cert = check_model(path)
+    model, theta, about, public = load_model(path)
+    schema = Schema.of(about["schema"]) if about.get("schema") else None
+    return LoadedRun(
+        model=model,
+        theta=theta,
+        classes=tuple(about["classes"]),
+        features=tuple(about["columns"]),
+        schema=schema,
+        certificate=cert,
+        normalize=about["normalize"],
+        public=public,
+        about=about,
+    )
 
 
 def predict(model: str | Path, file: str) -> Predictions:
@@ -33,28 +192,14 @@ def predict(model: str | Path, file: str) -> Predictions:
       model: the directory of a run, its public/, or a model.safetensors.
       file: a table with the columns of training, an .npz with x, or a text file for models that read text.
     """
-    path = Path(model)
-    path = RunFolder.find(path).named(path, "model.safetensors")
-    check_model(path)
-    trained, theta, about, public = load_model(path)
-    if registry.entry(about["kind"]).reads == "text" and not file.endswith(".npz"):
-        x = tokenize(sentences(file), about["features"]).astype("float32")
-    elif about.get("schema"):
-        x = preprocess(encode_file(file, Schema.of(about["schema"])), None, about["normalize"])
-    else:
-        x = preprocess(read_features(file, about["columns"], about["features"]), public, about["normalize"])
-    features = torch.from_numpy(x).to(theta)
-    if about["kind"] == Loss.SQUARES:
-        return Predictions(trained.predict(theta, features).tolist(), [], [])
-    labels = [about["classes"][k] for k in trained.predict(theta, features).tolist()]
-    return Predictions(labels, list(about["classes"]), trained.scores(theta, features).tolist())
+    return load_run(model).predictions(file)
 
 
-def check_model(path: Path) -> None:
-    """Refuse a model that is not the one that the certificate beside it names."""
+def check_model(path: Path) -> dict[str, Any] | None:
+    """Refuse a model that is not the one that the certificate beside it names. Returns the certificate."""
     beside = path.with_name("certificate.json")
     if not path.is_file() or not beside.is_file():
-        return
+        return None
     cert = read_certificate(beside)
     if "signature" in cert and (why := broken(cert)):
         raise SordinoError(f"model: of the certificate beside '{path}', {why}; get both from their source again.")
@@ -63,6 +208,7 @@ def check_model(path: Path) -> None:
             f"model: '{path}' is not the model that the certificate beside it was made for; it was damaged or "
             "exchanged. Get it from its source again."
         )
+    return cert
 
 
 def sentences(file: str) -> list[str]:

@@ -28,6 +28,7 @@ from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
+from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec
 
 
@@ -170,7 +171,9 @@ class ResolvedSpec:
             if self.model.entry.reads != "text":
                 raise SordinoError(f"model: '{source.name}' is text; use a model that reads text, such as minilm-lora.")
             return text.load(source.name, length=source.length, tokenizer=source.tokenizer, data_dir=source.folder)
-        return load(
+        check_readable(source.name, "data")
+        statistics = read_statistics(source.public_stats) if source.public_stats else {}
+        dataset = load(
             source.name,
             label=source.label,
             client=source.client_column,
@@ -182,6 +185,8 @@ class ResolvedSpec:
             data_dir=source.folder,
             whole_clients=source.whole_clients,
         )
+        check_statistics(statistics, dataset.features)
+        return dataset
 
     # --------------------------------------------------------------------------------------- for certificate and files
 

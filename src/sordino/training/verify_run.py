@@ -188,7 +188,7 @@ def _shown(value: Any) -> str:
 
 def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
     """Compare with a site's ledger, which has one row per round: the releases of its group, and no others."""
-    with Ledger(path) as book:
+    with Ledger(path, read_only=True) as book:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
         rows = [row for row in book.rows() if row.plan == run]
     mine = next(g for g in cert["groups"] if cert["site"]["client"] in numbers_of(g["clients"], int(cert["clients"])))
@@ -205,7 +205,7 @@ def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
 
 
 def _against_ledger(cert: dict[str, Any], path: Path) -> Iterator[str]:
-    with Ledger(path) as book:
+    with Ledger(path, read_only=True) as book:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
         paid = {(row.who, row.query): (row.sensitivity, row.std, row.times, row.rate) for row in book.rows()}
     for group in cert["groups"]:

@@ -589,3 +589,55 @@ def test_a_ledger_of_an_earlier_version_gets_its_witness_with_the_next_charge(co
         opened.charge([Charge("late", 1, "q", 0.01, 1.0, 1, "other")])
         assert opened.witnessed()
         assert opened.audit() == []
+
+
+def folder_of(path):
+    """Names, sizes, modes and times of everything beside the file."""
+    return {p.name: (p.stat().st_size, p.stat().st_mode, p.stat().st_mtime_ns) for p in path.parent.iterdir()}
+
+
+def test_looking_changes_nothing(copy, capsys):
+    """Neither the file nor its folder: both may be read-only."""
+    copy.chmod(0o444)
+    before = folder_of(copy)
+    with Ledger(copy, read_only=True) as book:
+        assert book.audit() == []
+        assert len(book) > 0
+        with pytest.raises(SordinoError, match="readonly"):
+            book.charge([entry("zoe", 99, plan="new")])
+    assert main(["ledger", "show", str(copy)]) == 0
+    assert main(["ledger", "export", str(copy)]) == 0
+    assert folder_of(copy) == before
+    missing = copy.with_name("none.db")
+    with pytest.raises(SordinoError, match="unable to open"):
+        Ledger(missing, read_only=True)
+    assert not missing.exists()
+    missing.write_bytes(b"")
+    with pytest.raises(SordinoError, match="the file is empty; name a file that is a ledger"):
+        Ledger(missing, read_only=True)
+
+
+def test_what_is_not_yet_in_the_file_is_seen(copy, tmp_path, monkeypatch):
+    """SQLite keeps the newest rows beside the file until the ledger is closed; a killed process leaves them there."""
+    place = tmp_path / "killed"
+    place.mkdir()
+    with Ledger(copy) as book:
+        book.charge([entry("zoe", 99, plan="new")])
+        rows, head = len(book), book.head()
+        with Ledger(copy, read_only=True) as other:
+            assert (len(other), other.head()) == (rows, head)
+        for end in ("", "-wal"):
+            shutil.copy(f"{copy}{end}", place / f"a.db{end}")
+    connect = Ledger._connect_to_read
+
+    def in_a_read_only_folder(self, path, more=""):
+        if path.parent == place:
+            raise sqlite3.OperationalError("unable to open database file")
+        connect(self, path, more)
+
+    monkeypatch.setattr(Ledger, "_connect_to_read", in_a_read_only_folder)
+    before = folder_of(place / "a.db")
+    with Ledger(place / "a.db", read_only=True) as book:
+        assert (len(book), book.head()) == (rows, head)
+        assert book.audit() == []
+    assert folder_of(place / "a.db") == before

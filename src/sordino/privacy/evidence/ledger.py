@@ -20,7 +20,9 @@ import json
 import math
 import operator
 import os
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -72,7 +74,7 @@ _REMEDIES = {
     "SQLITE_FULL": "free some disk space and try again",
     "SQLITE_BUSY": "another process has locked it; wait for that process, or end it, and try again",
     "SQLITE_READONLY": "make the file and its directory writable for this user",
-    "SQLITE_CANTOPEN": "check that the directory exists and is writable for this user",
+    "SQLITE_CANTOPEN": "check that the directory exists and that this user can read and write it",
     "SQLITE_NOTADB": "name a file that is a ledger, or one that does not exist yet",
     "SQLITE_CORRUPT": "restore the file from a backup, and audit() it against the last certificate",
 }
@@ -151,6 +153,7 @@ class Ledger:
       epsilon: epsilon of the limit; give both epsilon and delta, or neither.
       delta: delta of the limit.
       adjacency: which data sets are neighbours.
+      read_only: only look. Nothing is created or changed, and the file and its folder need not be writable.
 
     Raises:
       SordinoError: the limit is incomplete, or the file has another adjacency.
@@ -164,6 +167,7 @@ class Ledger:
         epsilon: float | None = None,
         delta: float | None = None,
         adjacency: Adjacency | None = None,
+        read_only: bool = False,
     ) -> None:
         if (epsilon is None) != (delta is None):
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
@@ -171,6 +175,10 @@ class Ledger:
         self.path = Path(path).absolute()
         self._spent: defaultdict[str, Spent] = defaultdict(Spent)  # the sum of the rows up to `_last_read`
         self._last_read = 0
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        if read_only:
+            self._open_to_read()
+            return
         try:
             # Only a new file is opened here, because closing a second descriptor drops the locks of an open ledger.
             with suppress(FileExistsError):
@@ -200,6 +208,8 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+        if self._copy is not None:
+            self._copy.cleanup()
 
     # ------------------------------------------------------------------------------------------- paying for a release
 
@@ -384,6 +394,42 @@ class Ledger:
         with self._transaction():
             for statement in _TABLES if self._new() else ():
                 self._db.execute(statement)
+
+    def _open_to_read(self) -> None:
+        """Open the file without changing it or its folder.
+
+        SQLite keeps what was not yet moved into the file in `-wal`, and needs `-shm` beside it to read that. Without a
+        `-wal` the file is whole, and `immutable` makes SQLite create neither. With one, `-shm` is there as well while
+        another process has the ledger open. A read-only copy of a run that was killed has only the `-wal`; SQLite then
+        reads a temporary copy of both.
+        """
+        journal = self.path.with_name(self.path.name + "-wal")
+        whole = not (journal.exists() and journal.stat().st_size)
+        with self._explained():
+            try:
+                self._connect_to_read(self.path, "&immutable=1" if whole else "")
+            except sqlite3.OperationalError:
+                if whole or not journal.exists():
+                    raise
+                self._copy = tempfile.TemporaryDirectory()
+                for path in (self.path, journal):
+                    shutil.copy(path, self._copy.name)
+                self._connect_to_read(Path(self._copy.name) / self.path.name)
+        try:
+            if self._new():
+                raise LedgerError(f"ledger {self.path}: the file is empty; name a file that is a ledger.")
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect_to_read(self, path: Path, more: str = "") -> None:
+        db = sqlite3.connect(f"{path.as_uri()}?mode=ro{more}", uri=True, timeout=TIMEOUT, isolation_level=None)
+        try:
+            db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
+        except BaseException:
+            db.close()
+            raise
+        self._db = db
 
     def _new(self) -> bool:
         """Whether the file is still empty. A file of another kind or schema is refused."""

@@ -1,0 +1,146 @@
+"""`load_run`: the model of a run in Python, by the same path as `sordino predict`."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import sordino
+from sordino.cli import main
+from sordino.errors import SordinoError
+from sordino.training.predict import predict
+
+SCHEMA = """
+client = "hospital"
+
+[target]
+column = "died"
+levels = ["no", "yes"]
+
+[columns.age]
+type = "number"
+range = [20, 90]
+
+[columns.ward]
+type = "category"
+levels = ["surgery", "medicine"]
+
+[columns.id]
+type = "drop"
+"""
+
+
+def write(path, columns, order=None):
+    names = list(order or columns)
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(names)
+        out.writerows(zip(*(columns[name] for name in names), strict=True))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A table with its schema, and a run on it."""
+    place, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
+    age = rng.integers(20, 90, 300)
+    ward = rng.choice(["surgery", "medicine", "other"], 300)
+    died = np.where(rng.random(300) < (age - 20) / 80, "yes", "no")
+    hospital = rng.choice(["north", "south"], 300)
+    columns = {"id": range(300), "age": age, "ward": ward, "died": died, "hospital": hospital}
+    write(place / "patients.csv", {name: list(values) for name, values in columns.items()})
+    (place / "schema.toml").write_text(SCHEMA)
+    words = ["--data", str(place / "patients.csv"), "--schema", str(place / "schema.toml"), "--rounds", "5"]
+    assert main(["run", *words, "--out", str(place / "run"), "--json", str(place / "run.json")]) == 0
+    return place
+
+
+NEW = {"age": [30, 85, None], "ward": ["surgery", "medicine", "elsewhere"], "shoe": [1, 2, 3]}
+
+
+def test_it_has_what_a_run_has(place):
+    run = sordino.load_run(place / "run")
+    assert run.classes == ("no", "yes")
+    assert run.features == tuple(run.schema.features)
+    assert run.certificate == json.loads((place / "run" / "public" / "certificate.json").read_text())
+    assert run.theta.shape == (run.model.size,)
+    assert run.predict_proba(NEW).shape == (3, 2)
+    assert run.predict_proba(NEW).sum(1) == pytest.approx(1)
+    assert run.predict_proba(NEW)[1, 1] > run.predict_proba(NEW)[0, 1], "old patients die more often"
+    assert set(run.predict(NEW)) <= {"no", "yes"}
+
+
+@pytest.mark.parametrize("where", ["run", "run/public", "run/public/model.safetensors"])
+def test_every_path_of_a_run_names_it(place, where):
+    assert sordino.load_run(str(place / where)).certificate is not None
+
+
+def test_columns_are_found_by_name(place):
+    run = sordino.load_run(place / "run")
+    expected = run.predict_proba(NEW)
+    backwards = dict(reversed(NEW.items()))
+    assert np.array_equal(run.predict_proba(backwards), expected)
+    write(place / "new.csv", {k: ["" if v is None else v for v in values] for k, values in NEW.items()}, backwards)
+    assert np.array_equal(run.predict_proba(place / "new.csv"), expected)
+    pa = pytest.importorskip("pyarrow")
+    assert np.array_equal(run.predict_proba(pa.table(backwards)), expected)
+    encoded = run.schema.encode(NEW, target=False).x
+    assert np.array_equal(run.predict_proba(encoded), expected)
+
+
+def test_the_command_and_the_object_agree(place):
+    write(place / "same.csv", {k: ["" if v is None else v for v in values] for k, values in NEW.items()})
+    labels, classes, probabilities = predict(place / "run", str(place / "same.csv"))
+    run = sordino.load_run(place / "run")
+    assert labels == list(run.predict(NEW))
+    assert classes == list(run.classes)
+    assert np.array_equal(np.float32(probabilities), run.predict_proba(NEW))
+    assert main(["predict", str(place / "run"), str(place / "same.csv"), "--json", str(place / "p.json")]) == 0
+    assert json.loads((place / "p.json").read_text())["probabilities"] == probabilities
+
+
+@pytest.mark.parametrize(
+    ("records", "why"),
+    [
+        ({"age": [30]}, "lacks the column 'ward'"),
+        ({"age": ["old"], "ward": ["surgery"]}, "age"),
+        (np.zeros((2, 2)), "the model was trained on 6 encoded ones; give a frame"),
+        (np.array([["a"]]), "not numeric"),
+        ("nowhere.csv", "there is no file"),
+    ],
+)
+def test_wrong_records_are_refused(place, records, why):
+    with pytest.raises(SordinoError, match=why):
+        sordino.load_run(place / "run").predict(records)
+
+
+def test_frames_without_a_schema(tmp_path):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(200, 2)).round(4)
+    write(tmp_path / "d.csv", {"a": x[:, 0], "b": x[:, 1], "y": x[:, 0].round(3) - x[:, 1].round(3) + 0.0005})
+    words = ["--data", str(tmp_path / "d.csv"), "--label", "y", "--rounds", "3", "--method", "dp-fedgd"]
+    assert main(["run", *words, "--out", str(tmp_path / "run"), "--json", str(tmp_path / "o.json")]) == 0
+    run = sordino.load_run(tmp_path / "run")
+    assert (run.schema, run.classes, run.features) == (None, (), ("a", "b"))
+    frame = {"b": x[:5, 1], "a": x[:5, 0]}
+    assert np.array_equal(run.predict(frame), run.predict(x[:5]))
+    with pytest.raises(SordinoError, match=r"the frame lacks the columns \['b'\]"):
+        run.predict({"a": [1.0]})
+    with pytest.raises(SordinoError, match="predicts numbers"):
+        run.predict_proba(frame)
+
+
+def test_a_swapped_model_is_refused(place, tmp_path):
+    import shutil
+
+    shutil.copytree(place / "run", tmp_path / "run")
+    model = tmp_path / "run" / "public" / "model.safetensors"
+    content = bytearray(model.read_bytes())
+    content[-1] ^= 1
+    model.write_bytes(content)
+    with pytest.raises(SordinoError, match="is not the model that the certificate beside it was made for"):
+        sordino.load_run(tmp_path / "run")
+    cert = tmp_path / "run" / "public" / "certificate.json"
+    cert.write_text(json.dumps(json.loads(cert.read_text()) | {"epsilon": 0.1}))
+    with pytest.raises(SordinoError, match="of the certificate beside"):
+        sordino.load_run(tmp_path / "run")
