@@ -180,11 +180,14 @@ def test_losses_rank_downwards_and_nan_ranks_last():
 
 
 def test_a_metric_that_the_labels_do_not_have_is_refused():
-    assert metrics.check_metric("auc") == "auc"
+    assert metrics.ranking_metric("auc", TWO) == "auc"
+    assert [metrics.ranking_metric(None, task) for task in (TWO, MANY, NUMBERS)] == ["accuracy", "accuracy", "r2"]
     with pytest.raises(SordinoError, match=r"--metric: 'acu' is unknown\. Did you mean 'auc'\?"):
-        metrics.check_metric("acu")
+        metrics.ranking_metric("acu", TWO)
     with pytest.raises(SordinoError, match=r"quantities have no auc; use one of r2, mse, mae"):
-        metrics.check_metric("auc", NUMBERS)
+        metrics.ranking_metric("auc", NUMBERS)
+    with pytest.raises(SordinoError, match=r"many classes have no brier; use one of accuracy, log_loss"):
+        metrics.ranking_metric("brier", MANY)
 
 
 # --------------------------------------------------------------------------------------------------------- of a model

@@ -163,13 +163,13 @@ def _quality(metrics: dict[str, Any], y: Any) -> list[tuple[str, str]]:
         return [("fit", f"R² {number('r2')}, mean absolute error {number('mae')}")]
     if "log_loss" not in metrics:
         return []
-    loss = f"log loss {number('log_loss')} ({entropy(y):.4g} for a constant guess)"
+    loss = f"log loss {number('log_loss')} ({entropy(y):.4g} from prevalence alone)"
     if "auc" not in metrics:
         return [("scores", loss)]
-    fit = f"slope {number('calibration_slope')}, intercept {number('calibration_intercept')}"
+    fit = f"calibration slope {number('calibration_slope')}, intercept {number('calibration_intercept')}"
     return [
         ("scores", f"AUC {number('auc')}, {loss}, Brier score {number('brier')}"),
-        ("calibration", f"{share('mean_predicted')} predicted on average, {share('observed')} observed; {fit}"),
+        ("risks", f"{share('mean_predicted')} predicted on average, {share('observed')} observed; {fit}"),
         (
             "threshold",
             f"above {metrics['threshold']:g}: sensitivity {share('sensitivity')}, specificity {share('specificity')}",

@@ -114,7 +114,7 @@ def no_better(dataset: Dataset, metrics: dict[str, Any]) -> str:
         return f"its accuracy is {metrics['accuracy']:.2%}, and {most / len(y):.2%} have the most common class"
     loss, constant = metrics.get("log_loss"), entropy(y)
     if loss is None or not loss < (1 - MARGIN) * constant:
-        return f"its log loss is {_number(loss)}, that of the test records' prevalence is {constant:.4g}"
+        return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}"
     area = metrics.get("auc")
     return "" if area is not None and area > 0.5 else f"its AUC is {_number(area)}"
 

@@ -93,19 +93,26 @@ def full(task: Task, y: np.ndarray, predicted: np.ndarray, threshold: float = 0.
     return {**metrics, **{k: _finite(v) for k, v in values.items()}, "calibration_curve": calibration_curve(y, p)}
 
 
-def default_metric(task: Task) -> str:
-    """The metric by which runs are ranked if none is named."""
-    return RANKING[task][0]
+def task_of_classes(classes: int) -> Task:
+    """What labels of so many classes are; 0 classes are quantities."""
+    return Task.QUANTITIES if not classes else Task.TWO_CLASSES if classes == 2 else Task.MANY_CLASSES
 
 
-def check_metric(name: str, task: Task | None = None) -> str:
-    """Refuse a metric that is unknown, or that these labels do not have. Without a task: of any labels."""
-    known = list(NAMES) if task is None else list(RANKING[task])
-    if name not in NAMES:
-        raise SordinoError(f"--metric: '{name}' is unknown.{nearest(name, known)}")
-    if name not in known:
+def ranking_metric(name: str | None, task: Task) -> str:
+    """The metric to rank runs by: `name`, or accuracy for classes and R² for quantities.
+
+    Raises:
+      SordinoError: the metric is unknown, or these labels do not have it.
+
+    >>> ranking_metric(None, Task.QUANTITIES)
+    'r2'
+    """
+    known = RANKING[task]
+    if name is not None and name not in known:
+        if name not in NAMES:
+            raise SordinoError(f"--metric: '{name}' is unknown.{nearest(name, known)}")
         raise SordinoError(f"--metric: labels that are {task} have no {name}; use one of {', '.join(known)}.")
-    return name
+    return name or known[0]
 
 
 def goodness(name: str, value: float | None) -> float:

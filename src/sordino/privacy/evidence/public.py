@@ -118,7 +118,7 @@ SPEC: Mapping[str, str] = {
         ),
         SETTING,
     ),
-    **dict.fromkeys(("data", "data_dir", "label", "public_stats"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(("data", "data_dir", "label", "schema", "public_stats"), NAMES_ARE_PUBLIC),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
@@ -134,6 +134,7 @@ MODEL: Mapping[str, str] = {
     "sordino.outputs": NAMES_ARE_PUBLIC,
     "sordino.columns": NAMES_ARE_PUBLIC,
     "sordino.classes": NAMES_ARE_PUBLIC,
+    "sordino.schema": "The schema of a table is declared public as a whole; null without one.",
     "sordino.normalize": SETTING,
     "sordino.method": SETTING,
     "sordino.model.seed": "Of the first parameters: a setting.",
@@ -203,10 +204,13 @@ CONSOLE = (
     Line(r"names +0 .+", CERTIFICATE["client_names"]),
     Line(r"(result +accuracy|error +mse) ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
     Line(
-        rf"scores +(AUC {NUMBER}, )?log loss {NUMBER} \({NUMBER} for a constant guess\)(, Brier score {NUMBER})?",
+        rf"scores +(AUC {NUMBER}, )?log loss {NUMBER} \({NUMBER} from prevalence alone\)(, Brier score {NUMBER})?",
         TESTED,
     ),
-    Line(rf"calibration +{NUMBER} predicted on average, {NUMBER} observed; slope {NUMBER}, intercept {NUMBER}", TESTED),
+    Line(
+        rf"risks +{NUMBER} predicted on average, {NUMBER} observed; calibration slope {NUMBER}, intercept {NUMBER}",
+        TESTED,
+    ),
     Line(rf"threshold +above {NUMBER}: sensitivity {NUMBER}, specificity {NUMBER}", TESTED),
     Line(rf"fit +R² {NUMBER}, mean absolute error {NUMBER}", TESTED),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
@@ -276,7 +280,8 @@ def _model(path: Path) -> set[str]:
     with safe_open(path, framework="pt") as store:
         about = store.metadata() or {}
         names = set(store.keys())
-    return names | {field for key, text in about.items() for field in fields({key: json.loads(text)})}
+    whole = about.keys() & {"sordino.schema"}  # with the names of columns as keys
+    return names | whole | {f for key in about.keys() - whole for f in fields({key: json.loads(about[key])})}
 
 
 def unlisted(folder: Path) -> list[str]:
