@@ -126,6 +126,7 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
         known = {"FILE": "patients.csv" if "by-column:site" in words else "free.csv", "QUANTITY": "dose.csv"}
         words = [str(files / known[word]) if word in known else word for word in words]
         words = [word.replace("poisson:60", "poisson:200") for word in words]
+        words += ["--ledger", str(tmp_path / "l.db")] if name == "record" else []
         assert main(["run", *words, "--method", "dp-fedgd", "--rounds", "3", "--out", str(tmp_path / name)]) == 0
         captured = capsys.readouterr()
         for line in filter(None, re.split(r"[\r\n]+", captured.out + captured.err)):

@@ -197,6 +197,7 @@ CONSOLE = (
     Line(r"(result +accuracy|error +mse) [-+.e\d]+%?( on [\d,]+ test records)?", TESTED),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
+    Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
     Line(r"signed by +.+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
     Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
     Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
@@ -286,7 +287,8 @@ HEAD = """# The files of a run
   console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
-  `secret.toml` (the seed of a secret schedule, where there is one), `lock`. Only its owner can read it.
+  `secret.toml` (the seed of a secret schedule, where there is one), `shared_ledger.json` (where the ledger of several
+  runs lies, if the run has one), `lock`. Only its owner can read it.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the
