@@ -225,6 +225,7 @@ class Coordinator:
         data = load(
             str(path) if path.exists() else config.test,
             label=config.label,
+            schema=config.table_schema,
             classes=self.terms.classes,
             normalize=self.terms.resolved.source.normalize,
         )
@@ -238,7 +239,7 @@ class Coordinator:
             missing = [name for name in self.messenger.nodes if name not in done]
             done |= self.messenger.ask(dict.fromkeys(missing, request), "finished").keys()
         no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
-        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes)
+        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes, schema=self.config.table_schema)
         save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         cert = certificate(
             self.plan,
@@ -248,7 +249,7 @@ class Coordinator:
             model_sha256=sha256(self.out / "model.safetensors"),
             names=self.terms.names,
             execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
-            assumes=[DRAWN],
+            assumes=[DRAWN, *self.terms.assumptions],
         )
         cert, text = issue(cert)
         files.write(self.out / "statement.md", text.encode())

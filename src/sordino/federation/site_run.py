@@ -284,6 +284,7 @@ class SiteRun:
                 ledger_rows=len(ledger),
                 names=self.terms.names,
                 execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
+                assumes=self.terms.assumptions,
             )
             spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
             paid = len({row.round for row in ledger.rows() if row.plan == self.terms.run})
