@@ -119,7 +119,7 @@ SPEC: Mapping[str, str] = {
         ),
         SETTING,
     ),
-    **dict.fromkeys(("data", "data_dir", "label", "public_stats"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(("data", "data_dir", "label", "public_stats", "schema"), NAMES_ARE_PUBLIC),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
@@ -134,6 +134,7 @@ MODEL: Mapping[str, str] = {
     "sordino.features": NAMES_ARE_PUBLIC,
     "sordino.outputs": NAMES_ARE_PUBLIC,
     "sordino.columns": NAMES_ARE_PUBLIC,
+    "sordino.schema": "Declared public: written by people without looking at the records. Null without a schema.",
     "sordino.classes": NAMES_ARE_PUBLIC,
     "sordino.normalize": SETTING,
     "sordino.method": SETTING,
@@ -263,7 +264,11 @@ def _model(path: Path) -> set[str]:
     with safe_open(path, framework="pt") as store:
         about = store.metadata() or {}
         names = set(store.keys())
-    return names | {field for key, text in about.items() for field in fields({key: json.loads(text)})}
+    documents = {key: json.loads(text) for key, text in about.items()}
+    for document in documents.values():
+        if "schema" in document:
+            document["schema"] = None  # one public document, whatever its columns are called
+    return names | set(fields(documents))
 
 
 def unlisted(folder: Path) -> list[str]:
