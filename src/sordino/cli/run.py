@@ -10,7 +10,7 @@ from typing import Any
 from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, facts
 from sordino.errors import SordinoError
 
-DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz")
+DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
 RUN_FLAGS = (
     # flag, key of the spec, what it says in --help
     ("--data", "data", "digits, synthetic(1,1), a published set (mnist, a9a …), or an .npz, .csv or .parquet file"),
