@@ -28,6 +28,7 @@ from sordino.cli import (
     predict,
     privacy,
     run,
+    schema,
     sweep,
     verify,
 )
@@ -46,6 +47,7 @@ COMMANDS = (
     estimate,
     advise,
     features,
+    schema,
     federate,
     ledger,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -88,11 +88,17 @@ def act(arguments: argparse.Namespace) -> int:
     with bar("auditing", len(jobs)) as progress:
         for job in jobs:
             rows.append(job())
+            if arguments.json not in (None, "-"):  # `--all` takes an hour: what is done must not be lost
+                emit(arguments, _documents(rows))
             progress()
-    if not emit(arguments, [{**each._asdict(), "broken": each.broken} for each in rows]):
+    if not emit(arguments, _documents(rows)):
         (_one_run_table if arguments.one_run else _table)(rows)
         _tell(rows)
     return 1 if any(each.broken for each in rows) else 0
+
+
+def _documents(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{**each._asdict(), "broken": each.broken} for each in rows]
 
 
 def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, facts
 from sordino.errors import SordinoError
 
-DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz")
+DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
 RUN_FLAGS = (
     # flag, key of the spec, what it says in --help
     ("--data", "data", "digits, synthetic(1,1), a published set (mnist, a9a …), or an .npz, .csv or .parquet file"),
@@ -58,6 +58,7 @@ def add(commands: Any) -> None:
         "sordino run --data patients.csv --label outcome --partition by-column:hospital --trust secure-aggregation\n"
         "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.02 --set evaluate_every=10\n"
         "sordino run spec.toml --json result.json\n"
+        "sordino run --data patients.csv --epsilon 1 --ledger patients.db --limit 4\n"
         "sordino run --resume runs/adam",
     )
     parser.add_argument(
@@ -71,6 +72,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue an interrupted run")
+    parser.add_argument(
+        "--ledger", metavar="FILE.db", help="also charge this ledger, which adds up all runs on the same data"
+    )
+    parser.add_argument("--limit", metavar="X", help="most epsilon of all runs on the same data in --ledger")
     parser.add_argument(
         "--sign-with", metavar="KEYFILE", help="sign the certificate with this identity.key (default: a key of the run)"
     )
@@ -91,13 +96,16 @@ def act(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"--resume: a resumed run keeps its spec; leave out {', '.join(sorted(values))}.")
         if arguments.out:
             raise SordinoError("--out: a resumed run stays in its directory; leave --out out.")
+        if arguments.ledger or arguments.limit:
+            raise SordinoError("--ledger: a resumed run keeps its ledger; leave --ledger and --limit out.")
         out = RunFolder.find(Path(arguments.resume)).root
         prepared = run.prepare(run.reopen(Path(arguments.resume)), device=arguments.device)
     else:
         check_out(Path(arguments.out or "runs"))
         prepared = run.prepare(Spec.of(values), device=arguments.device)
         out = Path(arguments.out or f"runs/{prepared.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run.start(prepared, out)
+        shared = _join(arguments, prepared)
+        run.start(prepared, out, shared)
     try:
         history = _train(prepared, out)
     except KeyboardInterrupt:
@@ -107,6 +115,21 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.json is None or not emit(arguments, run.summary(prepared, cert, history, out)):
         _tell(prepared, cert, history, out)
     return 0
+
+
+def _join(arguments: argparse.Namespace, prepared: Any) -> Any:
+    """The ledger of several runs, which must be able to pay for this one; None where none is named."""
+    from sordino.training import run
+
+    if arguments.ledger is None:
+        if arguments.limit is not None:
+            raise SordinoError("--limit: it is the limit of a ledger; name one with --ledger mine.db.")
+        return None
+    try:
+        limit = None if arguments.limit is None else float(arguments.limit)
+    except ValueError:
+        raise SordinoError(f"--limit: '{arguments.limit}' must be a number above 0, such as 4.") from None
+    return run.join_ledger(prepared, arguments.ledger, limit)
 
 
 def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -184,7 +207,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import beats_constant_guess, no_better
     from sordino.training.folder import RunFolder, publishable, tested_on
-    from sordino.training.run import final_metrics
+    from sordino.training.run import final_metrics, shared_of
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
     sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None
@@ -215,6 +238,12 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         ("verdict", verdict),
         ("signed by", f"{cert['signature']['signer']} {fingerprint(cert['signature']['key'])}"),
     ]
+    if (shared := shared_of(prepared, out)) is not None:
+        total = shared.summary()
+        limit = "" if total["limit"] is None else f" of {total['limit']:g}"
+        runs = f"{total['runs']} run{'s' if total['runs'] > 1 else ''}"
+        spent = f"ε = {total['epsilon']:.4g}{limit} at δ = {total['delta']:g}"
+        rows.append(("ledger", f"{spent} over {runs} on these data ({shared.path.name})"))
     if cert["certified"]:
         rows.append(("exposed", f"{tested_on(cert)}: no noise hides them, and their score is published"))
     allowed = publishable(cert, prepared.resolved.source.open)

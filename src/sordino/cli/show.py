@@ -87,11 +87,13 @@ def emit(arguments: argparse.Namespace, document: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no infinity: null."""
+    """Only what JSON knows: infinity becomes null, numbers of numpy become Python's."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
+    if hasattr(value, "item") and not isinstance(value, str):  # a number of numpy
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -71,7 +71,8 @@ class Number:
     reads: ClassVar[str] = "number"
 
     def check(self, where: str) -> None:
-        if (self.range is None) == (self.mean is None or self.std is None):
+        moments = [number is not None for number in (self.mean, self.std)]
+        if not (all(moments) if self.range is None else not any(moments)):
             raise SordinoError(f"{where}: give either a public range = [low, high], or a public mean and std.")
         if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise SordinoError(f"{where}.range: {list(self.range)} must be two numbers, the lower one first.")
@@ -342,6 +343,14 @@ class Target:
 # -------------------------------------------------------------------------------------------------------------- schema
 
 
+def assumption(sha256: str) -> str:
+    """What a certificate says of the schema with this hash."""
+    return (
+        f"The schema of the table (sha256 {sha256}) is public: its ranges, levels and fill values were not taken from "
+        "the protected records. It is applied to each record by itself, which costs no privacy."
+    )
+
+
 class Encoded(NamedTuple):
     """A table as numbers."""
 
@@ -458,6 +467,12 @@ class Schema:
         """The public levels of the target; empty where it is a number."""
         return self.target.levels if self.target is not None and self.target.task == "classes" else ()
 
+    def at_site(self) -> Schema:
+        """The same for a table of one site, which need not have the client column."""
+        if self.client is None:
+            return self
+        return dataclasses.replace(self, client=None, columns={**self.columns, self.client: Drop()})
+
     def reads(self, *, target: bool = True) -> dict[str, str]:
         """The columns that a file must have, each read as `number` or `text`."""
         needed = {name: column.reads for name, column in self.columns.items() if column.reads}
@@ -480,6 +495,7 @@ class Schema:
         if tables.suffix_of(path) not in tables.TEXT_SUFFIXES:
             return
         names, _ = tables.heading(path, self.dialect)
+        tables.check_columns(names, list(self.reads()), path)
         known = {*self.columns, self.client, self.person, self.target.column if self.target else None}
         if unknown := [name for name in names if name not in known]:
             raise SordinoError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sordino import plugins
 from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust
+from sordino.data.schema import Schema
 from sordino.errors import SordinoError, nearest
 from sordino.federation.terms import SITE_NAME
 from sordino.methods import REGISTRY
@@ -33,6 +35,9 @@ class _File:
             if key not in known:
                 raise SordinoError(f"{key}: not a key of {path.name}.{nearest(key, known)}")
             values[key] = typed(key, value, str(known[key].type))
+        if values.get("schema"):
+            told = _by_schema(path.parent / Path(values["schema"]).expanduser(), values)
+            values |= {key: value for key, value in told.items() if key in known}
         for f in known.values():
             missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if missing and f.name not in values:
@@ -41,6 +46,24 @@ class _File:
 
     def path(self, name: str) -> Path:
         return self.folder / Path(name).expanduser()
+
+    @cached_property
+    def table_schema(self) -> Schema | None:
+        """The schema that the file names."""
+        name = getattr(self, "schema", None)
+        return None if name is None else Schema.read(self.path(name))
+
+
+def _by_schema(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Label, classes and features as the schema has them; keys that contradict it are refused."""
+    schema = Schema.read(path)
+    if schema.target is None:
+        raise SordinoError(f"schema: '{path}' has no [target]; add its column and task.")
+    known = {"label": schema.target.column, "classes": schema.classes, "features": len(schema.features)}
+    for key, value in known.items():
+        if values.get(key, value) != value:
+            raise SordinoError(f"{key}: the schema says {value!r}, not {values[key]!r}; remove the key.")
+    return known
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,7 @@ class SiteConfig(_File):
     delta: float
     label: str | None = None
     classes: tuple[str, ...] = ()  # the public list of labels; empty: the label is a number
+    schema: str | None = None  # the schema.toml that all sites agreed on; it names label and classes
     test_fraction: float = 0.2  # held out to evaluate models at the site
     run_epsilon: float | None = None  # of any single run; if it is below the federation's, the site adds more noise
     methods: tuple[str, ...] = ()  # allowed methods; empty: all certified ones
@@ -99,8 +123,9 @@ class FederationConfig(_File):
     """federation.toml: the sites that the coordinator waits for, and the public shape of their data."""
 
     sites: tuple[str, ...]
-    features: int
+    features: int = 0  # numbers per record; a schema tells them too
     classes: tuple[str, ...] = ()
+    schema: str | None = None  # the schema.toml that all sites agreed on
     dropouts: int = 0  # sites that may fail in a round without losing it
     colluders: int = 1
     deadline: float = 120.0  # seconds a round waits for a site

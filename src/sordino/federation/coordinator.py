@@ -26,6 +26,7 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
+from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about
@@ -71,6 +72,8 @@ class Coordinator:
         self.config = FederationConfig.read(folder / "federation.toml")
         self.out = folder / "run"
         self.out.mkdir(mode=0o700, exist_ok=True)
+        if not (self.out / "README.txt").exists():
+            files.write(self.out / "README.txt", readmes.of_run(None, readmes.COORDINATOR_RUN).encode())
         self.messenger = Messenger(transport, self.config.deadline, self.tell)
         self.enrolment = Enrolment(self.config, self.out, self.messenger, self.tell)
         self.forms: dict[int, Any] = {}  # of the messages that a stage's rule accepted
@@ -225,6 +228,7 @@ class Coordinator:
         data = load(
             str(path) if path.exists() else config.test,
             label=config.label,
+            schema=config.table_schema,
             classes=self.terms.classes,
             normalize=self.terms.resolved.source.normalize,
         )
@@ -238,7 +242,7 @@ class Coordinator:
             missing = [name for name in self.messenger.nodes if name not in done]
             done |= self.messenger.ask(dict.fromkeys(missing, request), "finished").keys()
         no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
-        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes)
+        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes, schema=self.config.table_schema)
         save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         cert = certificate(
             self.plan,
@@ -248,10 +252,11 @@ class Coordinator:
             model_sha256=sha256(self.out / "model.safetensors"),
             names=self.terms.names,
             execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
-            assumes=[DRAWN],
+            assumes=[DRAWN, *self.terms.assumptions],
         )
         cert, text = issue(cert)
         files.write(self.out / "statement.md", text.encode())
+        files.write(self.out / "README.txt", readmes.of_run(cert, readmes.COORDINATOR_RUN).encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))
 

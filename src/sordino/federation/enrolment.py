@@ -15,7 +15,7 @@ from sordino.errors import SordinoError, StoppedError
 from sordino.federation import messenger
 from sordino.federation.config import FederationConfig
 from sordino.federation.messenger import Messenger, read
-from sordino.federation.terms import Terms, federated, written
+from sordino.federation.terms import Terms, federated, schema_hash, written
 from sordino.privacy import calibration
 from sordino.settings import read_toml
 
@@ -113,7 +113,7 @@ class Enrolment:
         requested = {name: met[name].requested_epsilon for name in names}
         terms = Terms(
             run=secrets.token_hex(16),
-            spec=written(spec),
+            spec=written(spec, config.table_schema),
             names=names,
             sizes=tuple(met[name].records for name in names),
             requested_epsilons={name: e for name, e in requested.items() if e is not None and e < spec.epsilon},
@@ -122,6 +122,7 @@ class Enrolment:
             dropouts=config.dropouts,
             colluders=config.colluders,
             roster=roster,
+            schema=schema_hash(config.table_schema),
         )
         if roster:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sordino import files
 from sordino.core import MOST_EPSILON
 from sordino.errors import SordinoError
+from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
-from sordino.federation.terms import SITE_NAME, Terms, federated, written
+from sordino.federation.terms import SITE_NAME, Terms, federated, schema_hash, written
 from sordino.privacy import calibration
 from sordino.secagg import Identity
 
@@ -155,7 +157,7 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
     config = FederationConfig.read(folder / "federation.toml")
     terms = Terms(
         run="0" * 32,
-        spec=written(federated(read_toml(folder / config.spec))),
+        spec=written(federated(read_toml(folder / config.spec)), config.table_schema),
         names=tuple(names or config.sites),
         sizes=tuple(sizes),
         requested_epsilons={},
@@ -163,6 +165,7 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
         classes=config.classes,
         dropouts=config.dropouts,
         colluders=config.colluders,
+        schema=schema_hash(config.table_schema),
     )
     calibration.query_noises(terms.plan)
     return terms
@@ -186,6 +189,7 @@ def make_site(
         raise SordinoError(f"limit: {epsilon:g} must lie in (0, {MOST_EPSILON:g}].")
     identity = Identity.make(name)
     identity.save(folder / "identity.key")
+    files.write(folder / "README.txt", readmes.SITE.format(name=name).encode())
     path = folder / "site.toml"
     if not path.exists():
         label_line = f'label = "{label}"\n' if label else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sordino import secagg
 from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
-from sordino.federation.terms import Terms
+from sordino.federation.terms import Terms, schema_hash
 from sordino.methods import entry
 from sordino.methods.bounds import CLASS_WEIGHT
 from sordino.privacy import spending
@@ -36,6 +36,10 @@ def check_rules(site: SiteData, terms: Terms) -> None:
     allowed, rounds = config.run_epsilon or config.epsilon, resolved.rounds
     privacy, model, method = resolved.privacy, resolved.model.name, resolved.method_name
     for fine, what in (
+        (
+            terms.schema == schema_hash(config.table_schema),
+            "the schema of the terms is not this site's schema.toml: columns, ranges and levels must be the same",
+        ),
         (terms.classes == config.classes, "the classes of the terms are not those of site.toml"),
         (model in config.models, f"model {model}; site.toml allows {models}"),
         (privacy.adjacency == config.adjacency, f"adjacency {privacy.adjacency}; site.toml has {config.adjacency}"),

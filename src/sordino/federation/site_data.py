@@ -89,13 +89,16 @@ class SiteData:
     def load(self, normalize: str = "none") -> Dataset:
         """Read the data with the site's own list of classes, never with the coordinator's."""
         config = self.config
-        return load(
+        schema = config.table_schema
+        dataset = load(
             self._source,
             label=config.label,
+            schema=schema and schema.at_site(),
             test_fraction=config.test_fraction,
             normalize=normalize,
             classes=config.classes,
         )
+        return dataset._replace(schema=schema)
 
     @cached_property
     def shape(self) -> tuple[int, int]:

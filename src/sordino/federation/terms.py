@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sordino.core import MOST_EPSILON, Broadcast, Kind, Trust, Unit
+from sordino.data.schema import Schema, assumption
 from sordino.engines.schedule import round_plans
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError, nearest
@@ -40,6 +41,7 @@ PRIVATE = (
     "data",
     "data_dir",
     "label",
+    "schema",
     "public_stats",
     "test_fraction",
     "weights",
@@ -66,12 +68,17 @@ def federated(values: Mapping[str, Any]) -> Spec:
     return Spec.of(values)
 
 
-def written(spec: Spec) -> str:
+def written(spec: Spec, schema: Schema | None = None) -> str:
     """The spec as sent to sites: every key is decided, and none belongs to a single party."""
     import tomli_w
 
-    flat = resolve(spec).spec.values()
+    flat = resolve(spec, schema=schema).spec.values()
     return tomli_w.dumps({k: v for k, v in flat.items() if k not in (*PRIVATE, *LOCAL)})
+
+
+def schema_hash(schema: Schema | None) -> str:
+    """How terms name a schema: by its hash, or an empty text where there is none."""
+    return "" if schema is None else schema.sha256()
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,7 @@ class Terms:
     dropouts: int = 0
     colluders: int = 1
     roster: str = ""  # hash of the roster, under secure aggregation
+    schema: str = ""  # hash of the schema of the sites' tables, where there is one
     format: int = TERMS_FORMAT
 
     def json(self) -> str:
@@ -152,6 +160,7 @@ class Terms:
                 f"dropouts and colluders must lie in [0, {MOST_SITES})",
             ),
             (isinstance(self.roster, str) and len(self.roster) in (0, 64), "roster is not a SHA-256 hash"),
+            (isinstance(self.schema, str) and len(self.schema) in (0, 64), "schema is not a SHA-256 hash"),
         ):
             if not fine:
                 raise SordinoError(f"terms: {what}.")
@@ -164,6 +173,11 @@ class Terms:
             return tomllib.loads(self.spec)
         except (tomllib.TOMLDecodeError, RecursionError):
             raise SordinoError("terms: the spec is not TOML.") from None
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the certificates of the run assume beside what the plan assumes."""
+        return [assumption(self.schema)] if self.schema else []
 
     @cached_property
     def resolved(self) -> ResolvedSpec:
@@ -248,6 +262,6 @@ def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
         version=cert["sordino"],
         names=terms.names,
         execution=cert["execution"],
-        assumes=[] if "site" in cert else [DRAWN],
+        assumes=[*([] if "site" in cert else [DRAWN]), *terms.assumptions],
     )
     yield from differences(cert, rebuilt)

@@ -17,7 +17,7 @@ from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
 from sordino.data.readers import reader_of
-from sordino.data.schema import Schema
+from sordino.data.schema import Schema, assumption
 from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
@@ -202,11 +202,7 @@ class ResolvedSpec:
         """What the certificate assumes beside what the plan assumes."""
         facts = []
         if self.source.schema is not None:
-            facts.append(
-                f"The schema of the table (sha256 {self.source.schema.sha256()}) is public: its ranges, levels and "
-                "fill values were not taken from the protected records. It is applied to each record by itself, which "
-                "costs no privacy."
-            )
+            facts.append(assumption(self.source.schema.sha256()))
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
         if self.source.open and self.partition.reads_labels:
@@ -250,8 +246,13 @@ class ResolvedSpec:
         return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
 
 
-def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
+def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> ResolvedSpec:
     """Decide what the spec leaves open, and check and type everything else.
+
+    Args:
+      spec: what the user wrote.
+      device: `cpu` or `cuda`.
+      schema: of the tables, where the spec names no file of it.
 
     Raises:
       SordinoError: names the key whose value does not fit.
@@ -261,7 +262,7 @@ def resolve(spec: Spec, device: str = "cpu") -> ResolvedSpec:
     """
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
-    schema = None if spec.schema is None else Schema.read(spec.schema)
+    schema = schema if spec.schema is None else Schema.read(spec.schema)
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
     usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open else "iid"

@@ -42,7 +42,7 @@ from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
-from sordino.training import artifacts
+from sordino.training import artifacts, shared_ledger
 from sordino.training.artifacts import Progress, save_model
 from sordino.training.evaluate import (
     beats_constant_guess,
@@ -54,8 +54,11 @@ from sordino.training.evaluate import (
 )
 from sordino.training.folder import RunFolder, publishable, readme
 from sordino.training.resolved import ResolvedSpec, resolve
+from sordino.training.shared_ledger import SharedLedger
 from sordino.training.spec import Spec
 from sordino.version import __version__
+
+SHARED = "shared_ledger.json"  # in private/: the ledger of several runs
 
 
 @dataclass(frozen=True)
@@ -133,11 +136,32 @@ def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> 
     return PreparedRun(resolved, dataset, records, model, resolved.plan(records.sizes), noise)
 
 
-def start(run: PreparedRun, out: Path) -> None:
-    """Create the run directory."""
+def join_ledger(run: PreparedRun, path: str | Path, limit: float | None = None) -> SharedLedger:
+    """The account of the run's data in a ledger of several runs (`shared_ledger.join`). Charges nothing.
+
+    Raises:
+      OverspentError: the ledger cannot pay for the run.
+      SordinoError: the run is not certified, or the ledger cannot be used.
+    """
+    cert = certificate(run.plan, run.source, version=__version__, doubts=run.resolved.doubts)
+    digest = shared_ledger.file_digest(run.resolved.spec.data)
+    return shared_ledger.join(run.plan, path, limit, data=digest, reasons=cert["reasons"])
+
+
+def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> None:
+    """Create the run directory. shared: the ledger of several runs, which the run is charged to as well."""
     if out.exists() and any(out.iterdir()):
         raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
-    RunFolder.of(out).make(*run.resolved.published(run.plan))
+    folder = RunFolder.of(out)
+    folder.make(*run.resolved.published(run.plan))
+    if shared is not None:
+        folder.write_private(SHARED, shared_ledger.store(shared))
+
+
+def shared_of(run: PreparedRun, out: Path) -> SharedLedger | None:
+    """The ledger of several runs that the run in this directory is charged to; None where there is none."""
+    path = RunFolder.find(out).private / SHARED
+    return shared_ledger.reopen(path.read_text(encoding="utf-8"), run.plan) if path.is_file() else None
 
 
 def reopen(out: Path) -> Spec:
@@ -225,6 +249,8 @@ def _begin(run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str) -
         raise SordinoError(
             f"resume: '{ledger.path}' does not hold the charge of {progress.done} rounds done; start a new run."
         )
+    if (shared := shared_of(run, folder.root)) is not None:  # first, so that a charge of our own implies it
+        shared.charge(identity, must_exist=charged)
     pay(run, ledger, identity)
     return progress
 

@@ -131,7 +131,7 @@ class Audit(NamedTuple):
     @property
     def broken(self) -> bool:
         """Whether the lower bound exceeds the certified epsilon."""
-        return self.lower > self.certified
+        return bool(self.lower > self.certified)
 
 
 class OneRun(NamedTuple):
@@ -167,7 +167,7 @@ class OneRun(NamedTuple):
     @property
     def broken(self) -> bool:
         """Whether the lower bound exceeds the certified epsilon."""
-        return self.lower > self.certified
+        return bool(self.lower > self.certified)
 
 
 def audit(

@@ -118,7 +118,7 @@ SPEC: Mapping[str, str] = {
         ),
         SETTING,
     ),
-    **dict.fromkeys(("data", "data_dir", "label", "schema", "public_stats"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(("data", "data_dir", "label", "public_stats", "schema"), NAMES_ARE_PUBLIC),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
@@ -133,8 +133,8 @@ MODEL: Mapping[str, str] = {
     "sordino.features": NAMES_ARE_PUBLIC,
     "sordino.outputs": NAMES_ARE_PUBLIC,
     "sordino.columns": NAMES_ARE_PUBLIC,
+    "sordino.schema": "Declared public: written by people without looking at the records. Null without a schema.",
     "sordino.classes": NAMES_ARE_PUBLIC,
-    "sordino.schema": "The schema of a table is declared public as a whole; null without one.",
     "sordino.normalize": SETTING,
     "sordino.method": SETTING,
     "sordino.model.seed": "Of the first parameters: a setting.",
@@ -215,6 +215,7 @@ CONSOLE = (
     Line(rf"fit +R² {NUMBER}, mean absolute error {NUMBER}", TESTED),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
+    Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
     Line(r"signed by +.+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
     Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
     Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
@@ -280,8 +281,11 @@ def _model(path: Path) -> set[str]:
     with safe_open(path, framework="pt") as store:
         about = store.metadata() or {}
         names = set(store.keys())
-    whole = about.keys() & {"sordino.schema"}  # with the names of columns as keys
-    return names | whole | {f for key in about.keys() - whole for f in fields({key: json.loads(about[key])})}
+    documents = {key: json.loads(text) for key, text in about.items()}
+    for document in documents.values():
+        if "schema" in document:
+            document["schema"] = None  # one public document, whatever its columns are called
+    return names | set(fields(documents))
 
 
 def unlisted(folder: Path) -> list[str]:
@@ -305,7 +309,8 @@ HEAD = """# The files of a run
   console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
-  `secret.toml` (the seed of a secret schedule, where there is one), `lock`. Only its owner can read it.
+  `secret.toml` (the seed of a secret schedule, where there is one), `shared_ledger.json` (where the ledger of several
+  runs lies, if the run has one), `lock`. Only its owner can read it.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the

@@ -1,0 +1,108 @@
+"""`sordino schema`: draft a public schema of a table, and check what a record becomes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.errors import SordinoError
+
+
+def add(commands: Any) -> None:
+    parent = command(
+        commands,
+        "schema",
+        act,
+        "describe a table by public rules, without looking at its records",
+        "sordino schema draft patients.csv --out schema.toml\nsordino schema check schema.toml patients.csv",
+    )
+    parts = parent.add_subparsers(title="steps", metavar="STEP", required=True)
+    draft = command(
+        parts,
+        "draft",
+        _draft,
+        "write a draft from column names and types only, for people to complete",
+        "sordino schema draft patients.csv --out schema.toml\n"
+        "sordino schema draft patients.csv --from-public published.csv --out schema.toml",
+    )
+    draft.add_argument("file", metavar="FILE", help="a .csv, .tsv, .parquet or .xlsx file; text may be compressed")
+    draft.add_argument("--from-public", metavar="FILE", help="public records: ranges and levels are taken from them")
+    draft.add_argument("--encoding", default="utf-8", metavar="X", help="of a text file, such as latin-1")
+    draft.add_argument("--delimiter", metavar="X", help="of a text file (default: found in the heading)")
+    draft.add_argument("--decimal", default=".", metavar="X", help="what separates decimals: . or ,")
+    draft.add_argument("--out", metavar="SCHEMA.toml", help="(default: stdout)")
+    check = command(
+        parts,
+        "check",
+        _check,
+        "show what each column becomes, and whether a table fits",
+        "sordino schema check schema.toml\nsordino schema check schema.toml patients.csv",
+    )
+    check.add_argument("schema", metavar="SCHEMA.toml")
+    check.add_argument("file", nargs="?", metavar="FILE", help="a table that must fit")
+    add_json(check)
+
+
+def act(arguments: argparse.Namespace) -> int:
+    raise SordinoError("schema: name a step: draft or check.")
+
+
+def _draft(arguments: argparse.Namespace) -> int:
+    from sordino.data.schema import draft
+    from sordino.data.tables import Dialect
+
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is not None and out.exists():
+        raise SordinoError(f"--out: '{out}' exists already; name another file, so that no completed schema is lost.")
+    paths = [Path(name) if name else None for name in (arguments.file, arguments.from_public)]
+    for path in paths:
+        if path is not None and not path.is_file():
+            raise SordinoError(f"schema: there is no file '{path}'; check the path.")
+    dialect = Dialect(arguments.delimiter, arguments.decimal, arguments.encoding)
+    text, looked = draft(Path(arguments.file), paths[1], dialect)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        out.write_text(text, encoding="utf-8")
+    for line in looked:
+        print(f"looked at: {line}", file=sys.stderr)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    check_json(arguments)
+    from sordino.data.schema import Schema
+
+    schema = Schema.read(arguments.schema)
+    if arguments.file:
+        path = Path(arguments.file)
+        if not path.is_file():
+            raise SordinoError(f"data: there is no file '{path}'; check the path.")
+        schema.open(path)
+    document = {
+        "features": schema.features,
+        "columns": [{"column": n, "becomes": says, "features": made} for n, says, made in schema.explain()],
+        "target": None if schema.target is None else schema.values()["target"],
+        "client": schema.client,
+        "person": schema.person,
+        "sha256": schema.sha256(),
+        "fits": bool(arguments.file) or None,
+    }
+    if not emit(arguments, document):
+        table(
+            ("column", "features", "becomes"),
+            [(name, str(len(made)), says) for name, says, made in schema.explain()],
+        )
+        page = console()
+        page.print()
+        if schema.target is not None:
+            levels = f": {', '.join(schema.classes)}" if schema.classes else ""
+            page.print(f"target     {schema.target.column} ({schema.target.task}{levels})", markup=False)
+        page.print(f"features   {len(schema.features)} numbers per record, each between -1 and 1", markup=False)
+        page.print("privacy    applied to each record by itself: it costs nothing", markup=False)
+        if arguments.file:
+            page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)
+    return 0

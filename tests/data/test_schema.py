@@ -1,0 +1,320 @@
+"""The public schema: what a record becomes, which files it reads, and what it refuses."""
+
+import gzip
+import lzma
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sordino.data import tables
+from sordino.data.schema import BLANK, Schema, draft
+from sordino.errors import SordinoError
+
+VALUES = {
+    "client": "hospital",
+    "target": {"column": "died", "levels": ["no", "yes"], "recode": {"0": "no", "1": "yes"}},
+    "columns": {
+        "age": {"type": "number", "range": [0, 100], "fill": 40},
+        "cost": {"type": "number", "range": [0, 999], "log": True, "indicator": False},
+        "bmi": {"type": "number", "mean": 25, "std": 5, "limit": 2},
+        "ward": {"type": "category", "levels": ["a", "b"]},
+        "stage": {"type": "ordinal", "levels": ["I", "II", "III"]},
+        "smokes": {"type": "boolean"},
+        "admitted": {"type": "date", "range": ["2020-01-01", "2020-01-11"]},
+        "id": {"type": "drop"},
+    },
+}
+FRAME = {
+    "died": ["no", "1", "0"],
+    "hospital": ["x", "y", "x"],
+    "age": [50, None, 400],
+    "cost": [0, 999, None],
+    "bmi": [25, 100, None],
+    "ward": ["b", "c", None],
+    "stage": ["I", "III", "IV"],
+    "smokes": ["yes", "No", ""],
+    "admitted": ["2020-01-01", "2020-01-06", None],
+    "id": [1, 2, 3],
+}
+FEATURES = [
+    *("age", "age is missing", "cost", "bmi", "bmi is missing"),
+    *("ward = a", "ward = b", "ward = other", "ward = missing"),
+    *("stage", "stage is missing", "smokes", "smokes is missing", "admitted", "admitted is missing"),
+]
+EXPECTED = np.array(
+    [
+        [0.0, 0, -1, 0, 0, 0, 1, 0, 0, -1, 0, 1, 0, -1, 0],
+        [-0.2, 1, 1, 1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0],
+        [1.0, 0, 2 * np.log1p(499.5) / np.log1p(999) - 1, 0, 1, 0, 0, 0, 1, 0, 1, 0.5, 1, 0, 1],
+    ]
+)
+
+
+def changed(path, value, values=VALUES):
+    """The values with one key replaced (or removed, where the value is None)."""
+    head, *rest = path
+    copy = dict(values)
+    if rest:
+        copy[head] = changed(rest, value, values[head])
+    elif value is None:
+        copy.pop(head)
+    else:
+        copy[head] = value
+    return copy
+
+
+def write(folder: Path, text: str, name="table.csv", encoding="utf-8") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------- encoding
+
+
+def test_every_type_becomes_what_the_schema_says():
+    schema = Schema.of(VALUES)
+    assert schema.features == FEATURES
+    encoded = schema.encode(FRAME)
+    np.testing.assert_allclose(encoded.x, EXPECTED, atol=1e-6)
+    assert encoded.x.dtype == np.float32
+    assert encoded.y.tolist() == [0, 1, 0]
+    assert encoded.client.tolist() == ["x", "y", "x"]
+    assert schema.used == 7
+
+
+def test_columns_are_found_by_name_in_any_order():
+    schema = Schema.of(VALUES)
+    again = schema.encode(dict(reversed(FRAME.items())))
+    np.testing.assert_array_equal(again.x, schema.encode(FRAME).x)
+
+
+def test_no_record_changes_what_another_becomes():
+    schema = Schema.of(VALUES)
+    alone = [schema.encode({name: cells[i : i + 1] for name, cells in FRAME.items()}).x[0] for i in range(3)]
+    np.testing.assert_array_equal(np.stack(alone), schema.encode(FRAME).x)
+
+
+def test_every_feature_is_bounded_whatever_the_cell():
+    wild = {**FRAME, "age": [1e300, -1e300, None], "bmi": [1e300, -1e300, 0], "cost": [-1e9, 1e300, 5]}
+    assert np.abs(Schema.of(VALUES).encode(wild).x).max() <= 1
+
+
+def test_pandas_and_polars_frames_are_read():
+    schema = Schema.of(VALUES)
+    for library in ("pandas", "polars"):
+        frame = pytest.importorskip(library).DataFrame(FRAME)
+        np.testing.assert_allclose(schema.encode(frame).x, EXPECTED, atol=1e-6)
+
+
+def test_numeric_levels_match_whole_numbers_and_floats():
+    values = {"columns": {"cp": {"type": "category", "levels": [1, 2.0], "other": False, "indicator": False}}}
+    x = Schema.of(values).encode({"cp": [1.0, 2.0, 3.0]}, target=False).x
+    np.testing.assert_array_equal(x, [[1, 0], [0, 1], [0, 0]])
+
+
+def test_a_quantity_and_a_count_are_clamped_to_their_public_range():
+    for task in ("quantity", "count"):
+        target = {"column": "died", "task": task, "range": [0, 10]}
+        schema = Schema.of(changed(["target"], target))
+        assert schema.classes == ()
+        assert schema.encode({**FRAME, "died": [3, 12, -1]}).y.tolist() == [3, 10, 0]
+
+
+def test_the_hash_is_of_what_the_schema_says():
+    schema = Schema.of(VALUES)
+    assert Schema.of(schema.values()).sha256() == schema.sha256()
+    assert Schema.of(dict(reversed(VALUES.items()))).sha256() == schema.sha256()
+    assert Schema.of(changed(["columns", "age", "fill"], 41)).sha256() != schema.sha256()
+    reversed_columns = changed(["columns"], dict(reversed(VALUES["columns"].items())))
+    assert Schema.of(reversed_columns).sha256() != schema.sha256()  # another order of features is another model
+
+
+def test_a_schema_survives_its_file(tmp_path):
+    schema = Schema.of(VALUES)
+    path = write(tmp_path, schema.toml(), "schema.toml")
+    assert Schema.read(path) == schema
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+SMALL = {"target": {"column": "y", "levels": ["n", "j"]}, "columns": {"größe": {"type": "number", "range": [0, 2]}}}
+TEXT = "größe,y\n1.5,j\n,n\n"
+
+
+def small(**file):
+    return Schema.of({**SMALL, "file": file} if file else SMALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "encoding"),
+    [
+        (TEXT, {}, "utf-8"),
+        (TEXT, {}, "utf-8-sig"),
+        (TEXT.replace("\n", "\r\n"), {}, "utf-8"),
+        (TEXT.replace(",", ";"), {}, "utf-8"),
+        (TEXT.replace(",", "\t"), {}, "utf-8"),
+        (TEXT.replace(",", ";").replace(".", ","), {"decimal": ","}, "utf-8"),
+        (TEXT, {"encoding": "latin-1"}, "latin-1"),
+        (TEXT.replace(",", "|"), {"delimiter": "|"}, "utf-8"),
+        ('y,"größe"\nj, 1.5\nn,?\n', {}, "utf-8"),
+    ],
+)
+def test_dialects(tmp_path, text, file, encoding):
+    encoded = small(**file).open(write(tmp_path, text, encoding=encoding))
+    np.testing.assert_allclose(encoded.x, [[0.5, 0], [0, 1]])
+    assert encoded.y.tolist() == [1, 0]
+
+
+def test_compressed_and_binary_files(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(TEXT.encode()))
+    (tmp_path / "t.csv.xz").write_bytes(lzma.compress(TEXT.encode()))
+    pa.parquet.write_table(pa.table({"y": ["j", "n"], "größe": [1.5, None]}), tmp_path / "t.parquet")
+    for name in ("t.csv.gz", "t.csv.xz", "t.parquet"):
+        np.testing.assert_allclose(small().open(tmp_path / name).x, [[0.5, 0], [0, 1]])
+
+
+def test_excel(tmp_path):
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    for row in (["größe", "y"], [1.5, "j"], [None, "n"]):
+        book.active.append(row)
+    book.save(tmp_path / "t.xlsx")
+    np.testing.assert_allclose(small().open(tmp_path / "t.xlsx").x, [[0.5, 0], [0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("größe,y\nabc,j\n", "column 'größe' holds 'abc', which is no number"),
+        ("größe;y\n1,5;j\n", 'set decimal = ","'),
+        ("grösse,y\n1,j\n", "lacks the column 'größe'. Did you mean"),
+        ("größe,y,id\n1,j,3\n", "has the column 'id', which the schema does not mention"),
+        ("größe,größe,y\n1,2,j\n", "has the column 'größe' twice"),
+        ("größe,y\n1,j,3\n", "more or fewer cells than the heading"),
+        ("größe,y\n1,x\n", "'x' in column 'y' is none of the levels n, j"),
+        ("größe,y\n1,\n", "1 cells of column 'y' are missing"),
+        ("", "is empty"),
+    ],
+)
+def test_files_that_do_not_fit(tmp_path, text, problem):
+    with pytest.raises(SordinoError, match=re.escape(problem)):
+        small().open(write(tmp_path, text))
+
+
+def test_a_wrong_encoding_names_the_remedy(tmp_path):
+    for encoding in ("latin-1", "utf-16"):
+        with pytest.raises(SordinoError, match='encoding = "latin-1"'):
+            small().open(write(tmp_path, TEXT, encoding=encoding))
+
+
+def test_a_cell_in_latin_1_names_the_remedy(tmp_path):
+    schema = Schema.of({"columns": {"a": {"type": "category", "levels": ["é"]}}})
+    with pytest.raises(SordinoError, match='encoding = "latin-1"'):
+        schema.open(write(tmp_path, "a\né\n", encoding="latin-1"), target=False)
+
+
+# -------------------------------------------------------------------------------------------------------- wrong schemas
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (["columns", "age", "range"], [100, 0], "columns.age.range: .* the lower one first"),
+        (["columns", "age", "range"], [0], "columns.age.range: .* two numbers"),
+        (["columns", "age", "range"], ["0", "1"], "columns.age.range: .* two numbers"),
+        (["columns", "age", "range"], [BLANK, BLANK], "columns.age.range: it still says 'FILL IN'"),
+        (["columns", "age", "range"], None, "columns.age: give either a public range"),
+        (["columns", "age", "std"], 3, "columns.age: give either"),
+        (["columns", "age", "fill"], "x", "columns.age.fill: 'x' must be a number"),
+        (["columns", "age", "rang"], [0, 1], "columns.age: the key 'rang' is unknown. Did you mean 'range'"),
+        (["columns", "age", "type"], "numbr", "columns.age.type: 'numbr' is unknown. Did you mean 'number'"),
+        (["columns", "age", "indicator"], "yes", "columns.age.indicator: 'yes' must be true or false"),
+        (["columns", "bmi", "std"], 0, "columns.bmi.std: 0.0 must be above 0"),
+        (["columns", "bmi", "limit"], -1, "columns.bmi.limit"),
+        (["columns", "ward", "levels"], [], "columns.ward.levels: list at least 1"),
+        (["columns", "ward", "levels"], ["a", "a"], "columns.ward.levels: a level stands there twice"),
+        (["columns", "ward", "levels"], "ab", "columns.ward.levels: 'ab' must be a list"),
+        (["columns", "stage", "levels"], ["I"], "columns.stage.levels: list at least 2"),
+        (["columns", "stage", "fill"], "V", "columns.stage.fill: 'V' is none of the levels"),
+        (["columns", "smokes", "true"], ["no"], "columns.smokes: a word stands under both"),
+        (["columns", "admitted", "range"], ["2020-01-01", "soon"], "'soon' is no date"),
+        (["columns", "admitted", "range"], ["2020-01-02", "2020-01-01"], "the earlier one first"),
+        (["columns"], {}, "there are no columns"),
+        (["columns", "age"], "number", "columns.age: write a table"),
+        (["target", "task"], "clases", "target.task: 'clases' is unknown. Did you mean 'classes'"),
+        (["target", "levels"], ["no"], "target.levels: list at least 2"),
+        (["target", "recode"], {"2": "maybe"}, "target.recode: 'maybe' is none of the levels"),
+        (["target", "recode"], "0", "target.recode: '0' must be a table"),
+        (["target"], {"column": "died", "task": "quantity"}, "target.range: a quantity needs a public range"),
+        (["target"], {"column": "died", "task": "count", "range": [-1, 5]}, "counts begin at 0"),
+        (["target"], {"task": "classes", "levels": ["a", "b"]}, "target: it lacks column"),
+        (["target", "column"], "age", "columns.age: it is the target, client or person already"),
+        (["client"], "died", "must be three different columns"),
+        (["client"], 3, "client: '3' must be the name of a column"),
+        (["missing"], "?", "missing: give a list of texts"),
+        (["clients"], "hospital", "schema: the key 'clients' is unknown. Did you mean 'client'"),
+        (["file"], {"delimeter": ";"}, "file: the key 'delimeter' is unknown. Did you mean 'delimiter'"),
+    ],
+)
+def test_wrong_schemas_are_refused_by_the_key(path, value, problem):
+    with pytest.raises(SordinoError, match=problem):
+        Schema.of(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "problem"),
+    [
+        ("age", ["x", "1", "2"], "column 'age' holds 'x'"),
+        ("age", [float("inf"), 1, 2], "column 'age' holds an infinite number"),
+        ("admitted", ["31.12.2020", None, None], "column 'admitted' holds no dates"),
+        ("hospital", ["a", None, "b"], "client: 1 cells of column 'hospital' are missing"),
+        ("died", ["no", "perhaps", "no"], "target: 'perhaps'"),
+    ],
+)
+def test_wrong_cells_are_refused_by_the_column(column, cells, problem):
+    with pytest.raises(SordinoError, match=problem):
+        Schema.of(VALUES).encode({**FRAME, column: cells})
+
+
+def test_a_missing_column_is_refused():
+    with pytest.raises(SordinoError, match="lacks the column 'age'"):
+        Schema.of(VALUES).encode({name: cells for name, cells in FRAME.items() if name != "age"})
+    with pytest.raises(SordinoError, match="is no table"):
+        tables.of_frame([1, 2])
+
+
+# --------------------------------------------------------------------------------------------------------------- drafts
+
+
+def test_a_draft_holds_names_and_types_and_no_value(tmp_path):
+    secret = "age,ward,born,died\n93,rare-ward,1931-05-05,true\n41,b,1980-01-01,false\n"
+    text, looked = draft(write(tmp_path, secret))
+    for value in ("93", "41", "rare-ward", "1931", "1980"):
+        assert value not in text
+    assert "names and types of the 4 columns" in looked[0]
+    for line in ("[columns.age]", 'type = "number"', 'type = "category"', 'type = "date"', 'type = "boolean"'):
+        assert line in text
+    with pytest.raises(SordinoError, match="still says 'FILL IN'"):
+        Schema.read(write(tmp_path, text, "schema.toml"))
+
+
+def test_two_tables_of_the_same_columns_have_the_same_draft(tmp_path):
+    one = draft(write(tmp_path, "age,ward\n93,rare\n", "t.csv"))
+    other = draft(write(tmp_path, "age,ward\n1,b\n2,c\n", "t.csv"))
+    assert one == other
+
+
+def test_a_draft_from_public_records_is_filled(tmp_path):
+    private = write(tmp_path, "age,ward\n93,rare\n")
+    public = write(tmp_path, "ward,age\na,10\nb,20\n", "public.csv")
+    text, looked = draft(private, public)
+    assert "10.0" in text
+    assert '"a"' in text
+    assert "93" not in text
+    assert len(looked) == 2

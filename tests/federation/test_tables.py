@@ -1,0 +1,92 @@
+"""A federation over tables: one schema for all sites, columns in any order; a site with another schema stays out."""
+
+import json
+
+import numpy as np
+import pytest
+import tomli_w
+
+from sordino.data.schema import Schema
+from sordino.errors import SordinoError
+from sordino.federation.config import FederationConfig, SiteConfig
+from sordino.federation.doctor import doctor
+from sordino.training.artifacts import load_model
+from sordino.training.predict import predict
+from sordino.training.verify_run import verify_run
+
+NAMES = ("north", "south", "west")
+SCHEMA = {
+    "client": "site",
+    "target": {"column": "sick", "levels": ["no", "yes"]},
+    "columns": {
+        "age": {"type": "number", "range": [18, 100]},
+        "sex": {"type": "category", "levels": ["f", "m"]},
+    },
+}
+ORDERS = (["age", "sex", "sick"], ["sick", "sex", "age"], ["site", "sex", "age", "sick"])
+
+
+@pytest.fixture
+def federation(tiny):
+    """Three sites whose tables have their columns in different orders; one of them has the client column too."""
+    places = tiny("auto", rounds=6)
+    rng = np.random.default_rng(0)
+    for name, order in zip(NAMES, ORDERS, strict=True):
+        age, sex = rng.integers(20, 90, 60), rng.choice(["f", "m"], 60)
+        sick = np.where(age + rng.normal(0, 10, 60) > 55, "yes", "no")
+        columns = {"age": age, "sex": sex, "sick": sick, "site": [name] * 60}
+        lines = [",".join(order), *(",".join(str(columns[key][i]) for key in order) for i in range(60))]
+        (places.place(name) / "data.csv").write_text("\n".join(lines) + "\n")
+        (places.place(name) / "schema.toml").write_text(tomli_w.dumps(SCHEMA))
+        configure(places, name)
+    (places.coordinator / "schema.toml").write_text(tomli_w.dumps(SCHEMA))
+    about = {key: value for key, value in places.about.items() if key not in ("features", "classes")}
+    (places.coordinator / "federation.toml").write_text(tomli_w.dumps({**about, "schema": "schema.toml"}))
+    return places
+
+
+def configure(places, name, **keys):
+    own = {"name": name, "data": "data.csv", "schema": "schema.toml", "epsilon": 50.0, "delta": 1e-3, "seed": 7}
+    (places.place(name) / "site.toml").write_text(tomli_w.dumps({**own, **keys}))
+
+
+def test_a_federation_trains_over_tables_and_its_model_knows_the_schema(federation, tmp_path):
+    federation.run()
+    run = federation.coordinator / "run"
+    about = load_model(run / "model.safetensors").about
+    assert Schema.of(about["schema"]) == Schema.of(SCHEMA)
+    assert about["normalize"] == "table:2"
+    for place in (run, *(federation.place(name) / "runs" for name in NAMES)):
+        path = next(place.rglob("certificate.json"))
+        assert any("schema of the table" in fact for fact in json.loads(path.read_text())["assumes"])
+        from sordino.federation.terms import against_terms
+
+        assert not verify_run(path, against_terms=against_terms).problems
+    (tmp_path / "new.csv").write_text("sex,age\nm,85\nf,25\n")
+    assert predict(run / "model.safetensors", str(tmp_path / "new.csv")).labels == ["yes", "no"]
+
+
+def test_a_site_with_another_schema_refuses_the_terms(federation):
+    other = json.loads(json.dumps(SCHEMA))
+    other["columns"]["age"]["range"] = [0, 100]
+    (federation.place("west") / "schema.toml").write_text(tomli_w.dumps(other))
+    with pytest.raises(SordinoError, match="west"):
+        federation.run()
+    refused = [event for event in federation.events("west") if event["what"] == "refused"]
+    assert "schema of the terms is not this site's schema.toml" in refused[-1]["detail"]
+    assert not federation.charged("north")
+
+
+def test_the_doctor_says_that_a_column_is_missing(federation):
+    path = federation.place("south") / "data.csv"
+    path.write_text(path.read_text().replace("sick,sex,age", "sick,gender,age", 1))
+    checks = list(doctor(federation.place("south") / "site.toml"))
+    assert any(not check.fine and "lacks the column 'sex'" in check.says for check in checks)
+
+
+def test_keys_that_contradict_the_schema_are_refused(federation):
+    configure(federation, "north", classes=["a", "b"])
+    with pytest.raises(SordinoError, match="classes: the schema says"):
+        SiteConfig.read(federation.place("north") / "site.toml")
+    config = FederationConfig.read(federation.coordinator / "federation.toml")
+    assert (config.features, config.classes) == (6, ("no", "yes"))
