@@ -150,6 +150,7 @@ def tables() -> dict[str, str]:
         "digits.md": digits_table(),
         "comparison.md": comparison_table(),
         "speed.md": speed_table(),
+        "demo_verify.md": f"```text\n{(RESULTS / 'demo_verify.txt').read_text(encoding='utf-8').strip()}\n```\n",
         "demo.md": f"```text\n{(RESULTS / 'demo.txt').read_text(encoding='utf-8').strip()}\n```\n",
     }
     for path in sorted((DOCS / "_tables").glob("*.md")):
@@ -307,10 +308,14 @@ def claims() -> list[Claim]:
 
 
 def readme(text: str) -> str:
-    """The README with its table as the results have it."""
+    """The README with its table, and the output of the demo, as the results have them."""
     new, count = re.subn(r"(?m)^\| ε \|.*\n(?:\|.*\n)+", lambda _: digits_table(), text)
     if count != 1:
         raise ValueError(f"README.md has {count} tables whose head begins with ε, not one")
+    shown = (RESULTS / "demo.txt").read_text(encoding="utf-8").partition("\n")[2]
+    new, count = re.subn(r"(?m)^run +auto on digits.*\n(?:.+\n)*?(?=```)", lambda _: shown, new)
+    if count != 1:
+        raise ValueError(f"README.md has {count} outputs of the demo, not one")
     return new
 
 
@@ -333,6 +338,10 @@ def demo() -> None:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
         (out,) = Path(folder, "runs").iterdir()
         (RESULTS / "demo.txt").write_text("$ sordino run\n" + done.stdout)
+        name = out.relative_to(folder)
+        command = [sys.executable, "-m", "sordino.cli", "verify", str(name)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        (RESULTS / "demo_verify.txt").write_text(f"$ sordino verify {name}\n" + done.stdout)
         shutil.copy(out / "public" / "certificate.json", RESULTS / "demo_certificate.json")
         shutil.copy(out / "public" / "statement.md", DOCS / "statement.md")
         shutil.copy(out / "public" / "curve.png", DOCS / "curve.png")

@@ -307,3 +307,24 @@ def test_control_c_while_modules_are_imported_gets_one_line(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from sordino.__main__ import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "sordino: stopped.\n")
+
+
+def test_columns_and_choices_are_explained(capsys):
+    assert "Start with auto" in call(capsys, "methods")[1]
+    assert "found: the largest part of that which a search reached" in call(capsys, "check", "dp-fedgd")[1]
+    words = ["audit", "dp-fedgd", "--runs", "40", "--unit", "record", "--adjacency", "replace-one", "--seed", "1"]
+    assert "reach: mu that the attack achieves over the certified mu" in call(capsys, *words)[1]
+
+
+def test_errors_name_what_is_missing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "run", "--method", "dp-fedgd", "--rounds", "2", "--out", "run")[0] == 0
+    assert "data: there is no file 'nothing.csv'; check the path" in call(capsys, "predict", "run", "nothing.csv")[2]
+    (tmp_path / "wrong.json").write_text("{}")
+    told = call(capsys, "verify", "wrong.json")[2]
+    assert "certificate: the field 'format' is missing, so this is no certificate; name a certificate.json" in told
+    for name in ("certificate.json", "model.safetensors"):
+        (tmp_path / "run" / "public" / name).unlink()
+    for words in (["verify", "run"], ["predict", "run", "wrong.json"]):
+        assert "the run in 'run' is not finished" in (told := call(capsys, *words)[2])
+        assert "continue it with sordino run --resume run" in told

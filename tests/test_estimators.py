@@ -266,7 +266,9 @@ def test_a_fitted_model_can_be_stored():
         ({"rounds": 0}, r"^rounds: "),
         ({"rounds": 2.5}, r"^rounds: "),
         ({"clients": 0}, r"^clients: "),
-        ({"clients": None}, r"^clients: "),
+        ({"clients": 1000}, r"^clients: 1000 must be at most the number of records, "),
+        ({"epsilon": "2"}, r"^epsilon: '2' is a text; give a number"),
+        ({"rounds": "5"}, r"^rounds: '5' is a text; give a number"),
         ({"unit": "person"}, r"^unit: "),
         ({"adjacency": "near"}, r"^adjacency: "),
         ({"trust": "nobody"}, r"^trust: "),
@@ -333,3 +335,19 @@ def test_where_scikit_learn_is_absent_the_remedy_is_named():
     assert "ImportError: FederatedClassifier needs scikit-learn: pip install 'sordino[sklearn]'" in done.stderr
     with pytest.raises(AttributeError, match="no attribute 'FederatedRegressor'"):
         sordino.FederatedRegressor  # noqa: B018
+
+
+def test_a_useless_model_is_called_one():
+    """On the records that it is scored on; nothing is compared on the training records."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 2))
+    y = (x.sum(1) > 0).astype(int)
+    good = FederatedClassifier(epsilon=8.0, rounds=10, random_state=0).fit(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert good.score(x, y) > 0.8
+        assert good.score(x[:1], y[:1]) in (0.0, 1.0)  # one class: nothing to compare with
+    with pytest.warns(UserWarning, match="no better than a constant guess: its accuracy is"):
+        good.score(x, 1 - y)
+    with pytest.warns(UserWarning, match="no better than a constant guess"):
+        good.score(x, 1 - y, sample_weight=np.ones(400))

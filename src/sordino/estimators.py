@@ -34,6 +34,7 @@ from sordino.training.spec import RUN_KEYS, Spec
 from sordino.version import __version__
 
 OWN = ("method", "epsilon", "delta", "rounds", "clients", "unit", "adjacency", "trust", "divisor", "normalize")
+NUMBERS = ("epsilon", "delta", "rounds", "clients")  # a run's spec reads them from text, too
 OTHERS = ("class_weights", "client_epsilon", "dtype", "participation", "uncertified")  # keys of a run for `options`
 
 PREPARED = "Features were prepared without statistics of these records: by each record alone, or by public figures."
@@ -74,7 +75,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
       method: a name that `sordino methods` lists.
       epsilon, delta, unit, adjacency, trust: the guarantee, as in `sordino.Privacy`. epsilon = inf: no noise.
       rounds: number of rounds; by default that of the method.
-      clients: number of simulated clients if there are no groups; at most the number of records.
+      clients: number of simulated clients if there are no groups, at most the number of records; by default 10, or as
+        many as there are records.
       divisor: `pooled` or `client-mean`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R); by default as the
         method needs it.
@@ -105,7 +107,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         epsilon: float = 1.0,
         delta: float = Spec.delta,
         rounds: int | None = None,
-        clients: int = 10,
+        clients: int | None = None,
         unit: str = Spec.unit,
         adjacency: str = Spec.adjacency,
         trust: str = Spec.trust,
@@ -138,8 +140,10 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X, y = validate_data(self, X, y, dtype=resolved.spec.dtype)
         site = None if groups is None else _sites(groups, len(X))
         classes, index = self._labels(y)
-        if resolved.clients is not None:
-            resolved = dataclasses.replace(resolved, clients=min(resolved.clients, len(X)))
+        if resolved.clients is not None and resolved.clients > len(X):
+            if self.clients is not None:
+                raise SordinoError(f"clients: {self.clients} must be at most the number of records, {len(X)}.")
+            resolved = dataclasses.replace(resolved, clients=len(X))
         scaling = resolved.source.normalize
         X = preprocess(X, None, scaling)
         data = Dataset("given", X, index, X[:0], index[:0], site, tuple(map(str, classes)))
@@ -176,6 +180,25 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         z = self.decision_function(X)
         return np.asarray(self.classes_[(z > 0).astype(int) if z.ndim == 1 else z.argmax(1)])
 
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Accuracy on these records. A model that is no better than a constant guess on them raises a warning.
+
+        `fit` cannot warn: a comparison on the training records would be a release that no budget pays for.
+        """
+        accuracy = float(super().score(X, y, sample_weight))
+        _, index = np.unique(np.asarray(y), return_inverse=True)
+        weights = np.bincount(index, weights=None if sample_weight is None else np.asarray(sample_weight, float))
+        constant = float(weights.max() / weights.sum())
+        if len(weights) > 1 and accuracy <= constant * (1 + 1e-12):
+            warnings.warn(
+                f"the model is no better than a constant guess: its accuracy is {accuracy:.1%}, and {constant:.1%} of "
+                "these records have the most common class. The noise exceeds the signal, or features differ in scale: "
+                'scale X by public figures, set normalize="l2", or raise epsilon.',
+                UserWarning,
+                stacklevel=2,
+            )
+        return accuracy
+
     # ------------------------------------------------------------------------------------------------------- inside
 
     def _spec(self, grouped: bool) -> Spec:
@@ -185,8 +208,9 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise SordinoError(f"random_state: {seed!r} must be an integer of at least 0, or None for private noise.")
         if self.options is not None and not isinstance(self.options, Mapping):
             raise SordinoError(f"options: {self.options!r} must be a dict of the method's options.")
-        if self.clients is None:
-            raise SordinoError("clients: None; give the number of simulated clients (groups override it).")
+        for key in NUMBERS:
+            if isinstance(value := getattr(self, key), str):
+                raise SordinoError(f"{key}: '{value}' is a text; give a number, without quotes.")
         options = {str(key): _plain(value) for key, value in (self.options or {}).items()}
         keys = set(RUN_KEYS) - set(OTHERS)
         if misplaced := sorted(keys & options.keys()):

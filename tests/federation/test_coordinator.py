@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from sordino import secagg, wire
+from sordino.cli import federate
+from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
 from sordino.federation import messenger
 from sordino.federation import site_run as module
@@ -667,3 +669,18 @@ def test_sites_that_restart_before_every_letter_make_the_same_model(tiny, keys):
     federation.run(answers=answers)
     assert torch.equal(model_of(federation), model_of(clean))
     once(federation)
+
+
+def test_a_useless_model_is_called_one(federation):
+    """By the line that ends the coordinator's progress, on its own test records."""
+    coordinator, _ = federation(rounds=2).run()
+    terms = coordinator.terms
+    no_x, no_y = np.zeros((0, terms.features)), np.zeros(0, int)
+    data = Dataset("sites", no_x, no_y, no_x, no_y, None, terms.classes)
+    model, y = torch.zeros(coordinator.model.size, dtype=torch.float64), torch.arange(40) % len(terms.classes)
+    coordinator.__dict__["_test"] = torch.zeros(40, terms.features, dtype=torch.float64), y
+    told = coordinator._useless(data, model)
+    line = {"what": "finished", "epsilon": 8.0, "sites": ["a"], **told}
+    assert "WARNING: the model is no better than a constant guess: its" in federate._sentence(line, 2)
+    coordinator.__dict__["_test"] = None
+    assert coordinator._useless(data, model) == {}

@@ -31,6 +31,12 @@ SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatch
 AUDIT_DTYPES = ("float32", "float64")
 
 
+CAPTION = (
+    "reach: mu that the attack achieves over the certified mu, 100 % where no attack can be stronger; least claim: the "
+    "same for the query whose bound the attack reaches least"
+)
+
+
 def add(commands: Any) -> None:
     parser = command(
         commands,
@@ -214,6 +220,8 @@ def _verdict(row: Any) -> str:
 
 def _tell(rows: list[Any]) -> None:
     first = rows[0]
+    if not hasattr(first, "canaries"):
+        console().print(CAPTION)
     runs = (
         f"{first.canaries:,} canaries in one run" if hasattr(first, "canaries") else f"{first.runs:,} runs per data set"
     )

@@ -151,10 +151,18 @@ def _sentence(line: dict[str, Any], rounds: int | None) -> str:
         case "abandoned":
             return f"round {line['t'] + 1} has no result: {line['why']}"
         case "finished":
-            return f"finished: ε = {line['epsilon']:.4g}, {_count(len(line['sites']), 'site')}"
+            why = f". {_warning(line['useless'])}" if "useless" in line else ""
+            return f"finished: ε = {line['epsilon']:.4g}, {_count(len(line['sites']), 'site')}{why}"
         case "failed":
             return f"failed: {line['why']}"
     return str(what)
+
+
+def _warning(why: str) -> str:
+    return (
+        f"WARNING: the model is no better than a constant guess: {why}. The noise exceeds the signal, or features "
+        "differ in scale: scale the files at the sites by public figures, or try normalize=l2 or a larger epsilon."
+    )
 
 
 def _site_sentence(line: dict[str, Any]) -> str:
@@ -201,6 +209,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
         "sites": sites,
         "rounds": len(rounds),
         "accuracy": scores[-1] if scores else None,
+        "useless": lines[-1].get("useless"),
         "seconds": seconds,
         "out": str(out),
     }
@@ -234,6 +243,9 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
         ("statements", f"{out}/sites/*/runs/*/statement.md"),
     ):
         page.print(f"{heading:<13}{where}", markup=False)
+    if document["useless"]:
+        page.print(_warning(document["useless"]), markup=False)
+    page.print(f"{'files':<13}{out}: {out}/README.txt says which files may leave", markup=False)
 
 
 # -------------------------------------------------------------------------------------------------------- the others

@@ -67,6 +67,7 @@ def act(arguments: argparse.Namespace) -> int:
         for row in models:
             state = "passed `sordino check` here" if row["checked"] else f"run `sordino check {row['name']}` first"
             console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    a model, from {row['package']}; {state}")
+        console().print("Start with auto: it takes every step from public facts, and nothing needs tuning.")
         console().print("With default options; all of them: sordino methods --json, docs/methods.md")
     return 0
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, emit
+from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:
@@ -31,6 +33,8 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.training.predict import predict
 
+    if Path(arguments.model).exists() and not Path(arguments.file).expanduser().is_file():
+        raise SordinoError(f"data: there is no file '{arguments.file}'; check the path.")
     predictions = predict(arguments.model, arguments.file)
     document = {"predictions": predictions.labels}
     if predictions.classes:

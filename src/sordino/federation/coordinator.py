@@ -38,7 +38,7 @@ from sordino.privacy.evidence.signing import sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Secure
 from sordino.training.artifacts import save_model
-from sordino.training.evaluate import evaluate
+from sordino.training.evaluate import evaluate, no_better
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
@@ -258,7 +258,15 @@ class Coordinator:
         files.write(self.out / "statement.md", text.encode())
         files.write(self.out / "README.txt", readmes.of_run(cert, readmes.COORDINATOR_RUN).encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
-        self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))
+        self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done), **self._useless(data, model))
+
+    def _useless(self, data: Dataset, model: Tensor) -> dict[str, str]:
+        """Why the model is no better than a constant guess on the coordinator's test records, if that is so."""
+        if self._test is None:
+            return {}
+        x, y = self._test
+        why = no_better(data._replace(y_test=y.numpy()), evaluate(self.model, model, x, y)) if len(y) else ""
+        return {"useless": why} if why else {}
 
 
 def _form(tree: Tree) -> Any:
