@@ -240,7 +240,10 @@ def test_a_forgery_of_all_files_together_is_seen_by_the_signature_alone(forge, h
     assert verify_run(stripped).problems == []
     assert NOT_SIGNED in verify_run(stripped).gaps
     assert main(["verify", str(stripped)]) == 0
-    assert "Nobody signed the certificate, so anybody could have made files that agree" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "claims        certified" in told
+    assert "a claim may be up to 0.5% below and 1% above" in told
+    assert "Nobody signed the certificate, so anybody could have made files that agree" in told
     assert "it is not signed" in verify_run(stripped, key).problems[0]
     replaced = forge(base, change, "replaced")
     assert main(["verify", str(replaced)]) == 0

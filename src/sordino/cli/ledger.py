@@ -40,7 +40,9 @@ def _open(arguments: argparse.Namespace) -> Any:
     check_json(arguments)
     path = _path(arguments)
     if not path.is_file():
-        raise SordinoError(f"ledger: there is no file '{path}'; check the path.")
+        from sordino.training.folder import missing
+
+        raise missing(path, "ledger")
     return Ledger(path, read_only=True)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sordino.core import Unit
 from sordino.data.partition import split
@@ -43,7 +44,14 @@ from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
 from sordino.training import artifacts, model_card, shared_ledger
 from sordino.training.artifacts import Progress, save_model
-from sordino.training.evaluate import beats_constant_guess, draw_curve, evaluate, heterogeneity
+from sordino.training.evaluate import (
+    beats_constant_guess,
+    draw_curve,
+    evaluate,
+    evaluate_clients,
+    evaluate_fully,
+    heterogeneity,
+)
 from sordino.training.folder import RunFolder, publishable, readme
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.shared_ledger import SharedLedger
@@ -199,7 +207,7 @@ def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]
             evaluated = done % run.resolved.evaluate_every == 0 or done == run.plan.rounds
             line: dict[str, Any] = {
                 "round": done,
-                **(evaluate(run.model, this_round.model, x, y.to(x.device)) if evaluated else {}),
+                **(_line(evaluate(run.model, this_round.model, x, y.to(x.device))) if evaluated else {}),
                 "epsilon": finite(spending.epsilon_after(run.plan, this_round.t)),
             }
             if out:
@@ -209,6 +217,10 @@ def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]
                     file.write(json.dumps(line) + "\n")
                 artifacts.add_timing(folder, done, time.perf_counter() - began)
             yield line
+
+
+def _line(scores: dict[str, float]) -> dict[str, float | None]:
+    return {key: finite(value) for key, value in scores.items()}
 
 
 def _begin(run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str) -> Progress:
@@ -285,11 +297,28 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     return cert
 
 
+def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
+    """Every metric of the stored model on the test records. At user level nothing tells how many those are."""
+    theta = _final_model(run, out)
+    if theta is None:
+        return {}
+    x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
+    counts = run.plan.privacy.unit is Unit.RECORD
+    return evaluate_fully(run.model, theta.to(x), x, y, run.resolved.spec.threshold, counts=counts)
+
+
+def _final_model(run: PreparedRun, out: Path) -> Tensor | None:
+    folder = RunFolder.find(out)
+    return artifacts.restore(folder, run.identity(folder.keys().identity)).theta
+
+
 def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]], out: Path | None) -> dict[str, Any]:
     """The document that `--json` prints."""
-    by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in ("accuracy", "auc", "mse")}
+    names = ("accuracy", "auc", "log_loss", "brier", "mse", "r2")
+    by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in names}
     document = {
         **{k: v for k, v in by_round.items() if v},
+        "metrics": final_metrics(run, out) if out else {},
         "epsilon": cert["epsilon"],
         "delta": cert["delta"],
         "certified": cert["certified"],
@@ -308,5 +337,7 @@ def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]
     }
     if run.resolved.source.open:  # exact functions of the records, and the time that they took
         seconds = artifacts.total_seconds(RunFolder.find(out)) if out else None
-        document |= {"heterogeneity": run.heterogeneity, "seconds": seconds}
+        theta = _final_model(run, out) if out else None
+        clients = [] if theta is None else evaluate_clients(run.model, theta, run.records)
+        document |= {"heterogeneity": run.heterogeneity, "seconds": seconds, "client_metrics": clients}
     return document

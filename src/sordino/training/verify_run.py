@@ -15,10 +15,10 @@ from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbe
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import code_sha256, sha256
 from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import Verdict, verify
+from sordino.privacy.evidence.verify import Verdict, malformed, verify
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.settings import read_toml
-from sordino.training.folder import RunFolder
+from sordino.training.folder import RunFolder, missing
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 
@@ -54,7 +54,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, SordinoError):
             raise
-        raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
+        raise malformed(error) from None
     for field, name in BOUND.items():
         known, beside = cert.get(field), folder.public / name
         if known and not beside.exists():
@@ -106,7 +106,7 @@ def read_certificate(path: Path) -> dict[str, Any]:
     try:
         cert = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise SordinoError(f"certificate: there is no file '{path}'; check the path.") from None
+        raise missing(path, "certificate") from None
     except (ValueError, RecursionError) as error:
         raise SordinoError(f"certificate: '{path}' is not JSON ({error}).") from None
     if not isinstance(cert, dict):

@@ -26,8 +26,9 @@ RUNS = {
     "benchmark": ["--data", "digits", "--clients", "5"],
     "table": ["--data", "FILE", "--schema", "SCHEMA", "--partition", "iid"],
     "declared": ["--data", "FILE", "--label", "label", "--set", "public_data=true"],
+    "open quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid", "--set", "public_data=true"],
 }
-OPEN = ("benchmark", "declared")
+OPEN = ("benchmark", "declared", "open quantity")
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,9 @@ def test_exact_functions_of_private_data_are_not_told(done, name, files):
     out, document = done[name]
     assert ("seconds" in document) is (name in OPEN)
     assert ("heterogeneity" in document) is (name in OPEN)
+    assert ("client_metrics" in document) is (name in OPEN)
+    for group in document["metrics"].get("calibration_curve", []):
+        assert ("records" in group) is (name not in ("user", "amplified"))
     text = "".join(path.read_bytes().decode("latin-1") for path in (out / "public").iterdir()) + json.dumps(document)
     if name in ("user", "amplified"):
         assert "clinic-" not in text

@@ -102,11 +102,10 @@ CERTIFICATE: Mapping[str, str] = {
     "signature.signer": "The name of the key.",
     "signature.value": "A function of the other fields and of a secret key.",
 }
+BY_ROUND = ("accuracy", "auc", "log_loss", "brier", "mse", "r2")
 METRICS: Mapping[str, str] = {
     "round": PLAN,
-    "accuracy": TESTED,
-    "auc": TESTED,
-    "mse": TESTED,
+    **dict.fromkeys(BY_ROUND, TESTED),
     "epsilon": ACCOUNT,
 }
 SPEC: Mapping[str, str] = {
@@ -114,7 +113,7 @@ SPEC: Mapping[str, str] = {
         (
             *("clients", "partition", "sizes", "split_seed", "participation", "batch", "divisor", "model", "length"),
             *("method", "rounds", "dtype", "normalize"),
-            *("evaluate_every", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
+            *("evaluate_every", "threshold", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
             *("test_fraction", "public_data"),
         ),
         SETTING,
@@ -172,9 +171,15 @@ SITE: Mapping[str, str] = {  # of a site's own certificate
     "site.rounds": "How many rounds the site answered; the server knows.",
 }
 SUMMARY: Mapping[str, str] = {
-    "accuracy.*": TESTED,
-    "auc.*": TESTED,
-    "mse.*": TESTED,
+    **{f"{name}.*": TESTED for name in BY_ROUND},
+    **{f"metrics.{name}": TESTED for name in (*BY_ROUND, "mae")},
+    **{f"metrics.{name}": TESTED for name in ("mean_predicted", "observed", "calibration_slope")},
+    **{f"metrics.{name}": TESTED for name in ("calibration_intercept", "sensitivity", "specificity")},
+    "metrics.threshold": SETTING,
+    "metrics.calibration_curve[].predicted": TESTED,
+    "metrics.calibration_curve[].observed": TESTED,
+    "metrics.calibration_curve[].records": "At record level a tenth of the test records, up to ties. Absent at user "
+    "level.",
     **{key: CERTIFICATE[key] for key in ("epsilon", "delta", "certified", "reasons", "noise", "client_noise")},
     **{key: CERTIFICATE[key] for key in ("method", "clients", "records", "rounds", "client_names")},
     "publishable": WORDS,
@@ -182,6 +187,7 @@ SUMMARY: Mapping[str, str] = {
     "out": "The directory that was named.",
     "heterogeneity.*": OPEN,
     "seconds": OPEN,
+    **{f"client_metrics[].{name}": OPEN for name in ("client", "records", *BY_ROUND)},
 }
 
 
@@ -193,13 +199,24 @@ class Line(NamedTuple):
     open_only: bool = False
 
 
+NUMBER = r"([-+.e\d]+%?|not defined)"
 CONSOLE = (
     Line(r"run +.+ on .+, \d+ rounds", PLAN),
     Line(r"run +.+ on .+, \d+ rounds in [\d.]+ s", OPEN, True),
     Line(r"clients +\d+( with [\d,]+ records \([\d,]+ to [\d,]+ each\))?", "As in certificate.json."),
     Line(r"labels +partition .+ classes are missing", OPEN, True),
     Line(r"names +0 .+", CERTIFICATE["client_names"]),
-    Line(r"(result +accuracy|error +mse) [-+.e\d]+%?( on [\d,]+ test records)?", TESTED),
+    Line(r"(result +accuracy|error +mse) ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
+    Line(
+        rf"scores +(AUC {NUMBER}, )?log loss {NUMBER} \({NUMBER} from prevalence alone\)(, Brier score {NUMBER})?",
+        TESTED,
+    ),
+    Line(
+        rf"risks +{NUMBER} predicted on average, {NUMBER} observed; calibration slope {NUMBER}, intercept {NUMBER}",
+        TESTED,
+    ),
+    Line(rf"threshold +above {NUMBER}: sensitivity {NUMBER}, specificity {NUMBER}", TESTED),
+    Line(rf"fit +R² {NUMBER}, mean absolute error {NUMBER}", TESTED),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
     Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
@@ -207,7 +224,7 @@ CONSOLE = (
     Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
     Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
-    Line(r"warning: the model is no better than a constant guess\. .+", TESTED),
+    Line(r"WARNING: the model is no better than a constant guess: .+", TESTED),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
     Line(r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
     Line(
@@ -231,11 +248,11 @@ def fields(document: Any, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-KEYED = ("epsilon_at", "own_std", "influence", "client_epsilon", "accuracy", "auc", "mse", "heterogeneity")
+KEYED = ("epsilon_at", "own_std", "influence", "client_epsilon", "heterogeneity")
 
 
 def _keyed(prefix: str) -> bool:
-    return prefix.split(".")[-1] in KEYED
+    return prefix in BY_ROUND or prefix.split(".")[-1] in KEYED
 
 
 def found(folder: Path) -> dict[str, set[str]]:
