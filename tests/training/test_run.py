@@ -40,7 +40,8 @@ def test_a_run_leaves_everything_behind(tmp_path):
     root = tmp_path / "run"
     assert {path.name for path in root.iterdir()} == {"README.txt", "public", "private"}
     names = {path.name for path in (root / "public").iterdir()}
-    assert names == {"metrics.jsonl", "certificate.json", "statement.md", "model.safetensors", "curve.png", "spec.toml"}
+    expected = {"metrics.jsonl", "certificate.json", "statement.md", "model.safetensors", "curve.png", "spec.toml"}
+    assert names == expected | {"MODEL_CARD.md"}
     kept = {path.name for path in (root / "private").iterdir()}
     assert kept == {"ledger.db", "checkpoint.npz", "run.key", "lock", "timings.jsonl"}
     assert stat.S_IMODE((root / "private").stat().st_mode) == 0o700

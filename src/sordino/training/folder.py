@@ -18,8 +18,9 @@ UNFINISHED = """This run is not finished. Continue it with: sordino run --resume
 Publish nothing of it before it is finished. This file then says what may be published.
 """
 PUBLIC = """public/   may be published{why}. It holds the model (model.safetensors), the certificate for machines
-          (certificate.json) and in words (statement.md), the settings (spec.toml), and the test results
-          (metrics.jsonl, curve.png). All of it is computed from noised releases, public settings and test records.
+          (certificate.json) and in words (statement.md), the settings (spec.toml), what the model is for
+          (MODEL_CARD.md), and the test results (metrics.jsonl, curve.png). All of it is computed from noised
+          releases, public settings and test records.
 """
 NOTHING = """NOTHING IN THIS FOLDER MAY BE PUBLISHED: the run is not certified.
 Reason: {reasons}.

@@ -42,7 +42,7 @@ from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
-from sordino.training import artifacts, shared_ledger
+from sordino.training import artifacts, model_card, shared_ledger
 from sordino.training.artifacts import Progress, save_model
 from sordino.training.evaluate import (
     beats_constant_guess,
@@ -256,7 +256,7 @@ def _begin(run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str) -
 
 
 def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: Signer | None = None) -> dict[str, Any]:
-    """Write model, certificate, statement and curve.
+    """Write model, certificate, statement, model card and curve.
 
     Returns:
       The certificate, signed by `signer` or by the key of the run.
@@ -291,6 +291,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     cert, text = issue(cert, signer or keys.sign)
     (folder.public / "statement.md").write_bytes(text.encode())
     (folder.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
+    model_card.write(folder.public, cert)
     folder.level_times()
     folder.write_readme(readme(cert, data_public=resolved.source.open))
     return cert

@@ -64,6 +64,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
         elif not known and (beside.exists() or field in ALWAYS_BOUND):
             verdict.gaps.append(f"{name}, whose hash the certificate does not hold")
     verdict.problems.extend(_against_statement(cert, folder.public / "statement.md", verdict.gaps))
+    verdict.problems.extend(_against_card(cert, folder.public, verdict.gaps))
     return verdict
 
 
@@ -80,6 +81,24 @@ def _against_statement(cert: dict[str, Any], path: Path, gaps: list[str]) -> Ite
         yield "statement.md does not say what the certificate says"
     elif not same:
         gaps.append("the words of statement.md: sordino with other sources wrote them")
+
+
+def _against_card(cert: dict[str, Any], folder: Path, gaps: list[str]) -> Iterator[str]:
+    """The model card says what certificate, metrics and model say: it is written again and compared."""
+    from sordino.training import model_card  # here: verifying a certificate alone needs no schema
+
+    path = folder / model_card.NAME
+    if not path.is_file():
+        return
+    try:
+        same = path.read_bytes() == model_card.of_folder(folder, cert).encode()
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        gaps.append(f"{model_card.NAME}, because the metrics or the model are not beside it")
+        return
+    if not same and cert["code_sha256"] == code_sha256():
+        yield f"{model_card.NAME} does not say what certificate, metrics and model say"
+    elif not same:
+        gaps.append(f"the words of {model_card.NAME}: sordino with other sources wrote them")
 
 
 def read_certificate(path: Path) -> dict[str, Any]:

@@ -147,6 +147,10 @@ FILES: Mapping[str, Mapping[str, str]] = {
     "spec.toml": SPEC,
     "model.safetensors": MODEL,
     "statement.md": {"(text)": "A function of certificate.json alone."},
+    "MODEL_CARD.md": {
+        "(text)": "A function of certificate.json, of the last line of metrics.jsonl and of what model.safetensors "
+        "says of its model (columns, schema, classes)."
+    },
     "curve.png": {"(picture)": "A function of metrics.jsonl, delta, the method's and the data's name alone."},
 }
 ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
