@@ -60,8 +60,11 @@ def test_run_prints_one_json_document_and_progress_elsewhere(capsys, tmp_path):
     assert found["certified"] is False
     assert {"delta", "noise", "client_noise", "seconds"} <= found.keys()
     status, text, _ = call(capsys, "verify", str(out / "public" / "certificate.json"))
-    assert status == 0
-    assert "holds" in text
+    assert status == 1, "a seeded run promises nothing"
+    assert "NOT CERTIFIED" in text
+    assert "claims        not certified" in text
+    status, text, _ = call(capsys, "verify", str(out), "--json")
+    assert (status, json.loads(text)["ok"], json.loads(text)["consistent"]) == (1, False, True)
     certificate = json.loads((out / "public" / "certificate.json").read_text())
     (out / "public" / "certificate.json").write_text(json.dumps({**certificate, "epsilon": 1.0}))
     status, text, _ = call(capsys, "verify", str(out / "public" / "certificate.json"), "--json")

@@ -7,9 +7,10 @@ import pytest
 
 from sordino.cli import main
 from sordino.errors import SordinoError
-from sordino.federation import demonstration
+from sordino.federation import demonstration, readmes
 from sordino.federation.config import SiteConfig
 from sordino.federation.flower import deploy
+from sordino.privacy.evidence.signing import sha256
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
@@ -80,6 +81,43 @@ def test_a_ledger_is_shown_and_exported(federation, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1 + shown["rows"]
     assert main(["ledger", "show", path]) == 0
     assert main(["ledger", "show", str(tmp_path / "nothing.db")]) == 2
+
+
+def test_every_folder_says_what_may_leave_it(three):
+    """And the records are readable by their owner alone."""
+    assert "Do not copy or publish this folder as a whole" in (three / "README.txt").read_text()
+    told = (three / "sites" / "site1" / "README.txt").read_text()
+    assert "The folder of the site site1. Only the files listed here may leave it" in told
+    for path in (*(three / "sites").glob("*/data.npz"), three / "coordinator" / "test.npz"):
+        assert path.stat().st_mode & 0o777 == 0o600, path
+
+
+def test_a_run_says_what_may_leave_it_and_a_wrong_folder_names_the_right_ones(federation, capsys):
+    federation = federation(rounds=2)
+    coordinator, _ = federation.run()
+    place = federation.place("north")
+    (run,) = (place / "runs").iterdir()
+    for folder, words in ((coordinator.out, "These files may be published"), (run, "NOTHING IN THIS FOLDER MAY LEAVE")):
+        assert words in (folder / "README.txt").read_text()  # the sites of this test are seeded
+        cert = json.loads((folder / "certificate.json").read_text())
+        assert cert["model_sha256"] == sha256(folder / "model.safetensors")
+    assert main(["verify", str(coordinator.out)]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(place)]) == 2
+    assert f"holds no certificate.json itself; name one of its folders: {run}." in capsys.readouterr().err
+    assert main(["ledger", "show", str(place.parent)]) == 2
+    assert str(place) in capsys.readouterr().err
+    (coordinator.out / "model.safetensors").write_bytes(b"another")
+    assert main(["verify", str(coordinator.out)]) == 1
+    assert "model.safetensors is not the one" in capsys.readouterr().out
+
+
+def test_of_a_run_that_is_not_finished_or_not_certified_nothing_may_leave():
+    assert "not finished" in readmes.of_run(None, readmes.SITE_RUN)
+    told = readmes.of_run({"certified": False, "reasons": ["seeded: not private"]}, readmes.SITE_RUN)
+    assert "NOTHING IN THIS FOLDER MAY LEAVE IT" in told
+    assert "seeded: not private" in told
+    assert "may be published" not in told
 
 
 def test_a_step_must_be_named(capsys):

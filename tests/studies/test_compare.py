@@ -137,10 +137,86 @@ def test_a_sweep_on_the_command_line(tmp_path, capsys):
     assert "/" not in told.err  # no bar that counts
 
 
+@pytest.fixture
+def patients(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 3))
+    died = rng.random(600) < 1 / (1 + np.exp(2 - 2 * x[:, 0]))
+    rows = [f"{a:.3f},{b:.3f},{c:.3f},{int(d)}" for (a, b, c), d in zip(x, died, strict=True)]
+    (tmp_path / "patients.csv").write_text("\n".join(["a,b,c,died", *rows]) + "\n")
+    (tmp_path / "dose.csv").write_text(
+        "\n".join(["a,b,y", *(f"{a:.3f},{b:.3f},{a - b + 0.01:.4f}" for a, b, _ in x)]) + "\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("metric", ["auc", "log_loss", "brier"])
+def test_a_sweep_ranks_by_the_metric_asked_for(patients, capsys, metric):
+    words = ["sweep", "--data", str(patients / "patients.csv"), "--label", "died", "--clients", "3", "--rounds", "3"]
+    words += ["--method", "dp-fedgd", "--epsilon", "inf", "--metric", metric, "--grid", "lr=0.01,1,30"]
+    assert main([*words, "--seeds", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    means = [row["mean"] for row in found["rows"]]
+    assert found["metric"] == metric
+    assert means == sorted(means, reverse=metric == "auc")
+    assert len(set(means)) == 3
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert {"auc": "validation AUC", "log_loss": "validation log loss", "brier": "validation Brier score"}[
+        metric
+    ] in told
+    assert f"{means[0]:.4g}"[:4] in told
+    for search in (["--search", "halving"], ["--search", "optuna", "--trials", "3"]):
+        if "optuna" in search:
+            pytest.importorskip("optuna")
+        assert main([*words, *search, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert row["mean"] > 0, "the metric itself, and not its negative"
+
+
+def test_a_sweep_over_quantities_ranks_by_r2(patients, capsys):
+    words = ["sweep", "--data", str(patients / "dose.csv"), "--label", "y", "--clients", "3", "--rounds", "3"]
+    words += ["--method", "dp-fedgd", "--epsilon", "inf", "--grid", "lr=0.1,1"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metric"] == "r2"
+    assert main([*words, "--metric", "auc"]) == 2
+    assert "labels that are quantities have no auc; use one of r2, mse, mae" in capsys.readouterr().err
+    assert main([*words[:-2], "--grid", "lr=0.1,1", "--epsilon", "4", "--charge-tuning", "count"]) == 2
+    assert "labels that are quantities have no accuracy" in capsys.readouterr().err
+
+
+def test_a_paid_sweep_counts_correct_records_and_nothing_else(patients, capsys):
+    words = ["sweep", "--data", str(patients / "patients.csv"), "--label", "died", "--clients", "3", "--rounds", "3"]
+    words += ["--method", "dp-fedgd", "--epsilon", "4", "--grid", "lr=0.5,1"]
+    assert main([*words, "--charge-tuning", "count", "--metric", "log_loss"]) == 2
+    assert "use accuracy, or --charge-tuning public" in capsys.readouterr().err
+    public = patients / "public.csv"
+    public.write_text((patients / "patients.csv").read_text())
+    assert main([*words, "--charge-tuning", "public", "--public", str(public), "--metric", "log_loss"]) == 0
+
+
+def test_a_comparison_ranks_by_the_metric_asked_for(patients, capsys):
+    words = ["compare", "--data", str(patients / "patients.csv"), "--label", "died", "--clients", "3", "--rounds", "3"]
+    words += ["--methods", "dp-fedgd,dp-fedgd:lr=20.0", "--epsilons", "inf", "--seeds", "2", "--metric", "log_loss"]
+    assert main([*words, "--out", str(patients / "out")]) == 0
+    told = capsys.readouterr().out
+    document = json.loads((patients / "out" / "compare.json").read_text())
+    losses = {each["label"]: each["scores"][-1] for each in document["runs"] if each["seed"] == 1}
+    assert len(set(losses.values())) == 2
+    best = min(losses, key=losses.get)
+    assert f"Best at the last round by log loss: {best}" in (patients / "out" / "report.md").read_text()
+    assert "0." in told.splitlines()[1]
+    assert "%" not in told.splitlines()[1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["sweep"], "nothing to try"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--metric", "acu"], "'acu' is unknown"),
+        (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--metric", "auc"], "many classes have no auc"),
+        (["compare", "--metric", "r2"], "methods are compared on classes, which have no r2"),
         (["sweep", "--grid", "lr"], "key=a,b,c"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,1"], "twice"),
         (["sweep", "--grid", "seed=1,2"], "--seeds"),

@@ -109,6 +109,26 @@ def test_within_the_standard_deviation_of_the_best_alone():
     assert [cell.mark for cell in report.marked([best, wide, near, None])] == ["best", "", "near", ""]
 
 
+def test_the_metric_asked_for_has_a_table_and_ranks(document):
+    assert report.by_metric(document) is None
+    losses = {("a", 1.0): [0.5, 0.7], (ODD, 1.0): [0.4, 0.3], ("a", None): [0.2, None]}
+    for each in document["runs"]:
+        if each["group"] == "comparison":
+            each["scores"] = [0.69, 0.69, 0.69, losses[each["label"], each["epsilon"]][each["seed"] - 1]]
+    document["metric"] = "log_loss"
+    table = report.by_metric(document)
+    assert texts(table) == [["a", "0.6 ± 0.1", "not defined"], [ODD, "0.35 ± 0.05", "–"]]
+    assert [[cell.mark for cell in row] for row in table.rows] == [["", "", "best"], ["", "best", ""]]
+    assert table.note.startswith("Log loss, less is better, mean ± standard deviation over 2 seeds")
+    assert f"Best at the last round by log loss: {ODD} at ε = 1 (0.35 ± 0.05)" in report.summary(document)[-1]
+    assert "## By log loss, at the last round" in report.text(document)
+    assert json.loads(json.dumps(report.view(document)))["metric"] == "log loss"
+    document["metric"] = "auc"
+    assert report.by_metric(document).rows[0][1].mark == "best"
+    document["tuning"]["metric"] = "auc"
+    assert report.tuning(document).head[3] == "validation AUC"
+
+
 def test_one_seed_has_no_deviation(document):
     document["runs"] = [run for run in document["runs"] if run["seed"] == 1]
     assert texts(report.final(document)) == [["a", "80.0", "90.0"], [ODD, "65.0", "–"]]

@@ -13,6 +13,7 @@ from sordino.models import softmax_batched
 from sordino.privacy import spending
 from sordino.privacy.mechanisms import random
 from sordino.training.batch import _shape, run_many
+from sordino.training.evaluate import evaluate
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -106,8 +107,38 @@ def test_large_logits_in_a_batch(digits):
 
 def test_quantities_have_no_accuracy(digits):
     numbers = digits._replace(classes=(), y_train=digits.y_train.astype("float32"))
-    with pytest.raises(SordinoError, match="accuracy"):
-        run_many([spec(method="dp-fedgd", partition="iid")], numbers)
+    with pytest.raises(SordinoError, match=r"labels that are quantities have no accuracy; use one of r2, mse, mae"):
+        run_many([spec(method="dp-fedgd", partition="iid")], numbers, metric="accuracy")
+
+
+def two_classes(digits):
+    return digits._replace(classes=("low", "high"), y_train=digits.y_train // 5, y_test=digits.y_test // 5)
+
+
+@pytest.mark.parametrize("metric", ["auc", "log_loss", "brier", "accuracy"])
+def test_a_batch_has_the_metric_of_a_single_run(digits, metric):
+    specs = [spec(method="dp-fedgd", seed=seed, rounds=3, lr=lr) for seed, lr in ((1, 0.5), (2, 1.0), (3, 2.0))]
+    data = two_classes(digits)
+    batched = run_many(specs, data, metric=metric)
+    for one, each in zip(specs, batched, strict=True):
+        (alone,) = run_many([one], data, metric=metric)
+        assert each.scores == pytest.approx(alone.scores, rel=1e-5)
+        x, y = torch.from_numpy(data.x_test).double(), torch.from_numpy(data.y_test)
+        assert each.scores[3] == pytest.approx(evaluate(each.model, each.theta, x, y)[metric], rel=1e-5)
+        assert each.accuracy == pytest.approx(run_many([one], data)[0].scores)
+
+
+def test_quantities_are_scored_by_r2_unless_another_metric_is_named(digits):
+    numbers = digits._replace(
+        classes=(), y_train=digits.y_train.astype("float32") / 9, y_test=digits.y_test.astype("float32") / 9
+    )
+    specs = [spec(method="dp-fedgd", partition="iid", rounds=3, seed=seed) for seed in (1, 2)]
+    by = {metric: run_many(specs, numbers, metric=metric) for metric in (None, "r2", "mse")}
+    variance = numbers.y_test.astype("float64").var()
+    for default, r2, mse in zip(*by.values(), strict=True):
+        assert default.scores == r2.scores
+        assert r2.accuracy == {}
+        assert r2.scores[3] == pytest.approx(1 - mse.scores[3] / variance)
 
 
 def test_counted_noise_is_the_same_however_it_is_drawn(digits, monkeypatch):

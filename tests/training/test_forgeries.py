@@ -18,7 +18,7 @@ from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.evidence.signing import RunKey, sha256, signed
 from sordino.privacy.evidence.statement import issue, statement
 from sordino.privacy.evidence.verify import NOT_SIGNED
-from sordino.training import run
+from sordino.training import model_card, run
 from sordino.training.folder import RunFolder
 from sordino.training.predict import predict
 from sordino.training.spec import Spec
@@ -85,6 +85,7 @@ def forge(honest, tmp_path):
             (out / "public" / "statement.md").write_text(text)
             if how == "kept":
                 cert["statement_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+            model_card.write(out / "public", cert)
         elif how == "replaced":
             cert = signed(cert, FORGER)
         path.write_text(json.dumps(cert, indent=2))
@@ -181,6 +182,12 @@ def rebound_statement(cert, out):
     cert["statement_sha256"] = hashlib.sha256((out / "public" / "statement.md").read_bytes()).hexdigest()
 
 
+def stronger_card(cert, out):
+    path = out / "public" / "MODEL_CARD.md"
+    assert "**ε = 1 at δ" in path.read_text()
+    path.write_text(path.read_text().replace("**ε = 1 at δ", "**ε = 0.5 at δ"))
+
+
 def longer_curve(cert, out):
     with open(out / "public" / "curve.png", "ab") as file:
         file.write(b"x")
@@ -189,6 +196,7 @@ def longer_curve(cert, out):
 CAUGHT = [
     ("plain", stronger_statement, "statement.md is not the one"),
     ("plain", rebound_statement, "statement.md does not say what the certificate says"),
+    ("plain", stronger_card, "MODEL_CARD.md does not say what certificate, metrics and model say"),
     ("plain", longer_curve, "curve.png is not the one"),
     ("plain", half_epsilon, "epsilon"),
     ("seeded", relabelled, r"noise_source: the certificate says \"secure\""),
@@ -232,7 +240,10 @@ def test_a_forgery_of_all_files_together_is_seen_by_the_signature_alone(forge, h
     assert verify_run(stripped).problems == []
     assert NOT_SIGNED in verify_run(stripped).gaps
     assert main(["verify", str(stripped)]) == 0
-    assert "Nobody signed the certificate, so anybody could have made files that agree" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "claims        certified" in told
+    assert "a claim may be up to 0.5% below and 1% above" in told
+    assert "Nobody signed the certificate, so anybody could have made files that agree" in told
     assert "it is not signed" in verify_run(stripped, key).problems[0]
     replaced = forge(base, change, "replaced")
     assert main(["verify", str(replaced)]) == 0

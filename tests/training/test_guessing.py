@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sordino.models.linear import Linear, Loss
-from sordino.training.evaluate import beats_constant_guess, evaluate
+from sordino.training.evaluate import beats_constant_guess, evaluate, no_better
 
 
 def data(y, classes):
@@ -45,3 +45,56 @@ def test_the_mean_itself_is_no_better_than_the_mean(offset):
         assert not beats_constant_guess(data(y, ()), evaluate(model, constant, x.double(), torch.from_numpy(y)))
         exact = evaluate(model, torch.tensor([1.0]), torch.from_numpy(y)[:, None], torch.from_numpy(y))
         assert beats_constant_guess(data(y, ()), exact)
+
+
+def two(z, y):
+    """Scores of log-odds."""
+    model = Linear(1, 1, Loss.LOGISTIC, bias=False)
+    return evaluate(model, torch.ones(1), torch.from_numpy(z)[:, None].float(), torch.from_numpy(y))
+
+
+@pytest.mark.parametrize("positive", [1, 10, 300, 500])
+def test_two_classes_are_compared_by_log_loss_with_the_prevalence_and_by_auc(positive):
+    y = np.repeat([0, 1], [1000 - positive, positive])
+    both, prior = data(y, ("a", "b")), np.log(positive / (1000 - positive))
+    assert not beats_constant_guess(both, two(np.full(1000, prior), y)), "the prevalence itself"
+    assert not beats_constant_guess(both, two(np.full(1000, -20.0), y)), "always the same class"
+    informed = prior + np.where(y == 1, 1.0, -0.1)
+    assert beats_constant_guess(both, two(informed, y))
+    assert not beats_constant_guess(both, two(informed - 6, y)), "in order, but risks that are far too low"
+    assert not beats_constant_guess(both, two(prior - np.where(y == 1, 1.0, -0.1), y)), "in the wrong order"
+
+
+def test_risks_below_one_half_can_be_better_than_a_constant():
+    """At 1 % prevalence no record is predicted to be positive: accuracy is that of the constant, log loss is not."""
+    y = np.repeat([0, 1], [990, 10])
+    scores = two(np.where(y == 1, -1.0, -5.0), y)
+    assert scores["accuracy"] == 0.99
+    assert beats_constant_guess(data(y, ("a", "b")), scores)
+
+
+def test_an_auc_of_one_half_is_no_better_whatever_the_log_loss():
+    y = np.repeat([0, 1], [500, 500])
+    assert not beats_constant_guess(data(y, ("a", "b")), {"accuracy": 0.6, "log_loss": 0.1, "auc": 0.5})
+    assert beats_constant_guess(data(y, ("a", "b")), {"accuracy": 0.6, "log_loss": 0.1, "auc": 0.51})
+
+
+def test_one_class_and_nan_are_no_better():
+    ones = np.ones(20, int)
+    assert not beats_constant_guess(data(ones, ("a", "b")), two(np.full(20, 9.0), ones))
+    y = np.repeat([0, 1], [10, 10])
+    broken = two(np.append(np.where(y == 1, 9.0, -9.0)[:-1], np.nan), y)
+    assert broken["accuracy"] == 0.95
+    assert not beats_constant_guess(data(y, ("a", "b")), broken)
+    assert not beats_constant_guess(data(y.astype(np.float32), ()), {"mse": np.nan})
+    assert not beats_constant_guess(data(y.astype(np.float32), ()), {"mse": None})
+
+
+def test_the_reason_names_both_figures():
+    y = np.repeat([0, 1], [3, 1])
+    assert no_better(data(y, ("a", "b")), {"log_loss": 0.7, "auc": 0.9}) == (
+        "its log loss is 0.7, that of the prevalence is 0.5623 (it ranks, with an AUC of 0.9, but its risks are off)"
+    )
+    assert no_better(data(y, ("a", "b")), {"log_loss": 0.7, "auc": 0.5}).endswith("prevalence is 0.5623")
+    assert no_better(data(y, ("a", "b")), {"log_loss": 0.5, "auc": 0.4}) == "its AUC is 0.4"
+    assert "and 75.00% have the most common class" in no_better(data(y, ("a", "b", "c")), {"accuracy": 0.75})

@@ -40,7 +40,8 @@ def test_a_run_leaves_everything_behind(tmp_path):
     root = tmp_path / "run"
     assert {path.name for path in root.iterdir()} == {"README.txt", "public", "private"}
     names = {path.name for path in (root / "public").iterdir()}
-    assert names == {"metrics.jsonl", "certificate.json", "statement.md", "model.safetensors", "curve.png", "spec.toml"}
+    expected = {"metrics.jsonl", "certificate.json", "statement.md", "model.safetensors", "curve.png", "spec.toml"}
+    assert names == expected | {"MODEL_CARD.md"}
     kept = {path.name for path in (root / "private").iterdir()}
     assert kept == {"ledger.db", "checkpoint.npz", "run.key", "lock", "timings.jsonl"}
     assert stat.S_IMODE((root / "private").stat().st_mode) == 0o700
@@ -53,7 +54,10 @@ def test_a_run_leaves_everything_behind(tmp_path):
     assert all(a["epsilon"] < b["epsilon"] for a, b in pairwise(lines))
     assert (tmp_path / "run" / "public" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert cert["epsilon"] == pytest.approx(8.0)
-    summary = run.summary(job, cert, history, tmp_path)
+    summary = run.summary(job, cert, history, root)
+    assert summary["metrics"]["accuracy"] == lines[-1]["accuracy"]
+    assert [row["client"] for row in summary["client_metrics"]] == list(range(job.plan.clients))
+    assert sum(row["records"] for row in summary["client_metrics"]) == sum(job.plan.sizes)
     assert list(summary["accuracy"]) == [str(t) for t in range(1, 9)]
     assert all(0 <= value <= 1 for value in summary["accuracy"].values())
 
@@ -348,7 +352,7 @@ def test_verify_catches_what_was_changed(tmp_path):
     assert problems(lambda c: c.update(spec_sha256="0" * 64))
     assert problems(lambda c: c["ledger"].update(head="0" * 64))
     assert problems(lambda c: c["ledger"].update(rows=c["ledger"]["rows"] + 1))
-    with pytest.raises(SordinoError, match="missing or malformed"):
+    with pytest.raises(SordinoError, match="the field 'groups' is missing, so this is no certificate"):
         problems(lambda c: c.pop("groups"))
 
     # Consistent in itself, but not with the spec and the ledger beside it.

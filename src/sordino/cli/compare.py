@@ -45,6 +45,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="number of seeds; each changes partition and noise (default: 3)",
     )
+    parser.add_argument("--metric", metavar="NAME", help="rank by accuracy, auc, log_loss or brier (default: accuracy)")
     parser.add_argument("--tune", action="store_true", help="tune each method once per budget, on validation records")
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
     parser.add_argument(
@@ -92,6 +93,7 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError("--tune: --settings names the settings already; leave out one of the two.")
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
+    metric = compare.check_metric(arguments.metric)
     who = compare.contestants(arguments.methods.split(","), base)
     epsilons, seeds = budgets(arguments.epsilons), range(1, arguments.seeds + 1)
     if not seeds:
@@ -107,6 +109,7 @@ def act(arguments: argparse.Namespace) -> int:
             "how": arguments.search,
             "trials": arguments.trials,
             "grid": arguments.preset,
+            "metric": metric,
             "device": arguments.device,
         }
         with bar("settings") as tick:
@@ -130,13 +133,14 @@ def act(arguments: argparse.Namespace) -> int:
             tuning=tuning,
             command="sordino " + " ".join(map(shlex.quote, sys.argv[1:])),
             pairs=_pairs(arguments.pairs, [each.label for each in who]),
+            metric=metric,
             device=arguments.device,
             tick=tick,
         )
     (out / "compare.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
     written = report.write(document, out)
     if not emit(arguments, document):
-        page, last = console(), report.final(document)
+        page, last = console(), report.by_metric(document) or report.final(document)
         table(last.head, [[cell.text for cell in row] for row in last.rows])
         page.print(f"tuning: {document['tuning']['paid']}", markup=False)
         page.print(f"written to {out}: compare.json, {', '.join(path.name for path in written[:2])}", markup=False)

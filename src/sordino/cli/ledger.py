@@ -40,7 +40,9 @@ def _open(arguments: argparse.Namespace) -> Any:
     check_json(arguments)
     path = _path(arguments)
     if not path.is_file():
-        raise SordinoError(f"ledger: there is no file '{path}'; check the path.")
+        from sordino.training.folder import missing
+
+        raise missing(path, "ledger")
     return Ledger(path, read_only=True)
 
 
@@ -90,9 +92,14 @@ def _show(arguments: argparse.Namespace) -> int:
         rows = list(ledger.rows())
         delta = min((d for _, d in limits), default=1e-5)
         people = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
+        left = {who: ledger.left(who) for who in people}
     runs: dict[tuple[str, str], list[Any]] = {}
     for row in rows:
         runs.setdefault((row.who, row.plan), []).append(row)
+    accounts: list[dict[str, Any]] = [
+        {"who": who, "epsilon": epsilon, "left": left[who], "runs": sum(name == who for name, _ in runs)}
+        for who, epsilon in people.items()
+    ]
     document = {
         "limits": [{"epsilon": e, "delta": d} for e, d in limits],
         "whole": not problems,
@@ -101,7 +108,7 @@ def _show(arguments: argparse.Namespace) -> int:
         "head": head,
         "rows": len(rows),
         "delta": delta,
-        "accounts": [{"who": who, "epsilon": epsilon} for who, epsilon in people.items()],
+        "accounts": accounts,
         "runs": [
             {
                 "who": who,
@@ -118,7 +125,13 @@ def _show(arguments: argparse.Namespace) -> int:
         page = console()
         for epsilon, limit in limits:
             page.print(f"limit over all runs: ε = {epsilon:g} at δ = {limit:g}", markup=False)
-        table(["account", f"ε at δ = {delta:g}"], [[who, f"{epsilon:.4g}"] for who, epsilon in people.items()])
+        table(
+            ["account", f"ε at δ = {delta:g}", "runs", "left for one more run"],
+            [
+                [a["who"], f"{a['epsilon']:.4g}", str(a["runs"]), "" if a["left"] is None else f"{a['left']:.4g}"]
+                for a in accounts
+            ],
+        )
         page.print()
         table(
             ["account", "run", "releases", "first", "last"],

@@ -10,7 +10,7 @@ from typing import Any
 from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, facts
 from sordino.errors import SordinoError
 
-DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz")
+DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
 RUN_FLAGS = (
     # flag, key of the spec, what it says in --help
     ("--data", "data", "digits, synthetic(1,1), a published set (mnist, a9a …), or an .npz, .csv or .parquet file"),
@@ -58,6 +58,7 @@ def add(commands: Any) -> None:
         "sordino run --data patients.csv --label outcome --partition by-column:hospital --trust secure-aggregation\n"
         "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.02 --set evaluate_every=10\n"
         "sordino run spec.toml --json result.json\n"
+        "sordino run --data patients.csv --epsilon 1 --ledger patients.db --limit 4\n"
         "sordino run --resume runs/adam",
     )
     parser.add_argument(
@@ -71,6 +72,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue an interrupted run")
+    parser.add_argument(
+        "--ledger", metavar="FILE.db", help="also charge this ledger, which adds up all runs on the same data"
+    )
+    parser.add_argument("--limit", metavar="X", help="most epsilon of all runs on the same data in --ledger")
     parser.add_argument(
         "--sign-with", metavar="KEYFILE", help="sign the certificate with this identity.key (default: a key of the run)"
     )
@@ -91,21 +96,40 @@ def act(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"--resume: a resumed run keeps its spec; leave out {', '.join(sorted(values))}.")
         if arguments.out:
             raise SordinoError("--out: a resumed run stays in its directory; leave --out out.")
+        if arguments.ledger or arguments.limit:
+            raise SordinoError("--ledger: a resumed run keeps its ledger; leave --ledger and --limit out.")
         out = RunFolder.find(Path(arguments.resume)).root
         prepared = run.prepare(run.reopen(Path(arguments.resume)), device=arguments.device)
     else:
         check_out(Path(arguments.out or "runs"))
         prepared = run.prepare(Spec.of(values), device=arguments.device)
         out = Path(arguments.out or f"runs/{prepared.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run.start(prepared, out)
+        shared = _join(arguments, prepared)
+        run.start(prepared, out, shared)
     try:
         history = _train(prepared, out)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"continue with: sordino run --resume {out}") from None
     cert = run.finish(prepared, out, history, signer)
-    if not emit(arguments, run.summary(prepared, cert, history, out)):
+    # Without --json nothing is scored client by client, which takes time.
+    if arguments.json is None or not emit(arguments, run.summary(prepared, cert, history, out)):
         _tell(prepared, cert, history, out)
     return 0
+
+
+def _join(arguments: argparse.Namespace, prepared: Any) -> Any:
+    """The ledger of several runs, which must be able to pay for this one; None where none is named."""
+    from sordino.training import run
+
+    if arguments.ledger is None:
+        if arguments.limit is not None:
+            raise SordinoError("--limit: it is the limit of a ledger; name one with --ledger mine.db.")
+        return None
+    try:
+        limit = None if arguments.limit is None else float(arguments.limit)
+    except ValueError:
+        raise SordinoError(f"--limit: '{arguments.limit}' must be a number above 0, such as 4.") from None
+    return run.join_ledger(prepared, arguments.ledger, limit)
 
 
 def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +166,38 @@ def _train(prepared: Any, out: Path) -> list[dict[str, Any]]:
 
 
 def _score(line: dict[str, Any]) -> str:
-    return f"mse {line['mse']:.4g}" if "mse" in line else f"accuracy {line['accuracy']:.1%}"
+    """Of accuracy and mse, the one that the labels have. A model that diverged has no number."""
+    name = "mse" if "mse" in line else "accuracy"
+    value = line[name]
+    return f"{name} {'nan' if value is None else f'{value:.4g}' if name == 'mse' else f'{value:.1%}'}"
+
+
+def _quality(metrics: dict[str, Any], y: Any) -> list[tuple[str, str]]:
+    """Lines on the metrics beside accuracy or mse. y: the labels of the test records."""
+    from sordino.training.metrics import entropy
+
+    def number(name: str) -> str:
+        return "not defined" if metrics[name] is None else f"{metrics[name]:.4g}"
+
+    def share(name: str) -> str:
+        return "not defined" if metrics[name] is None else f"{metrics[name]:.1%}"
+
+    if "r2" in metrics:
+        return [("fit", f"R² {number('r2')}, mean absolute error {number('mae')}")]
+    if "log_loss" not in metrics:
+        return []
+    loss = f"log loss {number('log_loss')} ({entropy(y):.4g} from prevalence alone)"
+    if "auc" not in metrics:
+        return [("scores", loss)]
+    fit = f"calibration slope {number('calibration_slope')}, intercept {number('calibration_intercept')}"
+    return [
+        ("scores", f"AUC {number('auc')}, {loss}, Brier score {number('brier')}"),
+        ("risks", f"{share('mean_predicted')} predicted on average, {share('observed')} observed; {fit}"),
+        (
+            "threshold",
+            f"above {metrics['threshold']:g}: sensitivity {share('sensitivity')}, specificity {share('specificity')}",
+        ),
+    ]
 
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
@@ -150,8 +205,9 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     from sordino.privacy.evidence.certificate import ranges
     from sordino.privacy.evidence.signing import fingerprint
     from sordino.training.artifacts import total_seconds
-    from sordino.training.evaluate import beats_constant_guess
+    from sordino.training.evaluate import beats_constant_guess, no_better
     from sordino.training.folder import RunFolder, publishable, tested_on
+    from sordino.training.run import final_metrics, shared_of
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
     sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None
@@ -172,7 +228,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         )
     if 0 < len(cert["client_names"]) <= 20:
         rows.append(("names", "; ".join(f"{i} {name}" for i, name in enumerate(cert["client_names"]))))
-    rows.append(("error", f"mse {last['mse']:.4g}{tested}") if "mse" in last else ("result", _score(last) + tested))
+    rows.append(("error" if "mse" in last else "result", _score(last) + tested))
+    rows += _quality(final_metrics(prepared, out), prepared.dataset.y_test)
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"
     promise = f"ε = {epsilon} at δ = {cert['delta']:g}, {cert['unit']} level, {cert['adjacency']}, {cert['trust']}"
     verdict = "certified" if cert["certified"] else f"NOT certified: {'; '.join(cert['reasons'])}"
@@ -181,6 +238,12 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         ("verdict", verdict),
         ("signed by", f"{cert['signature']['signer']} {fingerprint(cert['signature']['key'])}"),
     ]
+    if (shared := shared_of(prepared, out)) is not None:
+        total = shared.summary()
+        limit = "" if total["limit"] is None else f" of {total['limit']:g}"
+        runs = f"{total['runs']} run{'s' if total['runs'] > 1 else ''}"
+        spent = f"ε = {total['epsilon']:.4g}{limit} at δ = {total['delta']:g}"
+        rows.append(("ledger", f"{spent} over {runs} on these data ({shared.path.name})"))
     if cert["certified"]:
         rows.append(("exposed", f"{tested_on(cert)}: no noise hides them, and their score is published"))
     allowed = publishable(cert, prepared.resolved.source.open)
@@ -194,7 +257,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
             else "The noise exceeds the signal, or features differ in scale: try --public-stats FILE, or "
             "--set normalize=l2."
         )
-        console().print(f"warning: the model is no better than a constant guess. {remedy}", markup=False)
+        why = no_better(prepared.dataset, last)
+        console().print(f"WARNING: the model is no better than a constant guess: {why}. {remedy}", markup=False)
     whole = [i for i, rate in enumerate(plan.rates) if rate == 1]
     if settings.batch != "full" and whole and sizes_public:
         console().print(

@@ -1,4 +1,4 @@
-"""`sordino sweep`: many settings of one method, trained side by side and ranked by validation accuracy."""
+"""`sordino sweep`: many settings of one method, trained side by side and ranked on validation records."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from sordino.cli.show import add_json, bar, check_json, check_out, command, cons
 from sordino.errors import SordinoError
 
 PAY = ("no", "public", "count", "stopping")
+METRIC_HELP = (
+    "rank by accuracy, auc, log_loss or brier; quantities by r2, mse or mae; of a loss the least is best "
+    "(default: accuracy or r2)"
+)
 
 
 def add(commands: Any) -> None:
@@ -24,12 +28,14 @@ def add(commands: Any) -> None:
         "sordino sweep --method dp-fedgd --grid lr=0.5,1,2,4 --grid epsilon=2,4,8 --seeds 3\n"
         "sordino sweep --data features.npz --method dp-fedadam --preset paper-fine --epsilon 1 --device cuda\n"
         "sordino sweep --method dp-fedsofim --grid lr=0.1,10 --grid rho=0.1,10 --search optuna --trials 64\n"
+        "sordino sweep --data patients.csv --label died --method dp-fedgd --grid lr=1,2,4 --metric log_loss\n"
         "sordino sweep --method dp-fedgd --grid lr=1,2,4 --epsilon 8 --charge-tuning count --out runs/paid",
     )
     add_keys(parser)
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B,…", help="values to try for one key")
     parser.add_argument("--preset", metavar="NAME", help="paper-coarse or paper-fine: the method's grid in the papers")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per setting (default: 1)")
+    parser.add_argument("--metric", metavar="NAME", help=METRIC_HELP)
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
     parser.add_argument("--trials", type=int, default=64, metavar="N", help="number of Optuna trials (default: 64)")
     parser.add_argument("--storage", metavar="URL", help="database of Optuna's studies (default: optuna.db in --out)")
@@ -101,6 +107,7 @@ def act(arguments: argparse.Namespace) -> int:
                 trials=arguments.trials,
                 storage=arguments.storage or (f"sqlite:///{out / 'optuna.db'}" if out else None),
                 validation=arguments.validation,
+                metric=arguments.metric,
                 device=arguments.device,
                 tick=tick,
             )
@@ -111,6 +118,7 @@ def act(arguments: argparse.Namespace) -> int:
                 arguments.charge_tuning,
                 public=arguments.public,
                 validation=arguments.validation,
+                metric=arguments.metric,
                 device=arguments.device,
                 out=out,
                 tick=tick,
@@ -123,14 +131,16 @@ def act(arguments: argparse.Namespace) -> int:
 
 
 def _tell(results: dict[str, Any], out: Path | None) -> None:
+    from sordino.training.metrics import NAMES, written
+
     page = console()
     if "rows" in results:
-        varied = results["varied"]
+        varied, metric = results["varied"], results["metric"]
         rows = [
-            [*(f"{row['setting'].get(key, '')}" for key in varied), _score(row)]
+            [*(f"{row['setting'].get(key, '')}" for key in varied), written(metric, row["mean"], row["std"])]
             for row in results["rows"][: results["shown"]]
         ]
-        table([*varied, "validation accuracy"], rows)
+        table([*varied, f"validation {NAMES[metric]}"], rows)
         if len(results["rows"]) > results["shown"]:
             page.print(f"… and {len(results['rows']) - results['shown']} more; --json or --out keeps all", markup=False)
     page.print(f"best: {', '.join(f'{k} = {v}' for k, v in results['best'].items())}", markup=False)
@@ -143,7 +153,3 @@ def _tell(results: dict[str, Any], out: Path | None) -> None:
         page.print(f"train it: {results['command']}", markup=False)
     if out:
         page.print(f"written to {out}", markup=False)
-
-
-def _score(row: dict[str, Any]) -> str:
-    return f"{row['mean']:.2%}" + (f" ± {row['std']:.2%}" if row["std"] is not None else "")

@@ -29,13 +29,16 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from rich.console import Console
 
+    from sordino.privacy.evidence.verify import MOST_ABOVE, MOST_BELOW
     from sordino.training.verify_run import verify_run
 
     with Console(stderr=True).status("recomputing the account"):  # seconds, where much was sampled
         verdict = verify_run(Path(arguments.certificate), arguments.key, against_terms=_against_terms)
     not_compared = [*verdict.assumed, *verdict.gaps]
+    holds = not verdict.problems
     document = {
-        "ok": not verdict.problems,
+        "ok": holds and verdict.certified,
+        "consistent": holds,
         "problems": verdict.problems,
         "epsilon_claimed": verdict.claimed,
         "epsilon_recomputed": verdict.recomputed,
@@ -48,8 +51,12 @@ def act(arguments: argparse.Namespace) -> int:
         facts(
             [
                 ("ε claimed", f"{verdict.claimed:.6g}"),
-                ("ε recomputed", f"{verdict.recomputed:.6g} (from the raw numbers, by dp-accounting)"),
-                ("certified", "yes" if verdict.certified else "no: the certificate says so itself"),
+                (
+                    "ε recomputed",
+                    f"{verdict.recomputed:.6g} (from the raw numbers, by dp-accounting; a claim may "
+                    f"be up to {MOST_BELOW:.1%} below and {MOST_ABOVE:.0%} above)",
+                ),
+                ("claims", "certified" if verdict.certified else "not certified"),
                 ("signed by", verdict.signed or "nobody"),
                 *(("mismatch", problem) for problem in verdict.problems),
                 *(("not compared", missing) for missing in not_compared),
@@ -59,9 +66,11 @@ def act(arguments: argparse.Namespace) -> int:
         if verdict.problems:
             count = len(verdict.problems)
             page.print(f"[bold red]FAILED[/]: {count} mismatch{'es' if count > 1 else ''}")
+        elif not verdict.certified:
+            page.print(f"[bold red]NOT CERTIFIED[/]: the run promises nothing, although {_whose(verdict)}")
         else:
             page.print(f"[bold green]holds[/]: {_whose(verdict)}")
-    return 0 if not verdict.problems else 1
+    return 0 if holds and verdict.certified else 1
 
 
 def _against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:

@@ -26,6 +26,7 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
+from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about
@@ -71,6 +72,8 @@ class Coordinator:
         self.config = FederationConfig.read(folder / "federation.toml")
         self.out = folder / "run"
         self.out.mkdir(mode=0o700, exist_ok=True)
+        if not (self.out / "README.txt").exists():
+            files.write(self.out / "README.txt", readmes.of_run(None, readmes.COORDINATOR_RUN).encode())
         self.messenger = Messenger(transport, self.config.deadline, self.tell)
         self.enrolment = Enrolment(self.config, self.out, self.messenger, self.tell)
         self.forms: dict[int, Any] = {}  # of the messages that a stage's rule accepted
@@ -253,6 +256,7 @@ class Coordinator:
         )
         cert, text = issue(cert)
         files.write(self.out / "statement.md", text.encode())
+        files.write(self.out / "README.txt", readmes.of_run(cert, readmes.COORDINATOR_RUN).encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done))
 

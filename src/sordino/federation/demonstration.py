@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from sordino import files
 from sordino.data.partition import split
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
+from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.folders import init, make_site
 from sordino.federation.handler import HANDLER
@@ -59,7 +61,8 @@ def prepare(
     shape: dict[str, Any] = {"features": whole.x_train.shape[1], "classes": whole.classes}
     rest = {key: value for key, value in values.items() if key not in DEFAULTS}
     init(coordinator, names, **shape, **{key: values[key] for key in DEFAULTS}, dropouts=dropouts, more=rest)
-    np.savez(coordinator / "test.npz", x=whole.x_test, y=_labels(whole, whole.y_test))
+    files.write(folder / "README.txt", readmes.FEDERATION.encode())
+    _save(coordinator / "test.npz", whole.x_test, _labels(whole, whole.y_test))
     with open(coordinator / "federation.toml", "a", encoding="utf-8") as file:
         file.write('test = "test.npz"   # the coordinator\'s own test records\n')
     limit = 2 * float(values["epsilon"])
@@ -68,11 +71,17 @@ def prepare(
         place, mine = folder / "sites" / name, owner == k
         cards.append(make_site(place, name, data="data.npz", classes=whole.classes, epsilon=limit).card)
         ensure_node_key(place / "node")
-        np.savez(place / "data.npz", x=whole.x_train[mine], y=_labels(whole, whole.y_train[mine]))
+        _save(place / "data.npz", whole.x_train[mine], _labels(whole, whole.y_train[mine]))
     roster = Roster(tuple(cards))
     for place in (coordinator, *(folder / "sites" / name for name in names)):
         roster.write(place / "roster.toml")
     return coordinator
+
+
+def _save(path: Path, x: np.ndarray, y: np.ndarray) -> None:
+    """Write records into a file that only its owner can read."""
+    with files.replacing(path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, x=x, y=y)
 
 
 def _labels(whole: Dataset, y: np.ndarray) -> np.ndarray:

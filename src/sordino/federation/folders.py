@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sordino import files
 from sordino.core import MOST_EPSILON
 from sordino.errors import SordinoError
+from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.terms import SITE_NAME, Terms, federated, schema_hash, written
 from sordino.privacy import calibration
@@ -187,6 +189,7 @@ def make_site(
         raise SordinoError(f"limit: {epsilon:g} must lie in (0, {MOST_EPSILON:g}].")
     identity = Identity.make(name)
     identity.save(folder / "identity.key")
+    files.write(folder / "README.txt", readmes.SITE.format(name=name).encode())
     path = folder / "site.toml"
     if not path.exists():
         label_line = f'label = "{label}"\n' if label else ""

@@ -21,6 +21,7 @@ from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import Refused, SordinoError
+from sordino.federation import readmes
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence.certificate import certificate
@@ -67,6 +68,7 @@ class SiteRun:
         files.write(new / "secret", secrets.token_bytes(32))
         files.write(new / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
         files.write(new / "spec.toml", terms.spec.encode())
+        files.write(new / "README.txt", readmes.of_run(None, readmes.SITE_RUN).encode())
         files.move(new, final)
         return SiteRun(site, terms.run)
 
@@ -296,6 +298,7 @@ class SiteRun:
             signer = of_site(self.site.identity)
         cert, text = issue(cert, signer)
         files.write(self.folder / "statement.md", text.encode())
+        files.write(self.folder / "README.txt", readmes.of_run(cert, readmes.SITE_RUN).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         (self.folder / "secret").unlink(missing_ok=True)
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))

@@ -50,7 +50,7 @@ PRIVATE = (
     "uncertified",
     "public_data",
 )
-LOCAL = ("clients", "partition", "sizes", "client_epsilon", "evaluate_every")
+LOCAL = ("clients", "partition", "sizes", "client_epsilon", "evaluate_every", "threshold")
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
 MOST_SITES, MOST_CLASSES = 10_000, 100_000
 

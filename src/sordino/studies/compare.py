@@ -1,8 +1,8 @@
 """Compare methods under exactly equal budgets: tune each once, train with every seed, collect all in one document.
 
-Each method is tuned once per budget, for the accuracy of its last round on validation records. The same setting serves
-the results of all rounds. A seed changes partition and noise. `report` turns the document into a page, Markdown and
-figures.
+Each method is tuned once per budget, by accuracy (or another metric) of its last round on validation records. The same
+setting serves the results of all rounds. A seed changes partition and noise. `report` turns the document into a page,
+Markdown and figures.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from sordino.studies.grids import UNTUNED, preset
 from sordino.studies.statistics import mcnemar, pack, unpack
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
+from sordino.training.metrics import RANKING, Task
 from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import RUN_KEYS, Spec
 from sordino.version import __version__
@@ -127,6 +128,7 @@ def settle(
     grid: str = "paper-fine",
     how: str = "grid",
     validation: float = 0.1,
+    metric: str | None = None,
     **search: Any,
 ) -> dict[str, Any]:
     """Tune every contestant for every budget. The result is the `tuning` part of a document."""
@@ -144,7 +146,7 @@ def settle(
             cases.append((each, epsilon, TuningCase({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
     tunable = [case for case in cases if case[2].grid]
     dataset = validated(resolve(Spec.of(tunable[0][2].values)).read_data(), validation) if tunable else None
-    tuned = tune([case for *_, case in tunable], dataset, how=how, **search) if dataset else []
+    tuned = tune([case for *_, case in tunable], dataset, how=how, metric=metric, **search) if dataset else []
     settings = [
         {
             "method": each.label,
@@ -160,6 +162,7 @@ def settle(
         "paid": private_tuning.UNPAID,
         "validation": f"{validation:.0%} of the training records, held out by position (seed 0); no test record",
         "settings": settings,
+        "metric": metric or "accuracy",
     }
 
 
@@ -236,12 +239,18 @@ def document(
     command: str,
     printed: Sequence[int] = (),
     pairs: Sequence[tuple[str, str]] = (),
+    metric: str | None = None,
     device: str = "cpu",
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
-    """Train all runs, and collect what a report needs. pairs: labels for McNemar's test, on the first seed."""
+    """Train all runs, and collect what a report needs.
+
+    pairs: labels for McNemar's test, on the first seed.
+    metric: what to rank by, beside accuracy; one of classes.
+    """
+    metric = check_metric(metric)
     specs = [Spec.of(entrant.values) for entrant in entrants]
-    trained = run_many(specs, device=device, tick=tick)
+    trained = run_many(specs, device=device, metric=metric, tick=tick)
     data: dict[DataSource, Dataset] = {}
     runs, partition = [], dict[str, list[list[int]]]()
     for entrant, spec, each in zip(entrants, specs, trained, strict=True):
@@ -250,6 +259,8 @@ def document(
             data = {key: each.resolved.read_data()}
         client = _owners(each.resolved, data[key])
         runs.append(_filed(entrant, spec, each, data[key], client))
+        if metric != "accuracy":
+            runs[-1]["scores"] = [finite(float(f"{each.scores[t]:.6g}")) for t in sorted(each.scores)]
         if str(spec.seed) not in partition:
             label_counts = describe(data[key].y_train, client, len(data[key].classes))
             partition[str(spec.seed)] = [list(map(int, client.counts)) for client in label_counts]
@@ -270,6 +281,7 @@ def document(
             "classes": list(first.classes),
             "clients": trained[0].plan.clients,
         },
+        "metric": metric,
         "rounds": list(printed) or _printed(rounds),
         "target": {
             "reference": RIVAL if any(e.label == RIVAL for e in entrants) else entrants[0].label,
@@ -282,6 +294,14 @@ def document(
         "pairs": _pairs(runs, pairs, len(first.y_test)),
         "varied": _varied(entrants),
     }
+
+
+def check_metric(name: str | None) -> str:
+    """The metric to compare by. Quantities are refused: the report counts correct records."""
+    classes = RANKING[Task.TWO_CLASSES]
+    if name is not None and name not in classes:
+        raise SordinoError(f"--metric: methods are compared on classes, which have no {name}.{nearest(name, classes)}")
+    return name or "accuracy"
 
 
 PROMISE = ("unit", "adjacency", "trust", "delta", "divisor", "partition", "participation", "rounds", "clients")
@@ -316,7 +336,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         "epsilon": finite(spec.epsilon),
         "seed": spec.seed,
         "options": {key: value for key, value in trained.resolved.options.items() if key in spec.options},
-        "accuracy": [round(trained.scores[t], 6) for t in sorted(trained.scores)],
+        "accuracy": [round(trained.accuracy[t], 6) for t in sorted(trained.accuracy)],
         "signal": [float(f"{value:.4g}") for value in trained.signal] or None,
         "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
         "per_class": [round(float(value), 4) for value in by_class],

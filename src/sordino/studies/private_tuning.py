@@ -29,6 +29,7 @@ from sordino.privacy.mechanisms.random import Address, source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.studies.grids import Grid, product
 from sordino.training.batch import Trained, run_many
+from sordino.training.metrics import goodness, ranking_metric, task_of_classes
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -49,6 +50,7 @@ def search(
     dataset: Dataset,
     how: str,
     *,
+    metric: str | None = None,
     mean: float = 16.0,
     device: str = "cpu",
     tick: Callable[[int], None] = lambda runs: None,
@@ -57,10 +59,18 @@ def search(
 
     dataset: its test part scores the runs. It holds public records for `public`, else validation records
       (`tune.validated`).
+    metric: what public records score the runs by. Counts of correct records are accuracy, and no other metric has
+      their sensitivity of 1.
     mean: expected number of runs, for `stopping`.
     """
     if how not in SELECTIONS:
         raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, SELECTIONS)}")
+    if how != "public" and metric not in (None, "accuracy"):
+        raise SordinoError(
+            f"--metric: --charge-tuning {how} chooses by noisy counts of correct records, whose sensitivity is 1, and "
+            f"not by {metric}; use accuracy, or --charge-tuning public."
+        )
+    metric = ranking_metric(metric if how == "public" else "accuracy", task_of_classes(len(dataset.classes)))
     base = resolve(Spec.of(values))
     privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:
@@ -92,8 +102,9 @@ def search(
         for i, options in enumerate(settings)
     ]
     secret_count = how == "stopping"  # the number of runs is a secret
-    trained = run_many(specs, dataset, device=device, at=(), tick=(lambda runs: None) if secret_count else tick)
-    counts = np.array([each.scores[max(each.scores)] for each in trained]) * len(dataset.y_test)
+    shown = (lambda runs: None) if secret_count else tick
+    trained = run_many(specs, dataset, device=device, at=(), metric=metric, tick=shown)
+    counts = np.array([goodness(metric, each.scores[max(each.scores)]) for each in trained]) * len(dataset.y_test)
     if how != "public":
         # If the server sees single messages, each client's count must carry the whole noise.
         parties = trained[0].plan.clients if privacy.trust is Trust.UNTRUSTED_SERVER else 1

@@ -19,6 +19,7 @@ from sordino.privacy.evidence.certificate import finite
 from sordino.privacy.evidence.statement import ADVERSARY, PROTECTED
 from sordino.studies import figures
 from sordino.studies.estimation_report import markdown
+from sordino.training.metrics import LOWER_IS_BETTER, NAMES, goodness, written
 
 Document = dict[str, Any]
 Epsilon = float | None  # None: no noise
@@ -169,6 +170,42 @@ def _final(runs: Sequence[Document]) -> Table:
 def final(document: Document) -> Table:
     """Accuracy at the last round."""
     return _final(of_group(document))
+
+
+def metric_of(document: Document) -> str:
+    """The metric that the methods are ranked by."""
+    return str(document.get("metric", "accuracy"))
+
+
+def by_metric(document: Document) -> Table | None:
+    """The metric asked for at the last round; None if it is accuracy, which has its own table."""
+    runs, metric = of_group(document), metric_of(document)
+    if metric == "accuracy":
+        return None
+    names, columns = labels(runs), []
+    for epsilon in epsilons(runs):
+        ends = _ends_by(metric, by_label(runs, epsilon))
+        good = {name: goodness(metric, ends[name].mean) for name in ends}
+        best = max(good.values())
+        slack = max(ends[name].std or 0.0 for name in ends if good[name] == best)
+        marks = {name: "best" if good[name] == best else "near" * (good[name] >= best - slack) for name in ends}
+        columns.append(
+            [
+                TableCell(written(metric, *ends[name]), marks[name]) if name in ends else TableCell(NONE)
+                for name in names
+            ]
+        )
+    head = ["method", *(f"ε = {named(epsilon)}" for epsilon in epsilons(runs))]
+    least = "less is better" if metric in LOWER_IS_BETTER else "more is better"
+    note = _note(runs).replace("Accuracy in %", f"{NAMES[metric]}, {least}")
+    return table(head, names, columns, note[:1].upper() + note[1:])
+
+
+def _ends_by(metric: str, runs_of: dict[str, list[Document]]) -> dict[str, Score]:
+    """The metric of every method at the last round, over seeds. NaN where one of them is not defined."""
+    key = "accuracy" if metric == "accuracy" else "scores"
+    lasts = {name: [run[key][-1] for run in runs] for name, runs in runs_of.items()}
+    return {name: Score(math.nan, None) if None in values else score(values) for name, values in lasts.items()}
 
 
 def by_round(document: Document) -> dict[str, Table]:
@@ -380,17 +417,25 @@ def sensitivity(document: Document) -> dict[str, Table]:
 
 def tuning(document: Document) -> Table | None:
     """The chosen settings, and how many were tried."""
+    metric = document["tuning"].get("metric", "accuracy")
     rows = [
         [
             TableCell(choice["method"]),
             TableCell(named(choice["epsilon"])),
             TableCell(_options(choice["options"]) or "defaults"),
-            TableCell(NONE if choice["score"] is None else f"{100 * choice['score']:.1f}"),
+            TableCell(_validation(metric, choice["score"])),
             TableCell(str(choice["tried"])),
         ]
         for choice in document["tuning"]["settings"]
     ]
-    return Table(["method", "ε", "chosen", "validation accuracy, %", "tried"], rows) if rows else None
+    shown = "accuracy, %" if metric == "accuracy" else NAMES[metric]
+    return Table(["method", "ε", "chosen", f"validation {shown}", "tried"], rows) if rows else None
+
+
+def _validation(metric: str, value: float | None) -> str:
+    if value is None:
+        return NONE
+    return f"{100 * value:.1f}" if metric == "accuracy" else written(metric, value)
 
 
 def _options(options: Document) -> str:
@@ -415,7 +460,7 @@ def summary(document: Document) -> list[str]:
         f"{_several(data['clients'], 'client')}{partition}, {_several(rounds, 'round')}, "
         f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
     )
-    return [compared, _promise(document), _certified(document), _tuned(document["tuning"]), _best(runs)]
+    return [compared, _promise(document), _certified(document), _tuned(document["tuning"]), _best(document)]
 
 
 def _promise(document: Document) -> str:
@@ -446,13 +491,15 @@ def _tuned(tuned: Document) -> str:
     return " ".join(_sentence(part) for part in words if part)
 
 
-def _best(runs: Sequence[Document]) -> str:
-    winners = []
+def _best(document: Document) -> str:
+    runs, metric, winners = of_group(document), metric_of(document), []
     for epsilon in epsilons(runs):
-        ends = {name: curve(some)[-1] for name, some in by_label(runs, epsilon).items()}
-        name = max(ends, key=lambda name: ends[name].mean)
-        winners.append(f"{name} at ε = {named(epsilon)} ({ends[name]} %)")
-    return f"Best at the last round: {'; '.join(winners)}."
+        ends = _ends_by(metric, by_label(runs, epsilon))
+        name = max(ends, key=lambda name: goodness(metric, ends[name].mean))
+        end = f"{ends[name]} %" if metric == "accuracy" else written(metric, *ends[name])
+        winners.append(f"{name} at ε = {named(epsilon)} ({end})")
+    by = "" if metric == "accuracy" else f" by {NAMES[metric]}"
+    return f"Best at the last round{by}: {'; '.join(winners)}."
 
 
 def _several(count: int, noun: str) -> str:
@@ -481,6 +528,7 @@ def text(document: Document, drawn: Sequence[str] = ()) -> str:
             sections.extend([f"### {_plain(each + key)}"] if key else [])
             sections.append(markdown([*map(_plain, one.head)], ([_bold(cell) for cell in row] for row in one.rows)))
 
+    add(f"By {NAMES[metric_of(document)]}, at the last round", by_metric(document))
     add("Accuracy at the last round", final(document))
     add("Accuracy by round", by_round(document), "ε = ")
     add("Rounds to the target", to_target(document))
@@ -546,10 +594,12 @@ def view(document: Document) -> Document:
         "epsilons": budgets,
         "names": [named(epsilon) for epsilon in budgets],
         "seeds": seeds,
+        "metric": NAMES[metric_of(document)],
         "rounds": document["rounds"],
         "target": document["target"],
         "curves": _curves(runs),
         "tables": {
+            "by_metric": _json(by_metric(document)),
             "final": _json(final(document)),
             "by_round": _json(by_round(document)),
             "to_target": _json(to_target(document)),

@@ -1,4 +1,4 @@
-"""A sweep: settings of one method, ranked by validation accuracy. The search is paid for if requested."""
+"""A sweep: settings of one method, ranked by a metric on validation records. The search is paid for if requested."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from sordino.studies.grids import Grid, preset, product
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.artifacts import save_model
 from sordino.training.batch import run_many
+from sordino.training.metrics import goodness, ranking_metric, task_of_classes
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 from sordino.version import __version__
@@ -66,43 +67,52 @@ def sweep(
     trials: int = 64,
     storage: str | None = None,
     validation: float = 0.1,
+    metric: str | None = None,
     device: str = "cpu",
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
-    """Every setting's accuracy on validation records, mean over seeds, best first. Test records are not used."""
+    """Every setting's metric on validation records, mean over seeds, best first. Test records are not used.
+
+    metric: accuracy, auc, log_loss …; of a loss the least is best (default: accuracy for classes, r2 for quantities).
+    """
     if seeds < 1:
         raise SordinoError(f"--seeds: {seeds} must be at least 1.")
     first = int(values.get("seed", 1))
     base = {**values, "seed": first, "split_seed": values.get("split_seed", 0)}
     dataset = validated(resolve(Spec.of({**base, **next(product(grid))})).read_data(), validation)
+    metric = ranking_metric(metric, task_of_classes(len(dataset.classes)))
     if how != "grid":
         if seeds > 1:
             raise SordinoError("--seeds: halving and optuna use one seed; use --search grid, or leave it out.")
-        best = tune(
-            [TuningCase(base, grid)], dataset, how=how, trials=trials, storage=storage, device=device, tick=tick
-        )[0]
+        cases = [TuningCase(base, grid)]
+        best = tune(cases, dataset, how=how, trials=trials, storage=storage, metric=metric, device=device, tick=tick)[0]
         row = {"setting": best.options, "mean": best.score, "std": None, "scores": [best.score]}
-        return _found(values, grid, [row], best.tried, how)
+        return _found(values, grid, [row], best.tried, how, metric)
     settings = list(product(grid))
     specs = [Spec.of({**base, **setting, "seed": first + k}) for setting in settings for k in range(seeds)]
-    trained = run_many(specs, dataset, device=device, at=(), tick=tick)
+    trained = run_many(specs, dataset, device=device, at=(), metric=metric, tick=tick)
     scores = [each.scores[max(each.scores)] for each in trained]
     rows: list[dict[str, Any]] = []
     for i, setting in enumerate(settings):
         mine = scores[i * seeds : (i + 1) * seeds]
-        std = statistics.pstdev(mine) if seeds > 1 else None
+        defined = all(map(math.isfinite, mine))
+        std = statistics.pstdev(mine) if seeds > 1 and defined else None
         shown = {key: finite(value) if isinstance(value, float) else value for key, value in setting.items()}
-        rows.append({"setting": shown, "mean": statistics.fmean(mine), "std": std, "scores": mine})
-    rows.sort(key=lambda row: -row["mean"])
-    return _found(values, grid, rows, len(settings), how)
+        mean = statistics.fmean(mine) if defined else None
+        rows.append({"setting": shown, "mean": mean, "std": std, "scores": [finite(value) for value in mine]})
+    rows.sort(key=lambda row: -goodness(metric, row["mean"]))
+    return _found(values, grid, rows, len(settings), how, metric)
 
 
-def _found(values: dict[str, Any], grid: Grid, rows: list[dict[str, Any]], tried: int, how: str) -> dict[str, Any]:
+def _found(
+    values: dict[str, Any], grid: Grid, rows: list[dict[str, Any]], tried: int, how: str, metric: str
+) -> dict[str, Any]:
     best = rows[0]["setting"]
     chosen = {**values, **{key: math.inf if value is None else value for key, value in best.items()}}
     return {
         "sordino": __version__,
         "search": how,
+        "metric": metric,
         "tried": tried,
         "varied": list(grid),
         "rows": rows,
@@ -120,6 +130,7 @@ def paid(
     *,
     public: str | None = None,
     validation: float = 0.1,
+    metric: str | None = None,
     device: str = "cpu",
     out: Path | None = None,
     tick: Tick = lambda runs: None,
@@ -142,7 +153,7 @@ def paid(
         dataset = dataset._replace(x_test=other.x_train, y_test=other.y_train)
     else:
         dataset = validated(dataset, validation)
-    chosen = private_tuning.search(values, grid, dataset, how, device=device, tick=tick)
+    chosen = private_tuning.search(values, grid, dataset, how, metric=metric, device=device, tick=tick)
     cert = certificate(
         chosen.trained.plan,
         source(base.seed),

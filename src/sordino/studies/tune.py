@@ -1,4 +1,4 @@
-"""Choose settings by accuracy on validation records: a grid, successive halving, or Optuna.
+"""Choose settings by a metric on validation records: a grid, successive halving, or Optuna.
 
 A record is used for training or for validation, never for both, and test records are not used. Records are held out by
 position, so the choice does not depend on their content. `private_tuning` computes what such a search costs in privacy.
@@ -17,6 +17,7 @@ from sordino.data.splits import generator, hold_out
 from sordino.errors import SordinoError, nearest
 from sordino.studies.grids import Grid, product, size
 from sordino.training.batch import run_many
+from sordino.training.metrics import goodness, ranking_metric, task_of_classes
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -35,7 +36,7 @@ class TuningCase(NamedTuple):
 class Tuned(NamedTuple):
     values: dict[str, Any]  # keys of the run, with the best setting
     options: dict[str, Any]  # the best setting alone
-    score: float  # its accuracy on validation records
+    score: float  # its metric on validation records
     tried: int
 
 
@@ -63,22 +64,26 @@ def tune(
     how: str = "grid",
     trials: int = 64,
     storage: str | None = None,
+    metric: str | None = None,
     device: str = "cpu",
     tick: Tick = lambda runs: None,
 ) -> list[Tuned]:
-    """The best setting of every case, by the last round's accuracy on `dataset`'s test part (see `validated`).
+    """The best setting of every case, by the last round's metric on `dataset`'s test part (see `validated`).
 
+    metric: accuracy, auc, log_loss …; of a loss the least is best (default: accuracy for classes, r2 for quantities).
     trials, storage: for Optuna. A study that `storage` already holds is continued.
     """
     if how not in SEARCHES:
         raise SordinoError(f"search: '{how}' is unknown.{nearest(how, SEARCHES)}")
+    metric = ranking_metric(metric, task_of_classes(len(dataset.classes)))
     if how == "optuna":
-        return [_optuna(case, dataset, trials, storage, device, tick) for case in cases]
+        return [_optuna(case, dataset, metric, trials, storage, device, tick) for case in cases]
     trials_left = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]
     for stop in _rungs([case.values for case in cases]) if how == "halving" else [None]:
         specs = [Spec.of({**cases[number].values, **options}) for number, options in trials_left]
-        scores = _scores(specs, dataset, device, stop, tick)
-        ranked = sorted(range(len(trials_left)), key=lambda i: -scores[i])  # stable: among equals the first one listed
+        scores = _scores(specs, dataset, metric, device, stop, tick)
+        good = [goodness(metric, score) for score in scores]
+        ranked = sorted(range(len(trials_left)), key=lambda i: -good[i])  # stable: among equals the first one listed
         best = [next(i for i in ranked if trials_left[i][0] == number) for number in range(len(cases))]
         winners = [(trials_left[i][1], scores[i]) for i in best]
         places = {number: math.ceil(sum(n == number for n, _ in trials_left) / KEEP) for number in range(len(cases))}
@@ -94,8 +99,10 @@ def tune(
     ]
 
 
-def _scores(specs: Sequence[Spec], dataset: Dataset, device: str, stop: int | None, tick: Tick) -> list[float]:
-    trained = run_many(specs, dataset, device=device, at=(), stop=stop, tick=tick)
+def _scores(
+    specs: Sequence[Spec], dataset: Dataset, metric: str, device: str, stop: int | None, tick: Tick
+) -> list[float]:
+    trained = run_many(specs, dataset, device=device, at=(), stop=stop, metric=metric, tick=tick)
     return [each.scores[max(each.scores)] for each in trained]
 
 
@@ -110,7 +117,9 @@ def _rungs(cases: Sequence[dict[str, Any]]) -> Iterator[int | None]:
     yield None
 
 
-def _optuna(case: TuningCase, dataset: Dataset, trials: int, storage: str | None, device: str, tick: Tick) -> Tuned:
+def _optuna(
+    case: TuningCase, dataset: Dataset, metric: str, trials: int, storage: str | None, device: str, tick: Tick
+) -> Tuned:
     try:
         import optuna
     except ImportError:
@@ -120,6 +129,7 @@ def _optuna(case: TuningCase, dataset: Dataset, trials: int, storage: str | None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     values = case.values
     name = " ".join(str(values[key]) for key in ("method", "epsilon", "trust", "divisor") if key in values)
+    name += "" if metric == "accuracy" else f" by {metric}"  # a stored study holds the scores of one metric
     study = optuna.create_study(
         study_name=name,
         storage=storage,
@@ -132,11 +142,11 @@ def _optuna(case: TuningCase, dataset: Dataset, trials: int, storage: str | None
     while done < trials:
         asked = [study.ask(space) for _ in range(min(RUNS_PER_BATCH, trials - done))]
         specs = [Spec.of({**values, **trial.params}) for trial in asked]
-        for trial, score in zip(asked, _scores(specs, dataset, device, None, tick), strict=True):
-            study.tell(trial, score)
+        for trial, score in zip(asked, _scores(specs, dataset, metric, device, None, tick), strict=True):
+            study.tell(trial, goodness(metric, score))
         done += len(asked)
     best = study.best_trial
-    return Tuned({**values, **best.params}, dict(best.params), float(best.values[0]), done)
+    return Tuned({**values, **best.params}, dict(best.params), goodness(metric, float(best.values[0])), done)
 
 
 def _distribution(values: tuple[Any, ...]) -> Any:

@@ -22,7 +22,7 @@ from sordino.lazy import Tensor, torch
 from sordino.models import registry
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.registry import BuiltModel
-from sordino.training.folder import RunFolder
+from sordino.training.folder import RunFolder, missing
 from sordino.training.resolved import ResolvedSpec
 from sordino.tree import pack, unpack
 
@@ -137,7 +137,7 @@ def load_model(path: Path) -> SavedModel:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise SordinoError(f"model: there is no file '{path}'; give the model.safetensors of a run.")
+        raise missing(path, "model")
     try:
         with safe_open(path, framework="pt") as archive:
             about = json.loads((archive.metadata() or {})["sordino"])

@@ -6,6 +6,7 @@ Everything else splits the batch. Each run keeps its own plan, and so its own ac
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,15 +21,15 @@ from sordino.data.partition import split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
-from sordino.errors import SordinoError
 from sordino.methods import build, entry
 from sordino.methods.fedgd import gradient
-from sordino.models.linear import Loss
 from sordino.models.registry import BuiltModel
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Counted, Noiseless, Source, source
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from sordino.training.evaluate import predictions, task_of
+from sordino.training.metrics import Task, ranking_metric, score
 from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import Spec
 from sordino.tree import leaves
@@ -44,7 +45,8 @@ class Trained(NamedTuple):
     plan: Plan
     model: BuiltModel
     theta: Tensor  # the parameters handed out at the end
-    scores: dict[int, float]  # by round: accuracy on the test records
+    scores: dict[int, float]  # by round: the metric asked for, on the test records
+    accuracy: dict[int, float]  # by round; empty where labels are quantities
     signal: tuple[float, ...]  # per round, the norm of the aggregate less what noise adds to it; () where unknown
     traffic: tuple[int, int]  # numbers that a client present in every round sent, and received
     seconds: float  # its share of the time of its batch
@@ -57,6 +59,7 @@ def run_many(
     device: str = "cpu",
     at: Sequence[int] | None = None,
     stop: int | None = None,
+    metric: str | None = None,
     most: int = MAX_RUNS_PER_BATCH,
     tick: Callable[[int], None] = lambda runs: None,
 ) -> list[Trained]:
@@ -68,6 +71,7 @@ def run_many(
       device: `cpu` or `cuda`; on `cuda`, seeds drive a stream that is drawn there.
       at: rounds after which to evaluate (default: all).
       stop: train only so many rounds.
+      metric: what to score by (default: accuracy for classes, r2 for quantities).
       most: runs per batch, which bounds memory.
       tick: called with the number of runs that finished.
     """
@@ -81,7 +85,7 @@ def run_many(
         size = most if runs[members[0]].model.entry.shared_batch else 1
         for first in range(0, len(members), size):
             part = members[first : first + size]
-            results |= zip(part, _train([runs[i] for i in part], loader, at, stop), strict=True)
+            results |= zip(part, _train([runs[i] for i in part], loader, at, stop, metric), strict=True)
             tick(len(part))
     return [results[i] for i in range(len(runs))]
 
@@ -121,11 +125,12 @@ class _Loader:
         return self._records[1:]
 
 
-def _train(runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, stop: int | None) -> Iterator[Trained]:
+def _train(
+    runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, stop: int | None, metric: str | None
+) -> Iterator[Trained]:
     records, x, y = loader.records(runs[0])
     model = runs[0].build_model(x.shape[-1], len(loader.data(runs[0]).classes))
-    if getattr(model, "kind", Loss.SOFTMAX) not in (Loss.SOFTMAX, Loss.LOGISTIC):
-        raise SordinoError("data: runs are compared by accuracy; labels that are quantities have none.")
+    metric = ranking_metric(metric, task_of(model))
     plans = [run.plan(records.sizes) for run in runs]
     method = together(runs, records.x)
     shared = [replace(plans[0], method=method), *plans[1:]] if len(runs) > 1 else plans[0]
@@ -133,12 +138,12 @@ def _train(runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, 
     sources = [_source(run, loader.device) for run in runs]
     bare = [stage.local.compute for stage in plans[0].stages] == [gradient]  # the aggregate is the noised gradient
     began, last = time.perf_counter(), min(stop or plans[0].rounds, plans[0].rounds)
-    curves: dict[int, Tensor] = {}
+    curves: dict[int, dict[str, list[float]]] = {}
     norms: list[Tensor] = []
     sent = received = 0
     for this_round in simulate.run(shared, model, records, sources if len(runs) > 1 else sources[0], theta=theta):
         if at is None or this_round.t + 1 in at or this_round.t + 1 == last:
-            curves[this_round.t + 1] = (model.predict(this_round.model, x) == y).double().mean(-1).reshape(-1)
+            curves[this_round.t + 1] = _scores(model, this_round.model, x, y, metric)
         rule = plans[0].stages[plans[0].stage_of(this_round.t)].rule
         sent += numbers(this_round.aggregate) // len(runs)
         received += numbers((this_round.checkpoint[0], rule.broadcast(this_round.checkpoint[1]))) // len(runs)
@@ -147,14 +152,26 @@ def _train(runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, 
         if this_round.t + 1 == last:
             break
     squares = torch.stack(norms, -1).cpu().numpy() if norms else np.zeros((len(runs), 0))
-    scores = {t: values.tolist() for t, values in curves.items()}
     seconds = (time.perf_counter() - began) / len(runs)
     for i, (run, plan) in enumerate(zip(runs, plans, strict=True)):
         final = this_round.model[i] if len(runs) > 1 else this_round.model
         noise = model.size * calibration.aggregate_std(plan, 0) ** 2
         signal = np.sqrt((squares[i] - noise).clip(min=0)) if bare else np.zeros(0)
-        by_round = {t: values[i] for t, values in scores.items()}
-        yield Trained(run, plan, model, final.cpu(), by_round, tuple(signal.tolist()), (sent, received), seconds)
+        scores = {t: values[metric][i] for t, values in curves.items()}
+        accuracy = {t: values["accuracy"][i] for t, values in curves.items() if "accuracy" in values}
+        numbers_sent = sent, received
+        yield Trained(run, plan, model, final.cpu(), scores, accuracy, tuple(signal.tolist()), numbers_sent, seconds)
+
+
+def _scores(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, metric: str) -> dict[str, list[float]]:
+    """The metric of every run, and accuracy for classes. What is not defined is NaN."""
+    if metric == "accuracy":  # on the device
+        return {metric: (model.predict(theta, x) == y).double().mean(-1).reshape(-1).tolist()}
+    task, labels = task_of(model), y.cpu().numpy()
+    wanted = (metric,) if task is Task.QUANTITIES else (metric, "accuracy")
+    predicted = predictions(model, theta, x)
+    each = [score(task, labels, one, wanted) for one in (predicted if theta.dim() > 1 else predicted[None])]
+    return {name: [math.nan if (v := one[name]) is None else v for one in each] for name in wanted}
 
 
 def numbers(tree: Tree) -> int:

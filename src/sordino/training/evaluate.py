@@ -10,42 +10,118 @@ import numpy as np
 from torch import Tensor
 
 from sordino.data.partition import describe
+from sordino.data.records import Records
 from sordino.data.sources import Dataset
-from sordino.models.linear import Loss
+from sordino.models.linear import NUMERIC_LOSSES, Loss
 from sordino.models.registry import BuiltModel
+from sordino.training import metrics
+from sordino.training.metrics import MARGIN, Task, entropy
+
+
+def task_of(model: BuiltModel) -> Task:
+    """What the model's labels are."""
+    kind = getattr(model, "kind", Loss.SOFTMAX)
+    if kind in NUMERIC_LOSSES:
+        return Task.QUANTITIES
+    return Task.TWO_CLASSES if kind is Loss.LOGISTIC or model.outputs == 2 else Task.MANY_CLASSES
+
+
+def predictions(model: BuiltModel, theta: Tensor, x: Tensor) -> np.ndarray:
+    """The predictions in float64, as `metrics.score` takes them. A leading axis of theta holds several runs."""
+    task = task_of(model)
+    if task is Task.QUANTITIES:
+        return np.asarray(model.predict(theta, x).double().cpu().numpy())
+    z = model.logits(theta, x).double()
+    if task is Task.TWO_CLASSES:  # two float32 numbers that differ have a difference in float64
+        z = z[..., 1] - z[..., 0] if model.outputs == 2 else z[..., 0]
+    return np.asarray(z.cpu().numpy())
 
 
 def evaluate(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Metrics on records outside the guarantee: accuracy and, for two classes, AUC; the mean squared error of
-    quantities."""
-    kind = getattr(model, "kind", Loss.SOFTMAX)
-    if kind is Loss.SQUARES:
-        return {"mse": float((model.predict(theta, x).double() - y.double()).square().mean())}
-    z = model.logits(theta, x)
-    guess = (z[..., 0] > 0).long() if kind is Loss.LOGISTIC else z.argmax(-1)
-    # Counted, then divided once in float64: a mean in float32 differs from the share of the most common class.
-    scores = {"accuracy": int((guess == y).sum()) / y.numel() if y.numel() else math.nan}
-    classes = 2 if kind is Loss.LOGISTIC else model.outputs
-    if classes == 2 and 0 < int(y.sum()) < len(y):
-        from scipy.stats import rankdata
+    """The metrics of a round, on records outside the guarantee.
 
-        ranks = rankdata((z[:, -1] - z[:, 0] if model.outputs == 2 else z[:, 0]).cpu().numpy())
-        positive = y.cpu().numpy() == 1
-        k = int(positive.sum())
-        scores["auc"] = float((ranks[positive].sum() - k * (k + 1) / 2) / (k * (len(y) - k)))
-    return scores
+    Two classes: accuracy, AUC, log loss and Brier score. Many classes: accuracy and log loss. Quantities: mean squared
+    error and R². A metric that is not defined is left out; only accuracy or mse is always there, as NaN if need be.
+    """
+    task = task_of(model)
+    scores = metrics.score(task, y.cpu().numpy(), predictions(model, theta, x))
+    first = metrics.OF_A_ROUND[task][0]
+    return {k: math.nan if v is None else v for k, v in scores.items() if v is not None or k == first}
+
+
+def evaluate_fully(
+    model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, threshold: float = 0.5, *, counts: bool = True
+) -> dict[str, Any]:
+    """Every metric, on records outside the guarantee: for two classes also calibration, sensitivity and specificity.
+
+    Args:
+      model: the model.
+      theta: its parameters.
+      x: features.
+      y: labels.
+      threshold: records whose probability of the second class is above it count as positive.
+      counts: whether the calibration curve may tell how many records each of its groups holds.
+    """
+    found = metrics.full(task_of(model), y.cpu().numpy(), predictions(model, theta, x), threshold)
+    if not counts and "calibration_curve" in found:
+        found["calibration_curve"] = [
+            {k: v for k, v in group.items() if k != "records"} for group in found["calibration_curve"]
+        ]
+    return found
+
+
+def evaluate_clients(model: BuiltModel, theta: Tensor, records: Records) -> list[dict[str, Any]]:
+    """The metrics of a round on each client's own training records. Only a simulation on open data may compute them."""
+    table = []
+    for i, (start, stop) in enumerate(zip(records.starts[:-1], records.starts[1:], strict=True)):
+        scores = evaluate(model, theta.to(records.x), records.x[start:stop], records.y[start:stop])
+        table.append({"client": i, "records": int(stop - start), **scores})
+    return table
 
 
 def beats_constant_guess(dataset: Dataset, metrics: dict[str, Any]) -> bool:
-    """Whether the model is better than always predicting the most common class (or the mean) of the test records.
+    """Whether the model is better than a constant guess that knows the labels of the test records.
 
-    Classes are compared by the number of correct records. Squared errors are compared in float64 with a margin of 1e-9,
-    which is above its rounding error, so that the mean never counts as better than itself.
+    - Two classes: its log loss is below that of the constant prediction with the test records' prevalence, and its AUC
+      is above 0.5.
+    - Many classes: it is right on more records than the most common class has.
+    - Quantities: its mean squared error is below that of the mean.
+
+    Losses are compared in float64 with a margin of 1e-9, which is above their rounding error, so that a constant never
+    counts as better than itself.
+
+    Args:
+      dataset: its `y_test` and `classes` are read.
+      metrics: what `evaluate` returned for its test records.
     """
+    return not no_better(dataset, metrics)
+
+
+def no_better(dataset: Dataset, metrics: dict[str, Any]) -> str:
+    """Why the model is no better than a constant guess (`beats_constant_guess`); empty if it is better."""
     y = dataset.y_test
+    if not len(y):
+        return "there are no test records to compare on"
     if not dataset.classes:
-        return bool(metrics["mse"] < (1 - 1e-9) * y.astype(np.float64).var())
-    return bool(round(metrics["accuracy"] * len(y)) > np.bincount(y).max())
+        error, constant = metrics.get("mse"), float(y.astype(np.float64).var())
+        if error is not None and error < (1 - MARGIN) * constant:
+            return ""
+        return f"its mean squared error is {_number(error)}, that of the mean is {constant:.4g}"
+    if len(dataset.classes) > 2:
+        most = int(np.bincount(y).max())
+        if round(metrics["accuracy"] * len(y)) > most:
+            return ""
+        return f"its accuracy is {metrics['accuracy']:.2%}, and {most / len(y):.2%} have the most common class"
+    loss, area, constant = metrics.get("log_loss"), metrics.get("auc"), entropy(y)
+    ranks = area is not None and area > 0.5
+    if loss is None or not loss < (1 - MARGIN) * constant:
+        but = f" (it ranks, with an AUC of {area:.4g}, but its risks are off)" if ranks else ""
+        return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}{but}"
+    return "" if ranks else f"its AUC is {_number(area)}"
+
+
+def _number(value: float | None) -> str:
+    return "not a number" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
 def heterogeneity(y: np.ndarray, sizes: tuple[int, ...], classes: int) -> dict[str, float]:

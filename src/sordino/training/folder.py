@@ -18,8 +18,9 @@ UNFINISHED = """This run is not finished. Continue it with: sordino run --resume
 Publish nothing of it before it is finished. This file then says what may be published.
 """
 PUBLIC = """public/   may be published{why}. It holds the model (model.safetensors), the certificate for machines
-          (certificate.json) and in words (statement.md), the settings (spec.toml), and the test results
-          (metrics.jsonl, curve.png). All of it is computed from noised releases, public settings and test records.
+          (certificate.json) and in words (statement.md), the settings (spec.toml), what the model is for
+          (MODEL_CARD.md), and the test results (metrics.jsonl, curve.png). All of it is computed from noised
+          releases, public settings and test records.
 """
 NOTHING = """NOTHING IN THIS FOLDER MAY BE PUBLISHED: the run is not certified.
 Reason: {reasons}.
@@ -36,6 +37,10 @@ PRIVATE = """private/  must not be published, and only its owner can read it. It
           it: without run.key and ledger.db the run cannot be resumed, and its certificate cannot be compared with
           its ledger.
 """
+
+
+# Where the files of runs are in the folder of a federation, of a site, of a coordinator, and of many runs.
+PLACES = ("run", "coordinator/run", "runs/*", "sites/*", "sites/*/runs/*", "*", "*/runs/*", "*/public", "*/private")
 
 
 def publishable(cert: Mapping[str, Any], data_public: bool) -> bool:
@@ -65,6 +70,28 @@ def readme(cert: Mapping[str, Any], *, data_public: bool) -> str:
     if not cert["certified"]:
         return PUBLIC.format(why=", because its data are public; the run is not certified") + PRIVATE
     return PUBLIC.format(why="") + TESTED.format(whose=tested_on(cert)) + PRIVATE
+
+
+def missing(path: Path, field: str) -> SordinoError:
+    """The error for a file of a run that does not exist: it names the folders that hold one, or says how to make it.
+
+    Args:
+      path: the file.
+      field: what the error begins with.
+    """
+    root, name = path.parent, path.name
+    run = RunFolder.find(root)
+    if (run.private / "run.key").is_file() and not (run.public / "certificate.json").is_file():
+        return SordinoError(
+            f"{field}: the run in '{run.root}' is not finished, so it has no {name} yet; continue it with sordino run "
+            f"--resume {run.root}."
+        )
+    below = [p for pattern in PLACES for p in sorted(root.glob(f"{pattern}/{name}"))] if root.is_dir() else []
+    below = list(dict.fromkeys(below))
+    if below:
+        folders = ", ".join(str(p.parent) for p in below[:4]) + (" …" if len(below) > 4 else "")
+        return SordinoError(f"{field}: '{root}' holds no {name} itself; name one of its folders: {folders}.")
+    return SordinoError(f"{field}: there is no file '{path}'; check the path.")
 
 
 class RunKeys(NamedTuple):

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sordino.core import Unit
 from sordino.data.partition import split
@@ -41,13 +42,23 @@ from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
-from sordino.training import artifacts
+from sordino.training import artifacts, model_card, shared_ledger
 from sordino.training.artifacts import Progress, save_model
-from sordino.training.evaluate import beats_constant_guess, draw_curve, evaluate, heterogeneity
+from sordino.training.evaluate import (
+    beats_constant_guess,
+    draw_curve,
+    evaluate,
+    evaluate_clients,
+    evaluate_fully,
+    heterogeneity,
+)
 from sordino.training.folder import RunFolder, publishable, readme
 from sordino.training.resolved import ResolvedSpec, resolve
+from sordino.training.shared_ledger import SharedLedger
 from sordino.training.spec import Spec
 from sordino.version import __version__
+
+SHARED = "shared_ledger.json"  # in private/: the ledger of several runs
 
 
 @dataclass(frozen=True)
@@ -125,11 +136,32 @@ def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> 
     return PreparedRun(resolved, dataset, records, model, resolved.plan(records.sizes), noise)
 
 
-def start(run: PreparedRun, out: Path) -> None:
-    """Create the run directory."""
+def join_ledger(run: PreparedRun, path: str | Path, limit: float | None = None) -> SharedLedger:
+    """The account of the run's data in a ledger of several runs (`shared_ledger.join`). Charges nothing.
+
+    Raises:
+      OverspentError: the ledger cannot pay for the run.
+      SordinoError: the run is not certified, or the ledger cannot be used.
+    """
+    cert = certificate(run.plan, run.source, version=__version__, doubts=run.resolved.doubts)
+    digest = shared_ledger.file_digest(run.resolved.spec.data)
+    return shared_ledger.join(run.plan, path, limit, data=digest, reasons=cert["reasons"])
+
+
+def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> None:
+    """Create the run directory. shared: the ledger of several runs, which the run is charged to as well."""
     if out.exists() and any(out.iterdir()):
         raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
-    RunFolder.of(out).make(*run.resolved.published(run.plan))
+    folder = RunFolder.of(out)
+    folder.make(*run.resolved.published(run.plan))
+    if shared is not None:
+        folder.write_private(SHARED, shared_ledger.store(shared))
+
+
+def shared_of(run: PreparedRun, out: Path) -> SharedLedger | None:
+    """The ledger of several runs that the run in this directory is charged to; None where there is none."""
+    path = RunFolder.find(out).private / SHARED
+    return shared_ledger.reopen(path.read_text(encoding="utf-8"), run.plan) if path.is_file() else None
 
 
 def reopen(out: Path) -> Spec:
@@ -175,7 +207,7 @@ def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]
             evaluated = done % run.resolved.evaluate_every == 0 or done == run.plan.rounds
             line: dict[str, Any] = {
                 "round": done,
-                **(evaluate(run.model, this_round.model, x, y.to(x.device)) if evaluated else {}),
+                **(_line(evaluate(run.model, this_round.model, x, y.to(x.device))) if evaluated else {}),
                 "epsilon": finite(spending.epsilon_after(run.plan, this_round.t)),
             }
             if out:
@@ -185,6 +217,10 @@ def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]
                     file.write(json.dumps(line) + "\n")
                 artifacts.add_timing(folder, done, time.perf_counter() - began)
             yield line
+
+
+def _line(scores: dict[str, float]) -> dict[str, float | None]:
+    return {key: finite(value) for key, value in scores.items()}
 
 
 def _begin(run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str) -> Progress:
@@ -213,12 +249,14 @@ def _begin(run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str) -
         raise SordinoError(
             f"resume: '{ledger.path}' does not hold the charge of {progress.done} rounds done; start a new run."
         )
+    if (shared := shared_of(run, folder.root)) is not None:  # first, so that a charge of our own implies it
+        shared.charge(identity, must_exist=charged)
     pay(run, ledger, identity)
     return progress
 
 
 def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: Signer | None = None) -> dict[str, Any]:
-    """Write model, certificate, statement and curve.
+    """Write model, certificate, statement, model card and curve.
 
     Returns:
       The certificate, signed by `signer` or by the key of the run.
@@ -253,16 +291,34 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     cert, text = issue(cert, signer or keys.sign)
     (folder.public / "statement.md").write_bytes(text.encode())
     (folder.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
+    model_card.write(folder.public, cert)
     folder.level_times()
     folder.write_readme(readme(cert, data_public=resolved.source.open))
     return cert
 
 
+def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
+    """Every metric of the stored model on the test records. At user level nothing tells how many those are."""
+    theta = _final_model(run, out)
+    if theta is None:
+        return {}
+    x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
+    counts = run.plan.privacy.unit is Unit.RECORD
+    return evaluate_fully(run.model, theta.to(x), x, y, run.resolved.spec.threshold, counts=counts)
+
+
+def _final_model(run: PreparedRun, out: Path) -> Tensor | None:
+    folder = RunFolder.find(out)
+    return artifacts.restore(folder, run.identity(folder.keys().identity)).theta
+
+
 def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]], out: Path | None) -> dict[str, Any]:
     """The document that `--json` prints."""
-    by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in ("accuracy", "auc", "mse")}
+    names = ("accuracy", "auc", "log_loss", "brier", "mse", "r2")
+    by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in names}
     document = {
         **{k: v for k, v in by_round.items() if v},
+        "metrics": final_metrics(run, out) if out else {},
         "epsilon": cert["epsilon"],
         "delta": cert["delta"],
         "certified": cert["certified"],
@@ -281,5 +337,7 @@ def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]
     }
     if run.resolved.source.open:  # exact functions of the records, and the time that they took
         seconds = artifacts.total_seconds(RunFolder.find(out)) if out else None
-        document |= {"heterogeneity": run.heterogeneity, "seconds": seconds}
+        theta = _final_model(run, out) if out else None
+        clients = [] if theta is None else evaluate_clients(run.model, theta, run.records)
+        document |= {"heterogeneity": run.heterogeneity, "seconds": seconds, "client_metrics": clients}
     return document

@@ -52,6 +52,7 @@ class Spec:
     rounds: int | None = None  # by default the method's number
     dtype: str = "float32"
     evaluate_every: int = 1  # rounds; the last round is always evaluated
+    threshold: float = 0.5  # of two classes: above it the second is predicted, for sensitivity and specificity
     # privacy
     epsilon: float = 8.0
     delta: float = 1e-5
@@ -82,6 +83,10 @@ class Spec:
             raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{self.model}'; use float32.")
         if self.evaluate_every < 1:
             raise SordinoError(f"evaluate_every: {self.evaluate_every} must be at least 1.")
+        if not 0 < self.threshold < 1:
+            raise SordinoError(
+                f"threshold: {self.threshold:g} must lie between 0 and 1; it is a probability, and 0.5 is usual."
+            )
 
     # ------------------------------------------------------------------------------------------------------- reading
 

@@ -15,10 +15,10 @@ from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbe
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import code_sha256, sha256
 from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import Verdict, verify
+from sordino.privacy.evidence.verify import Verdict, malformed, verify
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.settings import read_toml
-from sordino.training.folder import RunFolder
+from sordino.training.folder import RunFolder, missing
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 
@@ -54,7 +54,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, SordinoError):
             raise
-        raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
+        raise malformed(error) from None
     for field, name in BOUND.items():
         known, beside = cert.get(field), folder.public / name
         if known and not beside.exists():
@@ -64,6 +64,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
         elif not known and (beside.exists() or field in ALWAYS_BOUND):
             verdict.gaps.append(f"{name}, whose hash the certificate does not hold")
     verdict.problems.extend(_against_statement(cert, folder.public / "statement.md", verdict.gaps))
+    verdict.problems.extend(_against_card(cert, folder.public, verdict.gaps))
     return verdict
 
 
@@ -82,12 +83,30 @@ def _against_statement(cert: dict[str, Any], path: Path, gaps: list[str]) -> Ite
         gaps.append("the words of statement.md: sordino with other sources wrote them")
 
 
+def _against_card(cert: dict[str, Any], folder: Path, gaps: list[str]) -> Iterator[str]:
+    """The model card says what certificate, metrics and model say: it is written again and compared."""
+    from sordino.training import model_card  # here: verifying a certificate alone needs no schema
+
+    path = folder / model_card.NAME
+    if not path.is_file():
+        return
+    try:
+        same = path.read_bytes() == model_card.of_folder(folder, cert).encode()
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        gaps.append(f"{model_card.NAME}, because the metrics or the model are not beside it")
+        return
+    if not same and cert["code_sha256"] == code_sha256():
+        yield f"{model_card.NAME} does not say what certificate, metrics and model say"
+    elif not same:
+        gaps.append(f"the words of {model_card.NAME}: sordino with other sources wrote them")
+
+
 def read_certificate(path: Path) -> dict[str, Any]:
     """The content of a certificate.json."""
     try:
         cert = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise SordinoError(f"certificate: there is no file '{path}'; check the path.") from None
+        raise missing(path, "certificate") from None
     except (ValueError, RecursionError) as error:
         raise SordinoError(f"certificate: '{path}' is not JSON ({error}).") from None
     if not isinstance(cert, dict):

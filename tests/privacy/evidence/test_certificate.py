@@ -112,7 +112,7 @@ def test_a_certificate_of_correlated_noise_holds(unit, trust, participation, opt
     assert outside == (trust != "untrusted-server" and participation != "full" and carried)
     assert verified(cert, tmp_path) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert "certified yes" in words
+    assert "claims certified" in words
     assert "holds: the numbers agree" in words
 
 

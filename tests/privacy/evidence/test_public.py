@@ -24,9 +24,11 @@ RUNS = {
     "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid"],
     "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
     "benchmark": ["--data", "digits", "--clients", "5"],
+    "table": ["--data", "FILE", "--schema", "SCHEMA", "--partition", "iid"],
     "declared": ["--data", "FILE", "--label", "label", "--set", "public_data=true"],
+    "open quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid", "--set", "public_data=true"],
 }
-OPEN = ("benchmark", "declared")
+OPEN = ("benchmark", "declared", "open quantity")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,8 @@ def files(tmp_path_factory):
         "\n".join(["age,dose,weight,label", *(row.rpartition(",")[0] for row in rows)]) + "\n"
     )
     (place / "dose.csv").write_text("\n".join(["a,b,y", *(f"{a:.4f},{b:.4f},{a - b:.5f}" for a, b, _ in x)]) + "\n")
+    columns = "".join(f'[columns.{name}]\ntype = "number"\nrange = [-3, 3]\n' for name in ("age", "dose", "weight"))
+    (place / "schema.toml").write_text(f'[target]\ncolumn = "label"\nlevels = ["well", "ill"]\n{columns}')
     np.savez(place / "stats.npz", mean=np.zeros(3), cov=np.eye(3))
     return place
 
@@ -54,6 +58,7 @@ def done(files, tmp_path_factory):
         out = tmp_path_factory.mktemp("runs") / name
         source = files / ("patients.csv" if any("by-column" in word for word in words) else "free.csv")
         known = {"FILE": str(source), "STATS": str(files / "stats.npz"), "QUANTITY": str(files / "dose.csv")}
+        known["SCHEMA"] = str(files / "schema.toml")
         words = [known.get(word, word) for word in words]
         method = [] if "--method" in words else ["--method", "dp-fedgd"]
         result = out.with_suffix(".json")
@@ -105,6 +110,9 @@ def test_exact_functions_of_private_data_are_not_told(done, name, files):
     out, document = done[name]
     assert ("seconds" in document) is (name in OPEN)
     assert ("heterogeneity" in document) is (name in OPEN)
+    assert ("client_metrics" in document) is (name in OPEN)
+    for group in document["metrics"].get("calibration_curve", []):
+        assert ("records" in group) is (name not in ("user", "amplified"))
     text = "".join(path.read_bytes().decode("latin-1") for path in (out / "public").iterdir()) + json.dumps(document)
     if name in ("user", "amplified"):
         assert "clinic-" not in text
@@ -126,6 +134,7 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
         known = {"FILE": "patients.csv" if "by-column:site" in words else "free.csv", "QUANTITY": "dose.csv"}
         words = [str(files / known[word]) if word in known else word for word in words]
         words = [word.replace("poisson:60", "poisson:200") for word in words]
+        words += ["--ledger", str(tmp_path / "l.db")] if name == "record" else []
         assert main(["run", *words, "--method", "dp-fedgd", "--rounds", "3", "--out", str(tmp_path / name)]) == 0
         captured = capsys.readouterr()
         for line in filter(None, re.split(r"[\r\n]+", captured.out + captured.err)):

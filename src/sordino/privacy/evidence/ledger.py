@@ -325,6 +325,13 @@ class Ledger:
         self._catch_up()
         return self._spent.get(who, Spent()).epsilon(delta)
 
+    def left(self, who: str) -> float | None:
+        """The largest epsilon, at the delta of the limit, of one more release without sampling that fits into every
+        limit; 0 if none fits, None if there is no limit."""
+        self._catch_up()
+        spent = self._spent.get(who, Spent())
+        return min((spent.left(*limit) for limit in self.limits()), default=None)
+
     def limits(self) -> list[tuple[float, float]]:
         """Every (epsilon, delta) that was ever set; all of them hold."""
         return [(epsilon, delta) for epsilon, delta in self._ask("SELECT epsilon, delta FROM limits ORDER BY seq")]
@@ -648,6 +655,23 @@ class Spent:
         # If all noise is Gaussian, a small enough mu needs no further check.
         fits = self.gaussian and self.square <= mu * mu * (1 + MU_TOLERANCE)
         return not fits and self.epsilon(delta) > epsilon * (1 + MU_TOLERANCE)
+
+    def left(self, epsilon: float, delta: float) -> float:
+        """The largest epsilon of one more Gaussian release on all of the data within the limit; 0 if none fits."""
+        whole = _mu(epsilon, delta)
+        low, high = 0.0, whole  # mu of the release
+        if self.gaussian and not self._sampled():
+            low = math.sqrt(max(0.0, whole * whole - self.square))
+        elif self.epsilon(delta) <= epsilon:
+            for _ in range(12):
+                middle = (low + high) / 2
+                after = self.copy()
+                after.add(Charge("", 0, "", middle, 1.0, 1, ""))
+                low, high = (low, middle) if after.exceeds(whole, epsilon, delta) else (middle, high)
+        return gaussian.epsilon(low, delta) if low > 0 else 0.0
+
+    def _sampled(self) -> bool:
+        return any(key[0] for key in self.parts)
 
     def _with(self, name: str, delta: float) -> float:
         sampler, adjacency = name.split()

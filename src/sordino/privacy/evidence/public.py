@@ -102,11 +102,10 @@ CERTIFICATE: Mapping[str, str] = {
     "signature.signer": "The name of the key.",
     "signature.value": "A function of the other fields and of a secret key.",
 }
+BY_ROUND = ("accuracy", "auc", "log_loss", "brier", "mse", "r2")
 METRICS: Mapping[str, str] = {
     "round": PLAN,
-    "accuracy": TESTED,
-    "auc": TESTED,
-    "mse": TESTED,
+    **dict.fromkeys(BY_ROUND, TESTED),
     "epsilon": ACCOUNT,
 }
 SPEC: Mapping[str, str] = {
@@ -114,12 +113,12 @@ SPEC: Mapping[str, str] = {
         (
             *("clients", "partition", "sizes", "split_seed", "participation", "batch", "divisor", "model", "length"),
             *("method", "rounds", "dtype", "normalize"),
-            *("evaluate_every", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
+            *("evaluate_every", "threshold", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
             *("test_fraction", "public_data"),
         ),
         SETTING,
     ),
-    **dict.fromkeys(("data", "data_dir", "label", "public_stats"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(("data", "data_dir", "label", "public_stats", "schema"), NAMES_ARE_PUBLIC),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
@@ -134,6 +133,7 @@ MODEL: Mapping[str, str] = {
     "sordino.features": NAMES_ARE_PUBLIC,
     "sordino.outputs": NAMES_ARE_PUBLIC,
     "sordino.columns": NAMES_ARE_PUBLIC,
+    "sordino.schema": "Declared public: written by people without looking at the records. Null without a schema.",
     "sordino.classes": NAMES_ARE_PUBLIC,
     "sordino.normalize": SETTING,
     "sordino.method": SETTING,
@@ -147,6 +147,10 @@ FILES: Mapping[str, Mapping[str, str]] = {
     "spec.toml": SPEC,
     "model.safetensors": MODEL,
     "statement.md": {"(text)": "A function of certificate.json alone."},
+    "MODEL_CARD.md": {
+        "(text)": "A function of certificate.json, of the last line of metrics.jsonl and of what model.safetensors "
+        "says of its model (columns, schema, classes)."
+    },
     "curve.png": {"(picture)": "A function of metrics.jsonl, delta, the method's and the data's name alone."},
 }
 ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
@@ -167,9 +171,15 @@ SITE: Mapping[str, str] = {  # of a site's own certificate
     "site.rounds": "How many rounds the site answered; the server knows.",
 }
 SUMMARY: Mapping[str, str] = {
-    "accuracy.*": TESTED,
-    "auc.*": TESTED,
-    "mse.*": TESTED,
+    **{f"{name}.*": TESTED for name in BY_ROUND},
+    **{f"metrics.{name}": TESTED for name in (*BY_ROUND, "mae")},
+    **{f"metrics.{name}": TESTED for name in ("mean_predicted", "observed", "calibration_slope")},
+    **{f"metrics.{name}": TESTED for name in ("calibration_intercept", "sensitivity", "specificity")},
+    "metrics.threshold": SETTING,
+    "metrics.calibration_curve[].predicted": TESTED,
+    "metrics.calibration_curve[].observed": TESTED,
+    "metrics.calibration_curve[].records": "At record level a tenth of the test records, up to ties. Absent at user "
+    "level.",
     **{key: CERTIFICATE[key] for key in ("epsilon", "delta", "certified", "reasons", "noise", "client_noise")},
     **{key: CERTIFICATE[key] for key in ("method", "clients", "records", "rounds", "client_names")},
     "publishable": WORDS,
@@ -177,6 +187,7 @@ SUMMARY: Mapping[str, str] = {
     "out": "The directory that was named.",
     "heterogeneity.*": OPEN,
     "seconds": OPEN,
+    **{f"client_metrics[].{name}": OPEN for name in ("client", "records", *BY_ROUND)},
 }
 
 
@@ -188,20 +199,32 @@ class Line(NamedTuple):
     open_only: bool = False
 
 
+NUMBER = r"([-+.e\d]+%?|not defined)"
 CONSOLE = (
     Line(r"run +.+ on .+, \d+ rounds", PLAN),
     Line(r"run +.+ on .+, \d+ rounds in [\d.]+ s", OPEN, True),
     Line(r"clients +\d+( with [\d,]+ records \([\d,]+ to [\d,]+ each\))?", "As in certificate.json."),
     Line(r"labels +partition .+ classes are missing", OPEN, True),
     Line(r"names +0 .+", CERTIFICATE["client_names"]),
-    Line(r"(result +accuracy|error +mse) [-+.e\d]+%?( on [\d,]+ test records)?", TESTED),
+    Line(r"(result +accuracy|error +mse) ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
+    Line(
+        rf"scores +(AUC {NUMBER}, )?log loss {NUMBER} \({NUMBER} from prevalence alone\)(, Brier score {NUMBER})?",
+        TESTED,
+    ),
+    Line(
+        rf"risks +{NUMBER} predicted on average, {NUMBER} observed; calibration slope {NUMBER}, intercept {NUMBER}",
+        TESTED,
+    ),
+    Line(rf"threshold +above {NUMBER}: sensitivity {NUMBER}, specificity {NUMBER}", TESTED),
+    Line(rf"fit +R² {NUMBER}, mean absolute error {NUMBER}", TESTED),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
+    Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
     Line(r"signed by +.+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
     Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
     Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
-    Line(r"warning: the model is no better than a constant guess\. .+", TESTED),
+    Line(r"WARNING: the model is no better than a constant guess: .+", TESTED),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
     Line(r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
     Line(
@@ -225,11 +248,11 @@ def fields(document: Any, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
-KEYED = ("epsilon_at", "own_std", "influence", "client_epsilon", "accuracy", "auc", "mse", "heterogeneity")
+KEYED = ("epsilon_at", "own_std", "influence", "client_epsilon", "heterogeneity")
 
 
 def _keyed(prefix: str) -> bool:
-    return prefix.split(".")[-1] in KEYED
+    return prefix in BY_ROUND or prefix.split(".")[-1] in KEYED
 
 
 def found(folder: Path) -> dict[str, set[str]]:
@@ -262,7 +285,11 @@ def _model(path: Path) -> set[str]:
     with safe_open(path, framework="pt") as store:
         about = store.metadata() or {}
         names = set(store.keys())
-    return names | {field for key, text in about.items() for field in fields({key: json.loads(text)})}
+    documents = {key: json.loads(text) for key, text in about.items()}
+    for document in documents.values():
+        if "schema" in document:
+            document["schema"] = None  # one public document, whatever its columns are called
+    return names | set(fields(documents))
 
 
 def unlisted(folder: Path) -> list[str]:
@@ -286,7 +313,8 @@ HEAD = """# The files of a run
   console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
-  `secret.toml` (the seed of a secret schedule, where there is one), `lock`. Only its owner can read it.
+  `secret.toml` (the seed of a secret schedule, where there is one), `shared_ledger.json` (where the ledger of several
+  runs lies, if the run has one), `lock`. Only its owner can read it.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the

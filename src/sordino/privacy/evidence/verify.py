@@ -90,9 +90,17 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SordinoError):
             raise
-        raise SordinoError(f"certificate: a field is missing or malformed ({error!r}).") from None
+        raise malformed(error) from None
     assumed, gaps = _assumed_sensitivities(cert), [] if by else [NOT_SIGNED]
     return Verdict(problems, claimed, recomputed, bool(cert["certified"]), assumed, gaps, by, bool(by and key))
+
+
+def malformed(error: Exception) -> SordinoError:
+    """The error for a document that lacks what a certificate has."""
+    remedy = "name a certificate.json that sordino wrote"
+    if isinstance(error, KeyError):
+        return SordinoError(f"certificate: the field {error} is missing, so this is no certificate; {remedy}.")
+    return SordinoError(f"certificate: a field has a wrong value ({error}); {remedy}.")
 
 
 def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[str]) -> str:

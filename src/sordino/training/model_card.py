@@ -1,0 +1,163 @@
+"""MODEL_CARD.md: what a model is for, how good it is, what it protects, and which columns it reads.
+
+It is a function of certificate.json, metrics.jsonl and the header of model.safetensors, which are public, and of
+nothing else. So `sordino verify` writes it again and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sordino.core import Adjacency, Trust, Unit
+from sordino.data.schema import TYPES, Drop, Schema
+from sordino.errors import SordinoError
+from sordino.privacy.evidence.signing import fingerprint
+from sordino.privacy.evidence.statement import ADVERSARY, PROTECTED
+
+NAME = "MODEL_CARD.md"
+MOST_COLUMNS = 200  # listed; further ones are counted
+
+
+def write(folder: Path, cert: Mapping[str, Any]) -> None:
+    """Write the card of the run whose public files lie in `folder`."""
+    (folder / NAME).write_bytes(of_folder(folder, cert).encode())
+
+
+def of_folder(folder: Path, cert: Mapping[str, Any]) -> str:
+    """The card that follows from the public files of a run."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return card(cert, json.loads(lines[-1]) if lines else {}, read_header(folder / "model.safetensors"))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What a model.safetensors says of its model, without reading its parameters."""
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return dict(json.loads(header["__metadata__"]["sordino"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
+
+
+def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """The card as Markdown.
+
+    Args:
+      cert: the certificate.
+      metrics: the last line of metrics.jsonl.
+      about: the header of the model.
+    """
+    schema = Schema.of(about["schema"]) if about.get("schema") else None
+    classes = [str(name) for name in about["classes"]]
+    target = schema.target.column if schema is not None and schema.target is not None else None
+    predicts = f"the classes {', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}" if classes else "a number"
+    what = predicts if target is None else f"the column `{target}`: {predicts}"
+    return f"""# Model card
+
+A {about["kind"]} model of {about["features"]} features, trained with the method {cert["method"]} on the data of \
+{cert["clients"]} clients in {cert["rounds"]} rounds by sordino {cert["sordino"]}. It predicts {what}.
+
+## Intended use
+
+Predictions for new records of the same kind as the training data: the same columns, recorded in the same way, of a \
+population like theirs. Test it on data of the place where it will be used before anybody relies on it.
+
+## Not intended
+
+{_not_intended(cert, schema)}
+
+## Metrics
+
+{_metrics(cert, metrics)}
+
+## Privacy
+
+{_privacy(cert)}
+
+## Data
+
+{_data(about, schema)}
+
+## How to verify
+
+`sordino verify RUN` computes ε again with a second program, compares the model, the metrics and this card with the \
+certificate, and shows who signed it. `sordino predict` and `sordino.load_run` refuse another model than this one.
+
+- Model SHA-256: `{cert["model_sha256"]}`
+- {_signed(cert)}
+"""
+
+
+def _not_intended(cert: Mapping[str, Any], schema: Schema | None) -> str:
+    lines = [
+        "Decisions about a person without review by somebody who is qualified for them.",
+        "Populations, instruments or times that the training data do not cover; nobody tested the model on them.",
+        "Statements about causes: the weights of the model are associations, with noise added for privacy.",
+    ]
+    if schema is not None:
+        lines.append("Values beyond the ranges below: they are clamped, so that the model cannot tell them apart.")
+    if not cert["certified"]:
+        lines.append("Publication, unless the training data are public: the run is not certified.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _metrics(cert: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    tested = cert["test_records"]
+    on = "test records that were held out" if tested is None else f"{tested:,} test records that were held out"
+    values = {key: value for key, value in metrics.items() if key not in ("round", "epsilon")}
+    numbers = {
+        key: value for key, value in values.items() if isinstance(value, int | float) and type(value) is not bool
+    }
+    rows = "".join(f"| {key.replace('_', ' ')} | {value:.4g} |\n" for key, value in numbers.items())
+    return f"| metric | value |\n|---|---|\n{rows}\nOn {on}. No noise hides those records from these figures."
+
+
+def _privacy(cert: Mapping[str, Any]) -> str:
+    if not cert["certified"]:
+        reasons = "; ".join(str(reason).rstrip(".") for reason in cert["reasons"])
+        return f"**Not certified**: {reasons}. Nothing is certified to be protected."
+    unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
+    return (
+        f"**ε = {cert['epsilon']:.4g} at δ = {cert['delta']:g}**, {unit} level, {adjacency}, {trust}.\n\n"
+        f"- Protected: {PROTECTED[unit, adjacency]}.\n"
+        f"- Against: {ADVERSARY[trust]}.\n"
+        "- The certificate speaks of this run alone; other runs on the same data add to it.\n\n"
+        "`statement.md` says what this means, what it assumes and what it does not protect."
+    )
+
+
+def _data(about: Mapping[str, Any], schema: Schema | None) -> str:
+    scaled = f"Every record is scaled by itself (`normalize = {about['normalize']}`)." * (about["normalize"] != "none")
+    if schema is None:
+        names = [f"`{_cell(name)}`" for name in about["columns"][:MOST_COLUMNS]]
+        listed = f": {', '.join(names)}" if names else ", which have no names"
+        return f"The model reads {about['features']} numbers{listed}. {scaled}".rstrip()
+    kinds = {kind: name for name, kind in TYPES.items()}
+    used = [(name, column) for name, column in schema.columns.items() if not isinstance(column, Drop)]
+    rows = "".join(
+        f"| {_cell(name)} | {kinds[type(column)]} | {_cell(column.says())} |\n" for name, column in used[:MOST_COLUMNS]
+    )
+    more = f"\n{len(used) - MOST_COLUMNS} further columns are in the schema.\n" if len(used) > MOST_COLUMNS else ""
+    dropped = sum(isinstance(column, Drop) for column in schema.columns.values())
+    task = "" if schema.target is None else f" The target is `{_cell(schema.target.column)}` ({schema.target.task})."
+    unused = f" Columns that are not used: {dropped}." if dropped else ""
+    return (
+        f"A public schema (SHA-256 `{schema.sha256()}`) turns these columns into {len(schema.features)} features. It "
+        f"is declared to be written without looking at the records.{task}{unused} {scaled}\n\n"
+        f"| column | type | what a value becomes |\n|---|---|---|\n{rows}{more}"
+    ).rstrip()
+
+
+def _signed(cert: Mapping[str, Any]) -> str:
+    signature = cert.get("signature")
+    if not signature:
+        return "The certificate is not signed."
+    return f"Signed by {signature['signer']}, fingerprint `{fingerprint(signature['key'])}`"
+
+
+def _cell(text: Any) -> str:
+    """Text inside a table."""
+    return " ".join(str(text).split()).replace("|", "\\|")

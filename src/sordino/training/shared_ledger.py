@@ -1,0 +1,235 @@
+"""One ledger over several runs on the same data: `sordino run --ledger mine.db --limit 4`.
+
+Every run has a ledger of its own. A shared ledger adds up the runs on the same data, and refuses a run that would
+exceed its limit before anything is spent. Its accounts are named by a keyed hash of the data. The key lies beside the
+ledger (`mine.db.key`, readable by its owner alone), so nobody without it can compare the ledger with data that they
+guess.
+
+The same data are the same bytes of a file, or the same arrays. A file that was changed or written in another format is
+other data here, although its records may be the same.
+
+A record may be at another client in another run. So a run is charged by a bound on every client: query by query the
+largest sensitivity per noise, the largest sampling rate and the largest number of releases of any client. Where clients
+have equal accounts, as without minibatches, this is exact. With minibatches and clients of very different sizes it is
+well above what any client spends. The total bounds what all charged runs together reveal of one record (or of one
+user, at user level), each to those whom its trust model names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sordino import files
+from sordino.core import Adjacency
+from sordino.errors import OverspentError, SordinoError
+from sordino.privacy import spending
+from sordino.privacy.accounting.events import Release
+from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.plan import Plan
+
+KEY_BYTES = 32
+
+
+class SharedLedger(NamedTuple):
+    """The account of some data in a ledger of several runs. `join` makes it."""
+
+    path: Path
+    who: str
+    adjacency: Adjacency
+    releases: tuple[Release, ...]  # of this run
+
+    def charge(self, plan: str, *, must_exist: bool = False) -> None:
+        """Charge this run, once.
+
+        Args:
+          plan: names the run; a run that was charged under this name is not charged again.
+          must_exist: the run released something already, so that it must have been charged.
+
+        Raises:
+          OverspentError: the data would exceed the limit. Nothing was charged.
+          SordinoError: a run that must have been charged was not.
+        """
+        with self._open() as ledger:
+            if ledger.charged(plan, self.who, 0):
+                return
+            if must_exist:
+                raise SordinoError(
+                    f"ledger: '{self.path}' does not hold the charge of this run, which has begun; put the ledger "
+                    "that it began with back."
+                )
+            try:
+                ledger.charge(self._charges(plan))
+            except OverspentError as error:
+                raise self._refusal(ledger, error) from None
+
+    def check(self) -> None:
+        """Raise OverspentError if the ledger cannot pay for this run."""
+        with self._open() as ledger:
+            try:
+                ledger.afford(self._charges("this run"))
+            except OverspentError as error:
+                raise self._refusal(ledger, error) from None
+
+    def summary(self) -> dict[str, Any]:
+        """What the data spent over all runs: epsilon, delta, the number of runs, and the limit (None without one)."""
+        with self._open() as ledger:
+            limits = ledger.limits()
+            epsilon, delta = min(limits, default=(None, 1e-5))
+            runs = len({row.plan for row in ledger.rows() if row.who == self.who})
+            return {"epsilon": ledger.spent_epsilon(self.who, delta), "delta": delta, "runs": runs, "limit": epsilon}
+
+    def _open(self) -> Ledger:
+        return Ledger(self.path, adjacency=self.adjacency)
+
+    def _charges(self, plan: str) -> list[Charge]:
+        return [Charge.of(release, self.who, 0, plan, self.adjacency) for release in self.releases]
+
+    def _refusal(self, ledger: Ledger, error: OverspentError) -> OverspentError:
+        left = ledger.left(self.who)
+        remedy = "no run fits into what is left" if not left else f"a run of ε = {_down(left)} still fits"
+        return OverspentError(f"ledger {self.path}: {error} Without sampling, {remedy}.")
+
+
+def join(
+    plan: Plan, path: str | Path, limit: float | None = None, *, data: bytes, reasons: list[str] | None = None
+) -> SharedLedger:
+    """The account of a run's data in a shared ledger, which is created if it does not exist. Charges nothing.
+
+    Args:
+      plan: the plan of the run.
+      path: the ledger.
+      limit: the most epsilon that the runs on the same data may spend together, at the delta of the ledger's first
+        limit, or else of the plan. A ledger keeps its limit, which can only be tightened.
+      data: `file_digest` or `array_digest` of the data. It is keyed before it is written.
+      reasons: why the run is not certified; such a run has no cost that adds up.
+
+    Raises:
+      SordinoError: the run is not certified, the limit is no number above 0, the key of the ledger is missing, or the
+        data were charged for another unit of privacy.
+      OverspentError: the ledger cannot pay for the run.
+    """
+    path = Path(path).expanduser().absolute()
+    if reasons:
+        raise SordinoError(
+            f"ledger: the run is not certified ({reasons[0]}), so that its cost is unknown; mend that, or leave the "
+            "ledger out."
+        )
+    if limit is not None and not 0 < limit < float("inf"):
+        raise SordinoError(f"limit: {limit} must be a number above 0, such as 4.")
+    if path.is_dir():
+        raise SordinoError(f"ledger: '{path}' is a folder; name a file, such as {path / 'mine.db'}.")
+    with Ledger(path) as ledger:
+        key = _key(path, new=not len(ledger))
+        stored = ledger.limits()
+        identity = hmac.new(key, data, "sha256").hexdigest()[:32]
+        others = [who for who in ledger.people() if who.startswith(f"data {identity} ")]
+    unit = str(plan.privacy.unit)
+    who = f"data {identity} per {unit}"
+    if others and who not in others:
+        raise SordinoError(
+            f"unit: '{path}' counts these data at {others[0].partition(' per ')[2]} level, which does not add up with "
+            f"{unit} level; use another ledger."
+        )
+    if limit is not None:
+        delta = stored[0][1] if stored else plan.privacy.delta
+        Ledger(path, epsilon=limit, delta=delta).close()
+    shared = SharedLedger(path, who, plan.privacy.adjacency, worst_case(plan))
+    shared.check()
+    return shared
+
+
+def worst_case(plan: Plan) -> tuple[Release, ...]:
+    """Releases that cost at least what those of any client cost. With equal accounts they are those of a client.
+
+    The cost of a release grows with sensitivity / std, with the rate and with the number of releases, so the largest of
+    each, query by query, bounds every client.
+    """
+    worst: dict[str, Release] = {}
+    for group in spending.groups(plan):
+        for release in group.releases:
+            known = worst.setdefault(release.query, release)
+            std = min(known.std, release.std)
+            ratio = max((r.sensitivity / r.std if r.std else float("inf")) for r in (known, release))
+            larger = known if known.rate >= release.rate else release
+            worst[release.query] = larger._replace(
+                sensitivity=known.sensitivity if known[1:3] == release[1:3] else ratio * std,
+                std=std,
+                times=max(known.times, release.times),
+            )
+    return tuple(worst.values())
+
+
+# ------------------------------------------------------------------------------------------------------- for resuming
+
+
+def store(shared: SharedLedger) -> str:
+    """What a run's directory keeps of its shared ledger."""
+    return json.dumps({"ledger": str(shared.path), "who": shared.who}) + "\n"
+
+
+def reopen(text: str, plan: Plan) -> SharedLedger:
+    """The account that a run began with."""
+    stored = json.loads(text)
+    path = Path(stored["ledger"])
+    if not path.is_file():
+        raise SordinoError(f"resume: the ledger '{path}' of this run is missing; put it back to where it was.")
+    return SharedLedger(path, str(stored["who"]), plan.privacy.adjacency, worst_case(plan))
+
+
+# ------------------------------------------------------------------------------------------------ identity of the data
+
+
+def file_digest(source: str) -> bytes:
+    """Hash of a file's bytes, or of the name of a built-in or published data set. Not keyed: never write it."""
+    path = Path(source).expanduser()
+    if not path.is_file():
+        return hashlib.sha256(b"name " + source.encode()).digest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def array_digest(*arrays: np.ndarray) -> bytes:
+    """Hash of arrays. Not keyed: never write it."""
+    digest = hashlib.sha256(b"arrays")
+    for array in arrays:
+        digest.update(f"{array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.digest()
+
+
+def _key(path: Path, *, new: bool) -> bytes:
+    """The key of a ledger; a ledger without rows gets one."""
+    file = path.with_name(path.name + ".key")
+    if new and not file.exists():
+        try:
+            files.create(file, secrets.token_bytes(KEY_BYTES))
+        except FileExistsError:
+            pass  # another process was faster
+        except OSError as error:
+            raise SordinoError(
+                f"ledger: '{file}' cannot be written ({error.strerror}); choose another place."
+            ) from None
+    try:
+        key = file.read_bytes()
+    except OSError as error:
+        raise SordinoError(
+            f"ledger: the key '{file}' cannot be read ({error.strerror}), and without it nobody can tell which data "
+            "were counted; put it back beside the ledger."
+        ) from None
+    if len(key) != KEY_BYTES:
+        raise SordinoError(f"ledger: the key '{file}' has {len(key)} bytes, not {KEY_BYTES}; put the right one back.")
+    if not files.is_private(file):
+        raise SordinoError(f"ledger: others can read the key '{file}'; chmod 600 it.")
+    return key
+
+
+def _down(epsilon: float) -> str:
+    """Rounded down to two digits behind the point, so that a run of this epsilon fits."""
+    return f"{int(epsilon * 100) / 100:g}" if epsilon >= 0.01 else f"{epsilon:.1g}"

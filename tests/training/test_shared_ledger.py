@@ -1,0 +1,251 @@
+"""One ledger over several runs on the same data."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sordino.cli import main
+from sordino.core import Adjacency, Privacy
+from sordino.errors import LedgerError, OverspentError, SordinoError
+from sordino.methods import build
+from sordino.privacy import spending
+from sordino.privacy.accounting import events, gaussian
+from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.participation import Participation, Sampling
+from sordino.privacy.plan import Plan
+from sordino.training import run, shared_ledger
+from sordino.training.spec import Spec
+
+DELTA = 1e-5
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Two files of records."""
+    rng, paths = np.random.default_rng(0), []
+    for name in ("a", "b"):
+        x = rng.normal(size=(80, 2))
+        paths.append(str(tmp_path / f"{name}.npz"))
+        np.savez(paths[-1], x=x, y=(x[:, 0] > 0).astype(int))
+    return paths
+
+
+def train(data, out, *words, epsilon=2.0, limit=3.2):
+    book = ["--ledger", str(out.parent / "mine.db"), *(["--limit", str(limit)] if limit else [])]
+    spec = ["--data", data, "--method", "dp-fedgd", "--rounds", "3", "--clients", "2", "--epsilon", str(epsilon)]
+    return main(["run", *spec, *book, *words, "--out", str(out), "--json", str(out.with_suffix(".json"))])
+
+
+def shown(tmp_path):
+    assert main(["ledger", "show", str(tmp_path / "mine.db"), "--json", str(tmp_path / "shown.json")]) == 0
+    return json.loads((tmp_path / "shown.json").read_text())
+
+
+def test_two_runs_fit_and_a_third_is_refused(data, tmp_path, capsys):
+    """The total is that of the exact account: below the sum of 4."""
+    assert train(data[0], tmp_path / "one") == 0
+    assert train(data[0], tmp_path / "two", "--set", "lr=0.5") == 0
+    (account,) = shown(tmp_path)["accounts"]
+    exact = gaussian.epsilon(2**0.5 * gaussian.mu(2.0, DELTA), DELTA)
+    assert account["epsilon"] == pytest.approx(exact, rel=1e-6)
+    assert exact < 3.2 < 4
+    assert account["runs"] == 2
+    before = (tmp_path / "mine.db").read_bytes()
+    assert train(data[0], tmp_path / "three") == 2
+    refusal = capsys.readouterr().err
+    assert "this would bring epsilon to 3.72" in refusal
+    assert "the limit is 3.2. Nothing was charged." in refusal
+    assert not (tmp_path / "three").exists(), "refused before anything was made"
+    assert (tmp_path / "mine.db").read_bytes() == before
+    left = float(refusal.partition("a run of ε = ")[2].split()[0])
+    assert left == int(account["left"] * 100) / 100
+    assert train(data[0], tmp_path / "four", epsilon=left) == 0, "what is said to be left is left"
+    assert shown(tmp_path)["accounts"][0]["epsilon"] <= 3.2
+
+
+def test_other_data_are_not_counted_and_the_same_are_under_any_name(data, tmp_path):
+    assert train(data[0], tmp_path / "one") == 0
+    assert train(data[1], tmp_path / "two") == 0
+    accounts = shown(tmp_path)["accounts"]
+    assert [a["runs"] for a in accounts] == [1, 1]
+    assert all(a["epsilon"] == pytest.approx(2) for a in accounts)
+    shutil.copy(data[0], tmp_path / "copy.npz")
+    assert train(str(tmp_path / "copy.npz"), tmp_path / "three", "--clients", "4") == 0
+    assert sorted(a["runs"] for a in shown(tmp_path)["accounts"]) == [1, 2]
+
+
+def test_the_account_does_not_tell_the_data(data, tmp_path):
+    """Two ledgers with different keys name the same data differently; no plain hash of the file is in them."""
+    names = set()
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        assert train(data[0], tmp_path / folder / "run") == 0
+        with Ledger(tmp_path / folder / "mine.db") as ledger:
+            names.update(ledger.people())
+        key = tmp_path / folder / "mine.db.key"
+        assert key.stat().st_mode & 0o777 == 0o600
+        plain = hashlib.sha256(Path(data[0]).read_bytes()).hexdigest()
+        for path in (tmp_path / folder).rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            assert plain[:16].encode() not in content
+            assert bytes.fromhex(plain)[:8] not in content
+            assert path == key or key.read_bytes() not in content
+    assert len(names) == 2
+
+
+def test_a_killed_run_is_charged_once(data, tmp_path):
+    out = tmp_path / "run"
+    spec = Spec.of({"data": data[0], "method": "dp-fedgd", "rounds": 4, "clients": 2, "epsilon": 2.0})
+    prepared = run.prepare(spec)
+    run.start(prepared, out, run.join_ledger(prepared, tmp_path / "mine.db", 3.2))
+    stream = run.rounds(prepared, out)
+    next(stream)
+    stream.close()  # as a kill does
+    first = shown(tmp_path)
+    assert main(["run", "--resume", str(out), "--json", str(tmp_path / "o.json")]) == 0
+    assert main(["run", "--resume", str(out), "--json", str(tmp_path / "o.json")]) == 0
+    again = shown(tmp_path)
+    assert (first["rows"], first["head"]) == (again["rows"], again["head"])
+    assert again["accounts"][0]["epsilon"] == pytest.approx(2)
+
+
+def test_a_kill_between_both_charges_is_charged_once(data, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    prepared = run.prepare(Spec.of({"data": data[0], "method": "dp-fedgd", "rounds": 2, "clients": 2}))
+    run.start(prepared, out, run.join_ledger(prepared, tmp_path / "mine.db"))
+    pay = run.pay
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "pay", killed)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.rounds(prepared, out))
+    monkeypatch.setattr(run, "pay", pay)
+    rows = shown(tmp_path)["rows"]
+    assert rows == 1
+    assert len(list(run.rounds(prepared, out))) == 2
+    assert shown(tmp_path)["rows"] == rows
+
+
+def test_a_run_whose_ledger_was_exchanged_is_refused(data, tmp_path):
+    out = tmp_path / "run"
+    prepared = run.prepare(Spec.of({"data": data[0], "method": "dp-fedgd", "rounds": 3, "clients": 2}))
+    run.start(prepared, out, run.join_ledger(prepared, tmp_path / "mine.db"))
+    stream = run.rounds(prepared, out)
+    next(stream)
+    stream.close()
+    (tmp_path / "mine.db").rename(tmp_path / "old.db")
+    with pytest.raises(SordinoError, match="is missing; put it back"):
+        list(run.rounds(prepared, out))
+    Ledger(tmp_path / "mine.db").close()
+    with pytest.raises(SordinoError, match="does not hold the charge of this run"):
+        list(run.rounds(prepared, out))
+
+
+def test_the_limit_is_kept_and_only_tightened(data, tmp_path, capsys):
+    assert train(data[0], tmp_path / "one", limit=3.2) == 0
+    assert train(data[0], tmp_path / "two", limit=5) == 2
+    assert "Limits can only be tightened" in capsys.readouterr().err
+    assert train(data[0], tmp_path / "three", "--delta", "1e-6", limit=3) == 0, "at the delta of the first limit"
+    assert shown(tmp_path)["limits"] == [{"epsilon": 3.2, "delta": DELTA}, {"epsilon": 3.0, "delta": DELTA}]
+    assert train(data[0], tmp_path / "four", limit=None) == 2, "the stored limit holds without a flag"
+
+
+def test_without_a_limit_runs_are_added_up(data, tmp_path, capsys):
+    for name in ("one", "two", "three"):
+        assert train(data[0], tmp_path / name, limit=None) == 0
+    (account,) = shown(tmp_path)["accounts"]
+    assert (account["runs"], account["left"]) == (3, None)
+    assert main(["ledger", "show", str(tmp_path / "mine.db")]) == 0
+    assert f"{account['epsilon']:.4g}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--seed", "1"], "the run is not certified (seeded"),
+        (["--epsilon", "inf"], "the run is not certified"),
+        (["--limit", "0"], "limit: 0.0 must be a number above 0"),
+        (["--limit", "much"], "--limit: 'much' must be a number above 0"),
+        (["--limit", "1"], "this would bring epsilon to 2 at delta 1e-05; the limit is 1"),
+        (["--ledger", "."], "is a folder; name a file"),
+        (["--ledger", "nowhere/mine.db"], "No such file or directory"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_made(data, tmp_path, words, why, capsys):
+    assert train(data[0], tmp_path / "run", *words, limit=None) == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_limit_needs_a_ledger(data, tmp_path, capsys):
+    assert main(["run", "--data", data[0], "--limit", "4", "--out", str(tmp_path / "run")]) == 2
+    assert "name one with --ledger" in capsys.readouterr().err
+    assert train(data[0], tmp_path / "run") == 0
+    assert main(["run", "--resume", str(tmp_path / "run"), "--ledger", "other.db"]) == 2
+    assert "a resumed run keeps its ledger" in capsys.readouterr().err
+
+
+def test_units_and_adjacencies_do_not_add_up(data, tmp_path, capsys):
+    assert train(data[0], tmp_path / "one") == 0
+    assert train(data[0], tmp_path / "two", "--unit", "user") == 2
+    assert "counts these data at record level" in capsys.readouterr().err
+    assert train(data[0], tmp_path / "three", "--adjacency", "add-remove") == 2
+    assert "under replace-one, which do not add up" in capsys.readouterr().err
+
+
+def test_the_key_is_needed(data, tmp_path, capsys):
+    assert train(data[0], tmp_path / "one") == 0
+    key = tmp_path / "mine.db.key"
+    os.chmod(key, 0o644)
+    assert train(data[0], tmp_path / "two") == 2
+    assert "chmod 600" in capsys.readouterr().err
+    key.unlink()
+    assert train(data[0], tmp_path / "two") == 2
+    assert "nobody can tell which data were counted" in capsys.readouterr().err
+    key.write_bytes(b"short")
+    os.chmod(key, 0o600)
+    assert train(data[0], tmp_path / "two") == 2
+    assert "has 5 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "facts", "exact"),
+    [
+        ((40, 60, 400), {}, True),
+        ((40, 60, 400), {"participation": Participation.parse("cyclic:2")}, True),
+        ((50, 50, 50), {"sampling": Sampling.parse("poisson:20")}, True),
+        ((40, 60, 400), {"sampling": Sampling.parse("poisson:20")}, False),
+    ],
+)
+def test_the_charge_bounds_every_client(sizes, facts, exact):
+    """At every delta; and it is exact where one client's account is the largest in every respect."""
+    plan = Plan(build("dp-fedgd"), 5, sizes, Privacy(epsilon=2.0), **facts)
+    worst = shared_ledger.worst_case(plan)
+    for delta in (1e-3, 1e-5, 1e-8):
+        charged = events.epsilon(worst, delta, plan.privacy.adjacency)
+        for group in spending.groups(plan):
+            assert charged >= spending.epsilon_of(plan, group, delta) * (1 - 1e-9)
+    if exact:
+        assert events.epsilon(worst, DELTA, plan.privacy.adjacency) == pytest.approx(spending.epsilon(plan), rel=1e-3)
+
+
+def test_what_is_left_with_sampled_releases(tmp_path):
+    with Ledger(tmp_path / "l.db", epsilon=2.0, delta=DELTA, adjacency=Adjacency.ADD_REMOVE) as ledger:
+        assert ledger.left("me") == pytest.approx(2)
+        ledger.charge([Charge("me", 0, "q", 1.0, 1.0, 10, "p", 0.01, "poisson add-remove")])
+        left = ledger.left("me")
+        assert 0 < left < 2
+        mu = gaussian.mu(left, DELTA)
+        ledger.charge([Charge("me", 0, "q", mu, 1.0, 1, "fits")])
+        with pytest.raises(OverspentError):
+            ledger.charge([Charge("me", 0, "q", 0.2, 1.0, 1, "too much")])
+        assert ledger.left("somebody else") == pytest.approx(2)
+        with pytest.raises(LedgerError):
+            Ledger(tmp_path / "l.db", epsilon=3.0, delta=DELTA)
