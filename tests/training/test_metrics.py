@@ -1,5 +1,6 @@
 """Metrics: known values, scikit-learn's values, and the cases where a metric is not defined."""
 
+import json
 import math
 
 import numpy as np
@@ -230,3 +231,75 @@ def test_every_client_is_scored_on_its_own_records():
         (0, 2, 1.0, 1.0),
         (1, 2, 0.5, 0.5),
     ]
+
+
+# ----------------------------------------------------------------------------------------------------------- of a run
+
+
+@pytest.fixture(scope="module")
+def patients(tmp_path_factory):
+    """Two classes, of which the second is rare; a run on them, with its --json document."""
+    place = tmp_path_factory.mktemp("metrics")
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(900, 3))
+    died = rng.random(900) < 1 / (1 + np.exp(2 - 1.5 * x[:, 0]))
+    rows = [f"{a:.3f},{b:.3f},{c:.3f},{int(d)}" for (a, b, c), d in zip(x, died, strict=True)]
+    (place / "patients.csv").write_text("\n".join(["a,b,c,died", *rows]) + "\n")
+    return place
+
+
+def trained(patients, capsys, *words):
+    from sordino.cli import main
+
+    start = ["run", "--data", str(patients / "patients.csv"), "--label", "died", "--clients", "3", "--rounds", "6"]
+    assert main([*start, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_tells_every_metric_of_its_model(patients, capsys):
+    from sordino.training import run
+
+    sk = pytest.importorskip("sklearn.metrics")
+    out, result = patients / "run", patients / "run.json"
+    told = trained(patients, capsys, "--out", str(out), "--json", str(result), "--set", "threshold=0.2")
+    document = json.loads(result.read_text())
+    prepared = run.prepare(run.reopen(out))
+    y = prepared.dataset.y_test
+    model, theta = prepared.model, run._final_model(prepared, out)
+    p = model.scores(theta, prepared.dataset.x_test).double().numpy()[:, 1]
+    found = document["metrics"]
+    assert found["auc"] == pytest.approx(sk.roc_auc_score(y, p), rel=1e-6)
+    assert found["log_loss"] == pytest.approx(sk.log_loss(y, p), rel=1e-5)
+    assert found["brier"] == pytest.approx(sk.brier_score_loss(y, p), rel=1e-5)
+    assert found["sensitivity"] == pytest.approx(sk.recall_score(y, p > 0.2))
+    assert (found["mean_predicted"], found["observed"]) == pytest.approx((p.mean(), y.mean()), rel=1e-5)
+    last = json.loads((out / "public" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {k: last[k] for k in metrics.OF_A_ROUND[TWO]} == {k: found[k] for k in metrics.OF_A_ROUND[TWO]}
+    assert document["auc"]["6"] == found["auc"]
+    assert f"AUC {found['auc']:.4g}, log loss {found['log_loss']:.4g} ({metrics.entropy(y):.4g} from" in told
+    assert f"{found['mean_predicted']:.1%} predicted on average, {found['observed']:.1%} observed" in told
+    assert f"threshold  above 0.2: sensitivity {found['sensitivity']:.1%}" in told
+    assert "client_metrics" not in document, "these are private records"
+
+
+def test_a_run_whose_risks_are_useless_says_so_loudly(patients, capsys):
+    told = trained(patients, capsys, "--epsilon", "0.01", "--seed", "1", "--out", str(patients / "bad"))
+    assert "WARNING: the model is no better than a constant guess: its log loss is" in told
+    told = trained(patients, capsys, "--epsilon", "inf", "--out", str(patients / "good"))
+    assert "WARNING" not in told
+
+
+def test_a_model_that_diverged_is_told_and_drawn(tmp_path):
+    from sordino.training.evaluate import draw_curve
+
+    history = [{"round": 1, "mse": 0.5, "epsilon": 1.0}, {"round": 2, "mse": None, "epsilon": 2.0}]
+    pytest.importorskip("matplotlib")
+    assert draw_curve(tmp_path / "curve.png", "diverged", 1e-5, history)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, -0.5, 20.0])
+def test_a_threshold_is_a_probability(threshold):
+    from sordino.training.spec import Spec
+
+    with pytest.raises(SordinoError, match=rf"threshold: {threshold:g} must lie between 0 and 1"):
+        Spec.of({"threshold": threshold})

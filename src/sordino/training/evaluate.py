@@ -112,11 +112,12 @@ def no_better(dataset: Dataset, metrics: dict[str, Any]) -> str:
         if round(metrics["accuracy"] * len(y)) > most:
             return ""
         return f"its accuracy is {metrics['accuracy']:.2%}, and {most / len(y):.2%} have the most common class"
-    loss, constant = metrics.get("log_loss"), entropy(y)
+    loss, area, constant = metrics.get("log_loss"), metrics.get("auc"), entropy(y)
+    ranks = area is not None and area > 0.5
     if loss is None or not loss < (1 - MARGIN) * constant:
-        return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}"
-    area = metrics.get("auc")
-    return "" if area is not None and area > 0.5 else f"its AUC is {_number(area)}"
+        but = f" (it ranks, with an AUC of {area:.4g}, but its risks are off)" if ranks else ""
+        return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}{but}"
+    return "" if ranks else f"its AUC is {_number(area)}"
 
 
 def _number(value: float | None) -> str:
