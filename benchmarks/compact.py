@@ -71,20 +71,22 @@ def shrunk(path: Path, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to six significant digits; pages show four at most."""
+    """Floats to five significant digits; pages show four at most."""
     if isinstance(value, dict):
         return {key: rounded(part) for key, part in value.items()}
     if isinstance(value, list):
         return [rounded(part) for part in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def text(document: dict[str, Any]) -> str:
+def text(document: dict[str, Any] | list[Any]) -> str:
     """One line for each entry of a list or table: readable in a difference, short on disk."""
 
     def short(value: Any) -> str:
         return json.dumps(rounded(value), ensure_ascii=False, separators=(",", ":"))
 
+    if isinstance(document, list):
+        return "[\n" + ",\n".join(map(short, document)) + "\n]\n"
     parts = []
     for key, value in document.items():
         if isinstance(value, list) and value:

@@ -14,7 +14,7 @@ A run in Python, from data to a certificate:
     True
 
 - promise: `Privacy`, `Unit`, `Adjacency`, `Trust`
-- data: `load`, `split`, `Records`
+- data: `load`, `split`, `Records`; `Schema` describes the columns of a table
 - methods: `build`, or your own from `Query`, `Local`, `Rule`, `Stage` and `Method`
 - noise and account: `Plan`, `Participation`, `source`, `gaussian`
 - engines: `simulate` (fast), `reference` (plain)
@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
     )
     from sordino.data.partition import split
     from sordino.data.records import Records
+    from sordino.data.schema import Schema
     from sordino.data.sources import Dataset, load
     from sordino.engines import reference, simulate
     from sordino.errors import OverspentError, SordinoError
@@ -84,6 +85,7 @@ __all__ = [
     "Records",
     "Round",
     "Rule",
+    "Schema",
     "SordinoError",
     "Stage",
     "Trust",
@@ -105,6 +107,7 @@ _HOME = {
     "sordino.core": "Adjacency Divisor Kind Local Method Privacy Query Round Rule Stage Trust Unit",
     "sordino.data.partition": "split",
     "sordino.data.records": "Records",
+    "sordino.data.schema": "Schema",
     "sordino.data.sources": "Dataset load",
     "sordino.engines": "reference simulate",
     "sordino.errors": "OverspentError SordinoError",

@@ -364,6 +364,14 @@ class Encoded(NamedTuple):
 class Schema:
     """The columns of a table and what they mean. `Schema.read` reads a TOML file, `Schema.of` a dict.
 
+    Args:
+        columns: Each column's type and public rule, by name; their order is the order of features.
+        target: What is predicted; None where only features are encoded.
+        client: The column that says whose a record is.
+        person: The column that says whom a record is about.
+        missing: Cells that mean that a value is missing.
+        dialect: How a text file is written.
+
     Example:
         >>> schema = Schema.of({
         ...     "target": {"column": "died", "levels": ["no", "yes"]},
