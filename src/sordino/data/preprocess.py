@@ -98,10 +98,14 @@ def of_roots(mean: np.ndarray, cov: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 def whiten(x: np.ndarray, mean: np.ndarray, cov: np.ndarray, power: float = 0.5) -> np.ndarray:
     """(x - mean) V diag((lambda + ridge)^-power) V^T, for cov = V diag(lambda) V^T."""
+    return np.asarray((x - mean) @ whitening(cov, power), np.float32)
+
+
+def whitening(cov: np.ndarray, power: float = 0.5) -> np.ndarray:
+    """V diag((lambda + ridge)^-power) V^T, for cov = V diag(lambda) V^T."""
     eigenvalue, V = np.linalg.eigh((cov + cov.T) / 2)
     eigenvalue = eigenvalue.clip(min=0)
-    transform = V / (eigenvalue + RIDGE * eigenvalue.mean()) ** power @ V.T
-    return np.asarray((x - mean) @ transform, np.float32)
+    return np.asarray(V / (eigenvalue + RIDGE * eigenvalue.mean()) ** power @ V.T)
 
 
 def read_public_statistics(path: Path, features: int) -> tuple[np.ndarray, np.ndarray]:

@@ -314,3 +314,14 @@ def test_the_schedule_is_told_to_be_secret_where_it_hides_something():
         ]["schedule"]
         == "guessable"
     )
+
+
+def test_clients_whose_epsilons_look_alike_are_not_told_apart():
+    """Several groups may round to one epsilon; then no client has "the largest"."""
+    cert = made(plan_for(build("dp-fedgd")))
+    group = cert["groups"][0]
+    alike = {**cert, "groups": [group, {**group, "epsilon": group["epsilon"] * (1 - 1e-9)}]}
+    assert "All clients have the same ε, to four digits:" in statement(alike)
+    other = {**cert, "groups": [group, {**group, "epsilon": group["epsilon"] / 2}]}
+    assert "the client with the largest ε" in statement(other)
+    assert "All clients have the same ε:" in statement({**cert, "groups": [group]})

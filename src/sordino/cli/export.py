@@ -1,0 +1,40 @@
+"""`sordino export`: a trained model in a format that other programs read."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sordino.cli.show import command, console, facts
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "export",
+        act,
+        "write a trained model as coefficients, or for torch, scikit-learn or ONNX",
+        "sordino export runs/mine --to coefficients --out coefficients.csv\n"
+        "sordino export runs/mine --to onnx --out model.onnx",
+    )
+    parser.add_argument("model", metavar="RUN", help="a run's directory, its public/, or a model.safetensors")
+    parser.add_argument("--to", required=True, metavar="FORMAT", help="coefficients, torch, sklearn or onnx")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; it must not exist")
+
+
+def act(arguments: argparse.Namespace) -> int:
+    from sordino.training.export import export, preparation
+    from sordino.training.predict import load_run
+
+    run = load_run(arguments.model)
+    written = export(run, arguments.to, arguments.out)
+    facts(
+        [
+            ("files", ", ".join(map(str, written))),
+            ("input", f"{run.about['features']} encoded features; {preparation(run).words}"),
+            ("output", f"probabilities of {', '.join(run.classes[:10])}" if run.classes else "numbers"),
+        ]
+    )
+    if run.certificate is not None and not run.certificate["certified"]:
+        console().print("note: the run is not certified; publish the file only if its data are public", markup=False)
+    return 0

@@ -1,0 +1,405 @@
+"""A trained model in formats that other programs read. Its input is always the *encoded* features (`LoadedRun.encode`).
+
+Scaling each record is a part of the model, so torch, ONNX and scikit-learn files hold it too, and give the
+probabilities of `sordino predict`. Beside each of these files lies a JSON with the names of the features, the schema,
+and the hash of the model that it was made from.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sordino import files
+from sordino.core import SAFETY
+from sordino.data.preprocess import FEATURES_THRESHOLD, RADIUS, of_roots, scaler, whitening
+from sordino.errors import SordinoError, nearest
+from sordino.lazy import optional
+from sordino.models import registry
+from sordino.models.linear import Linear, Loss
+from sordino.training.predict import LoadedRun
+from sordino.version import __version__
+
+FORMATS = ("coefficients", "torch", "sklearn", "onnx")
+SMALLEST = 1e-300  # stands for 0 in a divisor
+EQUAL = 1e-6  # a record whose centred norm is below this share of its norm has equal features
+OPSET, IR_VERSION = 17, 8  # of ONNX files, so that programs since 2022 read them
+
+
+def export(run: LoadedRun, to: str, out: str | Path) -> list[Path]:
+    """Write a model in another format.
+
+    Args:
+      run: what `load_run` returned.
+      to: one of `FORMATS`.
+      out: the file to write; it must not exist.
+
+    Returns:
+      The files that were written.
+
+    Raises:
+      SordinoError: the format cannot hold this model, a package is missing, or the file exists.
+    """
+    if to not in FORMATS:
+        raise SordinoError(f"--to: '{to}' is unknown.{nearest(to, FORMATS)} One of {', '.join(FORMATS)}.")
+    out = Path(out)
+    beside = out.with_name(out.name + ".json")
+    for path in (out, beside) if to != "coefficients" else (out,):
+        if path.exists():
+            raise SordinoError(f"--out: '{path}' exists; name another file.")
+    if not out.absolute().parent.is_dir():
+        raise SordinoError(f"--out: there is no folder for '{out}'; make it first.")
+    WRITERS[to](run, out)
+    if to == "coefficients":
+        return [out]
+    files.write(beside, (json.dumps(describe(run, to), indent=2, ensure_ascii=False) + "\n").encode())
+    return [out, beside]
+
+
+def describe(run: LoadedRun, to: str) -> dict[str, Any]:
+    """The JSON beside a file: what goes in, what comes out, and which model it is."""
+    cert = run.certificate or {}
+    return {
+        "format": to,
+        "sordino": __version__,
+        "input": f"encoded features, records by {run.about['features']}, unscaled: the file scales each record itself",
+        "features": list(run.features),
+        "schema": None if run.schema is None else run.schema.values(),
+        "normalize": preparation(run).words,
+        "output": "probabilities of the classes, in their order" if run.classes else "numbers",
+        "classes": list(run.classes),
+        "model_sha256": cert.get("model_sha256"),
+        "epsilon": cert.get("epsilon"),
+        "delta": cert.get("delta"),
+        "certified": cert.get("certified"),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- preparation
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How encoded features become what the model reads, as numbers instead of code.
+
+    1. With `roots`, a record without negative entries is replaced by its square roots.
+    2. mean and matrix: (x - mean) @ matrix; those of `root_mean`, `root_matrix` for the square roots. With `centre`,
+       the mean of the record is subtracted instead.
+    3. The record is multiplied by scale / max(norm, floor). With `roots`, a record whose features are all equal is 0.
+    """
+
+    words: str
+    mean: np.ndarray | None = None
+    matrix: np.ndarray | None = None
+    scale: float | None = None
+    floor: float = SMALLEST
+    roots: bool = False
+    centre: bool = False
+    root_mean: np.ndarray | None = None
+    root_matrix: np.ndarray | None = None
+
+
+def preparation(run: LoadedRun) -> Preparation:
+    """The preparation of a run's records; `data.preprocess` defines it."""
+    law, _, argument = run.normalize.partition(":")
+    scaler(run.normalize)  # refuse an unknown law
+    public = None if run.schema is not None else run.public
+    mean, matrix = (None, None) if public is None else (public[0], whitening(public[1]))
+    before = "" if public is None else "centred and whitened by public statistics, then "
+    features = int(run.about["features"])
+    if law == "none":
+        return Preparation("not scaled" if public is None else before.removesuffix(", then "), mean, matrix)
+    if law == "l2":
+        return Preparation(f"{before}each record divided by its norm", mean, matrix, 1.0)
+    if law == "clip":
+        limit = float(argument) * (1 - SAFETY)
+        return Preparation(f"{before}each record scaled to a norm of at most {limit:.9g}", mean, matrix, limit, limit)
+    if law == "table" or features < FEATURES_THRESHOLD:
+        floor = math.sqrt(float(argument) if law == "table" else features)
+        words = f"{before}each record multiplied by {RADIUS:g} / max(its norm, {floor:.9g})"
+        return Preparation(words, mean, matrix, RADIUS, floor)
+    words = "a record without negative entries replaced by its square roots, "
+    if public is None:
+        words += f"its own mean subtracted, scaled to norm {RADIUS:g}"
+        return Preparation(words, scale=RADIUS, roots=True, centre=True)
+    root_mean, root_cov = of_roots(*public)
+    return Preparation(
+        f"{words}half whitened by public statistics, scaled to norm {RADIUS:g}",
+        *(public[0], whitening(public[1], 0.25), RADIUS, SMALLEST, True, False),
+        *(root_mean, whitening(root_cov, 0.25)),
+    )
+
+
+def linear_parts(run: LoadedRun, to: str, remedy: str) -> tuple[Linear, np.ndarray, np.ndarray]:
+    """Model, weights (features x outputs) and intercepts of a linear model; others are refused."""
+    if not isinstance(run.model, Linear):
+        raise SordinoError(f"--to: {to} is for linear models, and this is a network ({run.about['kind']}); {remedy}.")
+    model, theta = run.model, run.theta.double().cpu().numpy()
+    size = model.features * model.outputs
+    return model, theta[:size].reshape(-1, model.outputs), theta[size:] if model.bias else np.zeros(model.outputs)
+
+
+# -------------------------------------------------------------------------------------------------------- coefficients
+
+
+def write_coefficients(run: LoadedRun, out: Path) -> None:
+    """A CSV: feature, class, weight; comments say what the weights multiply."""
+    model, weight, offset = linear_parts(run, "coefficients", "use --to torch")
+    prepared = preparation(run)
+    if prepared.matrix is not None:
+        if prepared.scale is not None:
+            raise SordinoError(
+                "--to: the features are whitened by public statistics and then scaled, so that a weight belongs to no "
+                "single feature; use --to torch or --to onnx."
+            )
+        assert prepared.mean is not None
+        weight = prepared.matrix @ weight
+        offset = offset - prepared.mean @ weight
+    names = list(run.features) or [f"x{k}" for k in range(model.features)]
+    outputs = list(run.classes) if model.outputs > 1 else list(run.classes[-1:]) or [""]
+    link = {
+        Loss.SOFTMAX: "probabilities are softmax of intercept + sum of weight * feature, over the classes",
+        Loss.LOGISTIC: f"probability of {outputs[0]} is 1 / (1 + exp(-(intercept + sum of weight * feature)))",
+        Loss.SQUARES: "the value is intercept + sum of weight * feature",
+        Loss.POISSON: f"the rate is exp(intercept + sum of weight * feature), the exponent at most {model.cap:g}",
+    }[model.kind]
+    units = "encoded features" if prepared.matrix is not None else f"encoded features; {prepared.words}"
+    with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        file.write(f"# {link}\n# features: {units}\n")
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["feature", "class", "weight"])
+        for k, output in enumerate(outputs):
+            table.writerow(["(intercept)", output, repr(float(offset[k]))])
+            table.writerows([name, output, repr(float(value))] for name, value in zip(names, weight[:, k], strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------------- torch
+
+
+def write_torch(run: LoadedRun, out: Path) -> None:
+    """A program of `torch.export` (.pt2), preparation included: torch.export.load(FILE).module()(x)."""
+    if registry.entry(run.about["kind"]).reads == "text":
+        raise SordinoError(
+            f"--to: {run.about['kind']} reads text; load public/adapter with peft, or sordino.load_run in Python."
+        )
+    module = torch_module(run)
+    x = torch.ones(2, int(run.about["features"]))
+    records = torch.export.Dim("records", min=1)
+    program = torch.export.export(module, (x,), dynamic_shapes={"x": {0: records}})
+    with files.replacing(out) as temporary, open(temporary, "wb") as file:
+        torch.export.save(program, file)
+
+
+def torch_module(run: LoadedRun) -> nn.Module:
+    """Preparation and model as one module: encoded features in, probabilities or numbers out."""
+    if isinstance(run.model, Linear):
+        return _Prepared(preparation(run), _Head(*linear_parts(run, "torch", ""), run.theta.dtype)).eval()
+    network = copy.deepcopy(run.model.module).cpu()
+    values = run.model.split(run.theta.detach().cpu())
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name in values:
+                parameter.copy_(values[name])
+    head = _Network(network, run.model.shape, run.theta.dtype)
+    return _Prepared(preparation(run), head).eval().requires_grad_(False)
+
+
+class _Head(nn.Module):
+    """A linear model with its link."""
+
+    def __init__(self, linear: Linear, weight: np.ndarray, offset: np.ndarray, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.tensor(offset, dtype=dtype), requires_grad=False)
+        self.kind, self.cap = linear.kind, linear.cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(self.weight.dtype) @ self.weight + self.bias
+        if self.kind is Loss.SOFTMAX:
+            return z.softmax(-1)
+        if self.kind is Loss.LOGISTIC:
+            p = z.sigmoid()
+            return torch.cat([1 - p, p], -1)
+        return (z.clamp(max=self.cap).exp() if self.kind is Loss.POISSON else z)[:, 0]
+
+
+class _Network(nn.Module):
+    """A network with its softmax."""
+
+    def __init__(self, network: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.network, self.shape, self.dtype = network, shape, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.network(x.to(self.dtype).reshape(-1, *self.shape))
+        return z.softmax(-1)
+
+
+class _Prepared(nn.Module):
+    """A model behind the preparation of its records."""
+
+    mean: Tensor | None
+    matrix: Tensor | None
+    root_mean: Tensor | None
+    root_matrix: Tensor | None
+
+    def __init__(self, prepared: Preparation, head: nn.Module) -> None:
+        super().__init__()
+        self.prepared, self.head = prepared, head
+        for name in ("mean", "matrix", "root_mean", "root_matrix"):
+            value = getattr(prepared, name)
+            self.register_buffer(name, None if value is None else torch.tensor(value, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.double()
+        z, prepared = _affine(x, self.mean, self.matrix), self.prepared
+        if prepared.roots:
+            root = _affine(x.abs().sqrt(), self.root_mean, self.root_matrix)
+            z = torch.where((x >= 0).all(-1, keepdim=True), root, z)
+        if prepared.centre:
+            z = z - z.mean(-1, keepdim=True)
+        if prepared.scale is not None:
+            norm = z.square().sum(-1, keepdim=True).sqrt()
+            if prepared.roots:
+                real = norm > EQUAL * x.square().sum(-1, keepdim=True).sqrt()
+                z = torch.where(real, z, torch.zeros_like(z))
+            z = z * (prepared.scale / norm.clamp(min=prepared.floor))
+        result: Tensor = self.head(z)
+        return result
+
+
+def _affine(x: Tensor, mean: Tensor | None, matrix: Tensor | None) -> Tensor:
+    return x if mean is None or matrix is None else (x - mean) @ matrix
+
+
+# ------------------------------------------------------------------------------------------------------------- sklearn
+
+
+def write_sklearn(run: LoadedRun, out: Path) -> None:
+    """A joblib file: a fitted LogisticRegression or Ridge, behind a `RecordScaler` where records are scaled."""
+    optional("sklearn", "sklearn", "--to sklearn")
+    joblib = optional("joblib", "sklearn", "--to sklearn")
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.pipeline import Pipeline
+
+    from sordino.training.record_scaler import RecordScaler
+
+    model, weight, offset = linear_parts(run, "sklearn", "use --to torch")
+    estimator: Any
+    if model.kind is Loss.SQUARES:
+        estimator = Ridge()
+        estimator.coef_, estimator.intercept_ = weight[:, 0], float(offset[0])
+    elif model.kind in (Loss.SOFTMAX, Loss.LOGISTIC):
+        estimator = LogisticRegression()
+        estimator.classes_ = np.asarray(run.classes)
+        if model.kind is Loss.SOFTMAX and len(run.classes) == 2:
+            weight, offset = weight[:, 1:] - weight[:, :1], offset[1:] - offset[:1]
+        estimator.coef_, estimator.intercept_ = weight.T, offset
+        estimator.n_iter_ = np.asarray([0])
+    else:
+        raise SordinoError(f"--to: scikit-learn holds no {model.kind} model here; use --to torch or --to onnx.")
+    estimator.n_features_in_ = model.features
+    if run.normalize != "none" or (run.public is not None and run.schema is None):
+        public = None if run.schema is not None else run.public
+        scale = RecordScaler(run.normalize, public).fit(np.ones((1, model.features)))
+        estimator = Pipeline([("scale", scale), ("model", estimator)])
+    with files.replacing(out) as temporary:
+        joblib.dump(estimator, temporary)
+
+
+# ---------------------------------------------------------------------------------------------------------------- onnx
+
+
+def write_onnx(run: LoadedRun, out: Path) -> None:
+    """An ONNX graph, preparation included: input `features` (float32), output `probabilities` or `values`."""
+    onnx = optional("onnx", "onnx", "--to onnx")
+    model, weight, offset = linear_parts(run, "onnx", "use --to torch")
+    graph = _Graph(onnx)
+    z = graph.prepare(graph.node("Cast", "features", to=onnx.TensorProto.DOUBLE), preparation(run))
+    z = graph.node("Add", graph.node("MatMul", z, graph.constant(weight)), graph.constant(offset))
+    if model.kind is Loss.SOFTMAX:
+        z = graph.node("Softmax", z, axis=-1)
+    elif model.kind is Loss.LOGISTIC:
+        p = graph.node("Sigmoid", z)
+        z = graph.node("Concat", graph.node("Sub", graph.constant(1.0), p), p, axis=-1)
+    elif model.kind is Loss.POISSON:
+        z = graph.node("Exp", graph.node("Min", z, graph.constant(model.cap)))
+    name = "probabilities" if run.classes else "values"
+    graph.node("Cast", z, out=name, to=onnx.TensorProto.FLOAT)
+    width = len(run.classes) or 1
+    inputs = [onnx.helper.make_tensor_value_info("features", onnx.TensorProto.FLOAT, ["records", model.features])]
+    outputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["records", width])]
+    body = onnx.helper.make_graph(graph.nodes, "sordino", inputs, outputs, graph.constants)
+    made = onnx.helper.make_model(
+        body,
+        producer_name="sordino",
+        producer_version=__version__,
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+    )
+    told = {key: json.dumps(value, ensure_ascii=False) for key, value in describe(run, "onnx").items()}
+    onnx.helper.set_model_props(made, told)
+    onnx.checker.check_model(made, full_check=True)
+    files.write(out, made.SerializeToString())
+
+
+class _Graph:
+    """The nodes and constants of an ONNX graph; every value is a double."""
+
+    def __init__(self, onnx: Any) -> None:
+        self.onnx = onnx
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+
+    def constant(self, value: Any, dtype: Any = np.float64) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants.append(self.onnx.numpy_helper.from_array(np.asarray(value, dtype), name))
+        return name
+
+    def node(self, kind: str, *inputs: str, out: str | None = None, **attributes: Any) -> str:
+        name = out or f"v{len(self.nodes)}"
+        self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [name], **attributes))
+        return name
+
+    def norm(self, x: str) -> str:
+        squares = self.node("Mul", x, x)
+        return self.node("Sqrt", self.node("ReduceSum", squares, self.constant([1], np.int64), keepdims=1))
+
+    def affine(self, x: str, mean: np.ndarray | None, matrix: np.ndarray | None) -> str:
+        if mean is None or matrix is None:
+            return x
+        return self.node("MatMul", self.node("Sub", x, self.constant(mean)), self.constant(matrix))
+
+    def prepare(self, x: str, prepared: Preparation) -> str:
+        z = self.affine(x, prepared.mean, prepared.matrix)
+        if prepared.roots:
+            root = self.affine(self.node("Sqrt", self.node("Abs", x)), prepared.root_mean, prepared.root_matrix)
+            lowest = self.node("ReduceMin", x, axes=[1], keepdims=1)
+            z = self.node("Where", self.node("GreaterOrEqual", lowest, self.constant(0.0)), root, z)
+        if prepared.centre:
+            z = self.node("Sub", z, self.node("ReduceMean", z, axes=[1], keepdims=1))
+        if prepared.scale is None:
+            return z
+        norm = self.norm(z)
+        if prepared.roots:
+            real = self.node("Greater", norm, self.node("Mul", self.constant(EQUAL), self.norm(x)))
+            z = self.node("Where", real, z, self.constant(0.0))
+        longest = self.node("Max", norm, self.constant(prepared.floor))
+        return self.node("Mul", z, self.node("Div", self.constant(prepared.scale), longest))
+
+
+WRITERS = {
+    "coefficients": write_coefficients,
+    "torch": write_torch,
+    "sklearn": write_sklearn,
+    "onnx": write_onnx,
+}

@@ -1,0 +1,238 @@
+"""`sordino export`: every format gives the probabilities of `sordino predict` from encoded features."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import sordino
+from sordino.cli import main
+from sordino.data.preprocess import preprocess
+from sordino.errors import SordinoError
+from sordino.training import export as exporting
+from sordino.training.export import FORMATS, export
+
+SCHEMA = """
+[target]
+column = "died"
+levels = ["no", "yes"]
+
+[columns.age]
+type = "number"
+range = [20, 90]
+
+[columns.ward]
+type = "category"
+levels = ["surgery", "medicine"]
+"""
+RUNS = {
+    "table": ["--data", "patients.csv", "--schema", "schema.toml"],
+    "logistic": ["--data", "two.npz", "--model", "logistic", "--set", "normalize=clip:1.5"],
+    "many": ["--data", "three.npz", "--set", "normalize=l2"],
+    "plain": ["--data", "three.npz", "--method", "dp-fedgd"],
+    "value": ["--data", "value.npz", "--method", "dp-fedgd"],
+    "roots": ["--data", "digits"],
+    "signed": ["--data", "wide.npz"],
+    "whitened": ["--data", "two.npz", "--method", "dp-fedgd", "--public-stats", "stats.npz"],
+    "half": ["--data", "wide.npz", "--public-stats", "wide_stats.npz"],
+    "short": ["--data", "two.npz", "--public-stats", "stats.npz"],
+    "network": ["--data", "two.npz", "--model", "mlp", "--method", "dp-fedgd", "--set", "normalize=l2"],
+    "images": ["--data", "digits", "--model", "cnn", "--method", "dp-fedgd"],
+}
+LINEAR = [name for name in RUNS if name not in ("network", "images")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place, rng = tmp_path_factory.mktemp("export"), np.random.default_rng(0)
+    lines = ["age,ward,died"]
+    for _ in range(200):
+        age = rng.integers(10, 99)
+        ward = rng.choice(["surgery", "medicine", "x", ""])
+        lines.append(f"{age},{ward},{'yes' if age + 20 * rng.normal() > 55 else 'no'}")
+    (place / "patients.csv").write_text("\n".join(lines) + "\n")
+    (place / "schema.toml").write_text(SCHEMA)
+    x = rng.normal(size=(300, 5)) * (1, 2, 3, 0.1, 1) + 0.3
+    np.savez(place / "two.npz", x=x, y=(x[:, 0] + x[:, 1] > 0).astype(int))
+    np.savez(place / "three.npz", x=x, y=np.array(["a", "b", "c"])[(x[:, :3] / (1, 2, 3)).argmax(1)])
+    np.savez(place / "value.npz", x=x, y=x @ rng.normal(size=5) + 0.01)
+    np.savez(place / "stats.npz", mean=x.mean(0), cov=np.cov(x.T))
+    wide = rng.normal(size=(300, 20))
+    wide[::3] = abs(wide[::3])
+    np.savez(place / "wide.npz", x=wide, y=(wide[:, 0] > 0).astype(int))
+    np.savez(place / "wide_stats.npz", mean=abs(wide).mean(0), cov=np.cov(wide.T))
+    return place
+
+
+@pytest.fixture(scope="module")
+def runs(place):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            words = [str(place / word) if (place / word).is_file() else word for word in RUNS[name]]
+            rounds = [] if "--method" in words else ["--rounds", "6"]
+            rounds = rounds or ["--rounds", "2"]
+            out = place / "runs" / name
+            assert main(["run", *words, *rounds, "--out", str(out), "--json", str(place / f"{name}.json")]) == 0
+            made[name] = sordino.load_run(out)
+        return made[name]
+
+    return get
+
+
+def records(run):
+    """Encoded records of every kind: negative, without negative entries, zero, equal features, large."""
+    rng, width = np.random.default_rng(1), int(run.about["features"])
+    x = rng.normal(size=(40, width))
+    x[10:20] = abs(x[10:20])
+    x[20], x[21], x[22:25] = 0, 0.5, 100 * x[22:25]
+    return x.astype(np.float32)
+
+
+def expected(run, x):
+    return run.predict_proba(x) if run.classes else run.predict(x)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_torch_agrees(runs, name, tmp_path):
+    run = runs(name)
+    x = records(run)
+    export(run, "torch", tmp_path / "model.pt2")
+    found = torch.export.load(tmp_path / "model.pt2").module()(torch.from_numpy(x)).numpy()
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected(run, x), atol=1e-5, rtol=1e-5)
+    one = torch.export.load(tmp_path / "model.pt2").module()(torch.from_numpy(x[:1])).numpy()
+    np.testing.assert_allclose(one, found[:1], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_onnx_agrees(runs, name, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    run = runs(name)
+    x = records(run)
+    export(run, "onnx", tmp_path / "model.onnx")
+    from onnx.reference import ReferenceEvaluator
+
+    (found,) = ReferenceEvaluator(str(tmp_path / "model.onnx")).run(None, {"features": x})
+    wanted = expected(run, x).reshape(len(x), -1)
+    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+    told = {each.key: json.loads(each.value) for each in onnx.load(tmp_path / "model.onnx").metadata_props}
+    assert told["classes"] == list(run.classes)
+    assert told["model_sha256"] == run.certificate["model_sha256"]
+    runtime = pytest.importorskip("onnxruntime")
+    (found,) = runtime.InferenceSession(tmp_path / "model.onnx").run(None, {"features": x})
+    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_sklearn_agrees(runs, name, tmp_path):
+    pytest.importorskip("sklearn")
+    import joblib
+
+    run = runs(name)
+    x = records(run)
+    export(run, "sklearn", tmp_path / "model.joblib")
+    estimator = joblib.load(tmp_path / "model.joblib")
+    if not run.classes:
+        np.testing.assert_allclose(estimator.predict(x), run.predict(x), atol=1e-5, rtol=1e-5)
+        return
+    np.testing.assert_allclose(estimator.predict_proba(x), run.predict_proba(x), atol=1e-5)
+    assert list(estimator.classes_) == list(run.classes)
+    assert (estimator.predict(x) == run.predict(x)).mean() > 0.9, "ties aside"
+
+
+def read_coefficients(path):
+    lines = path.read_text().splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    return comments, list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+@pytest.mark.parametrize("name", [name for name in LINEAR if name not in ("half", "short")])
+def test_coefficients_agree(runs, name, tmp_path):
+    run = runs(name)
+    x = records(run).astype(np.float64)
+    export(run, "coefficients", tmp_path / "c.csv")
+    comments, rows = read_coefficients(tmp_path / "c.csv")
+    assert list(rows[0]) == ["feature", "class", "weight"]
+    features = list(run.features) or [f"x{k}" for k in range(x.shape[1])]
+    z = []
+    for output in dict.fromkeys(row["class"] for row in rows):
+        weights = {row["feature"]: float(row["weight"]) for row in rows if row["class"] == output}
+        assert list(weights) == ["(intercept)", *features]
+        prepared = x if name == "whitened" else preprocess(x.astype(np.float32), None, run.normalize)
+        z.append(weights["(intercept)"] + prepared @ np.array([weights[feature] for feature in features]))
+    z = np.stack(z, 1)
+    if name == "value":
+        found = z[:, 0]
+    elif name == "logistic":
+        p = 1 / (1 + np.exp(-z))
+        found = np.concatenate([1 - p, p], 1)
+    else:
+        e = np.exp(z - z.max(1, keepdims=True))
+        found = e / e.sum(1, keepdims=True)
+    np.testing.assert_allclose(found, expected(run, x.astype(np.float32)), atol=1e-5, rtol=1e-5)
+    assert exporting.preparation(run).words in comments[1] or name == "whitened"
+
+
+def test_the_json_beside_it(runs, tmp_path):
+    run = runs("table")
+    assert export(run, "torch", tmp_path / "m.pt2") == [tmp_path / "m.pt2", tmp_path / "m.pt2.json"]
+    told = json.loads((tmp_path / "m.pt2.json").read_text())
+    assert told["features"] == list(run.features)
+    assert sordino.load_run  # the schema is enough to encode a table
+    from sordino.data.schema import Schema
+
+    frame = {"ward": ["surgery", ""], "age": [30, 70]}
+    x = Schema.of(told["schema"]).encode(frame, target=False).x
+    found = torch.export.load(tmp_path / "m.pt2").module()(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(found, run.predict_proba(frame), atol=1e-5)
+    assert (told["certified"], told["epsilon"]) == (True, run.certificate["epsilon"])
+    assert told["normalize"].startswith("each record multiplied by 10 / max(its norm, 1.414")
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "why"),
+    [
+        ("network", "coefficients", "coefficients is for linear models, and this is a network (mlp); use --to torch"),
+        ("network", "onnx", "onnx is for linear models, and this is a network (mlp); use --to torch"),
+        ("network", "sklearn", "sklearn is for linear models, and this is a network (mlp); use --to torch"),
+        ("half", "coefficients", "a weight belongs to no single feature; use --to torch or --to onnx"),
+        ("short", "coefficients", "a weight belongs to no single feature; use --to torch or --to onnx"),
+        ("plain", "onx", "'onx' is unknown. Did you mean 'onnx'?"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(runs, place, name, to, why, tmp_path, capsys):
+    runs(name)
+    capsys.readouterr()
+    assert main(["export", str(place / "runs" / name), "--to", to, "--out", str(tmp_path / "file")]) == 2
+    shown = capsys.readouterr().err
+    assert why in shown
+    assert shown.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(runs, place, tmp_path, capsys):
+    runs("table")
+    capsys.readouterr()
+    words = ["export", str(place / "runs" / "table"), "--out", str(tmp_path / "c.csv"), "--to", "coefficients"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "6 encoded features; each record multiplied by" in " ".join(shown.split())
+    assert main(words) == 2
+    assert "exists; name another file" in capsys.readouterr().err
+    assert main([*words[:3], str(tmp_path / "no" / "c.csv"), *words[4:]]) == 2
+    assert "there is no folder for" in capsys.readouterr().err
+    assert main(["export", str(place / "runs" / "nothing"), "--to", "torch", "--out", str(tmp_path / "x")]) == 2
+
+
+@pytest.mark.parametrize(("to", "module"), [("onnx", "onnx"), ("sklearn", "sklearn")])
+def test_a_missing_package_is_named(runs, to, module, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SordinoError, match=rf"pip install 'sordino\[{to}\]'"):
+        export(runs("plain"), to, tmp_path / "file")
+    assert FORMATS == ("coefficients", "torch", "sklearn", "onnx")
