@@ -490,6 +490,7 @@ class Facts:
     # that differ in it, one each (runs x 1)
     shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
     blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
+    numeric: bool = False  # the labels are numbers, so the scale of the model's output counts
 
 
 class Checkpoint(NamedTuple):

@@ -115,12 +115,14 @@ def test_numeric_levels_match_whole_numbers_and_floats():
     np.testing.assert_array_equal(x, [[1, 0], [0, 1], [0, 0]])
 
 
-def test_a_quantity_and_a_count_are_clamped_to_their_public_range():
-    for task in ("quantity", "count"):
-        target = {"column": "died", "task": task, "range": [0, 10]}
-        schema = Schema.of(changed(["target"], target))
-        assert schema.classes == ()
-        assert schema.encode({**FRAME, "died": [3, 12, -1]}).y.tolist() == [3, 10, 0]
+def test_a_quantity_is_clamped_to_its_public_range_and_scaled():
+    schema = Schema.of(changed(["target"], {"column": "died", "task": "quantity", "range": [0, 10]}))
+    assert schema.classes == ()
+    y = schema.encode({**FRAME, "died": [3, 12, -1]}).y
+    assert y.tolist() == [3, 10, 0]
+    np.testing.assert_allclose(schema.to_model(y), [-0.4, 1, -1], rtol=1e-6)
+    np.testing.assert_allclose(schema.to_people(np.array([-0.4, 3.0, -1])), [3, 10, 0])
+    assert schema.unit == 5
 
 
 def test_the_hash_is_of_what_the_schema_says():
@@ -252,7 +254,7 @@ def test_a_cell_in_latin_1_names_the_remedy(tmp_path):
         (["target", "recode"], {"2": "maybe"}, "target.recode: 'maybe' is none of the levels"),
         (["target", "recode"], "0", "target.recode: '0' must be a table"),
         (["target"], {"column": "died", "task": "quantity"}, "target.range: a quantity needs a public range"),
-        (["target"], {"column": "died", "task": "count", "range": [-1, 5]}, "counts begin at 0"),
+        (["target"], {"column": "died", "task": "quantity", "range": [5, 5]}, "target.range: a quantity needs"),
         (["target"], {"task": "classes", "levels": ["a", "b"]}, "target: it lacks column"),
         (["target", "column"], "age", "columns.age: it is the target, client or person already"),
         (["client"], "died", "must be three different columns"),

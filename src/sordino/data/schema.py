@@ -9,7 +9,7 @@ so applying it costs no privacy. Every feature it makes is bounded, so one recor
 
     [target]
     column = "died"
-    task = "classes"                         # or quantity, count
+    task = "classes"                         # or quantity, with a public range
     levels = ["no", "yes"]                   # the last of two is the positive one
     recode = { "0" = "no", "1" = "yes" }     # optional: other spellings of a level
 
@@ -47,7 +47,7 @@ from sordino.errors import SordinoError, nearest
 from sordino.settings import read_toml
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null")
-TASKS = ("classes", "quantity", "count")
+TASKS = ("classes", "quantity")
 BLANK = "FILL IN"  # what a draft leaves to people
 EPOCH = date(1970, 1, 1)
 TRUE, FALSE = ("true", "yes", "y", "t", "1"), ("false", "no", "n", "f", "0")
@@ -306,9 +306,7 @@ class Target:
             if wrong := [level for level in self.recode.values() if level not in self.levels]:
                 raise SordinoError(f"target.recode: '{wrong[0]}' is none of the levels {', '.join(self.levels)}.")
         elif self.range is None or not -math.inf < self.range[0] < self.range[1] < math.inf:
-            raise SordinoError(f"target.range: a {self.task} needs a public range = [low, high].")
-        elif self.task == "count" and self.range[0] < 0:
-            raise SordinoError(f"target.range: counts begin at 0, not at {self.range[0]:g}.")
+            raise SordinoError("target.range: a quantity needs a public range = [low, high].")
 
     @property
     def reads(self) -> str:
@@ -474,6 +472,25 @@ class Schema:
     def classes(self) -> tuple[str, ...]:
         """The public levels of the target; empty where it is a number."""
         return self.target.levels if self.target is not None and self.target.task == "classes" else ()
+
+    @property
+    def unit(self) -> float:
+        """Of a quantity, how much one unit of the model's output is: half of the public range. 1 for classes."""
+        span = self.target.range if self.target is not None else None
+        return 1.0 if span is None or self.classes else (span[1] - span[0]) / 2
+
+    def to_model(self, y: np.ndarray) -> np.ndarray:
+        """Labels as the model learns them: a quantity's public range becomes -1 … 1."""
+        return y if self.classes else np.asarray((y - self._middle) / self.unit, np.float32)
+
+    def to_people(self, y: np.ndarray) -> np.ndarray:
+        """A quantity that the model predicted, in its own unit, within its public range."""
+        middle, unit = self._middle, self.unit
+        return np.clip(np.asarray(y, np.float64) * unit + middle, middle - unit, middle + unit)
+
+    @property
+    def _middle(self) -> float:
+        return sum(self.target.range) / 2 if self.target is not None and self.target.range is not None else 0.0
 
     def at_site(self) -> Schema:
         """The same for a table of one site, which need not have the client column."""

@@ -56,6 +56,11 @@ class Dataset(NamedTuple):
     public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov that x was whitened by
     schema: Schema | None = None  # by which a table was encoded
 
+    @property
+    def unit(self) -> float:
+        """How much one unit of a number in y is, in the unit of the source."""
+        return 1.0 if self.schema is None else self.schema.unit
+
 
 def load(
     source: str,
@@ -109,6 +114,7 @@ def load(
     else:
         raw = _read_by_schema(str(source), schema, label)
         classes = schema.classes
+        raw = raw._replace(y=schema.to_model(raw.y))
 
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
     check_same_length(x, "x", raw.y, "y")

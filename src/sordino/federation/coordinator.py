@@ -102,7 +102,7 @@ class Coordinator:
                 theta, state = self._step(round_plan, aggregate, theta, state)
             model = round_plan.stage.rule.model(theta, state)
             self._store(round_plan.t + 1, theta, state)
-            scores = evaluate(self.model, model, *self._test) if self._test else {}
+            scores = evaluate(self.model, model, *self._test, unit=self._unit) if self._test else {}
             seconds = round(time.perf_counter() - began, 3)
             self.tell(
                 "round",
@@ -260,12 +260,21 @@ class Coordinator:
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done), **self._useless(data, model))
 
+    @property
+    def _unit(self) -> float:
+        schema = self.config.table_schema
+        return 1.0 if schema is None else schema.unit
+
     def _useless(self, data: Dataset, model: Tensor) -> dict[str, str]:
         """Why the model is no better than a constant guess on the coordinator's test records, if that is so."""
         if self._test is None:
             return {}
         x, y = self._test
-        why = no_better(data._replace(y_test=y.numpy()), evaluate(self.model, model, x, y)) if len(y) else ""
+        why = (
+            no_better(data._replace(y_test=y.numpy()), evaluate(self.model, model, x, y, unit=self._unit))
+            if len(y)
+            else ""
+        )
         return {"useless": why} if why else {}
 
 

@@ -239,7 +239,7 @@ class SiteRun:
 
     def look(self, t: int, broadcast: Broadcast) -> None:
         """Evaluate the model on the site's own test records. The scores stay at the site."""
-        scores = evaluate(self.model, broadcast.theta, *self._test)
+        scores = evaluate(self.model, broadcast.theta, *self._test, unit=self.dataset.unit)
         files.append(self.folder / "metrics.jsonl", json.dumps({"round": t, **scores}) + "\n")
 
     @cached_property

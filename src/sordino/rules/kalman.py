@@ -7,8 +7,8 @@ eigenvector of A, and h is the curvature there, the best linear step is Kalman's
     theta <- theta - K G,   K = P h / (h^2 P + nu^2),   P <- P - (P h)^2 / ((1 + doubt) h^2 P + nu^2)
 
 Without noise this is Newton's step, 1 / h. With much noise it is gradient descent with step P h / nu^2, which decreases
-with P as releases are averaged. `doubt` concerns h, which decreases as the model fits: it keeps P and the steps above
-0.
+with P as releases are averaged. For least squares of labels in [-1, 1] the same holds everywhere, with H = A. `doubt`
+concerns h, which decreases as the model fits: it keeps P and the steps above 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sordino.lazy import Tensor, torch
 
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero if features are constant
 SATURATING_LOGIT = 2.0  # a logit at which softmax begins to saturate
+LABEL = 0.5  # typical size of a label in [-1, 1]
 MIN_VARIANCE = 1e-20  # of P, which converges to 0 without noise
 
 
@@ -104,8 +105,10 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         if V.shape[-1] != rows:  # no client took part in the stage before
             value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
         length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
-        residual = math.sqrt(1 - 1 / outputs)  # |p - y| at zero
+        residual = LABEL if facts.numeric else math.sqrt(1 - 1 / outputs)  # |p - y| at zero
         h = value / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
+        if facts.numeric:  # a larger model would be a wrong one
+            return KalmanState(V, h, (prior**2 / (rows * value)).to(value), nu.square())
         mean_noise = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
         moved = mean_noise * length / h.mean(-1, keepdim=True)  # how far that noise moves a logit
         return KalmanState(V, h, (SATURATING_LOGIT * moved).clamp_min(prior**2) / (rows * value), nu.square())

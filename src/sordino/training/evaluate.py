@@ -37,20 +37,28 @@ def predictions(model: BuiltModel, theta: Tensor, x: Tensor) -> np.ndarray:
     return np.asarray(z.cpu().numpy())
 
 
-def evaluate(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
+def evaluate(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, *, unit: float = 1.0) -> dict[str, float]:
     """The metrics of a round, on records outside the guarantee.
 
     Two classes: accuracy, AUC, log loss and Brier score. Many classes: accuracy and log loss. Quantities: mean squared
     error and R². A metric that is not defined is left out; only accuracy or mse is always there, as NaN if need be.
+    `unit` is how much 1 in y is, where labels are numbers.
     """
     task = task_of(model)
-    scores = metrics.score(task, y.cpu().numpy(), predictions(model, theta, x))
+    scores = metrics.score(task, *_in_units(task, y, predictions(model, theta, x), unit))
     first = metrics.OF_A_ROUND[task][0]
     return {k: math.nan if v is None else v for k, v in scores.items() if v is not None or k == first}
 
 
 def evaluate_fully(
-    model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, threshold: float = 0.5, *, counts: bool = True
+    model: BuiltModel,
+    theta: Tensor,
+    x: Tensor,
+    y: Tensor,
+    threshold: float = 0.5,
+    *,
+    counts: bool = True,
+    unit: float = 1.0,
 ) -> dict[str, Any]:
     """Every metric, on records outside the guarantee: for two classes also calibration, sensitivity and specificity.
 
@@ -61,13 +69,20 @@ def evaluate_fully(
       y: labels.
       threshold: records whose probability of the second class is above it count as positive.
       counts: whether the calibration curve may tell how many records each of its groups holds.
+      unit: how much 1 in y is, where labels are numbers.
     """
-    found = metrics.full(task_of(model), y.cpu().numpy(), predictions(model, theta, x), threshold)
+    task = task_of(model)
+    found = metrics.full(task, *_in_units(task, y, predictions(model, theta, x), unit), threshold)
     if not counts and "calibration_curve" in found:
         found["calibration_curve"] = [
             {k: v for k, v in group.items() if k != "records"} for group in found["calibration_curve"]
         ]
     return found
+
+
+def _in_units(task: Task, y: Tensor, predicted: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    labels = y.cpu().numpy()
+    return (labels * unit, predicted * unit) if task is Task.QUANTITIES else (labels, predicted)
 
 
 def evaluate_clients(model: BuiltModel, theta: Tensor, records: Records) -> list[dict[str, Any]]:
@@ -103,7 +118,7 @@ def no_better(dataset: Dataset, metrics: dict[str, Any]) -> str:
     if not len(y):
         return "there are no test records to compare on"
     if not dataset.classes:
-        error, constant = metrics.get("mse"), float(y.astype(np.float64).var())
+        error, constant = metrics.get("mse"), float((y.astype(np.float64) * dataset.unit).var())
         if error is not None and error < (1 - MARGIN) * constant:
             return ""
         return f"its mean squared error is {_number(error)}, that of the mean is {constant:.4g}"

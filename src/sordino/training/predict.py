@@ -117,7 +117,10 @@ class LoadedRun:
           SordinoError: a column is absent, or a value cannot be read.
         """
         found = self.model.predict(self.theta, self.prepare(records)).cpu().numpy()
-        return np.asarray(self.classes)[found] if self.classes else np.asarray(found)
+        return np.asarray(self.classes)[found] if self.classes else self._in_its_unit(found)
+
+    def _in_its_unit(self, numbers: np.ndarray) -> np.ndarray:
+        return np.asarray(numbers) if self.schema is None else self.schema.to_people(numbers)
 
     def predict_proba(self, records: Records) -> np.ndarray:
         """The probability of each class, records by classes, in the order of `classes`.
@@ -132,9 +135,10 @@ class LoadedRun:
     def predictions(self, records: Records) -> Predictions:
         """Labels and probabilities from one preparation of the records."""
         x = self.prepare(records)
-        found = self.model.predict(self.theta, x).tolist()
+        predicted = self.model.predict(self.theta, x)
         if not self.classes:
-            return Predictions(found, [], [])
+            return Predictions(self._in_its_unit(predicted.cpu().numpy()).tolist(), [], [])
+        found = predicted.tolist()
         return Predictions(
             [self.classes[k] for k in found], list(self.classes), self.model.scores(self.theta, x).tolist()
         )

@@ -143,10 +143,16 @@ class ResolvedSpec:
           features: numbers per record.
           classes: number of classes; 0 where labels are quantities.
         """
-        if not classes and not self.model.entry.network and entry(self.method_name).normalize != "none":
+        derived = not classes and not self.model.entry.network and entry(self.method_name).normalize != "none"
+        if derived and self.method_name != "auto":
             raise SordinoError(
                 f"method: {self.method_name} derives its steps for classes, and these labels are quantities; use "
                 "another method, such as dp-fedgd."
+            )
+        if derived and self.source.schema is None:
+            raise SordinoError(
+                "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
+                "whose target has a range, or use another method, such as dp-fedgd."
             )
         reads_text = self.model.entry.reads == "text"
         if reads_text and self.source.name not in glue.TASKS and not self.source.name.endswith(".npz"):

@@ -207,7 +207,11 @@ def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]
             evaluated = done % run.resolved.evaluate_every == 0 or done == run.plan.rounds
             line: dict[str, Any] = {
                 "round": done,
-                **(_line(evaluate(run.model, this_round.model, x, y.to(x.device))) if evaluated else {}),
+                **(
+                    _line(evaluate(run.model, this_round.model, x, y.to(x.device), unit=run.dataset.unit))
+                    if evaluated
+                    else {}
+                ),
                 "epsilon": finite(spending.epsilon_after(run.plan, this_round.t)),
             }
             if out:
@@ -304,7 +308,8 @@ def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
         return {}
     x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
     counts = run.plan.privacy.unit is Unit.RECORD
-    return evaluate_fully(run.model, theta.to(x), x, y, run.resolved.spec.threshold, counts=counts)
+    threshold, unit = run.resolved.spec.threshold, run.dataset.unit
+    return evaluate_fully(run.model, theta.to(x), x, y, threshold, counts=counts, unit=unit)
 
 
 def _final_model(run: PreparedRun, out: Path) -> Tensor | None:
