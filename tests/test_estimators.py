@@ -19,8 +19,9 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import sordino
-from sordino import FederatedClassifier, SordinoError, UnpaidSearchWarning
+from sordino import FederatedClassifier, OverspentError, SordinoError, UnpaidSearchWarning
 from sordino.privacy.accounting import gaussian
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.training.spec import Spec
 
 GENEROUS = 1e4  # so little noise that what is left of a check is about manners
@@ -351,3 +352,38 @@ def test_a_useless_model_is_called_one():
         good.score(x, 1 - y)
     with pytest.warns(UserWarning, match="no better than a constant guess"):
         good.score(x, 1 - y, sample_weight=np.ones(400))
+
+
+def test_fits_on_the_same_data_share_a_ledger(tmp_path):
+    """Two fits of epsilon 2 cost 2.95 together; a third is refused, other data are not counted."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(200, 3)), rng.integers(0, 2, 200)
+    book = tmp_path / "mine.db"
+    words = {"epsilon": 2.0, "rounds": 3, "clients": 2, "method": "dp-fedgd", "ledger": book, "limit": 3.2}
+    FederatedClassifier(**words).fit(X, y)
+    FederatedClassifier(**words).fit(X, y)
+    third = FederatedClassifier(**words)
+    with pytest.raises(OverspentError, match=r"a run of ε = 1\.03 still fits"):
+        third.fit(X, y)
+    assert not hasattr(third, "coef_")
+    FederatedClassifier(**words).fit(X + 1, y)
+    FederatedClassifier(**words).fit(X, 1 - y)
+    with Ledger(book) as ledger:
+        spent = sorted(ledger.spent_epsilon(who, 1e-5) for who in ledger.people())
+    assert spent == pytest.approx([2, 2, 2.95], abs=0.01)
+    with pytest.raises(SordinoError, match="not certified"):
+        FederatedClassifier(**words, random_state=1).fit(X, y)
+    with pytest.raises(SordinoError, match="pass ledger="):
+        FederatedClassifier(limit=1.0).fit(X, y)
+
+
+def test_a_search_cannot_use_a_ledger(tmp_path):
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(200, 3)), rng.integers(0, 2, 200)
+    model = FederatedClassifier(rounds=3, clients=2, method="dp-fedgd", ledger=tmp_path / "mine.db")
+    copies = [clone(model), clone(model)]  # as a search makes them
+    copies[0].fit(X[:100], y[:100])
+    with pytest.warns(UnpaidSearchWarning), pytest.raises(SordinoError, match="set ledger=None in a search"):
+        copies[1].fit(X[100:], y[100:])
+    with Ledger(tmp_path / "mine.db") as ledger:
+        assert len(ledger.people()) == 1

@@ -11,6 +11,7 @@ import dataclasses
 import secrets
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,7 @@ from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.evidence.statement import statement
 from sordino.training.resolved import resolve
 from sordino.training.run import PreparedRun, prepare_resolved
+from sordino.training.shared_ledger import array_digest, join
 from sordino.training.spec import RUN_KEYS, Spec
 from sordino.version import __version__
 
@@ -83,6 +85,10 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
       options: options of the method, as in `{"lr": 0.5, "clip": 2.0}`; also the keys `participation`, `class_weights`,
         `client_epsilon`, `dtype` and `uncertified` of a run.
       classes: all labels that may occur, even if `y` lacks some.
+      ledger: a file that adds up the fits and runs on the same data, as `sordino run --ledger` does; None for none. The
+        same data are the same arrays X and y, so that parts of them, as in cross-validation, are other data.
+      limit: the most epsilon that all of them together may spend; fit raises `OverspentError` before it would exceed
+        it. The ledger keeps it.
       random_state: None for cryptographic noise. An int makes a fit reproducible but not private, because whoever
         knows it can subtract the noise. The certificate states this.
 
@@ -115,6 +121,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         normalize: str | None = Spec.normalize,
         options: Mapping[str, Any] | None = None,
         classes: Any = None,
+        ledger: str | Path | None = None,
+        limit: float | None = None,
         random_state: int | None = None,
     ) -> None:
         self.method = method
@@ -129,6 +137,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.normalize = normalize
         self.options = options
         self.classes = classes
+        self.ledger = ledger
+        self.limit = limit
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> FederatedClassifier:
@@ -145,10 +155,12 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise SordinoError(f"clients: {self.clients} must be at most the number of records, {len(X)}.")
             resolved = dataclasses.replace(resolved, clients=len(X))
         scaling = resolved.source.normalize
+        digest = array_digest(X, y.astype(str)) if self.ledger is not None else b""
         X = preprocess(X, None, scaling)
         data = Dataset("given", X, index, X[:0], index[:0], site, tuple(map(str, classes)))
         run = prepare_resolved(resolved, data)
         searched = self._warn_of_a_search()
+        self._pay(run, digest, searched)
 
         history = []
         for this_round in simulate.run(run.plan, run.model, run.records, run.source):
@@ -245,6 +257,21 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "y: all records have one class; use more data, or declare the other classes by `classes`."
             )
         return classes, index.astype(np.int64)
+
+    def _pay(self, run: PreparedRun, digest: bytes, searched: bool) -> None:
+        """Charge the ledger, where there is one, before anything is released."""
+        if self.ledger is None:
+            if self.limit is not None:
+                raise SordinoError(f"limit: {self.limit} is the limit of a ledger; pass ledger='mine.db' too.")
+            return
+        if searched:
+            raise SordinoError(
+                "ledger: copies of one estimator are fitted to parts of the data, which are other data to the ledger; "
+                "set ledger=None in a search."
+            )
+        reasons = certificate(run.plan, run.source, version=__version__)["reasons"]
+        shared = join(run.plan, self.ledger, _plain(self.limit), data=digest, reasons=reasons)
+        shared.charge(f"fit {secrets.token_hex(16)}")
 
     def __sklearn_clone__(self) -> FederatedClassifier:
         """Copy, and count the copies. A search copies an estimator once, and then that copy for every fit, so the

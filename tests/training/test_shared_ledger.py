@@ -157,6 +157,19 @@ def test_the_limit_is_kept_and_only_tightened(data, tmp_path, capsys):
     assert train(data[0], tmp_path / "four", limit=None) == 2, "the stored limit holds without a flag"
 
 
+def test_a_refused_run_leaves_no_limit_behind(data, tmp_path, capsys):
+    """A stored limit cannot be loosened, so a mistaken one must not stay."""
+    assert train(data[0], tmp_path / "one", limit=1) == 2
+    assert (
+        "the limit is 1. Nothing was charged. Without sampling, a run of ε = 1 still fits." in capsys.readouterr().err
+    )
+    with Ledger(tmp_path / "mine.db") as ledger:
+        assert (ledger.limits(), len(ledger)) == ([], 0)
+    assert train(data[0], tmp_path / "one", limit=3.2) == 0
+    assert train(data[0], tmp_path / "two", limit=2.5) == 2
+    assert shown(tmp_path)["limits"] == [{"epsilon": 3.2, "delta": DELTA}]
+
+
 def test_without_a_limit_runs_are_added_up(data, tmp_path, capsys):
     for name in ("one", "two", "three"):
         assert train(data[0], tmp_path / name, limit=None) == 0

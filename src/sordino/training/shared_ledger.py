@@ -69,13 +69,13 @@ class SharedLedger(NamedTuple):
             except OverspentError as error:
                 raise self._refusal(ledger, error) from None
 
-    def check(self) -> None:
-        """Raise OverspentError if the ledger cannot pay for this run."""
+    def check(self, limit: tuple[float, float] | None = None) -> None:
+        """Raise OverspentError if the ledger, with this further limit, cannot pay for this run."""
         with self._open() as ledger:
             try:
-                ledger.afford(self._charges("this run"))
+                ledger.afford(self._charges("this run"), limit)
             except OverspentError as error:
-                raise self._refusal(ledger, error) from None
+                raise self._refusal(ledger, error, limit) from None
 
     def summary(self) -> dict[str, Any]:
         """What the data spent over all runs: epsilon, delta, the number of runs, and the limit (None without one)."""
@@ -91,8 +91,10 @@ class SharedLedger(NamedTuple):
     def _charges(self, plan: str) -> list[Charge]:
         return [Charge.of(release, self.who, 0, plan, self.adjacency) for release in self.releases]
 
-    def _refusal(self, ledger: Ledger, error: OverspentError) -> OverspentError:
-        left = ledger.left(self.who)
+    def _refusal(
+        self, ledger: Ledger, error: OverspentError, limit: tuple[float, float] | None = None
+    ) -> OverspentError:
+        left = ledger.left(self.who, limit)
         remedy = "no run fits into what is left" if not left else f"a run of ε = {_down(left)} still fits"
         return OverspentError(f"ledger {self.path}: {error} Without sampling, {remedy}.")
 
@@ -137,11 +139,13 @@ def join(
             f"unit: '{path}' counts these data at {others[0].partition(' per ')[2]} level, which does not add up with "
             f"{unit} level; use another ledger."
         )
-    if limit is not None:
-        delta = stored[0][1] if stored else plan.privacy.delta
-        Ledger(path, epsilon=limit, delta=delta).close()
     shared = SharedLedger(path, who, plan.privacy.adjacency, worst_case(plan))
-    shared.check()
+    if limit is None:
+        shared.check()
+    else:  # stored only if the run fits, because a stored limit cannot be loosened
+        delta = stored[0][1] if stored else plan.privacy.delta
+        shared.check((limit, delta))
+        Ledger(path, epsilon=limit, delta=delta).close()
     return shared
 
 
@@ -232,4 +236,4 @@ def _key(path: Path, *, new: bool) -> bytes:
 
 def _down(epsilon: float) -> str:
     """Rounded down to two digits behind the point, so that a run of this epsilon fits."""
-    return f"{int(epsilon * 100) / 100:g}" if epsilon >= 0.01 else f"{epsilon:.1g}"
+    return f"{int(epsilon * (1 + 1e-9) * 100) / 100:g}" if epsilon >= 0.01 else f"{epsilon:.1g}"

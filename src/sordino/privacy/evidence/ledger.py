@@ -213,16 +213,17 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------- paying for a release
 
-    def afford(self, entries: Sequence[Charge]) -> None:
+    def afford(self, entries: Sequence[Charge], limit: tuple[float, float] | None = None) -> None:
         """Check charges against the limit without writing them.
 
         Args:
           entries: the charges.
+          limit: a further (epsilon, delta), which is not stored.
 
         Raises:
           OverspentError: somebody would exceed the limit.
         """
-        self._affordable([_checked(entry) for entry in entries])
+        self._affordable([_checked(entry) for entry in entries], limit)
 
     def charge(
         self, entries: Sequence[Charge], payload: bytes | None = None, *, key: tuple[str, str, int] | None = None
@@ -325,12 +326,13 @@ class Ledger:
         self._catch_up()
         return self._spent.get(who, Spent()).epsilon(delta)
 
-    def left(self, who: str) -> float | None:
+    def left(self, who: str, limit: tuple[float, float] | None = None) -> float | None:
         """The largest epsilon, at the delta of the limit, of one more release without sampling that fits into every
-        limit; 0 if none fits, None if there is no limit."""
+        limit and into `limit`, which is not stored; 0 if none fits, None if there is no limit."""
         self._catch_up()
         spent = self._spent.get(who, Spent())
-        return min((spent.left(*limit) for limit in self.limits()), default=None)
+        limits = [*self.limits(), *([limit] if limit else [])]
+        return min((spent.left(*each) for each in limits), default=None)
 
     def limits(self) -> list[tuple[float, float]]:
         """Every (epsilon, delta) that was ever set; all of them hold."""
@@ -498,9 +500,9 @@ class Ledger:
         limits = self._ask("SELECT epsilon, delta FROM limits")
         return min(((_mu(*limit), *limit) for limit in limits), default=(math.inf, math.inf, math.nan))
 
-    def _affordable(self, entries: Sequence[Charge]) -> None:
+    def _affordable(self, entries: Sequence[Charge], further: tuple[float, float] | None = None) -> None:
         """Raise OverspentError if the charges exceed a limit."""
-        limits = [(_mu(*limit), *limit) for limit in self._ask("SELECT epsilon, delta FROM limits")]
+        limits = [(_mu(*limit), *limit) for limit in (*self.limits(), *([further] if further else []))]
         if not limits:
             return
         self._catch_up()
