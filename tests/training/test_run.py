@@ -421,10 +421,10 @@ def test_regression_runs_and_reports_mean_squared_error(tmp_path):
     assert len(values) == 400
 
 
-def test_auto_is_for_classes(tmp_path):
+def test_auto_needs_a_public_range_of_quantities(tmp_path):
     x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x, y=x.sum(1))
-    with pytest.raises(SordinoError, match="method: auto derives its steps for classes"):
+    with pytest.raises(SordinoError, match="method: auto learns a quantity within a public range"):
         run.prepare(Spec.of({"data": str(tmp_path / "data.npz"), "partition": "iid"}))
 
 
