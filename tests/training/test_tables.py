@@ -12,6 +12,7 @@ from sordino.errors import SordinoError
 from sordino.training import run
 from sordino.training.predict import load_run
 from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
 
 SCHEMA = """
 client = "site"
@@ -81,11 +82,21 @@ def test_a_schema_and_what_contradicts_it(files):
             run.prepare(Spec.of({"data": "t.csv", "schema": "schema.toml", **values}))
 
 
-def test_a_resumed_run_notices_another_schema(files):
+def test_a_run_keeps_its_schema_and_notices_another(files):
     spec = Spec.of({"data": "t.csv", "schema": "schema.toml", "rounds": 6, "seed": 1})
     prepared = run.prepare(spec)
-    run.start(prepared, files / "r")
-    next(run.rounds(prepared, files / "r"))
-    (files / "schema.toml").write_text(SCHEMA.replace("[18, 100]", "[18, 99]"))
+    out = files / "r"
+    run.start(prepared, out)
+    next(run.rounds(prepared, out))
+    (files / "schema.toml").unlink()  # the run has a copy
+    again = run.prepare(run.reopen(out))
+    history = list(run.rounds(again, out))
+    cert = run.finish(again, out, history)
+    assert cert["schema_sha256"]
+    out = out.rename(files / "moved")
+    assert not verify_run(out).problems
+    copy = out / "public" / "schema.toml"
+    copy.write_text(copy.read_text().replace("18.0", "17.0"))
+    assert "schema.toml is not the one that the certificate names" in verify_run(out).problems
     with pytest.raises(SordinoError, match="changed since round"):
-        list(run.rounds(run.prepare(run.reopen(files / "r")), files / "r"))
+        list(run.rounds(run.prepare(run.reopen(out)), out))

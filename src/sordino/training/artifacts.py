@@ -111,7 +111,7 @@ def save_model(path: Path, resolved: ResolvedSpec, dataset: Dataset, model: Buil
     choice = resolved.model
     about = {
         "kind": str(getattr(model, "kind", choice.name)),
-        "spec": dataclasses.replace(resolved.spec, seed=None, schedule_seed=None).toml(),  # not who took part
+        "spec": dataclasses.replace(resolved.portable, seed=None, schedule_seed=None).toml(),  # not who took part
         "features": model.features,
         "outputs": model.outputs,
         "columns": dataset.features,

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 from sordino import files
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.signing import RunKey
+from sordino.settings import read_toml
+
+SCHEMA = "schema.toml"  # the public copy of the schema of a table
 
 UNFINISHED = """This run is not finished. Continue it with: sordino run --resume {root}
 Publish nothing of it before it is finished. This file then says what may be published.
@@ -146,6 +149,15 @@ class RunFolder(NamedTuple):
     def write_readme(self, text: str) -> None:
         """Replace README.txt."""
         (self.root / "README.txt").write_text(text, encoding="utf-8")
+
+    def settings(self) -> dict[str, Any]:
+        """The keys of the run's spec: public/spec.toml, with private/secret.toml where that is at hand. The schema is
+        the copy beside it, so that a run is resumed and verified wherever its folder lies."""
+        secret = self.private / "secret.toml"
+        values = read_toml(self.public / "spec.toml") | (read_toml(secret) if secret.is_file() else {})
+        if "schema" in values:
+            values["schema"] = str((self.public / SCHEMA).absolute())
+        return values
 
     def write_private(self, name: str, text: str) -> None:
         """Write a new private file."""

@@ -28,6 +28,7 @@ from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
+from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec
 
@@ -241,14 +242,19 @@ class ResolvedSpec:
                 "everybody may see these records; or uncertified = true."
             )
 
+    @property
+    def portable(self) -> Spec:
+        """The spec as a run's files hold it: its schema lies beside it."""
+        return self.spec if self.spec.schema is None else dataclasses.replace(self.spec, schema=SCHEMA)
+
     def published(self, plan: Plan) -> tuple[str, str]:
         """(content of spec.toml, content of private/secret.toml).
 
         Where who takes part is secret, the seed of the schedule must be unguessable, and it stays private.
         """
         if not plan.amplified or plan.schedule_seed < SECRET_SEED:
-            return self.spec.toml(), ""
-        public = dataclasses.replace(self.spec, schedule_seed=None)
+            return self.portable.toml(), ""
+        public = dataclasses.replace(self.portable, schedule_seed=None)
         return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
 
 

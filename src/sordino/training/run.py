@@ -41,7 +41,6 @@ from sordino.privacy.evidence.signing import Signer, sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
-from sordino.settings import read_toml
 from sordino.training import artifacts, model_card, shared_ledger
 from sordino.training.artifacts import Progress, save_model
 from sordino.training.evaluate import (
@@ -52,7 +51,7 @@ from sordino.training.evaluate import (
     evaluate_fully,
     heterogeneity,
 )
-from sordino.training.folder import RunFolder, publishable, readme
+from sordino.training.folder import SCHEMA, RunFolder, publishable, readme
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.shared_ledger import SharedLedger
 from sordino.training.spec import Spec
@@ -90,7 +89,7 @@ class PreparedRun:
     @cached_property
     def _digest(self) -> bytes:
         """Not keyed, and never written to disk."""
-        digest = hashlib.sha256(f"{self.resolved.spec.toml()}{self.plan.sizes}".encode())
+        digest = hashlib.sha256(f"{self.resolved.portable.toml()}{self.plan.sizes}".encode())
         if self.dataset.schema is not None:
             digest.update(self.dataset.schema.sha256().encode())
         for part in (self.records.x, self.records.y):
@@ -154,6 +153,8 @@ def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> No
         raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
     folder = RunFolder.of(out)
     folder.make(*run.resolved.published(run.plan))
+    if run.dataset.schema is not None:
+        (folder.public / SCHEMA).write_text(run.dataset.schema.toml(), encoding="utf-8")
     if shared is not None:
         folder.write_private(SHARED, shared_ledger.store(shared))
 
@@ -169,8 +170,7 @@ def reopen(out: Path) -> Spec:
     folder = RunFolder.find(out)
     if folder.root == folder.public or not (folder.public / "spec.toml").is_file():
         raise SordinoError(f"--resume: '{out}' holds no run (no public/spec.toml); check the path.")
-    secret = folder.private / "secret.toml"
-    return Spec.of(read_toml(folder.public / "spec.toml") | (read_toml(secret) if secret.is_file() else {}))
+    return Spec.of(folder.settings())
 
 
 def pay(run: PreparedRun, ledger: Ledger, identity: str) -> None:
@@ -283,6 +283,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
             model_sha256=sha256(folder.public / "model.safetensors"),
             metrics_sha256=sha256(folder.public / "metrics.jsonl"),
             curve_sha256=sha256(curve) if drawn else "",
+            schema_sha256=sha256(folder.public / SCHEMA) if run.dataset.schema is not None else "",
             adapter_sha256=sha256(adapter) if adapter.is_dir() else "",
             ledger_head=ledger.head(),
             ledger_rows=len(ledger),

@@ -132,7 +132,7 @@ def _against_spec(
         verdict.assumed.clear()  # the plan rebuilt from the terms gives them
         return
     try:
-        resolved = _read_spec(folder, verdict.gaps, cert, path)
+        resolved = _read_spec(folder, verdict.gaps, cert)
         sizes = sizes_of(cert) or (SIZE_PLACEHOLDER,) * int(cert["clients"])
         rebuilt = certificate(
             resolved.plan(sizes),
@@ -154,10 +154,10 @@ def _against_spec(
         )
 
 
-def _read_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any], path: Path) -> ResolvedSpec:
+def _read_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any]) -> ResolvedSpec:
     """The run's spec, with its secret part where that is at hand."""
     secret = folder.private / "secret.toml"
-    spec = Spec.of(read_toml(path) | (read_toml(secret) if secret.is_file() else {}))
+    spec = Spec.of(folder.settings())
     hidden = cert["sampler"]["schedule"] == "secret" and not secret.is_file()
     if hidden:
         gaps.append("the seed of the schedule, which is secret: that it cannot be guessed")
@@ -172,6 +172,7 @@ BOUND = {
     "metrics_sha256": "metrics.jsonl",
     "statement_sha256": "statement.md",
     "curve_sha256": "curve.png",
+    "schema_sha256": "schema.toml",
     "adapter_sha256": "adapter",
 }
 ALWAYS_BOUND = ("model_sha256", "metrics_sha256", "statement_sha256")

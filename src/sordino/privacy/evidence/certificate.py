@@ -62,6 +62,7 @@ def certificate(
     metrics_sha256: str = "",
     curve_sha256: str = "",
     adapter_sha256: str = "",
+    schema_sha256: str = "",
     doubts: Sequence[str] = (),
     tested: int | None = None,
     names: Sequence[str] = (),
@@ -76,7 +77,8 @@ def certificate(
         source: Where the noise came from; a seeded source is never certified.
         version: The version of the package.
         done: Rounds that took place; None for all.
-        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256, curve_sha256, adapter_sha256: Ties to the
+        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256, curve_sha256, adapter_sha256,
+            schema_sha256: Ties to the
             files of the run. `statement.issue` adds the hash of the statement.
         doubts: Why it is not certified, in addition to what follows from the plan and the source.
         tested: How many records the model was tested on.
@@ -172,7 +174,7 @@ def certificate(
         "curve_sha256": curve_sha256,
         "adapter_sha256": adapter_sha256,
         "statement_sha256": "",
-        "schema_sha256": None,
+        "schema_sha256": schema_sha256,
         "code_sha256": code_sha256(),
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }

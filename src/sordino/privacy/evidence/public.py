@@ -93,7 +93,7 @@ CERTIFICATE: Mapping[str, str] = {
     "curve_sha256": HASH,
     "adapter_sha256": "Hash of files that are public themselves; empty where there are none.",
     "statement_sha256": HASH,
-    "schema_sha256": "Null: files have no schema of their own yet.",
+    "schema_sha256": "Hash of schema.toml, which is public itself; empty where there is none.",
     "code_sha256": "Hash of the package's sources.",
     "ledger.head": "Every row of the chain holds the identity of the data keyed by 256 random bits (private/run.key).",
     "ledger.rows": "One row for each query and group of equal accounts.",
@@ -146,6 +146,7 @@ FILES: Mapping[str, Mapping[str, str]] = {
     "metrics.jsonl": METRICS,
     "spec.toml": SPEC,
     "model.safetensors": MODEL,
+    "schema.toml": {"(text)": "Written by people from what is publicly known; the run takes nothing from the records."},
     "statement.md": {"(text)": "A function of certificate.json alone."},
     "MODEL_CARD.md": {
         "(text)": "A function of certificate.json, of the last line of metrics.jsonl and of what model.safetensors "
