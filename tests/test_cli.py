@@ -174,10 +174,10 @@ def test_odd_names_are_shown_as_they_are(capsys, tmp_path):
 
 
 def test_a_useless_model_is_called_one(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("sordino.training.run.evaluate", lambda *args: {"accuracy": 0.05})
+    monkeypatch.setattr("sordino.training.run.evaluate", lambda *args, **options: {"accuracy": 0.05})
     _, out, _ = call(capsys, "run", "--rounds", "6", "--out", str(tmp_path / "bad"))
     assert "no better than a constant guess" in out
-    monkeypatch.setattr("sordino.training.run.evaluate", lambda *args: {"accuracy": 0.95})
+    monkeypatch.setattr("sordino.training.run.evaluate", lambda *args, **options: {"accuracy": 0.95})
     _, out, _ = call(capsys, "run", "--rounds", "6", "--out", str(tmp_path / "good"))
     assert "constant guess" not in out
 
@@ -290,7 +290,10 @@ def test_an_audit_writes_what_is_done_after_every_job(capsys, tmp_path, monkeypa
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_run_that_is_stopped_says_how_to_continue(name, status, tmp_path):
     words = ["run", "--method", "dp-fedgd", "--rounds", "100000", "--out", str(tmp_path / "run")]
-    with subprocess.Popen([sys.executable, "-m", "sordino", *words], stderr=subprocess.PIPE, text=True) as process:
+    # A shell lets its background jobs ignore Ctrl-C, and children inherit that.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = f"{start}import sys; from sordino.__main__ import main; sys.exit(main())"
+    with subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True) as process:
         metrics, end = tmp_path / "run" / "public" / "metrics.jsonl", time.monotonic() + 120
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
             time.sleep(0.05)

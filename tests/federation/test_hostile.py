@@ -72,7 +72,7 @@ def test_a_ledger_adds_up_under_one_adjacency(tiny, tmp_path):
     federation.configure(NORTH, adjacency="add-remove")
     federation.site(NORTH)
     federation.configure(NORTH)
-    with pytest.raises(SordinoError, match=r"adjacency: .* add-remove; replace-one"):
+    with pytest.raises(SordinoError, match=r"adjacency: .* under add-remove, which do not add up"):
         federation.site(NORTH)
     with Ledger(federation.place(NORTH) / "ledger.db") as ledger:  # whoever only looks need not say
         assert len(ledger) == 0

@@ -449,7 +449,7 @@ def test_targets_that_match_nothing_are_answered_with_names():
         adapt(Plain(), targets=["wq"])
     with pytest.raises(SordinoError, match=r"head: .*tail"):
         adapt(Plain(), head=["tail"])
-    with pytest.raises(SordinoError, match="no linear layer"):
+    with pytest.raises(SordinoError, match="is not a linear layer"):
         LoRALinear(nn.LayerNorm(3))
     with pytest.raises(SordinoError, match="rank"):
         adapt(Plain(), rank=0)
@@ -466,7 +466,7 @@ def test_mistakes_name_their_field(monkeypatch, tmp_path):
     transformers = library()
     with pytest.raises(SordinoError, match=r"model: .*Did you mean 'vit-base-lora'"):
         transformers.build("vit-bas-lora", classes=2)
-    with pytest.raises(SordinoError, match=r"weights: .*no folder"):
+    with pytest.raises(SordinoError, match=r"weights: .*is not a folder"):
         transformers.build("vit-base-lora", classes=2, weights=tmp_path / "none")
     with pytest.raises(SordinoError, match="weights: there is no file"):
         transformers.build("minilm-lora", classes=2, weights=tmp_path / "none.npz")

@@ -58,7 +58,7 @@ def test_a_network_goes_on_where_it_was_stopped(tmp_path):
         ({"model": "cnn", "method": "dp-fedgd", "dtype": "bfloat16"}, "bfloat16 is for transformers"),
         ({"model": "cnn", "method": "dp-fedgd", "batch": "0"}, "batch"),
         ({"model": "cnn", "method": "dp-fedgd", "batch": "fixed:8", "adjacency": "add-remove"}, "Use poisson"),
-        ({"method": "dp-ftrl", "batch": "poisson:8"}, "leave batch at full"),
+        ({"method": "dp-ftrl", "batch": "poisson:8"}, "use batch = full"),
     ],
 )
 def test_what_does_not_fit_is_refused(values, words):

@@ -18,9 +18,7 @@ from sordino.rules.adaptive import denoised
 from sordino.rules.basic import check_decay, moving
 from sordino.rules.blocks import block_means, count, expand
 
-ADAMW_CAVEAT = (
-    "AdamW's local steps are not linear in a client's noise, so it is not proved that sums of messages hide more."
-)
+ADAMW_CAVEAT = "AdamW's steps are not linear in a client's noise: that sums of messages hide more is not proved."
 ADAMW_CHOICES = {
     "schedule": ("cosine", "constant"),
     "aggregate": ("block", "none"),

@@ -374,7 +374,7 @@ def test_the_command_with_minibatches(capsys):
     assert main([*words, "--dtype", "int8"]) == 2
     assert "dtype: 'int8' is unknown; use float32 or float64" in capsys.readouterr().err
     assert main([*words, "--batch", "poisson:4", "--one-run"]) == 2
-    assert "leave --batch away" in capsys.readouterr().err
+    assert "leave out --batch" in capsys.readouterr().err
 
 
 def test_all_includes_minibatches_where_they_are_certified():
