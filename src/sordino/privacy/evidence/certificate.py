@@ -77,9 +77,9 @@ def certificate(
         source: Where the noise came from; a seeded source is never certified.
         version: The version of the package.
         done: Rounds that took place; None for all.
-        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256, curve_sha256, adapter_sha256,
-            schema_sha256: Ties to the
+        spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256, curve_sha256, adapter_sha256: Ties to the
             files of the run. `statement.issue` adds the hash of the statement.
+        schema_sha256: Hash of the public schema of a table; empty where there is none.
         doubts: Why it is not certified, in addition to what follows from the plan and the source.
         tested: How many records the model was tested on.
         names: The names of the clients, if they have names.
