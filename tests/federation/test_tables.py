@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 import tomli_w
+from fixtures import Loopback
 
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation.config import FederationConfig, SiteConfig
+from sordino.federation.coordinator import Coordinator
 from sordino.federation.doctor import doctor
 from sordino.training.artifacts import load_model
 from sordino.training.predict import predict
@@ -90,3 +92,19 @@ def test_keys_that_contradict_the_schema_are_refused(federation):
         SiteConfig.read(federation.place("north") / "site.toml")
     config = FederationConfig.read(federation.coordinator / "federation.toml")
     assert (config.features, config.classes) == (6, ("no", "yes"))
+
+
+def test_no_cell_of_a_table_leaves_in_a_refusal(federation):
+    """The error about a cell that does not fit names it in the site's own log, and nowhere else."""
+    path = federation.place("west") / "data.csv"
+    lines = path.read_text().splitlines()
+    lines[5] = "west,f,secret-93,no"
+    path.write_text("\n".join(lines) + "\n")
+    transport = Loopback(federation.sites())
+    with pytest.raises(SordinoError):
+        Coordinator(transport, federation.coordinator).run()
+    assert transport.log
+    assert all(b"secret-93" not in reply for _, _, reply in transport.log if reply)
+    written = [file for file in federation.coordinator.rglob("*") if file.is_file()]
+    assert all(b"secret-93" not in file.read_bytes() for file in written)
+    assert "secret-93" in (federation.place("west") / "events.jsonl").read_text()
