@@ -259,6 +259,7 @@ def test_a_cell_in_latin_1_names_the_remedy(tmp_path):
         (["target", "column"], "age", "columns.age: it is the target, client or person already"),
         (["client"], "died", "must be three different columns"),
         (["client"], 3, "client: '3' must be the name of a column"),
+        (["person"], "id", "person: several records of one person are not protected together yet"),
         (["missing"], "?", "missing: give a list of texts"),
         (["clients"], "hospital", "schema: the key 'clients' is unknown. Did you mean 'client'"),
         (["file"], {"delimeter": ";"}, "file: the key 'delimeter' is unknown. Did you mean 'delimiter'"),

@@ -4,7 +4,6 @@ A schema maps one record to numbers by public rules alone: ranges, levels, fill 
 so applying it costs no privacy. Every feature it makes is bounded, so one record has a bounded norm.
 
     client = "hospital"                      # the column that says whose a record is
-    person = "patient"                       # the column that says whom a record is about
     missing = ["", "?", "NA"]                # cells that mean that a value is missing
 
     [target]
@@ -415,6 +414,11 @@ class Schema:
         for role, name in special.items():
             if name is not None and not isinstance(name, str):
                 raise SordinoError(f"{role}: '{name}' must be the name of a column.")
+        if special["person"] is not None:  # a key without effect would promise what nobody keeps
+            raise SordinoError(
+                "person: several records of one person are not protected together yet; keep one record per person, "
+                "drop the column, and remove the key."
+            )
         used = [name for name in (target.column if target else None, *special.values()) if name]
         if len(set(used)) < len(used):
             raise SordinoError("schema: target, client and person must be three different columns.")
