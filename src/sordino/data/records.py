@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,12 +43,24 @@ def row_norms(x: Tensor) -> Tensor:
     return torch.cat(norms).to(x.dtype).reshape(x.shape[:-1])
 
 
-def _numbers(values: np.ndarray | Tensor, field: str) -> Tensor:
+def _numbers(values: Any, field: str) -> Tensor:
+    if hasattr(values, "to_numpy"):  # a table or a column of pandas or polars
+        values = np.array(values.to_numpy())
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "encode features as numbers" if field == "x" else "number the classes 0, 1, 2, …"
         raise SordinoError(f"{field}: not an array of numbers ({error}); {remedy}.") from None
+
+
+def _check_finite(values: Tensor, field: str) -> None:
+    """Refuse NaN and infinity: such a record would count as one of the client's, and contribute nothing."""
+    if values.is_floating_point() and not (fine := torch.isfinite(values)).all():
+        row = int((~fine).flatten(1).any(1).nonzero()[0] if values.dim() > 1 else (~fine).nonzero()[0])
+        raise SordinoError(
+            f"{field}: {int((~fine).sum())} values are NaN, infinite or too large for {values.dtype}, the first in row "
+            f"{row} (from 0); fill or drop those records."
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,9 @@ class Records:
             raise SordinoError("client: give one client number for every record, as in [0, 0, 1, 2, 1]; see split().")
         if not len(x) == len(y) == len(client):
             raise SordinoError(f"data: {len(x)} rows of x, {len(y)} labels and {len(client)} client numbers differ.")
+        x = x.to(dtype)
+        _check_finite(x, "x")
+        _check_finite(y, "y")
         counts = np.bincount(client[client >= 0]) if (client >= 0).any() else np.zeros(0, int)
         if not len(counts) or (counts == 0).any():
             raise SordinoError("clients: some client holds no record; use fewer clients or another partition.")
@@ -106,7 +122,7 @@ class Records:
             x, y = x[rows], y[rows]
         y = y if y.is_floating_point() else y.long()
         starts = np.concatenate([[0], np.cumsum(counts)])
-        return Records(x.to(here, dtype), y.to(here), starts)
+        return Records(x.to(here), y.to(here), starts)
 
     def check_fits(self, model: Model) -> None:
         """Refuse records whose number of features or labels do not fit the model."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import SAFETY, SAMPLED, Batch, Facts, Kind, Query, Shard, Stage, Tree
+from sordino.engines.preconditions import MATRICES
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration
@@ -27,8 +28,6 @@ from sordino.privacy.mechanisms.random import Address, Source
 from sordino.privacy.plan import Plan, plan_mechanism
 from sordino.privacy.releases import QueryNoise
 from sordino.tree import leaves
-
-MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
 
 DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
 PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records

@@ -160,15 +160,10 @@ class ResolvedSpec:
             raise SordinoError(
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )
-        from sordino.engines.oracle import MATRICES
+        from sordino.engines.preconditions import check_kinds
 
         model = self.model.build(features, classes)
-        kinds = {query.kind for stage in self.method.stages for query in stage.queries} & set(MATRICES)
-        if lacking := [str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum")]:
-            raise SordinoError(
-                f"method: {self.method_name} asks for a {lacking[0]} matrix, which {self.model.name} cannot compute; "
-                "use a linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
-            )
+        check_kinds(self.method, model, self.model.name)
         return model
 
     def read_data(self) -> Dataset:
