@@ -304,6 +304,7 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
         if key not in registered.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, registered.options)}")
     method = registered.factory(unit=Unit(unit), **options)
+    method = method._replace(registered=(method.stages, method.proves))
     if name in REGISTRY:
         return method
     plugin = plugins.found(plugins.METHODS)[name]
