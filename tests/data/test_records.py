@@ -159,9 +159,11 @@ def test_lengths_must_agree(rows, labels, client):
         Records.of(np.ones((rows, 1)), np.zeros(labels), np.array(client))
 
 
-@pytest.mark.parametrize("client", [[0, 2, 2], [1, 1, 1], [-1, -1, -1], []])
-def test_every_client_needs_a_record(client):
-    with pytest.raises(SordinoError, match="clients: some client holds no record"):
+@pytest.mark.parametrize(("client", "empty"), [([0, 2, 2], 1), ([1, 1, 1], 0), ([-1, -1, -1], 0), ([], 0)])
+def test_every_client_needs_a_record(client, empty):
+    with pytest.raises(
+        SordinoError, match=f"clients: client {empty} holds no record; number clients 0, 1, 2, … without"
+    ):
         Records.of(np.ones((len(client), 1)), np.zeros(len(client)), np.array(client, dtype=int))
 
 

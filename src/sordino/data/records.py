@@ -14,7 +14,7 @@ from torch import Tensor
 from sordino.core import Model, Shard
 from sordino.errors import SordinoError
 
-LOSSES_OF_NUMBERS = ("squares", "poisson")  # for other losses, labels are class indices
+LOSSES_OF_NUMBERS = ("squares", "poisson", "hazards")  # for other losses, labels are class indices
 
 
 def check_device(name: str, field: str = "device") -> torch.device:
@@ -98,8 +98,9 @@ class Records:
         """Sort records by client. A client of -1 leaves its record out."""
         here = check_device(str(device))
         x, y = _numbers(x, "x"), _numbers(y, "y")
-        if x.dim() < 2:
-            raise SordinoError(f"x: of shape {tuple(x.shape)}; give one row of features per record.")
+        if x.dim() != 2:
+            remedy = ": x.reshape(len(x), -1)" if x.dim() > 2 else ""
+            raise SordinoError(f"x: of shape {tuple(x.shape)}; give one row of features per record{remedy}.")
         if y.dim() != 1:
             raise SordinoError(f"y: of shape {tuple(y.shape)}; give one label per record (class indices, or numbers).")
         try:
@@ -115,7 +116,11 @@ class Records:
         _check_finite(y, "y")
         counts = np.bincount(client[client >= 0]) if (client >= 0).any() else np.zeros(0, int)
         if not len(counts) or (counts == 0).any():
-            raise SordinoError("clients: some client holds no record; use fewer clients or another partition.")
+            empty = int(np.argmin(counts)) if len(counts) else 0
+            raise SordinoError(
+                f"clients: client {empty} holds no record; number clients 0, 1, 2, … without gaps, or use fewer "
+                "clients or another partition."
+            )
         if not (np.diff(client) >= 0).all() or client[0] < 0:
             order = np.argsort(client, kind="stable")
             rows = torch.from_numpy(order[np.searchsorted(client[order], 0) :])

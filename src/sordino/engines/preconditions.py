@@ -60,11 +60,15 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
         model: The model.
         name: The model's name in messages; None: its class.
     """
-    kinds = {query.kind for stage in method.stages for query in stage.queries} & {*MATRICES, Kind.COUNT}
+    kinds = {query.kind for stage in method.stages for query in stage.queries} - {Kind.GRADIENT, Kind.DELTA}
     lacking = sorted(str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum"))
-    if lacking:
-        what = "number of short gradients (count)" if lacking[0] == Kind.COUNT else f"{lacking[0]} matrix"
-        raise SordinoError(
-            f"method: {method.name} asks for a {what}, which {name or type(model).__name__} cannot compute; use a "
-            "linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
-        )
+    if not lacking:
+        return
+    name = name or type(model).__name__
+    if lacking[0] == Kind.HISTOGRAM:
+        raise SordinoError(f"intervals: model {name} has none; leave the option out.")
+    what = f"{lacking[0]} matrix" if lacking[0] in list(MATRICES) else lacking[0]
+    raise SordinoError(
+        f"method: {method.name} asks for a {what}, which {name} cannot compute; use a linear model, or a method such "
+        "as dp-fedadam, dp-fedavg or dp-fedadamw."
+    )

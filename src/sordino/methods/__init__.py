@@ -62,7 +62,7 @@ REGISTRY: dict[str, MethodEntry] = {
         "this library; docs/methods.md",
         batch=(),
         normalize="record",
-        bounds=declare(clips="clip radius", weights="prior doubt early_share covariance_share"),
+        bounds=declare(clips="clip radius", counts="intervals", weights="prior doubt early_share covariance_share"),
     ),
     "dp-fedgd": MethodEntry(
         fedgd,
@@ -303,6 +303,8 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
     for key in options:
         if key not in registered.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, registered.options)}")
+        if isinstance(options[key], str) and isinstance(registered.options[key], int | float):
+            raise SordinoError(f"{key}: '{options[key]}' is a text; give a number, without quotes.")
     method = registered.factory(unit=Unit(unit), **options)
     method = method._replace(registered=(method.stages, method.proves))
     if name in REGISTRY:
