@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import SAFETY, SAMPLED, Batch, Facts, Kind, Query, Shard, Stage, Tree
-from sordino.engines.preconditions import MATRICES
+from sordino.engines.preconditions import MATRICES, check_message
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration
@@ -188,6 +188,7 @@ class Oracle:
         Raises:
             SordinoError: The message is not one vector per client.
         """
+        check_message(message)
         for number, query in enumerate(self._stage.queries):
             if query.kind is Kind.DELTA:
                 if not isinstance(message, Tensor) or message.dim() != self._axes:
@@ -202,6 +203,7 @@ class Oracle:
         Raises:
             SordinoError: A leaf is not an unchanged answer, so its sensitivity is not known.
         """
+        check_message(message)
         delta = [number for number, query in enumerate(self._stage.queries) if query.kind is Kind.DELTA]
         if delta:
             return delta

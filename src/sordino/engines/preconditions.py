@@ -1,10 +1,12 @@
-"""What must agree before an engine reads the first record: the plan, the model and the records."""
+"""What must agree before an engine reads a record: plan, model and records. And what the rules must return."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sordino.core import Kind, Method, Unit
+from torch import Tensor
+
+from sordino.core import Kind, Method, Rule, Tree, Unit
 from sordino.data.records import Lazy, Records
 from sordino.errors import SordinoError
 from sordino.privacy.plan import Plan
@@ -72,3 +74,23 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
         f"method: {method.name} asks for a {what}, which {name} cannot compute; use a linear model, or a method such "
         "as dp-fedadam, dp-fedavg or dp-fedadamw."
     )
+
+
+def update(rule: Rule, aggregate: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    """The rule's (step, state), or an error that says what `update` must return."""
+    result = rule.update(aggregate, state, theta, t)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+        raise SordinoError(
+            f"update: a rule's update must return (step, state), not a {type(result).__name__}; without a state return "
+            "(step, ())."
+        )
+    return result
+
+
+def check_message(message: Any) -> None:
+    """Refuse what is no message, such as the None of a `compute` without a return."""
+    if not isinstance(message, Tensor | tuple):
+        raise SordinoError(
+            f"message: compute returned {message if message is None else type(message).__name__}; return a tensor, or "
+            "a NamedTuple of tensors."
+        )

@@ -136,7 +136,7 @@ def run(
             parts = [tree_map(lambda leaf, w=share[i]: w * leaf, messages[i]) for i in cohort]
             aggregate = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
         if cohort or (round_plan.noise_on_sum and plan.amplified):
-            step, state = rule.update(aggregate, state, theta, round_plan.step)
+            step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
             theta = theta + step
         checkpoint = Checkpoint(theta, state, tuple(memory))
         yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, checkpoint)

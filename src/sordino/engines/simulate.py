@@ -142,7 +142,7 @@ def run(
                 aggregate = batched_clients.fused(round_plan, theta, shares)
             else:
                 aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
-            step, state = rule.update(aggregate, state, theta, round_plan.step)
+            step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
             theta = theta + step
         yield Round(
             round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, Checkpoint(theta, state, memory)
