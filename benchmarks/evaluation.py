@@ -24,8 +24,8 @@ from sordino.core import Privacy
 from sordino.data.records import Records
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.mechanisms.random import Seeded
+from sordino.training.evaluation_plan import Settings, choose_bins, measure, plan_of, release, tally_of
 from sordino.training.metrics import Task, auc
-from sordino.training.private_evaluation import Settings, choose_bins, measure, plan_of, release, tally_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL = Linear(1, 1, Loss.LOGISTIC, bias=False)

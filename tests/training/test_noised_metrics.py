@@ -13,9 +13,9 @@ from sordino.models.linear import Linear, Loss
 from sordino.models.tally import ErrorTally, ScoreTally, score_edges
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.training import metrics, noised_metrics
+from sordino.training.evaluation_plan import Settings, measure, plan_of, release, tally_of
 from sordino.training.metrics import Task
 from sordino.training.noised_metrics import Released, of_errors, of_scores
-from sordino.training.private_evaluation import Settings, measure, plan_of, release, tally_of
 
 MODEL = Linear(1, 1, Loss.LOGISTIC, bias=False)
 EDGES = score_edges(32)

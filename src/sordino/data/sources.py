@@ -215,6 +215,8 @@ def labelled(
     raw = _read(source, label, client, 0.2, 0, None)
     if raw.x_test is not None and raw.y_test is not None:
         raw = raw._replace(x=raw.x_test, y=raw.y_test, site=None)
+    elif reader_of(Path(source)) is None:
+        raise SordinoError(f"data: '{source}' has no test part of its own; save its test records in a file.")
     x = check_features(raw.x, "x", raw.features)
     names = list(raw.features or ())
     if columns and names:

@@ -38,7 +38,7 @@ CONFIDENCE = 0.95
 CURVE_GROUPS = 10  # of a calibration curve, at most
 LEAST_SIGNAL = 2.0  # standard deviations of a denominator: below, its ratio is not estimated
 LEAST_SHARE = 1e-9  # a denominator below it is a rounding error
-_RATIOS = np.linspace(-1.0, 2.0, 6001)  # where intervals of ratios are searched
+WIDEST = (-1.0, 2.0)  # an interval of a ratio that noise leaves open
 
 
 class Released(NamedTuple):
@@ -183,8 +183,8 @@ def of_errors(released: Released, unit: float, confidence: float = CONFIDENCE) -
     variance = square - value**2
     of_variance = std[SQUARED_VALUE] ** 2 + 4 * value**2 * std[VALUE] ** 2 + 0.25 / n  # of a square, of a mean, sampled
     numerator_variance = std[SQUARED] ** 2 + max(squared * (1 - squared), 0.0) / n
-    ratio = _ratio(squared, variance, numerator_variance, of_variance, 0.0, z, 0.0)
-    r2 = Estimate(None if ratio.value is None else 1 - ratio.value, 1 - ratio.high, 1 - ratio.low)
+    ratio = _ratio(squared, variance, numerator_variance, of_variance, 0.0, z)
+    r2 = Estimate(None if ratio.value is None else 1 - ratio.value, 1 - ratio.high, min(1 - ratio.low, 1.0))
     return {
         "records": n,
         "confidence": confidence,
@@ -212,13 +212,15 @@ def part_of(shares: Shares, some: np.ndarray, all_of: np.ndarray, z: float) -> E
     both = np.stack([some, all_of]).astype(float)
     a, whole = both @ shares.f
     (part_noise, common), (_, whole_noise) = both @ shares.noise @ both.T
-    ratios = np.linspace(0.0, 1.0, 2001)
-    noise = part_noise - 2 * ratios * common + ratios**2 * whole_noise
-    sampling = ratios * (1 - ratios) * max(whole, 0.0) / shares.records
-    gap = a - ratios * whole
-    inside = ratios[gap**2 <= z**2 * (noise + sampling) + 1e-18]
+    sampling = max(float(whole), 0.0) / shares.records  # times t (1 - t), for a true share of t
     known = whole > LEAST_SIGNAL * math.sqrt(max(whole_noise, 0.0)) + LEAST_SHARE
-    low, high = (float(inside.min()), float(inside.max())) if len(inside) else (0.0, 1.0)
+    # All t with (a - t whole)^2 <= z^2 (noise of a - t whole, and t (1 - t) times the above).
+    low, high = _below_zero(
+        whole**2 - z**2 * (whole_noise - sampling),
+        -2 * a * whole + z**2 * (2 * common - sampling),
+        a**2 - z**2 * part_noise,
+        (0.0, 1.0),
+    )
     return Estimate(_inside(float(a / whole)) if known else None, low, high)
 
 
@@ -250,15 +252,20 @@ def _ratio_of_pairs(shares: Shares, some: np.ndarray, of: np.ndarray, z: float) 
     return _ratio(values[0], values[1], m[0, 0], m[1, 1], m[0, 1], z)
 
 
-def _ratio(a: float, b: float, var_a: float, var_b: float, cov: float, z: float, least: float = -1.0) -> Estimate:
-    """a / b by Fieller: all t in a range with (a - t b)^2 <= z^2 var(a - t b)."""
-    t = _RATIOS
-    variance = var_a - 2 * t * cov + t**2 * var_b
-    inside = t[(a - t * b) ** 2 <= z**2 * np.maximum(variance, 0.0) + 1e-18]
+def _ratio(a: float, b: float, var_a: float, var_b: float, cov: float, z: float) -> Estimate:
+    """a / b by Fieller: all t with (a - t b)^2 <= z^2 var(a - t b)."""
     known = b > LEAST_SIGNAL * math.sqrt(max(var_b, 0.0)) + LEAST_SHARE
-    if not len(inside):
-        inside = np.array([a / b]) if known else t
-    return Estimate(a / b if known else None, max(float(inside.min()), least), float(inside.max()))
+    ends = _below_zero(b**2 - z**2 * var_b, -2 * a * b + 2 * z**2 * cov, a**2 - z**2 * var_a, WIDEST)
+    return Estimate(a / b if known else None, *ends)
+
+
+def _below_zero(a: float, b: float, c: float, widest: tuple[float, float]) -> tuple[float, float]:
+    """Where a t^2 + b t + c <= 0, within the widest interval; all of that where the set is not one interval."""
+    if not a > 0:
+        return widest
+    root = math.sqrt(max(b * b - 4 * a * c, 0.0))
+    low, high = (_between((-b + sign * root) / (2 * a), *widest) for sign in (-1, 1))
+    return low, high
 
 
 def curve(shares: Shares, borders: np.ndarray, centres: np.ndarray, z: float) -> list[dict[str, float | None]]:

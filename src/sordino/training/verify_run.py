@@ -164,7 +164,7 @@ def _against_spec(
 
 def _against_evaluation(cert: dict[str, Any], values: Mapping[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:
     """Compare with the certificate that the plan of an evaluation has, and the metrics with their noised counts."""
-    from sordino.training.private_evaluation import rebuilt  # here: other certificates need no torch
+    from sordino.training.evaluation_plan import rebuilt  # here: other certificates need no torch
 
     if not path.is_file():
         gaps.append(f"{path.name}, which is not beside it")

@@ -170,12 +170,14 @@ EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
     "noise": ACCOUNT,
     "sensitivity_of_counts": PLAN,
     "tally": "The release itself: the noised counts, divided by the number of records.",
+    "came": "In a federation, the sites whose counts are in the sum; the coordinator knows.",
 }
 EVALUATION_SPEC: Mapping[str, str] = {  # spec.toml of an evaluation
     "evaluation": NAMES_ARE_PUBLIC,
     "model_sha256": HASH,
     "label_unit": "Half of the public range of a quantity; 1 for classes.",
     **dict.fromkeys(("bins", "threshold", "confidence", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
+    **dict.fromkeys(("dropouts", "colluders"), "Of a federation that adds up integers: a setting."),
 }
 EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluation
     "evaluation.json": EVALUATION,
