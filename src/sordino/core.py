@@ -183,6 +183,7 @@ class Model(Protocol):
         ...
 
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
+    # A survival model has histogram_sum(shard, clip): of records by what their label says, one cell each.
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
@@ -206,6 +207,7 @@ class Kind(StrEnum):
     GRAM = "gram"
     COUNT = "count"
     TALLY = "tally"
+    HISTOGRAM = "histogram"
     DELTA = "delta"
 
 
@@ -273,8 +275,8 @@ class Query:
         calls: How often it is asked per round.
         share: This query's part of mu squared. Queries without one divide what is left in proportion to their number of
             releases.
-        psd: The terms are positive semi-definite, which lowers the sensitivity under `replace-one` from 2C to sqrt(2)
-            C.
+        psd: The terms are positive semi-definite, or have no negative entry, which lowers the sensitivity under
+            `replace-one` from 2C to sqrt(2) C.
         bound: A proof that replaces the clip as the bound on the message.
         noise: The noise law. None marks an answer that is used inside the client only: it is clipped and counted, and
             the message built from it must carry a noised DELTA query.
@@ -304,7 +306,7 @@ class Query:
 
         - One unit more or less changes a sum of clipped terms by one of them: C.
         - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
-          most sqrt(2) C, for their inner product is not negative.
+          most sqrt(2) C, for their inner product is not negative. The same holds for vectors without negative entries.
         - A record may carry its client's clipped message from anywhere in the ball to anywhere, joining or not: 2C.
         """
         if self.bound is not None:
@@ -355,6 +357,10 @@ class Ask(Protocol):
     def gram(self) -> Tensor: ...
     def tally(self, theta: Tensor) -> Tensor:
         """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
+        ...
+
+    def histogram(self) -> Tensor:
+        """Of records by what their label says, as shares; only a model that defines it answers."""
         ...
 
     def std(self, kind: Kind) -> Tensor:
@@ -497,6 +503,8 @@ class Facts:
     shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
     blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
     numeric: bool = False  # the labels are numbers, so the scale of the model's output counts
+    rates: bool = False  # the output is the logarithm of a rate, which the curvature is proportional to
+    intervals: int = 0  # of a survival model
 
 
 class Checkpoint(NamedTuple):

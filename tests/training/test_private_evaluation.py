@@ -222,6 +222,12 @@ def test_a_model_of_numbers_without_a_range_is_refused(tmp_path):
         private_evaluation.prepare(tmp_path / "r", tmp_path / "d.npz", epsilon=1.0)
 
 
+@pytest.mark.parametrize("task", [Task.COUNTS, Task.SURVIVAL])
+def test_tasks_without_a_tally_are_refused(task):
+    with pytest.raises(SordinoError, match="knows classes and quantities alone"):
+        plan_of(Settings(task, 32, 0.5, Privacy(1.0, 1e-6)), (100, 100))
+
+
 def test_a_model_without_a_schema_is_tested_by_column_names(tmp_path):
     table(tmp_path / "train.csv", 300, 0)
     words = ["--data", str(tmp_path / "train.csv"), "--label", "died", "--partition", "by-column:hospital"]

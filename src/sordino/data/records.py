@@ -13,7 +13,7 @@ from torch import Tensor
 from sordino.core import Model, Shard
 from sordino.errors import SordinoError
 
-LOSSES_OF_NUMBERS = ("squares", "poisson")  # for other losses, labels are class indices
+LOSSES_OF_NUMBERS = ("squares", "poisson", "hazards")  # for other losses, labels are class indices
 
 
 def check_device(name: str, field: str = "device") -> torch.device:

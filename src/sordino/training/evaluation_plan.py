@@ -79,6 +79,11 @@ class Settings(NamedTuple):
 
 def tally_of(settings: Settings, model: Any = None) -> Tally:
     """What is counted. Without a model, only for what follows from the settings: bounds and sizes."""
+    if settings.task in (Task.COUNTS, Task.SURVIVAL):
+        raise SordinoError(
+            f"model: it predicts {settings.task}, and a private evaluation knows classes and quantities alone; test it "
+            "on records that need no protection."
+        )
     if settings.task is Task.QUANTITIES:
         return ErrorTally(Linear(1, 1, Loss.SQUARES) if model is None else model)
     classes = 1 if settings.task is Task.TWO_CLASSES else 3
