@@ -50,6 +50,21 @@ def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
+def counted_twice(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every record of a tally is counted in a second cell, the next one."""
+    return method, careless(model, lambda sums, shard, clip: sums(shard, clip) + sums(shard, clip).roll(1, -1))
+
+
+def weighted_by_a_feature(method: Method, model: Any) -> tuple[Method, Any]:
+    """A record counts in a tally as often as its first feature says, which has no bound."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        weight = shard.x[..., 0].abs().nan_to_num(1.0, posinf=1.0).to(shard.mask)
+        return sums(shard._replace(mask=shard.mask * weight), clip)
+
+    return method, careless(model, total)
+
+
 def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
     """Every stage asks each of its queries once more than declared."""
     return _every(method, greedy), model
@@ -139,7 +154,7 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
-    "sensitivity": (half_claimed, some_unclipped, mean_clipped),
+    "sensitivity": (half_claimed, some_unclipped, mean_clipped, counted_twice, weighted_by_a_feature),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
@@ -158,6 +173,9 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
+    tallies = any(query.kind is Kind.TALLY for query in queries)
+    if mutant in (counted_twice, weighted_by_a_feature) or (tallies and mutant is not half_claimed):
+        return tallies and mutant in (counted_twice, weighted_by_a_feature)  # vectors are short before they are clipped
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
@@ -173,4 +191,6 @@ def careless(model: Any, total: Callable[[ClippedSum, Shard, float], Tensor]) ->
         before, shard, clip, after = args[:at], args[at], args[at + 1], args[at + 2 :]
         return total(lambda shard, clip: method(*before, shard, clip, *after), shard, clip)
 
-    return Through(model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum"), summed)
+    return Through(
+        model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "tally_sum"), summed
+    )
