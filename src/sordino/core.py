@@ -46,11 +46,11 @@ class Unit(StrEnum):
 
     Example:
         >>> [unit.value for unit in Unit]
-        ['record', 'user']
+        ['record', 'client']
     """
 
     RECORD = "record"
-    USER = "user"
+    CLIENT = "client"
 
 
 class Adjacency(StrEnum):
@@ -97,7 +97,7 @@ class Privacy:
     Args:
         epsilon: Bound on the change of any probability, as a factor e^epsilon; inf means no noise.
         delta: Probability with which the bound may fail.
-        unit: Who is protected: `record` or `user`.
+        unit: Who is protected: `record` or `client`.
         adjacency: Which data sets are neighbours: `replace-one` or `add-remove`.
         trust: What the adversary sees: `untrusted-server`, `secure-aggregation` or `trusted-server`.
         client_epsilon: Stricter values that single clients request, by client index.
@@ -483,7 +483,7 @@ class Facts:
     """Every public number of a run; rules and local rules may read it."""
 
     clients: int
-    sizes: np.ndarray  # of the clients; empty at user level, where they are not public
+    sizes: np.ndarray  # of the clients; empty at client level, where they are not public
     rounds: int
     cohort: float  # expected participants of a round
     aggregate_std: float | Tensor  # noise per coordinate on the aggregate, from the stage's first noised query; of runs

@@ -60,7 +60,7 @@ class UnpaidSearchWarning(UserWarning):
 class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn is not typed
     """Softmax regression, trained over clients under (epsilon, delta)-differential privacy.
 
-    `fit(X, y, groups=site)` makes one client per group; at user level the groups are the protected users. Without
+    `fit(X, y, groups=site)` makes one client per group; at client level the groups are the protected clients. Without
     groups the records are divided at random among `clients` simulated clients. In a `Pipeline` pass
     `model__groups=site`, or route it: `set_fit_request(groups=True)`. The groups of a search reach only its splitter,
     unless they are routed.
@@ -142,10 +142,10 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> FederatedClassifier:
-        """Train. groups: the client (or user) of each record."""
+        """Train. groups: the client of each record."""
         resolved = resolve(self._spec(groups is not None))
-        if resolved.privacy.unit is Unit.USER and groups is None:
-            raise SordinoError("groups: at user level, fit needs the user of every record; pass groups.")
+        if resolved.privacy.unit is Unit.CLIENT and groups is None:
+            raise SordinoError("groups: at client level, fit needs the client of every record; pass groups.")
         with np.errstate(over="ignore"):  # values that overflow are reported as infinite
             X, y = validate_data(self, X, y, dtype=resolved.spec.dtype)
         site = None if groups is None else _sites(groups, len(X))
@@ -297,7 +297,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _certificate(run: PreparedRun, searched: bool) -> dict[str, Any]:
-    # At user level the names tell who took part, which must stay secret.
+    # At client level the names tell who took part, which must stay secret.
     names = run.names if run.plan.privacy.unit is Unit.RECORD else []
     tuning: dict[str, Any] = {"tuning": SEARCHED} if searched else {}
     return certificate(run.plan, run.source, version=__version__, names=names, assumes=[PREPARED], **tuning)

@@ -150,11 +150,11 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
 def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     """Whether a mutant makes this method wrong.
 
-    A model that clips wrongly does no harm to a method whose finished messages are clipped. At user level the engines
+    A model that clips wrongly does no harm to a method whose finished messages are clipped. At client level the engines
     serve clients one by one, so a mutant that mixes clients has nothing to mix.
     """
     if mutant in (mixes_clients, scales_by_batch_maximum):
-        return method.unit is not Unit.USER
+        return method.unit is not Unit.CLIENT
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]

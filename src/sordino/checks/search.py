@@ -163,7 +163,7 @@ class Search(NamedTuple):
     """A search for the worst neighbours of one query.
 
     A pair is (x, y) of a client and (x, y) of its replacement. The neighbour takes one row of the replacement at record
-    level, and all rows at user level.
+    level, and all rows at client level.
     """
 
     unit: Unit
@@ -240,7 +240,7 @@ class Search(NamedTuple):
         x, y, other_x, other_y = pair
         ends = np.array([0, len(y)])
         here = ClientRecords(x, y, ends)
-        if self.unit is Unit.USER:
+        if self.unit is Unit.CLIENT:
             return here, None if self.adjacency is Adjacency.ADD_REMOVE else ClientRecords(other_x, other_y, ends)
         x, y = x.clone(), y.clone()
         if self.adjacency is Adjacency.ADD_REMOVE:
@@ -266,7 +266,7 @@ class Search(NamedTuple):
             case 2:
                 y[row] = self.space.labels(rng, 1)[0]
             case 3:
-                rows = slice(None) if self.unit is Unit.USER else row
+                rows = slice(None) if self.unit is Unit.CLIENT else row
                 length = 1.0 if self.space.classes or rng.random() < 0.5 else 10 ** rng.uniform(-4, 0)
                 pair[2][rows], pair[3][rows] = -length * pair[0][rows], pair[1][rows] / length
             case 4:

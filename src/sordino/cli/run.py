@@ -27,7 +27,7 @@ RUN_FLAGS = (
     ("--method", "method", "see 'sordino methods' (default: auto, for linear models)"),
     ("--epsilon", "epsilon", "privacy budget (default: 8); inf trains without noise"),
     ("--delta", "delta", "slack of the guarantee (default: 1e-5)"),
-    ("--unit", "unit", "record or user (default: record)"),
+    ("--unit", "unit", "record or client (default: record)"),
     ("--adjacency", "adjacency", "add-remove or replace-one (default: replace-one)"),
     ("--trust", "trust", "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server)"),
     ("--clip", "clip", "bound on one record's gradient, or on a user's message (default: the method's own)"),

@@ -5,7 +5,7 @@ Two paths, chosen once per stage by tracing the local rule:
 - *fused*: every client sends its noised gradient at the broadcast theta and nothing else. Then the cohort is one
   matrix and a round is two matrix products, whatever the number of clients.
 - *batched*: anything else. Clients of similar size are padded into a batch and the local rule runs once for all. At
-  user level clients are computed one by one, because the size of one must not decide the shapes used for others.
+  client level clients are computed one by one, because the size of one must not decide the shapes used for others.
 
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
@@ -248,8 +248,8 @@ class BatchedClients:
         return self._whole if len(round_plan.cohort) == self.plan.clients else self._held(round_plan.cohort)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
-        """All clients in one batch; at user level one by one, because a client's size is private there."""
-        return list(clients.reshape(-1, 1)) if self.plan.privacy.unit is Unit.USER else [clients]
+        """All clients in one batch; at client level one by one, because a client's size is private there."""
+        return list(clients.reshape(-1, 1)) if self.plan.privacy.unit is Unit.CLIENT else [clients]
 
     def _held(self, clients: np.ndarray) -> list[tuple[np.ndarray, Any]]:
         return [bucket for batch in self._batches(clients) for bucket in self.records.buckets(batch)]

@@ -36,7 +36,7 @@ class MethodEntry(NamedTuple):
     factory: Callable[..., Method]
     family: str
     paper: str
-    units: tuple[Unit, ...] = (Unit.RECORD, Unit.USER)
+    units: tuple[Unit, ...] = (Unit.RECORD, Unit.CLIENT)
     rounds: int = 70  # of a run that does not say
     batch: tuple[str, ...] = ("lr",)  # options in which runs trained side by side may differ
     normalize: str = "none"  # of records, in a run that does not say
@@ -284,7 +284,7 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
 
     Args:
         name: As `sordino methods` lists it.
-        unit: `record` or `user`.
+        unit: `record` or `client`.
         options: The method's own options; the others keep their defaults.
 
     Returns:

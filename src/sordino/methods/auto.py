@@ -34,8 +34,8 @@ def auto(
     """A = noised mean of u u^T, once; theta <- theta - K G, with K derived from A, the noise and the rounds.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
-        clip: Bound on the norm of a record's gradient, or of a user's message; half of radius.
+        unit: Whose data are protected, one record or one whole client.
+        clip: Bound on the norm of a record's gradient, or of a client's message; half of radius.
         radius: Norm to which records are scaled.
         prior: Standard deviation of a logit before training.
         doubt: Doubt about the curvature; 0 averages all rounds equally.
@@ -51,7 +51,7 @@ def auto(
     Guarantee:
         Released: The noised mean of u u^T, u = (x, 1), in the first round, then one noised gradient per round.
         Sensitivity: Covariance: 1 + radius^2, or sqrt(2) times that if a unit is replaced. Gradient: clip, or 2 clip.
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: Every release is linear, and the steps are computed from releases and public numbers.
 
     Example:
@@ -71,13 +71,13 @@ def auto(
             f"covariance_share, early_share: {covariance_share} and {early_share} must be above 0, and 0 or more, and "
             "leave something for other rounds."
         )
-    user, most = unit is Unit.USER, 1 + radius**2
+    whole, most = unit is Unit.CLIENT, 1 + radius**2
 
     def release_gram(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        return ask.gram().flatten(-2) if user else ask.gram()
+        return ask.gram().flatten(-2) if whole else ask.gram()
 
     def released(kind: Kind, bound: float, share: float | None, psd: bool = False) -> tuple[Query, ...]:
-        if user:
+        if whole:
             return Query(kind, noise=None), Query(Kind.DELTA, bound, share=share, psd=psd)
         return (Query(kind, bound, share=share, psd=psd),)
 

@@ -123,7 +123,7 @@ class Plan:
 
         At record level this does not help, because the client's other records reveal whether it took part.
         """
-        if self.privacy.unit is not Unit.USER or self.privacy.trust is not Trust.TRUSTED_SERVER:
+        if self.privacy.unit is not Unit.CLIENT or self.privacy.trust is not Trust.TRUSTED_SERVER:
             return False
         if any(mechanism_of(query.noise).spans_rounds for _, _, query in noised_queries(self)):
             return False
@@ -155,7 +155,7 @@ class Plan:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Each client's weight in the aggregate of means; the weights sum to 1, and users have equal weights."""
+        """Each client's weight in the aggregate of means; they sum to 1, and are equal at client level."""
         sizes = np.asarray(self.sizes, dtype=float)
         if self.divisor is Divisor.POOLED and self.privacy.unit is Unit.RECORD:
             return np.asarray(sizes / sizes.sum())
@@ -215,7 +215,7 @@ def continues_stream(plan: Plan, t: int) -> bool:
 def unbounded_sampling(plan: Plan) -> str:
     """Why nothing is proved for this plan's minibatches; empty if it is proved, or if there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
-    # At user level sizes are private, and must not decide what is refused.
+    # At client level sizes are private, and must not decide what is refused.
     if plan.sampling.kind == FULL or (plan.privacy.unit is Unit.RECORD and not (plan.rates < 1).any()):
         return ""
     if any(q.bound is not None or _spans_rounds(q) for q in queries):
@@ -316,8 +316,8 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
         raise SordinoError(f"{name}: an answer without noise needs a noised DELTA query for the message built from it.")
     if delta and any(q.noise is not None for q in stage.queries if q.kind is not Kind.DELTA):
         raise SordinoError(f"{name}: noise the answers or the message, not both.")
-    if unit is Unit.USER and not delta:
-        raise SordinoError(f"{name}: a user moves an answer once per record; noise the message (DELTA) instead.")
+    if unit is Unit.CLIENT and not delta:
+        raise SordinoError(f"{name}: a client moves an answer once per record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: a stage has at most one query of each kind; increase its calls instead.")
     streams = [q for q in stage.queries if _spans_rounds(q)]

@@ -323,8 +323,8 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         length=spec.length,
         tokenizer=weights if weights and Path(weights).is_dir() else "minilm",
         client_column=partition.column,
-        # At user level a test on some of a protected client's records would be a release that nobody pays for.
-        whole_clients=privacy.unit is Unit.USER and partition.by_site and not is_open,
+        # At client level a test on some of a protected client's records would be a release that nobody pays for.
+        whole_clients=privacy.unit is Unit.CLIENT and partition.by_site and not is_open,
         benchmark=benchmark,
         declared_public=bool(spec.public_data),
     )

@@ -73,11 +73,11 @@ class PreparedRun:
 
     @property
     def names(self) -> list[str]:
-        """The names of the clients, in order, where the partition brings them. User level hides whose data were
+        """The names of the clients, in order, where the partition brings them. Client level hides whose data were
         used."""
         if self.dataset.site is None or not self.resolved.partition.by_site:
             return []
-        if self.plan.privacy.unit is Unit.USER:
+        if self.plan.privacy.unit is Unit.CLIENT:
             return []
         return [str(name) for name in np.unique(self.dataset.site)]
 
@@ -303,7 +303,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
 
 
 def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
-    """Every metric of the stored model on the test records. At user level nothing tells how many those are."""
+    """Every metric of the stored model on the test records. At client level nothing tells how many those are."""
     theta = _final_model(run, out)
     if theta is None:
         return {}

@@ -349,8 +349,8 @@ def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
     """Why minibatches of this method cannot be audited; empty if they can, or if there are none."""
     if sampling.kind == FULL:
         return ""
-    if method.unit is Unit.USER:
-        return "at user level nothing is claimed for minibatches; use batch = full"
+    if method.unit is Unit.CLIENT:
+        return "at client level nothing is claimed for minibatches; use batch = full"
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
     if not any(query.kind is Kind.GRADIENT for query in noised):
         return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
@@ -398,7 +398,7 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         "short mirrored": (SHORT_CANARY * one, -CANARY_LABEL),
         "turned": (LONG_CANARY * two, CANARY_LABEL),
     }
-    joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.USER
+    joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.CLIENT
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
     companies: dict[str, tuple[Tensor, float] | None]
     if _samples(plan):

@@ -104,7 +104,7 @@ def certificate(
     noise, client_noise = calibration.summed_noise(plan)
     delta = plan.privacy.delta
     reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
-    sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
+    sizes_public = plan.privacy.unit is Unit.RECORD  # at client level, a client's size is part of what is hidden
     return {
         "format": CERTIFICATE_FORMAT,
         "sordino": version,
@@ -123,7 +123,7 @@ def certificate(
         "execution": execution,
         "rounds": plan.rounds if done is None else done,
         "clients": plan.clients,
-        "client_names": list(names) if sizes_public else [],  # whose data were used is what user level hides
+        "client_names": list(names) if sizes_public else [],  # whose data were used is what client level hides
         "cohort": plan.participation.rate(plan.clients) * plan.clients,
         "records": sum(plan.sizes) if sizes_public else None,
         "test_records": tested,

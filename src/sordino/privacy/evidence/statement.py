@@ -20,9 +20,9 @@ PROTECTED = {
     "with confidence whether it was among the training data",
     (Unit.RECORD, Adjacency.REPLACE_ONE): "the content of any single record (one row of a table, one image, one text): "
     "nobody can tell with confidence what it contained, even if they know all other records",
-    (Unit.USER, Adjacency.ADD_REMOVE): "any whole client, with all its records: nobody can tell with confidence "
+    (Unit.CLIENT, Adjacency.ADD_REMOVE): "any whole client, with all its records: nobody can tell with confidence "
     "whether its data were used at all",
-    (Unit.USER, Adjacency.REPLACE_ONE): "all data of any one client: nobody can tell with confidence what they were, "
+    (Unit.CLIENT, Adjacency.REPLACE_ONE): "all data of any one client: nobody can tell with confidence what they were, "
     "even if they know the data of all other clients",
 }
 ADVERSARY = {

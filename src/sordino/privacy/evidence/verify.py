@@ -257,8 +257,8 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
         gather = math.sqrt(_senders(cert, query)) if only_sums_visible else 1.0
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
-        if unit is Unit.USER and kind is not Kind.DELTA:
-            problems.append(f"{name}: at user level the whole message must be noised, not an answer")
+        if unit is Unit.CLIENT and kind is not Kind.DELTA:
+            problems.append(f"{name}: at client level the whole message must be noised, not an answer")
         if rows and max(int(r["times"]) for _, r in rows) > int(cert["rounds"]) * int(query["calls"]):
             problems.append(f"{name}: it is released more often than {cert['rounds']} rounds allow")
         for group, release in rows:
@@ -329,7 +329,7 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
 
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """If every client pays for every round, check that the rounds of the stages add up to those of the run."""
-    hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.USER
+    hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.CLIENT
     if not (hidden or cert["sampler"]["clients"] == FULL) or any(q["stream"] for q in cert["queries"]):
         return
     queries = {query["query"]: query for query in cert["queries"]}
@@ -361,7 +361,7 @@ def _check_rate(
     if unit is Unit.RECORD and kind in SAMPLED:
         law = Sampling.parse(cert["sampler"]["records"])
         least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
-    elif unit is Unit.USER and cert["trust"] == Trust.TRUSTED_SERVER:
+    elif unit is Unit.CLIENT and cert["trust"] == Trust.TRUSTED_SERVER:
         least, ran = float(cert["cohort"]) / int(cert["clients"]), cert["sampler"]["clients"].partition(":")[0]
     else:
         problems.append(
