@@ -298,7 +298,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 def _certificate(run: PreparedRun, searched: bool) -> dict[str, Any]:
     # At client level the names tell who took part, which must stay secret.
-    names = run.names if run.plan.privacy.unit is Unit.RECORD else []
+    names = run.names if run.plan.privacy.unit.sizes_public else []
     tuning: dict[str, Any] = {"tuning": SEARCHED} if searched else {}
     return certificate(run.plan, run.source, version=__version__, names=names, assumes=[PREPARED], **tuning)
 

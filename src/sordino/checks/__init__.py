@@ -89,7 +89,7 @@ def check(
       SordinoError: no method has this name.
     """
     # Use the factory: `build` removes all claims from an external method that was not checked yet.
-    subjects = [entry(name).factory(unit=unit) for unit in entry(name).units] if method is None else [method]
+    subjects = [entry(name).at(unit) for unit in entry(name).protects] if method is None else [method]
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 

@@ -50,6 +50,20 @@ def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
+def clips_records_not_persons(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every record of a person is clipped by itself, and the person counts as often as it has records."""
+    return method, careless(model, lambda sums, shard, clip: sums(shard._replace(per_person=1), clip))
+
+
+def caps_after_clipping(method: Method, model: Any) -> tuple[Method, Any]:
+    """The mean of a person's records is taken over the records that were allowed, after a clip for all of them."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        return sums(shard, shard.per_person * clip)
+
+    return method, careless(model, total)
+
+
 def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
     """Every stage asks each of its queries once more than declared."""
     return _every(method, greedy), model
@@ -139,7 +153,7 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
-    "sensitivity": (half_claimed, some_unclipped, mean_clipped),
+    "sensitivity": (half_claimed, some_unclipped, mean_clipped, clips_records_not_persons, caps_after_clipping),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
@@ -155,6 +169,8 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     """
     if mutant in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.CLIENT
+    if mutant in (clips_records_not_persons, caps_after_clipping) and method.unit is not Unit.PERSON:
+        return False
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]

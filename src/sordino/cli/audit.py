@@ -159,8 +159,8 @@ def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy
     asked = Privacy(arguments.epsilon, arguments.delta, **chosen)
     if arguments.one_run and asked.unit is Unit.CLIENT:
         raise SordinoError("unit: an audit in one run hides many records in a client; leave --unit client away.")
-    units = [asked.unit] if arguments.unit or arguments.one_run else list(entry(name).units)
-    for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).units]:
+    units = [asked.unit] if arguments.unit or arguments.one_run else list(entry(name).protects)
+    for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).protects]:
         method = build(name, unit, **_options(name, dict(map(parse_setting, arguments.set))))
         proved = [trust for trust in Trust if (unit, trust) in method.proves]
         trust = asked.trust if arguments.trust else (proved or list(Trust))[0]

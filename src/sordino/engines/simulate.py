@@ -111,6 +111,7 @@ def run(
     if plan.integers is not None:
         raise SordinoError("integers: the fast engine has no integer arithmetic; use the reference engine.")
     records.check_fits(model)
+    records.check_unit(plan.privacy)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
     memory: Tree = ()
@@ -274,13 +275,15 @@ class BatchedClients:
             return shard
         runs = len(self.sources)
         x, y, mask = (part.view(runs, -1, *part.shape[1:]) for part in (shard.x, shard.y, shard.mask))
-        return Shard(x, y, mask, None if shard.length is None else shard.length.view(mask.shape))
+        length = None if shard.length is None else shard.length.view(mask.shape)
+        return Shard(x, y, mask, length, shard.per_person)
 
     def _strung(self, round_plan: RoundPlan, clients: np.ndarray, weight: np.ndarray) -> Any:
         """Minibatches of all clients as one, each record weighted by its owner's."""
-        x, y, mask, length = self._picked(round_plan, clients, 0)
+        x, y, mask, length, per_person = self._picked(round_plan, clients, 0)
         mask = mask * self._laid(weight[clients]).to(mask).unsqueeze(-1)
-        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), None if length is None else length.flatten(-2))
+        length = None if length is None else length.flatten(-2)
+        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), length, per_person)
 
     def _noised(self, total: Tensor, round_plan: RoundPlan, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise: that of the sum itself, or `moved` times each client's own, drawn as one."""

@@ -52,7 +52,7 @@ class Plan:
     Args:
       method: the stages, their queries, and the (unit, trust) pairs for which the noise is proved.
       rounds: of all stages together.
-      sizes: public number of records of each client.
+      sizes: public number of records of each client; at person level, of persons.
       privacy: epsilon, delta, unit, adjacency and trust model.
       participation: which clients take part in which round.
       divisor: how clients of unequal size are averaged.
@@ -157,7 +157,7 @@ class Plan:
     def weights(self) -> np.ndarray:
         """Each client's weight in the aggregate of means; they sum to 1, and are equal at client level."""
         sizes = np.asarray(self.sizes, dtype=float)
-        if self.divisor is Divisor.POOLED and self.privacy.unit is Unit.RECORD:
+        if self.divisor is Divisor.POOLED and self.privacy.unit.sizes_public:
             return np.asarray(sizes / sizes.sum())
         return np.full(self.clients, 1 / self.clients)
 
@@ -216,11 +216,16 @@ def unbounded_sampling(plan: Plan) -> str:
     """Why nothing is proved for this plan's minibatches; empty if it is proved, or if there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
     # At client level sizes are private, and must not decide what is refused.
-    if plan.sampling.kind == FULL or (plan.privacy.unit is Unit.RECORD and not (plan.rates < 1).any()):
+    if plan.sampling.kind == FULL or (plan.privacy.unit.sizes_public and not (plan.rates < 1).any()):
         return ""
     if any(q.bound is not None or _spans_rounds(q) for q in queries):
         return f"the bound or noise of {plan.method.name} is proved only for all records of a client; use batch = full."
     noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
+    if noised and plan.privacy.person_clients > 1:
+        return (
+            f"{plan.sampling} with person_clients = {plan.privacy.person_clients}: there is no account of a person "
+            "whom several clients draw separately. Use batch = full."
+        )
     if noised and plan.sampling.kind == "fixed" and plan.privacy.adjacency is Adjacency.ADD_REMOVE:
         return (
             f"{plan.sampling} under add-remove: one more record changes which others are drawn, and nothing is "
@@ -299,6 +304,10 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
         plan_mechanism(plan, query)
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: sums of integers need secure-aggregation, not {plan.privacy.trust}.")
+    if plan.privacy.person_clients > 1:
+        raise SordinoError(
+            "person_clients: integers are rounded by each client, and that is proved for persons at one."
+        )
     if plan.participation.kind != FULL:
         raise SordinoError(f"participation: secure aggregation needs full participation, not {plan.participation}.")
     if plan.sampling.kind != FULL:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sordino.core import Unit
 from sordino.data.partition import describe, split
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, nearest
@@ -323,7 +322,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         Seeded(spec.seed or 0),
         version=__version__,
         spec_sha256=trained.resolved.spec.sha256(),
-        tested=len(dataset.y_test) if plan.privacy.unit is Unit.RECORD else None,
+        tested=len(dataset.y_test) if plan.privacy.unit.sizes_public else None,
     )
     client_epsilons = np.zeros(plan.clients)
     for group in spending.groups(plan):

@@ -287,7 +287,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
             adapter_sha256=sha256(adapter) if adapter.is_dir() else "",
             ledger_head=ledger.head(),
             ledger_rows=len(ledger),
-            tested=len(run.dataset.y_test) if run.plan.privacy.unit is Unit.RECORD else None,
+            tested=len(run.dataset.y_test) if run.plan.privacy.unit.sizes_public else None,
             execution=resolved.execution,
             assumes=resolved.assumptions,
             doubts=resolved.doubts,
@@ -308,7 +308,7 @@ def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
     if theta is None:
         return {}
     x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
-    counts = run.plan.privacy.unit is Unit.RECORD
+    counts = run.plan.privacy.unit.sizes_public
     threshold, unit = run.resolved.spec.threshold, run.dataset.unit
     return evaluate_fully(run.model, theta.to(x), x, y, threshold, counts=counts, unit=unit)
 

@@ -253,6 +253,8 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """Check that the releases follow from unit, adjacency, trust, clip and each client's noise."""
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     only_sums_visible = trust is not Trust.UNTRUSTED_SERVER
+    several = _clients_of_a_person(cert, problems)
+    several = several if only_sums_visible else math.sqrt(several)
     for query in cert["queries"]:
         gather = math.sqrt(_senders(cert, query)) if only_sums_visible else 1.0
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
@@ -272,7 +274,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                     f"{name}: the visible noise under {trust} is not {std:.6g} if a client adds {least_std:.6g}"
                 )
             if query["bound"] == "by clip" and not query["stream"]:
-                bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit)
+                bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit) * several
                 sampled = float(release["rate"]) < 1
                 apart = sampled and query["semidefinite"] and release["sampler"] == Sampler.POISSON
                 apart = apart and adjacency is Adjacency.REPLACE_ONE
@@ -286,6 +288,21 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             _check_rate(cert, kind, name, group, release, problems)
     _check_rounds(cert, problems)
     _check_totals(cert, problems)
+
+
+def _clients_of_a_person(cert: Mapping[str, Any], problems: list[str]) -> float:
+    """The declared number of clients of one person; 1 where persons are not the unit."""
+    person = cert.get("person")
+    if (person is not None) != (cert["unit"] == Unit.PERSON):
+        problems.append("the field person must be there at person level, and only there")
+    if person is None:
+        return 1.0
+    if not (int(person["records"]) >= 1 and int(person["clients"]) >= 1):
+        problems.append("person: the numbers of records and clients must be at least 1")
+    sampled = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"])
+    if int(person["clients"]) > 1 and (sampled or cert.get("secure")):
+        problems.append("person: there is no account of minibatches, or of integers, for a person at several clients")
+    return float(person["clients"])
 
 
 def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
@@ -358,7 +375,7 @@ def _check_rate(
     rate, sampler, unit = float(release["rate"]), str(release["sampler"]), Unit(cert["unit"])
     if rate == 1:
         return
-    if unit is Unit.RECORD and kind in SAMPLED:
+    if unit.sizes_public and kind in SAMPLED:
         law = Sampling.parse(cert["sampler"]["records"])
         least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
     elif unit is Unit.CLIENT and cert["trust"] == Trust.TRUSTED_SERVER:
