@@ -16,7 +16,11 @@ SEEN = {
     Trust.SECURE_AGGREGATION: "only sums of messages",
     Trust.TRUSTED_SERVER: "only the models sent out",
 }
-WHO = {Unit.RECORD: "one record", Unit.CLIENT: "one whole client"}
+WHO = {
+    Unit.RECORD: "one record",
+    Unit.PERSON: "one person, with all records,",
+    Unit.CLIENT: "one whole client",
+}
 CHANGE = {Adjacency.ADD_REMOVE: "joins or leaves", Adjacency.REPLACE_ONE: "is replaced"}
 
 

@@ -57,6 +57,19 @@ def check_grouping(privacy: Privacy, per_person: int | None) -> None:
         raise SordinoError(f"person: {has}, but unit = {privacy.unit} {needs}; see Records.of(person=, per_person=).")
 
 
+def check_person_clients(client: np.ndarray, person: np.ndarray, most: int) -> None:
+    """Refuse a person with records at more than `most` clients, who would be protected less than promised."""
+    held = client >= 0
+    pairs = np.unique(np.stack([person[held], client[held]], 1), axis=0)
+    counts = np.bincount(np.unique(pairs[:, 0], return_inverse=True)[1])
+    if counts.max() > most:
+        raise SordinoError(
+            f"person_clients: {int((counts > most).sum()):,} persons have records at more than {most} clients, one at "
+            f"{counts.max()}. Set person_clients = {counts.max()}, which adds noise; or, if equal numbers at two "
+            "clients are two persons, set person_ids = per-client."
+        )
+
+
 def person_rows(client: np.ndarray, person: np.ndarray, per_person: int) -> tuple[np.ndarray, np.ndarray]:
     """Where the records of each person come from, and the first row of each client.
 

@@ -213,10 +213,12 @@ class Linear:
         def part_sum(part: Shard) -> Tensor:
             x, residual, _ = self._finite(theta, part)
             if part.per_person > 1:
-                norm = torch.linalg.vector_norm(self._person_gradients(x, residual, part) * scale.unsqueeze(-2), dim=-1)
-                return ((norm.le(1).double() - 0.5) * part.person_weights()).sum(-1, keepdim=True)
-            below = self._scaled_norm(residual, x, scale) <= 1
-            return ((below.double() - 0.5) * part.mask).sum(-1, keepdim=True)
+                scaled = self._person_gradients(x, residual, part) * scale.unsqueeze(-2)
+                norm, weights = torch.linalg.vector_norm(scaled, dim=-1), part.person_weights()
+            else:
+                norm, weights = self._scaled_norm(residual, x, scale), part.mask
+            signs: Tensor = norm.le(1).double() - 0.5
+            return (signs * weights).sum(-1, keepdim=True)
 
         return sum_over(shard, part_sum, self._rows(theta, shard))
 

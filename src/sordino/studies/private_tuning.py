@@ -77,8 +77,13 @@ def search(
         raise SordinoError("epsilon: private tuning needs a budget; give a finite epsilon.")
     if how != "public" and privacy.unit is Unit.CLIENT:
         raise SordinoError(
-            "unit: at client level a user's records would both train and validate, and pay twice; use "
+            "unit: at client level a client's records would both train and validate, and pay twice; use "
             "--charge-tuning public."
+        )
+    if how != "public" and privacy.unit is Unit.PERSON:
+        raise SordinoError(
+            "unit: noisy counts of correct records are calibrated for single records, and a person may have several; "
+            "use --charge-tuning public."
         )
     if unknown := [key for key in grid if key not in entry(base.method_name).options]:
         raise SordinoError(

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from sordino import plugins
 from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
-from sordino.data.partition import Partition
+from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
 from sordino.data.schema import Schema, assumption
 from sordino.data.sources import Dataset, load
@@ -32,6 +34,9 @@ from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec
 
+if TYPE_CHECKING:
+    from sordino.data.records import Records
+
 
 class DataSource(NamedTuple):
     """Which records a run reads, and how they are prepared."""
@@ -47,6 +52,8 @@ class DataSource(NamedTuple):
     length: int  # tokens per text
     tokenizer: str
     client_column: str | None
+    person_column: str | None
+    person_ids: str
     whole_clients: bool  # hold out whole clients for testing
     benchmark: bool  # a built-in or published data set, which everybody may see
     declared_public: bool  # by `public_data`
@@ -184,6 +191,7 @@ class ResolvedSpec:
             source.name,
             label=source.label,
             client=source.client_column,
+            person=source.person_column if source.schema is None else None,
             test_fraction=source.test_fraction,
             seed=source.split_seed,
             schema=source.schema,
@@ -194,6 +202,30 @@ class ResolvedSpec:
         )
         check_statistics(statistics, dataset.features)
         return dataset
+
+    def owners(self, dataset: Dataset) -> np.ndarray:
+        """The client of every training record."""
+        from sordino.data.records import check_person_clients
+
+        by_person = self.privacy.unit is Unit.PERSON
+        client = split(dataset, self.partition, self.clients, seed=self.source.split_seed, by_person=by_person)
+        if dataset.person is not None and by_person and self.source.person_ids == "global":
+            check_person_clients(client, dataset.person, self.privacy.person_clients)
+        return client
+
+    def records(self, dataset: Dataset) -> Records:
+        """The training records, divided among clients and grouped by what is protected."""
+        from sordino.data.records import Records
+
+        return Records.of(
+            dataset.x_train,
+            dataset.y_train,
+            self.owners(dataset),
+            person=dataset.person if self.privacy.unit is Unit.PERSON else None,
+            per_person=self.privacy.person_records,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     # --------------------------------------------------------------------------------------- for certificate and files
 
@@ -217,6 +249,8 @@ class ResolvedSpec:
                 "Clients are simulated: their partition reads the labels of records that everybody may see, and their "
                 "sizes follow from it. The guarantee is for clients whose sizes are public and fixed."
             )
+        if self.privacy.unit is Unit.PERSON and self.source.person_ids == "per-client":
+            facts.append("Persons are numbered by each client: equal numbers at two clients are two persons.")
         if self.source.whole_clients:
             facts.append(
                 "Test records are those of clients held out as a whole, or of a test part that the file brings, which "
@@ -258,13 +292,14 @@ class ResolvedSpec:
         return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
 
 
-def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> ResolvedSpec:
+def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, elsewhere: bool = False) -> ResolvedSpec:
     """Decide what the spec leaves open, and check and type everything else.
 
     Args:
       spec: what the user wrote.
       device: `cpu` or `cuda`.
       schema: of the tables, where the spec names no file of it.
+      elsewhere: the data, and the names of their columns, are not at hand: sites hold them, or they were used before.
 
     Raises:
       SordinoError: names the key whose value does not fit.
@@ -275,9 +310,16 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
     schema = schema if spec.schema is None else Schema.read(spec.schema)
+    person = _person_column(spec, schema)
+    unit = spec.unit or ("record" if person is None else "person")
+    if unit == Unit.PERSON and person is None and not elsewhere:
+        raise SordinoError(
+            "person: unit = person needs the column that says whom a record is about; name it by --person COLUMN, or "
+            "as `person` in the schema."
+        )
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
-    usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open else "iid"
+    usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open and person is None else "iid"
     law, colon, argument = (spec.partition or usual).partition(":")
     if schema is not None and law == "by-column":
         raise SordinoError("partition: the schema names the client column; write by-site, or leave partition out.")
@@ -298,6 +340,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         schema=spec.schema and _whole_path(spec.schema),
         public_stats=spec.public_stats and _whole_path(spec.public_stats),
         partition=partition_text,
+        unit=unit,
         clients=10 if spec.clients is None and not partition.brings_clients else spec.clients,
         rounds=known.rounds if spec.rounds is None else spec.rounds,
         normalize=normalize,
@@ -308,7 +351,16 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         },
         model_options=model_options,
     )
-    privacy = Privacy(spec.epsilon, spec.delta, spec.unit, spec.adjacency, spec.trust, _client_epsilon(spec))  # type: ignore[arg-type]
+    privacy = Privacy(
+        spec.epsilon,
+        spec.delta,
+        unit,  # type: ignore[arg-type]
+        spec.adjacency,  # type: ignore[arg-type]
+        spec.trust,  # type: ignore[arg-type]
+        _client_epsilon(spec),
+        spec.person_records,
+        spec.person_clients,
+    )
     if spec.divisor not in list(Divisor):
         raise SordinoError(f"divisor: '{spec.divisor}' is unknown.{nearest(spec.divisor, Divisor)}")
     source = DataSource(
@@ -323,6 +375,8 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         length=spec.length,
         tokenizer=weights if weights and Path(weights).is_dir() else "minilm",
         client_column=partition.column,
+        person_column=person,
+        person_ids=spec.person_ids,
         # At client level a test on some of a protected client's records would be a release that nobody pays for.
         whole_clients=privacy.unit is Unit.CLIENT and partition.by_site and not is_open,
         benchmark=benchmark,
@@ -348,6 +402,16 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         evaluate_every=spec.evaluate_every,
         device=device,
     )
+
+
+def _person_column(spec: Spec, schema: Schema | None) -> str | None:
+    """The column that says whom a record is about: the schema names it, or the spec does."""
+    if schema is not None and spec.person not in (None, schema.person):
+        named = f"names '{schema.person}'" if schema.person else "names none"
+        raise SordinoError(
+            f"person: '{spec.person}', but the schema {named}; write the column as `person` into the schema."
+        )
+    return spec.person if schema is None else schema.person
 
 
 def _benchmark(data: str) -> bool:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from sordino.core import Unit
-from sordino.data.partition import split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
@@ -92,7 +91,8 @@ class PreparedRun:
         digest = hashlib.sha256(f"{self.resolved.portable.toml()}{self.plan.sizes}".encode())
         if self.dataset.schema is not None:
             digest.update(self.dataset.schema.sha256().encode())
-        for part in (self.records.x, self.records.y):
+        filled = [] if self.records.filled is None else [self.records.filled]
+        for part in (self.records.x, self.records.y, *filled):
             digest.update(part.contiguous().cpu().numpy().data)
         return digest.digest()
 
@@ -104,7 +104,8 @@ class PreparedRun:
     def heterogeneity(self) -> dict[str, float] | None:
         """How much simulated clients differ, for records that everybody may see; None for others."""
         classes = len(self.dataset.classes)
-        if not self.resolved.source.open or not classes or self.resolved.partition.by_site:
+        alone = self.records.filled is None
+        if not (self.resolved.source.open and classes and alone) or self.resolved.partition.by_site:
             return None
         return heterogeneity(self.records.y.cpu().numpy(), self.plan.sizes, classes)
 
@@ -128,8 +129,7 @@ def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> 
         sites = len(np.unique(dataset.site))
         if sites != resolved.clients:
             raise SordinoError(f"clients: {resolved.clients}, but the data hold {sites} clients; leave clients out.")
-    client = split(dataset, resolved.partition, resolved.clients, seed=resolved.source.split_seed)
-    records = Records.of(dataset.x_train, dataset.y_train, client, dtype=resolved.dtype, device=resolved.device)
+    records = resolved.records(dataset)
     model = resolved.build_model(dataset.x_train.shape[1], len(dataset.classes))
     noise = Noiseless(resolved.seed or 0) if resolved.noiseless else source(resolved.seed)
     return PreparedRun(resolved, dataset, records, model, resolved.plan(records.sizes), noise)
