@@ -157,8 +157,8 @@ def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy
 
     chosen = {key: getattr(arguments, key) for key in ("unit", "adjacency", "trust") if getattr(arguments, key)}
     asked = Privacy(arguments.epsilon, arguments.delta, **chosen)
-    if arguments.one_run and asked.unit is Unit.CLIENT:
-        raise SordinoError("unit: an audit in one run hides many records in a client; leave --unit client away.")
+    if arguments.one_run and asked.unit is not Unit.RECORD:
+        raise SordinoError(f"unit: an audit in one run hides many records in a client; leave --unit {asked.unit} away.")
     units = [asked.unit] if arguments.unit or arguments.one_run else list(entry(name).protects)
     for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).protects]:
         method = build(name, unit, **_options(name, dict(map(parse_setting, arguments.set))))
