@@ -172,7 +172,7 @@ class Shard(NamedTuple):
     `mask` is 0 for padding and for records a minibatch left out, else 1; a fused engine folds public client weights
     (at most 1) into it. `length` is the norm of each row of x where it was computed beforehand. Each person has
     `per_person` consecutive rows, a public number; those it does not fill have mask 0. A sum clips one term per person:
-    the mean over the person's records.
+    the sum over the person's records.
     """
 
     x: Tensor
@@ -180,11 +180,6 @@ class Shard(NamedTuple):
     mask: Tensor
     length: Tensor | None = None
     per_person: int = 1
-
-    def shares(self) -> Tensor:
-        """The share of each row in its person's mean, in float64: 1 / (records of the person), or 0 for padding."""
-        filled = self.by_person(self.mask > 0).to(torch.float64)
-        return (filled / filled.sum(-1, keepdim=True).clamp_min(1)).flatten(-2)
 
     def person_weights(self) -> Tensor:
         """One weight per person: that of its filled rows."""
@@ -220,10 +215,11 @@ class Model(Protocol):
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
         """Sum over records of the gradient (times `scale`, entry by entry) cut down to norm `clip`; gradients that are
         not finite contribute zero. The sums of matrices below are bounded alike, in the Frobenius norm. If the shard
-        has several rows per person, the terms are means over the records of each person."""
+        has several rows per person, the terms are sums over the records of each person."""
         ...
 
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
+    # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip): of (one-hot label, probabilities).
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
@@ -245,6 +241,7 @@ class Kind(StrEnum):
     FISHER = "fisher"
     GRAM = "gram"
     COUNT = "count"
+    CALIBRATION = "calibration"
     DELTA = "delta"
 
 
@@ -312,8 +309,8 @@ class Query:
         calls: How often it is asked per round.
         share: This query's part of mu squared. Queries without one divide what is left in proportion to their number of
             releases.
-        psd: The terms are positive semi-definite, which lowers the sensitivity under `replace-one` from 2C to sqrt(2)
-            C.
+        psd: The inner product of two terms is never negative, as for positive semi-definite matrices and for vectors
+            of probabilities. This lowers the sensitivity under `replace-one` from 2C to sqrt(2) C.
         bound: A proof that replaces the clip as the bound on the message.
         noise: The noise law. None marks an answer that is used inside the client only: it is clipped and counted, and
             the message built from it must carry a noised DELTA query.
@@ -386,6 +383,10 @@ class Ask(Protocol):
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
         """Of records whose gradient times `scale` has a norm up to 1, each as 1/2, and of the others, each as -1/2."""
+        ...
+
+    def calibration(self, theta: Tensor) -> Tensor:
+        """Of all records: the shares of the classes among the labels, then the mean probabilities of the classes."""
         ...
 
     def curvature(self, theta: Tensor) -> Tensor: ...

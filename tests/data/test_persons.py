@@ -26,9 +26,8 @@ def test_rows_of_persons_lie_together_and_more_than_the_most_are_left_out():
     assert held.shard(0).per_person == 2
 
 
-def test_shares_are_means_over_the_records_of_a_person():
+def test_a_person_has_one_weight():
     held = Records.of(np.zeros((8, 2)), np.arange(8.0), CLIENT, person=PERSON, per_person=3)
-    assert held.shard(0).shares().tolist() == pytest.approx([1, 0, 0, 1 / 3, 1 / 3, 1 / 3])
     weighted = held.fused(np.arange(2), np.array([0.5, 1.0]))
     assert weighted.person_weights().tolist() == [0.5, 0.5, 1, 1]
 

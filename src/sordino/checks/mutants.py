@@ -15,6 +15,7 @@ from sordino.checks.fixtures import Through
 from sordino.core import Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
+SUMS = ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "calibration_sum")
 ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
 
 
@@ -55,8 +56,8 @@ def clips_records_not_persons(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, lambda sums, shard, clip: sums(shard._replace(per_person=1), clip))
 
 
-def caps_after_clipping(method: Method, model: Any) -> tuple[Method, Any]:
-    """The mean of a person's records is taken over the records that were allowed, after a clip for all of them."""
+def allows_a_clip_per_record(method: Method, model: Any) -> tuple[Method, Any]:
+    """A person may contribute as many clips as records are used of it."""
 
     def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         return sums(shard, shard.per_person * clip)
@@ -153,7 +154,7 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
-    "sensitivity": (half_claimed, some_unclipped, mean_clipped, clips_records_not_persons, caps_after_clipping),
+    "sensitivity": (half_claimed, some_unclipped, mean_clipped, clips_records_not_persons, allows_a_clip_per_record),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
@@ -169,7 +170,7 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     """
     if mutant in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.CLIENT
-    if mutant in (clips_records_not_persons, caps_after_clipping) and method.unit is not Unit.PERSON:
+    if mutant in (clips_records_not_persons, allows_a_clip_per_record) and method.unit is not Unit.PERSON:
         return False
     if mutant not in MUTANTS["sensitivity"]:
         return True
@@ -189,4 +190,4 @@ def careless(model: Any, total: Callable[[ClippedSum, Shard, float], Tensor]) ->
         before, shard, clip, after = args[:at], args[at], args[at + 1], args[at + 2 :]
         return total(lambda shard, clip: method(*before, shard, clip, *after), shard, clip)
 
-    return Through(model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum"), summed)
+    return Through(model, SUMS, summed)

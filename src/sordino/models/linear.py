@@ -48,7 +48,7 @@ MATRIX_CHUNK_RECORDS = 1024  # records whose matrices are held at once
 CLIENT_NUMBERS_THRESHOLD = 2**16  # clients with more numbers in their terms are computed one by one, within the cache
 KERNEL_CHUNK_RECORDS = 2**16  # in one slice of the compiled kernel
 PRODUCT_CHUNK_NUMBERS = 2**19  # in one matrix product
-PERSON_CHUNK_NUMBERS = 2**18  # in the mean gradients, and the records, of one chunk of persons
+PERSON_CHUNK_NUMBERS = 2**18  # in the gradients, and the records, of one chunk of persons
 PAIR_CHUNK_NUMBERS = 2**19  # in one block of products of feature pairs
 SYMMETRIC_BLOCKS = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
@@ -223,6 +223,27 @@ class Linear:
         return sum_over(shard, part_sum, self._rows(theta, shard))
 
     @exact_arithmetic()
+    def calibration_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """The sum of (one-hot label, probabilities of the classes), each clipped to norm `clip`; sqrt(2) cuts nothing.
+
+        Class weights, `radius` and `residual` play no part: this is what the model predicts, and what was observed.
+        """
+        if self.kind is not Loss.SOFTMAX:
+            raise SordinoError(f"calibrate: intercepts are calibrated for classes, not for {self.kind}.")
+        theta = theta.to(shard.x)
+
+        def total(part: Shard) -> Tensor:
+            part = self._usable(part)
+            p = self.logits(theta, part.x).double().softmax(-1)
+            fine = torch.isfinite(p).all(-1)
+            label = torch.nn.functional.one_hot(part.y.clamp(0, self.outputs - 1), self.outputs).to(p)
+            terms = torch.cat([label.expand_as(p), torch.where(fine.unsqueeze(-1), p, 0.0)], -1)
+            factor = shared_bound(torch.linalg.vector_norm(terms, dim=-1), clip, part) * part.mask
+            return (terms * factor.unsqueeze(-1)).sum(-2)
+
+        return sum_over(shard, total)
+
+    @exact_arithmetic()
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
         """The sum of u u^T, each clipped to Frobenius norm `clip`."""
 
@@ -304,10 +325,10 @@ class Linear:
         return weight, theta[..., n:] if self.bias else None
 
     def _clipped_persons(self, theta: Tensor, shard: Shard, bound: float, scale: Tensor | None) -> Tensor:
-        """The sum of persons' mean gradients (times `scale`), each clipped to norm `bound`.
+        """The sum of persons' gradients (times `scale`), each clipped to norm `bound`.
 
-        Every mean gradient is built, in float64, and its norm is that of the very numbers that are added. So terms that
-        cancel within a person need no margin.
+        Every person's gradient is built, in float64, and its norm is that of the very numbers that are added. So terms
+        that cancel within a person need no margin.
         """
         scale = None if scale is None else usable(scale).double().unsqueeze(-2)
 
@@ -324,15 +345,15 @@ class Linear:
         return sum_over(shard, part_sum, self._person_chunk(theta, shard))
 
     def _person_gradients(self, x: Tensor, residual: Tensor, part: Shard) -> Tensor:
-        """The mean gradient of every person, flat, in float64."""
+        """The gradient of every person, summed over the person's records: flat, in float64."""
         persons = (x.shape[-2] // part.per_person, part.per_person)
-        r = residual.double() * part.shares().unsqueeze(-1)
+        r = residual.double().masked_fill((part.mask == 0).unsqueeze(-1), 0.0)
         r, rows = (t.reshape(*t.shape[:-2], *persons, t.shape[-1]) for t in (r, x.double()))
         weight = torch.einsum("...pkf,...pko->...pfo", rows, r).flatten(-2)
         return torch.cat([weight, r.sum(-2)], -1) if self.bias else weight
 
     def _person_chunk(self, theta: Tensor, shard: Shard) -> int:
-        """Rows per chunk, so that the mean gradients of its persons stay in cache."""
+        """Rows per chunk, so that the gradients of its persons stay in cache."""
         lead = max(math.prod(theta.shape[:-1]), math.prod(shard.x.shape[:-2]))
         persons = max(1, shard.x.shape[-2] // shard.per_person)
         width = lead * (self.size + shard.per_person * self.features)
@@ -469,16 +490,15 @@ def bounded(norm: Tensor, clip: float) -> Tensor:
 
 
 def shared_bound(norm: Tensor, clip: float, shard: Shard) -> Tensor:
-    """The factor of every record's matrix: the one that brings its person's mean down to `clip`, times its share.
+    """The factor of every record's term: the one that brings its person's sum down to `clip`.
 
-    The norm of a mean is at most the mean of norms. For positive semi-definite matrices, which do not cancel, that is
-    at most sqrt(per_person) times too much, and equal for records in the same direction.
+    The norm of a sum is at most the sum of norms. For terms that do not cancel, such as positive semi-definite
+    matrices, that is at most sqrt(per_person) times too much, and exact for records in the same direction.
     """
     if shard.per_person == 1:
         return bounded(norm, clip)
-    shares = shard.shares()
-    total = shard.by_person(torch.where(shares > 0, shares * norm, 0.0)).sum(-1, keepdim=True)
-    return (bounded(total, clip).expand(*total.shape[:-1], shard.per_person)).flatten(-2) * shares
+    total = shard.by_person(torch.where(shard.mask > 0, norm, 0.0)).sum(-1, keepdim=True)
+    return bounded(total, clip).expand(*total.shape[:-1], shard.per_person).flatten(-2)
 
 
 def outer(rows: Tensor) -> Tensor:

@@ -295,9 +295,9 @@ class TorchModel:
         gradients = {
             name: _unshared(gradients[name].reshape(groups * n, -1), x) for name in self.trained if name in gradients
         }
-        if per_person > 1:  # from here on, one mean gradient per person
-            shares = shard.shares().to(theta.dtype).view(-1, per_person, 1)
-            gradients = {name: _means(part.to(theta.dtype), shares) for name, part in gradients.items()}
+        if per_person > 1:  # from here on, one gradient per person
+            filled = (mask > 0).view(-1, per_person, 1)
+            gradients = {name: _of_persons(part.to(theta.dtype), filled) for name, part in gradients.items()}
             mask, n = shard.person_weights(), n // per_person
             squares = squares[: groups * n]
         if lean and gradients:
@@ -466,10 +466,9 @@ def _times(scale: Tensor, part: Tensor, n: int) -> Tensor:
     return (rows * scale.unsqueeze(1)).flatten(0, 1)
 
 
-def _means(part: Tensor, shares: Tensor) -> Tensor:
-    """The mean gradient of every person. Rows without a record count as zero even if they are not finite."""
-    rows = part.view(*shares.shape[:2], -1)
-    return torch.where(shares > 0, rows * shares, 0.0).sum(1)
+def _of_persons(part: Tensor, filled: Tensor) -> Tensor:
+    """The gradient of every person: the sum over its records. Rows without a record count as zero in any case."""
+    return torch.where(filled, part.view(*filled.shape[:2], -1), 0.0).sum(1)
 
 
 def _unshared(part: Tensor, x: Tensor) -> Tensor:

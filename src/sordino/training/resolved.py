@@ -25,6 +25,7 @@ from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
 from sordino.methods import build, entry
+from sordino.methods.calibration import calibrated
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
@@ -36,6 +37,9 @@ from sordino.training.spec import Spec
 
 if TYPE_CHECKING:
     from sordino.data.records import Records
+
+
+CALIBRATE = 0.05  # of mu squared, for `auto` on a table of classes
 
 
 class DataSource(NamedTuple):
@@ -118,7 +122,7 @@ class ResolvedSpec:
     @cached_property
     def method(self) -> Method:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
-        method = build(self.method_name, self.privacy.unit, **self.options)
+        method = calibrated(build(self.method_name, self.privacy.unit, **self.options), self.spec.calibrate or 0.0)
         plugin = registry.plugin_of(self.model.name)
         return method if plugin is None else plugins.judged(method, plugin)
 
@@ -170,6 +174,13 @@ class ResolvedSpec:
         from sordino.engines.oracle import MATRICES
 
         model = self.model.build(features, classes)
+        if self.spec.calibrate and not (
+            hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
+        ):
+            raise SordinoError(
+                f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
+                "here; set calibrate = 0."
+            )
         kinds = {query.kind for stage in self.method.stages for query in stage.queries} & set(MATRICES)
         if lacking := [str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum")]:
             raise SordinoError(
@@ -342,6 +353,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         partition=partition_text,
         unit=unit,
         clients=10 if spec.clients is None and not partition.brings_clients else spec.clients,
+        calibrate=_calibrate(spec, schema),
         rounds=known.rounds if spec.rounds is None else spec.rounds,
         normalize=normalize,
         schedule_seed=spec.schedule_seed if spec.schedule_seed is not None else seed,
@@ -402,6 +414,16 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         evaluate_every=spec.evaluate_every,
         device=device,
     )
+
+
+def _calibrate(spec: Spec, schema: Schema | None) -> float:
+    """The part of the budget that calibrates intercepts: as asked for, or a small one for a table of classes."""
+    if spec.calibrate is not None:
+        return spec.calibrate
+    weighted = bool(spec.model_options.get("class_weights"))  # weights ask for intercepts that are not calibrated
+    classes = schema is not None and bool(schema.classes)
+    usual = spec.method == spec.model == "auto" and spec.unit != Unit.CLIENT and not weighted
+    return CALIBRATE if classes and usual else 0.0
 
 
 def _person_column(spec: Spec, schema: Schema | None) -> str | None:

@@ -251,7 +251,7 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
     sampler = cert["sampler"]
     person = cert.get("person")
     return [
-        *([_averaged(person)] if person else []),
+        *([_added_up(person)] if person else []),
         *bounds,
         _noise(cert),
         f"Clients in each round: {sampler['clients']}. {_of_each_client(cert)} in a round: {sampler['records']}. "
@@ -260,11 +260,11 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _averaged(person: Mapping[str, int]) -> str:
+def _added_up(person: Mapping[str, int]) -> str:
     used = "One record" if person["records"] == 1 else f"Up to {person['records']} records"
     return (
         f"{used} of each person were used at each client, the first ones in its table. What they contribute was "
-        "averaged before it was shortened, so that all of them together count as one."
+        "added up before it was shortened, so that all of them together count as one."
     )
 
 
