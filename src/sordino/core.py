@@ -218,8 +218,11 @@ class Model(Protocol):
         has several rows per person, the terms are sums over the records of each person."""
         ...
 
+    # A model whose sums have one clipped term per person, where a shard has several rows per person, says so by
+    # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
     # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip): of (one-hot label, probabilities).
+    # A survival model has histogram_sum(shard, clip): of records by what their label says, one cell each.
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
@@ -242,6 +245,7 @@ class Kind(StrEnum):
     GRAM = "gram"
     COUNT = "count"
     CALIBRATION = "calibration"
+    HISTOGRAM = "histogram"
     DELTA = "delta"
 
 
@@ -309,8 +313,8 @@ class Query:
         calls: How often it is asked per round.
         share: This query's part of mu squared. Queries without one divide what is left in proportion to their number of
             releases.
-        psd: The inner product of two terms is never negative, as for positive semi-definite matrices and for vectors
-            of probabilities. This lowers the sensitivity under `replace-one` from 2C to sqrt(2) C.
+        psd: The terms are positive semi-definite, or have no negative entry, so that the inner product of two terms is
+            never negative. This lowers the sensitivity under `replace-one` from 2C to sqrt(2) C.
         bound: A proof that replaces the clip as the bound on the message.
         noise: The noise law. None marks an answer that is used inside the client only: it is clipped and counted, and
             the message built from it must carry a noised DELTA query.
@@ -342,7 +346,7 @@ class Query:
 
         - One unit more or less changes a sum of clipped terms by one of them: C.
         - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
-          most sqrt(2) C, for their inner product is not negative.
+          most sqrt(2) C, for their inner product is not negative. The same holds for vectors without negative entries.
         - A record or a person may carry its client's clipped message from anywhere in the ball to anywhere, joining or
           not: 2C.
         """
@@ -396,6 +400,10 @@ class Ask(Protocol):
 
     def fisher(self, theta: Tensor) -> Tensor: ...
     def gram(self) -> Tensor: ...
+    def histogram(self) -> Tensor:
+        """Of records by what their label says, as shares; only a model that defines it answers."""
+        ...
+
     def std(self, kind: Kind) -> Tensor:
         """Of the noise on one number of this client's answer: public."""
         ...
@@ -536,6 +544,8 @@ class Facts:
     shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
     blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
     numeric: bool = False  # the labels are numbers, so the scale of the model's output counts
+    rates: bool = False  # the output is the logarithm of a rate, which the curvature is proportional to
+    intervals: int = 0  # of a survival model
 
 
 class Checkpoint(NamedTuple):

@@ -65,6 +65,12 @@ def changed(path, value, values=VALUES):
     return copy
 
 
+def survival(**changes):
+    """A survival target with some keys changed, or removed where they are None."""
+    target = {"column": "time", "task": "survival", "event": "died", "intervals": [0, 10, 20], **changes}
+    return {key: value for key, value in target.items() if value is not None}
+
+
 def write(folder: Path, text: str, name="table.csv", encoding="utf-8") -> Path:
     path = folder / name
     path.write_bytes(text.encode(encoding))
@@ -256,6 +262,25 @@ def test_a_cell_in_latin_1_names_the_remedy(tmp_path):
         (["target"], {"column": "died", "task": "quantity"}, "target.range: a quantity needs a public range"),
         (["target"], {"column": "died", "task": "quantity", "range": [5, 5]}, "target.range: a quantity needs"),
         (["target"], {"task": "classes", "levels": ["a", "b"]}, "target: it lacks column"),
+        (["target", "maximum"], 9, "target.maximum: it is for count, and the task is classes"),
+        (["target"], {"column": "died", "task": "count"}, "target.maximum: a count needs .* none is given"),
+        (["target"], {"column": "died", "task": "count", "maximum": 2.5}, "target.maximum: .* 2.5 is given"),
+        (["target"], {"column": "died", "task": "count", "maximum": 0}, "target.maximum: .* 0 is given"),
+        (["target"], {"column": "died", "task": "count", "maximum": "many"}, "target.maximum: 'many' must be a number"),
+        (["target"], {"column": "died", "task": "count", "range": [0, 9], "maximum": 9}, "target.range: it is for"),
+        (["target"], survival(event=None), "target.event: survival needs the column that says whether the event"),
+        (["target"], survival(event="time"), "must be three different columns"),
+        (["target"], survival(event="hospital"), "must be three different columns"),
+        (["target"], survival(event="age"), "columns.age: it is the target, client or person already"),
+        (["target"], survival(intervals=None), "target.intervals: survival needs public edges"),
+        (["target"], survival(intervals=[0]), "target.intervals: survival needs public edges"),
+        (["target"], survival(intervals=[1, 2]), "target.intervals: .* begin with 0"),
+        (["target"], survival(intervals=[0, 2, 2]), "target.intervals: .* begin with 0 and rise"),
+        (["target"], survival(intervals=list(range(200))), "target.intervals: .* at most 101"),
+        (["target"], survival(intervals=[0, "x"]), "target.intervals: .* must be a list of numbers"),
+        (["target"], survival(intervals=365), "target.intervals: 365 must be a list of numbers"),
+        (["target"], survival(levels=["no"]), "target.levels: of survival, give how the event column spells"),
+        (["target"], survival(maximum=3), "target.maximum: it is for count, and the task is survival"),
         (["target", "column"], "age", "columns.age: it is the target, client or person already"),
         (["client"], "died", "must be three different columns"),
         (["client"], 3, "client: '3' must be the name of a column"),
@@ -290,6 +315,61 @@ def test_a_missing_column_is_refused():
         Schema.of(VALUES).encode({name: cells for name, cells in FRAME.items() if name != "age"})
     with pytest.raises(SordinoError, match="is no table"):
         tables.of_frame([1, 2])
+
+
+def of_target(target, **columns):
+    """A schema with one feature, and its table."""
+    schema = Schema.of({"target": target, "columns": {"age": {"type": "number", "range": [0, 100]}}})
+    rows = len(next(iter(columns.values())))
+    return schema, {"age": [50] * rows, **columns}
+
+
+def test_a_count_is_clamped_at_its_public_maximum_and_measured_in_its_root():
+    schema, frame = of_target({"column": "n", "task": "count", "maximum": 16}, n=[0, 3, 16, 99])
+    y = schema.encode(frame).y
+    assert y.tolist() == [0, 3, 16, 16]
+    assert schema.unit == 4
+    assert schema.to_model(y).tolist() == [0, 0.75, 4, 4]
+    assert schema.to_people(np.array([0.5, 9.0])).tolist() == [2, 16]
+    assert Schema.of(schema.values()).sha256() == schema.sha256()
+    assert schema.target.says() == "count, 0 … 16; larger ones are clamped"
+
+
+def test_survival_becomes_a_signed_time_and_ends_at_the_last_edge():
+    schema, frame = of_target(survival(), time=[5, 5, 0, 0, 20, 30, 19.5], died=[1, 0, 1, 0, 1, 0, 1])
+    y = schema.encode(frame).y
+    least = 20 * 2.0**-20
+    assert y.tolist() == [5, -5, pytest.approx(least), pytest.approx(-least), -20, -20, 19.5]
+    assert schema.to_model(y).tolist() == y.tolist()
+    assert schema.reads() == {"age": "number", "time": "number", "died": "text"}
+    assert Schema.of(schema.values()).sha256() == schema.sha256()
+    schema, frame = of_target(survival(levels=["Alive", "Dead"]), time=[1, 2], died=["Dead", "Alive"])
+    assert schema.encode(frame).y.tolist() == [1, -2]
+
+
+@pytest.mark.parametrize(
+    ("target", "columns", "problem"),
+    [
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": [1, -1]}, "target: 1 cells of column 'n' are no counts"),
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": [1.5, 2]}, "target: 1 cells .* are no counts"),
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": [None, 2]}, "target: 1 cells .* are missing"),
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": ["a", "2"]}, "column 'n' holds 'a'"),
+        (survival(), {"time": [1, -2], "died": [1, 0]}, "target: 1 times in column 'time' are below 0"),
+        (survival(), {"time": [1, None], "died": [1, 0]}, "target: 1 cells of column 'time' are missing"),
+        (survival(), {"time": [1, 2], "died": [1, None]}, "target: 1 cells of column 'died' are missing"),
+        (
+            survival(),
+            {"time": [1, 2], "died": ["yes", "perhaps"]},
+            "1 cells of column 'died' are neither false nor true",
+        ),
+        (survival(levels=["a", "d"]), {"time": [1, 2], "died": ["a", "D"]}, "are neither a nor d; spell them in"),
+        (survival(), {"time": [1, 2]}, "lacks the column 'died'"),
+    ],
+)
+def test_wrong_counts_and_times_are_refused(target, columns, problem):
+    schema, frame = of_target(target, **columns)
+    with pytest.raises(SordinoError, match=problem):
+        schema.encode(frame)
 
 
 # --------------------------------------------------------------------------------------------------------------- drafts

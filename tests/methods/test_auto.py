@@ -118,7 +118,7 @@ def test_without_doubt_theta_is_the_posterior_mean_of_a_linear_model(doubt):
     rule = kalman(clip=1e6, most=1e6, prior=1.0, doubt=doubt)
     theta = torch.zeros(rows * c, dtype=torch.float64)
     state = rule.init(theta, facts_of(4, 0.1), taken_in(A, theta))
-    V, h, P, _ = state
+    V, h, P, *_ = state
     H, information = (V * h) @ V.T, torch.linalg.inv((V * P) @ V.T)
     wanted, weighted = torch.from_numpy(rng.normal(size=(rows, c))), torch.zeros(rows, c, dtype=torch.float64)
     for t in range(12):
@@ -139,7 +139,7 @@ def test_the_prior_is_one_logit_or_what_the_noise_moves():
     rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0)
     A, theta = moments(federation()), torch.zeros(MODEL.size, dtype=torch.float64)
     for std in (0.0, 1e-4, 10.0):
-        _, h, P, variance = rule.init(theta, facts_of(25, std), taken_in(A, theta))
+        _, h, P, variance, *_ = rule.init(theta, facts_of(25, std), taken_in(A, theta))
         value = torch.linalg.eigvalsh(A)
         moved = std / 5 * float(value.sum().sqrt() / h.mean())
         assert math.isclose(float((P * value).sum()), max(1.0, 2 * moved), rel_tol=1e-6)
@@ -195,7 +195,7 @@ def test_models_of_several_parameters_are_refused():
         rule.init(
             torch.zeros(5),
             Facts(3, np.array(SIZES), 5, 3.0, 0.1, ((2, 2), (1,))),
-            KalmanState(torch.eye(2), torch.ones(2), torch.ones(2), torch.ones(())),
+            KalmanState(torch.eye(2), torch.ones(2), torch.ones(2), *torch.ones(4, 1), torch.ones(0)),
         )
 
 

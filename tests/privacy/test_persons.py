@@ -166,3 +166,16 @@ def test_minibatches_draw_persons():
         assert set(filled.sum(-1).tolist()) <= {0.0, 3.0}
         used = shard.x[shard.mask > 0].argmax(-1).view(-1, 3)
         assert (used == used[:, :1]).all()
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+def test_a_model_that_clips_single_records_is_refused(engine):
+    """A model must say that its sums have one term per person; one that does not could clip each record by itself."""
+
+    class Careless(so.Linear):
+        serves_persons = False
+
+    client = np.repeat(np.arange(3), SIZES)
+    held = Records.of(np.zeros((100, 2)), np.zeros(100, int), client, person=np.arange(100), per_person=4)
+    with pytest.raises(SordinoError, match=r"^unit: Careless clips single records, not persons"):
+        next(engine.run(plan(), Careless(2, 2), held, Seeded(0)))

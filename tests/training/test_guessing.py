@@ -11,7 +11,7 @@ from sordino.training.evaluate import beats_constant_guess, evaluate, no_better
 
 
 def data(y, classes):
-    return SimpleNamespace(y_test=y, classes=classes, unit=1.0)
+    return SimpleNamespace(y_test=y, classes=classes, unit=1.0, task="classes" if classes else "quantity")
 
 
 def scored(hits, y):

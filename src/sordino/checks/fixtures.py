@@ -13,9 +13,8 @@ from torch import Tensor
 
 from sordino import core
 from sordino.core import Adjacency, Divisor, Method, Tree, Trust, Unit
-from sordino.data.records import Records
+from sordino.data.records import LOSSES_OF_NUMBERS, Records
 from sordino.errors import SordinoError
-from sordino.models.linear import NUMERIC_LOSSES
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -39,7 +38,7 @@ class Space(NamedTuple):
     @staticmethod
     def of(model: Any) -> Space:
         try:
-            numbers = getattr(model, "kind", None) in NUMERIC_LOSSES
+            numbers = str(getattr(model, "kind", "")) in LOSSES_OF_NUMBERS
             return Space(model.features, 0 if numbers else max(2, model.outputs))
         except AttributeError as missing:
             raise SordinoError(f"model: the checks need its attributes features and outputs; {missing}.") from None

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
 
 
 def act(arguments: argparse.Namespace) -> int:
-    from sordino.training.export import export, preparation
+    from sordino.training.export import export, output_of, preparation
     from sordino.training.predict import load_run
 
     run = load_run(arguments.model)
@@ -32,7 +32,7 @@ def act(arguments: argparse.Namespace) -> int:
         [
             ("files", ", ".join(map(str, written))),
             ("input", f"{run.about['features']} encoded features; {preparation(run).words}"),
-            ("output", f"probabilities of {', '.join(run.classes[:10])}" if run.classes else "numbers"),
+            ("output", f"probabilities of {', '.join(run.classes[:10])}" if run.classes else output_of(run)),
         ]
     )
     if run.certificate is not None and not run.certificate["certified"]:

@@ -162,20 +162,23 @@ def _train(prepared: Any, out: Path) -> list[dict[str, Any]]:
         for line in run.rounds(prepared, out):
             history.append(line)
             spent = "no noise" if line["epsilon"] is None else f"ε {line['epsilon']:.3g}"
-            shown = f"{_score(line)}  {spent}" if {"mse", "accuracy"} & line.keys() else shown
+            shown = f"{_score(line)}  {spent}" if line.keys() - {"round", "epsilon"} else shown
             progress.update(completed=line["round"], shown=shown)
     return history
 
 
 def _score(line: dict[str, Any]) -> str:
-    """Of accuracy and mse, the one that the labels have. A model that diverged has no number."""
-    name = "mse" if "mse" in line else "accuracy"
+    """The first metric of the task. A model that diverged has no number."""
+    from sordino.training.evaluate import shown_metric
+
+    name = shown_metric(line)
     value = line[name]
-    return f"{name} {'nan' if value is None else f'{value:.4g}' if name == 'mse' else f'{value:.1%}'}"
+    return f"{name} {'nan' if value is None else f'{value:.1%}' if name == 'accuracy' else f'{value:.4g}'}"
 
 
-def _quality(metrics: dict[str, Any], y: Any) -> list[tuple[str, str]]:
-    """Lines on the metrics beside accuracy or mse. y: the labels of the test records."""
+def _quality(metrics: dict[str, Any], dataset: Any) -> list[tuple[str, str]]:
+    """Lines on the metrics beside the first."""
+    from sordino.training.evaluate import deviance_of_mean
     from sordino.training.metrics import entropy
 
     def number(name: str) -> str:
@@ -186,9 +189,15 @@ def _quality(metrics: dict[str, Any], y: Any) -> list[tuple[str, str]]:
 
     if "r2" in metrics:
         return [("fit", f"R² {number('r2')}, mean absolute error {number('mae')}")]
+    if "d2" in metrics:
+        constant = f"{number('d2')} of it explained ({deviance_of_mean(dataset):.4g} from the mean alone)"
+        counts = f"{number('mean_predicted')} predicted on average, {number('observed')} observed"
+        return [("fit", f"{constant}, mean absolute error {number('mae')}"), ("counts", counts)]
+    if "survival_curve" in metrics:
+        return [("scores", f"Brier score {number('brier')}, mean over edges"), *_survival(metrics["survival_curve"])]
     if "log_loss" not in metrics:
         return []
-    loss = f"log loss {number('log_loss')} ({entropy(y):.4g} from prevalence alone)"
+    loss = f"log loss {number('log_loss')} ({entropy(dataset.y_test):.4g} from prevalence alone)"
     if "auc" not in metrics:
         return [("scores", loss)]
     fit = f"calibration slope {number('calibration_slope')}, intercept {number('calibration_intercept')}"
@@ -200,6 +209,14 @@ def _quality(metrics: dict[str, Any], y: Any) -> list[tuple[str, str]]:
             f"above {metrics['threshold']:g}: sensitivity {share('sensitivity')}, specificity {share('specificity')}",
         ),
     ]
+
+
+def _survival(curve: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Survival at the edge in the middle and at the last that the test records reach."""
+    known = [edge for edge in curve if edge["brier"] is not None]
+    some = {edge["time"]: edge for edge in (known[len(known) // 2], known[-1])} if known else {}
+    parts = [f"by {t:g} {e['predicted']:.1%} predicted, {e['observed']:.1%} observed" for t, e in some.items()]
+    return [("survival", "; ".join(parts))] if parts else []
 
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
@@ -230,8 +247,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         )
     if 0 < len(cert["client_names"]) <= 20:
         rows.append(("names", "; ".join(f"{i} {name}" for i, name in enumerate(cert["client_names"]))))
-    rows.append(("error" if "mse" in last else "result", _score(last) + tested))
-    rows += _quality(final_metrics(prepared, out), prepared.dataset.y_test)
+    rows.append(("error" if {"mse", "deviance"} & last.keys() else "result", _score(last) + tested))
+    rows += _quality(final_metrics(prepared, out), prepared.dataset)
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"
     promise = f"ε = {epsilon} at δ = {cert['delta']:g}, {cert['unit']} level, {cert['adjacency']}, {cert['trust']}"
     verdict = "certified" if cert["certified"] else f"NOT certified: {'; '.join(cert['reasons'])}"

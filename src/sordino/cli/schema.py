@@ -99,8 +99,7 @@ def _check(arguments: argparse.Namespace) -> int:
         page = console()
         page.print()
         if schema.target is not None:
-            levels = f": {', '.join(schema.classes)}" if schema.classes else ""
-            page.print(f"target     {schema.target.column} ({schema.target.task}{levels})", markup=False)
+            page.print(f"target     {schema.target.column} ({schema.target.says()})", markup=False)
         page.print(f"features   {len(schema.features)} numbers per record, each between -1 and 1", markup=False)
         page.print("privacy    applied to each record by itself: it costs nothing", markup=False)
         if arguments.file:

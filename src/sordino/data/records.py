@@ -13,7 +13,7 @@ from torch import Tensor
 from sordino.core import Model, Privacy, Shard, Unit
 from sordino.errors import SordinoError
 
-LOSSES_OF_NUMBERS = ("squares", "poisson")  # for other losses, labels are class indices
+LOSSES_OF_NUMBERS = ("squares", "poisson", "hazards")  # for other losses, labels are class indices
 
 
 def check_device(name: str, field: str = "device") -> torch.device:
@@ -67,6 +67,15 @@ def check_person_clients(client: np.ndarray, person: np.ndarray, most: int) -> N
             f"person_clients: {int((counts > most).sum()):,} persons have records at more than {most} clients, one at "
             f"{counts.max()}. Set person_clients = {counts.max()}, which adds noise; or, if equal numbers at two "
             "clients are two persons, set person_ids = per-client."
+        )
+
+
+def check_serves(privacy: Privacy, model: Model) -> None:
+    """Refuse a model that would clip each record of a person by itself."""
+    if privacy.unit is Unit.PERSON and not getattr(model, "serves_persons", False):
+        raise SordinoError(
+            f"unit: {type(model).__name__} clips single records, not persons; use a linear model or a network, or unit "
+            "= record."
         )
 
 

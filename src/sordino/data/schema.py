@@ -8,7 +8,7 @@ so applying it costs no privacy. Every feature it makes is bounded, so one recor
 
     [target]
     column = "died"
-    task = "classes"                         # or quantity, with a public range
+    task = "classes"                         # or quantity, count or survival: docs/how-to/describe-a-table.md
     levels = ["no", "yes"]                   # the last of two is the positive one
     recode = { "0" = "no", "1" = "yes" }     # optional: other spellings of a level
 
@@ -46,7 +46,9 @@ from sordino.errors import SordinoError, nearest
 from sordino.settings import read_toml
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null")
-TASKS = ("classes", "quantity")
+TASKS = ("classes", "quantity", "count", "survival")
+MOST_INTERVALS, MOST_COUNT = 100, 1_000_000
+LEAST_TIME = 2.0**-20  # of the last edge: stands for a time of 0, whose sign could not say whether the event happened
 BLANK = "FILL IN"  # what a draft leaves to people
 EPOCH = date(1970, 1, 1)
 TRUE, FALSE = ("true", "yes", "y", "t", "1"), ("false", "no", "n", "f", "0")
@@ -289,40 +291,104 @@ def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str]) -> n
 
 @dataclass(frozen=True)
 class Target:
-    """What is predicted. A record whose target is missing is refused, because nobody can learn from it."""
+    """What is predicted. A record whose target is missing is refused, because nobody can learn from it.
+
+    Args:
+        column: The column to predict; of survival, the time until the event or until the record was last seen.
+        task: `classes`, `quantity`, `count` or `survival`.
+        levels: Of classes, the public levels. Of survival, how the event column spells no and yes (optional).
+        recode: Of classes, other spellings of a level.
+        range: Of a quantity, the public range.
+        maximum: Of a count, the largest that is learnt; larger ones are clamped.
+        event: Of survival, the column that says whether the event happened at that time.
+        intervals: Of survival, the public edges of intervals of time, from 0, in the unit of the table.
+    """
 
     column: str
     task: str = "classes"
     levels: tuple[str, ...] = ()
     recode: Mapping[str, str] = field(default_factory=dict)
     range: tuple[float, float] | None = None
+    maximum: float | None = None
+    event: str | None = None
+    intervals: tuple[float, ...] = ()
 
     def check(self) -> None:
         if self.task not in TASKS:
             raise SordinoError(f"target.task: '{self.task}' is unknown.{nearest(self.task, TASKS)}")
-        if self.task == "classes":
+        for key, tasks in KEYS_OF_TASKS.items():
+            if self.task not in tasks and getattr(self, key) not in (None, (), {}):
+                raise SordinoError(f"target.{key}: it is for {' and '.join(tasks)}, and the task is {self.task}.")
+        if self.task == "count":
+            self._check_count()
+        elif self.task == "survival":
+            self._check_survival()
+        elif self.task == "classes":
             _check_levels(self.levels, "target", least=2)
             if wrong := [level for level in self.recode.values() if level not in self.levels]:
                 raise SordinoError(f"target.recode: '{wrong[0]}' is none of the levels {', '.join(self.levels)}.")
         elif self.range is None or not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise SordinoError("target.range: a quantity needs a public range = [low, high].")
 
-    @property
-    def reads(self) -> str:
-        return "text" if self.task == "classes" else "number"
+    def _check_count(self) -> None:
+        if self.maximum is None or not (1 <= self.maximum <= MOST_COUNT and float(self.maximum).is_integer()):
+            given = "none is given" if self.maximum is None else f"{self.maximum:g} is given"
+            raise SordinoError(
+                f"target.maximum: a count needs a public maximum, a whole number from 1 to {MOST_COUNT:,}; {given}."
+            )
 
-    def encode(self, column: Any, missing: Sequence[str]) -> np.ndarray:
-        """Class indices; or numbers, clamped to the public range."""
+    def _check_survival(self) -> None:
+        if self.event is None:
+            raise SordinoError(
+                "target.event: survival needs the column that says whether the event happened; `column` is the time."
+            )
+        if self.levels and (len(self.levels) != 2 or self.levels[0] == self.levels[1]):
+            raise SordinoError("target.levels: of survival, give how the event column spells no and yes.")
+        edges = self.intervals
+        if not 2 <= len(edges) <= MOST_INTERVALS + 1 or edges[0] != 0 or not (np.diff(edges) > 0).all():
+            raise SordinoError(
+                "target.intervals: survival needs public edges of time that begin with 0 and rise, such as "
+                f"[0, 365, 730, 1095], at most {MOST_INTERVALS + 1}."
+            )
+
+    @property
+    def reads(self) -> dict[str, str]:
+        """The columns that are read, each as `number` or `text`."""
+        if self.event is not None:
+            return {self.column: "number", self.event: "text"}
+        return {self.column: "text" if self.task == "classes" else "number"}
+
+    def encode(self, table: Any, missing: Sequence[str]) -> np.ndarray:
+        """The target of every record.
+
+        Classes become indices, quantities and counts are clamped to what is public. Survival becomes one number: the
+        time, with a minus sign where the event did not happen. Who is still there at the last edge counts as last seen
+        then.
+
+        Args:
+            table: A table with the columns of `reads`.
+            missing: Cells that mean that a value is missing.
+        """
+        column = table.column(self.column)
         if self.task != "classes":
             values = tables.numbers(column, self.column, missing)
             if blank := int(np.isnan(values).sum()):
-                raise self._absent(blank)
+                raise self._absent(blank, self.column)
+            if self.task == "survival":
+                return self._signed(values, table.column(self.event), missing)
+            if self.task == "count":
+                if wrong := int(((values < 0) | (values != np.floor(values))).sum()):
+                    raise SordinoError(
+                        f"target: {wrong} cells of column '{self.column}' are no counts (0, 1, 2, …); correct them, or "
+                        'use task = "quantity".'
+                    )
+                return np.asarray(np.minimum(values, self.maximum or 0), np.float32)
             assert self.range is not None
             return np.asarray(np.clip(values, *self.range), np.float32)
         spelt = [*self.levels, *self.recode]
         index = level_index(column, spelt, missing)
         if blank := int((index == MISSING_LEVEL).sum()):
-            raise self._absent(blank)
+            raise self._absent(blank, self.column)
         if (index == OTHER_LEVEL).any():
             row = int(np.flatnonzero(index == OTHER_LEVEL)[0])
             cell = tables.texts(column, missing)[row].as_py()
@@ -333,8 +399,46 @@ class Target:
         position = [*range(len(self.levels)), *(self.levels.index(level) for level in self.recode.values())]
         return np.take(np.asarray(position, np.int64), index)
 
-    def _absent(self, count: int) -> SordinoError:
-        return SordinoError(f"target: {count} cells of column '{self.column}' are missing; drop those records.")
+    def _signed(self, time: np.ndarray, column: Any, missing: Sequence[str]) -> np.ndarray:
+        """Times until an event as they are, other times negative."""
+        import pyarrow.compute as pc
+
+        no, yes = ((self.levels[0],), (self.levels[1],)) if self.levels else (FALSE, TRUE)
+        text = tables.texts(column, missing)
+        index = level_index(text if self.levels else pc.utf8_lower(text), (*no, *yes), ())
+        if blank := int((index == MISSING_LEVEL).sum()):
+            raise self._absent(blank, str(self.event))
+        if (index == OTHER_LEVEL).any():
+            raise SordinoError(
+                f"target: {int((index == OTHER_LEVEL).sum())} cells of column '{self.event}' are neither "
+                f"{no[0]} nor {yes[0]}; spell them in levels = [NO, YES]."
+            )
+        if wrong := int((time < 0).sum()):
+            raise SordinoError(f"target: {wrong} times in column '{self.column}' are below 0; drop those records.")
+        end = self.intervals[-1]
+        happened = (index >= len(no)) & (time < end)
+        return np.asarray(np.where(happened, 1, -1) * np.clip(time, LEAST_TIME * end, end), np.float32)
+
+    def _absent(self, count: int, column: str) -> SordinoError:
+        return SordinoError(f"target: {count} cells of column '{column}' are missing; drop those records.")
+
+    def says(self) -> str:
+        """The task, for people."""
+        if self.task == "count":
+            return f"count, 0 … {self.maximum:g}; larger ones are clamped"
+        if self.task == "survival":
+            return f"survival: event in {self.event}, {len(self.intervals) - 1} intervals up to {self.intervals[-1]:g}"
+        return f"classes: {', '.join(self.levels)}" if self.task == "classes" else self.task
+
+
+KEYS_OF_TASKS: Mapping[str, tuple[str, ...]] = {
+    "levels": ("classes", "survival"),
+    "recode": ("classes",),
+    "range": ("quantity",),
+    "maximum": ("count",),
+    "event": ("survival",),
+    "intervals": ("survival",),
+}
 
 
 # -------------------------------------------------------------------------------------------------------------- schema
@@ -414,8 +518,8 @@ class Schema:
         for role, name in special.items():
             if name is not None and not isinstance(name, str):
                 raise SordinoError(f"{role}: '{name}' must be the name of a column.")
-        used = [name for name in (target.column if target else None, *special.values()) if name]
-        if len(set(used)) < len(used):
+        used = [name for name in (*(target.reads if target else ()), *special.values()) if name]
+        if len(set(used)) < len(used) or (target is not None and target.event == target.column):
             raise SordinoError("schema: target, client and person must be three different columns.")
         if both := [name for name in used if not isinstance(columns.get(name, Drop()), Drop)]:
             raise SordinoError(f"columns.{both[0]}: it is the target, client or person already, so it is no feature.")
@@ -473,22 +577,40 @@ class Schema:
         return self.target.levels if self.target is not None and self.target.task == "classes" else ()
 
     @property
+    def task(self) -> str:
+        """The task of the target; empty where there is none."""
+        return "" if self.target is None else self.target.task
+
+    @property
     def unit(self) -> float:
-        """Of a quantity, how much one unit of the model's output is: half of the public range. 1 for classes."""
-        span = self.target.range if self.target is not None else None
-        return 1.0 if span is None or self.classes else (span[1] - span[0]) / 2
+        """How much one unit of the model's output is.
+
+        Of a quantity: half of the public range. Of a count: the root of the public maximum, which is the standard
+        deviation of a Poisson count that large. 1 for classes and survival.
+        """
+        if self.target is None:
+            return 1.0
+        if self.target.maximum is not None:
+            return math.sqrt(self.target.maximum)
+        span = self.target.range
+        return 1.0 if span is None else (span[1] - span[0]) / 2
 
     def to_model(self, y: np.ndarray) -> np.ndarray:
-        """Labels as the model learns them: a quantity's public range becomes -1 … 1."""
-        return y if self.classes else np.asarray((y - self._middle) / self.unit, np.float32)
+        """Labels as the model learns them: a quantity's public range becomes -1 … 1, and a count's unit 1."""
+        return y if self.classes else np.asarray((y - self.middle) / self.unit, np.float32)
 
     def to_people(self, y: np.ndarray) -> np.ndarray:
-        """A quantity that the model predicted, in its own unit, within its public range."""
-        middle, unit = self._middle, self.unit
+        """A quantity or count that the model predicted, in its own unit, within what is public. A risk as it is."""
+        if self.target is not None and self.target.maximum is not None:
+            return np.clip(np.asarray(y, np.float64) * self.unit, 0, self.target.maximum)
+        if self.task == "survival":
+            return np.asarray(y, np.float64)
+        middle, unit = self.middle, self.unit
         return np.clip(np.asarray(y, np.float64) * unit + middle, middle - unit, middle + unit)
 
     @property
-    def _middle(self) -> float:
+    def middle(self) -> float:
+        """Of a quantity, the middle of its public range, which is 0 for the model; else 0."""
         return sum(self.target.range) / 2 if self.target is not None and self.target.range is not None else 0.0
 
     def at_site(self) -> Schema:
@@ -503,7 +625,7 @@ class Schema:
         if target:
             if self.target is None:
                 raise SordinoError("target: the schema names none; add [target] with its column and task.")
-            needed[self.target.column] = self.target.reads
+            needed |= self.target.reads
             needed |= {name: "text" for name in (self.client, self.person) if name}
         return needed
 
@@ -520,7 +642,7 @@ class Schema:
             return
         names, _ = tables.heading(path, self.dialect)
         tables.check_columns(names, list(self.reads()), path)
-        known = {*self.columns, self.client, self.person, self.target.column if self.target else None}
+        known = {*self.columns, self.client, self.person, *(self.target.reads if self.target else ())}
         if unknown := [name for name in names if name not in known]:
             raise SordinoError(
                 f"schema: '{path}' has the column '{unknown[0]}', which the schema does not mention; describe it under "
@@ -551,7 +673,7 @@ class Schema:
                 at += width
         if not target or self.target is None:
             return Encoded(x, None, None, None)
-        y = self.target.encode(table.column(self.target.column), self.missing)
+        y = self.target.encode(table, self.missing)
         return Encoded(x, y, self._named(table, self.client, "client"), self._named(table, self.person, "person"))
 
     def _named(self, table: Any, name: str | None, role: str) -> np.ndarray | None:
@@ -614,6 +736,8 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
     notes = (
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
         '# client: the column that says which site a record is of. Ids and names get type = "drop".\n'
+        "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
+        "# the column that says whether it happened, intervals are edges of time from 0).\n"
         "# Take ranges and levels from a code book or the literature, never from the records.\n\n"
     )
     return notes + tomli_w.dumps(document), looked
@@ -669,6 +793,10 @@ def _built(kind: Callable[..., Any], about: Any, where: str) -> Any:
 
 
 def _typed(value: Any, annotation: str, where: str) -> Any:
+    if annotation.startswith("tuple[float, ...]"):
+        if not (isinstance(value, list | tuple) and all(map(_is_number, value))):
+            raise SordinoError(f"{where}: {value!r} must be a list of numbers, such as [0, 365, 730].")
+        return tuple(map(float, value))
     if annotation.startswith("tuple[float"):
         if not (isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))):
             raise SordinoError(f"{where}: {value!r} must be two numbers, such as [0, 100].")

@@ -63,6 +63,12 @@ class Dataset(NamedTuple):
         """How much one unit of a number in y is, in the unit of the source."""
         return 1.0 if self.schema is None else self.schema.unit
 
+    @property
+    def task(self) -> str:
+        """What the labels are: classes, quantity, count or survival."""
+        named = "" if self.schema is None else self.schema.task
+        return named or ("classes" if self.classes else "quantity")
+
 
 def load(
     source: str,

@@ -169,6 +169,12 @@ class Oracle:
         """The mean of x x^T over clipped records."""
         return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._all(), clip)))
 
+    def histogram(self) -> Tensor:
+        """The shares of records by what their label says."""
+        return self._answer(
+            Kind.HISTOGRAM, 1, lambda clip: self._of_each_run(self._model.histogram_sum(self._all(), clip))
+        )
+
     def std(self, kind: Kind) -> Tensor:
         """The standard deviation of the noise on one number of an answer; public."""
         number = self._number(kind)

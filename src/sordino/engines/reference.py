@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import Broadcast, Checkpoint, Model, Round, Shard, Tree, nothing
-from sordino.data.records import Lazy, Records, rows_of
+from sordino.data.records import Lazy, Records, check_serves, rows_of
 from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
@@ -70,6 +70,7 @@ def run(
         raise SordinoError("ledger: a simulation of secure aggregation keeps no ledger; every site has its own.")
     records.check_fits(model)
     records.check_unit(plan.privacy)
+    check_serves(plan.privacy, model)
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = plan.weights / plan.participation.rate(plan.clients)
     clients = range(plan.clients)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sordino.core import Checkpoint, Facts, Model, Stage, Tree, keep
 from sordino.errors import SordinoError
-from sordino.models.linear import NUMERIC_LOSSES
+from sordino.models.linear import NUMERIC_LOSSES, Loss
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Address, Source
 from sordino.privacy.participation import Sampling
@@ -71,9 +71,11 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
 
 def stage_facts(plan: Plan, model: Model, s: int) -> Facts:
     """The public facts of stage s, with the model's shapes, blocks and kind of labels."""
-    numeric = getattr(model, "kind", None) in NUMERIC_LOSSES
+    kind = getattr(model, "kind", None)
     facts = calibration.stage_facts(plan, s)
-    return replace(facts, shapes=model.shapes, blocks=parameter_blocks(model), numeric=numeric)
+    intervals = len(getattr(model, "intervals", (0,))) - 1
+    facts = replace(facts, shapes=model.shapes, blocks=parameter_blocks(model))
+    return replace(facts, numeric=kind in NUMERIC_LOSSES, rates=kind is Loss.POISSON, intervals=intervals)
 
 
 def per_client(theta: Tensor, clients: int) -> Tensor:

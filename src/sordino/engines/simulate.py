@@ -48,7 +48,7 @@ from sordino.core import (
     keep,
     nothing,
 )
-from sordino.data.records import Lazy, Records
+from sordino.data.records import Lazy, Records, check_serves
 from sordino.engines.oracle import MATRICES, Oracle, along, noised, standard_noise
 from sordino.engines.schedule import (
     SAMPLING,
@@ -112,6 +112,7 @@ def run(
         raise SordinoError("integers: the fast engine has no integer arithmetic; use the reference engine.")
     records.check_fits(model)
     records.check_unit(plan.privacy)
+    check_serves(plan.privacy, model)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
     memory: Tree = ()

@@ -6,6 +6,9 @@ gradient, as in DP-FedGD, and take Kalman's steps (`rules.kalman`). The first EA
 the budget, so that the model is useful long before the last round; later rounds still use what they released. Every
 release is linear, so every trust model is proved. Records should have one norm, `radius`: a run scales them
 (`normalize = record`).
+
+A survival model begins with a noised histogram of labels, its life table (`rules.life_table`), which gives the baseline
+hazards.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from sordino.errors import SordinoError
 from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
 from sordino.rules import estimate_covariance, kalman
+from sordino.rules.life_table import estimate_hazard_curvature, first_hazard, release_life_table
 
-EARLY_ROUNDS = 3
+EARLY_ROUNDS, MOST_INTERVALS = 3, 100
 
 
 def auto(
@@ -30,6 +34,7 @@ def auto(
     doubt: float = 10.0,
     early_share: float = 0.3,
     covariance_share: float = 0.05,
+    intervals: int = 0,
 ) -> Method:
     """A = noised mean of u u^T, once; theta <- theta - K G, with K derived from A, the noise and the rounds.
 
@@ -40,7 +45,8 @@ def auto(
         prior: Standard deviation of a logit before training.
         doubt: Doubt about the curvature; 0 averages all rounds equally.
         early_share: Part of mu squared for the first three gradients; 0 gives them as much as any others.
-        covariance_share: Part of mu squared for A.
+        covariance_share: Part of mu squared for A; of survival, as much again for the life table.
+        intervals: Of survival, the number of public intervals; a run takes it from its schema. 0 for other tasks.
 
     Returns:
         The method.
@@ -49,8 +55,10 @@ def auto(
         SordinoError: An option is out of its range.
 
     Guarantee:
-        Released: The noised mean of u u^T, u = (x, 1), in the first round, then one noised gradient per round.
+        Released: The noised mean of u u^T, u = (x, 1), in the first round, then one noised gradient per round. Of
+            survival, before these, the noised histogram of labels by interval.
         Sensitivity: Covariance: 1 + radius^2, or sqrt(2) times that if a unit is replaced. Gradient: clip, or 2 clip.
+            Histogram: 1, or sqrt(2).
         Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: Every release is linear, and the steps are computed from releases and public numbers.
 
@@ -71,7 +79,12 @@ def auto(
             f"covariance_share, early_share: {covariance_share} and {early_share} must be above 0, and 0 or more, and "
             "leave something for other rounds."
         )
+    if not 0 <= intervals <= MOST_INTERVALS:
+        raise SordinoError(f"intervals: {intervals} must lie in [0, {MOST_INTERVALS}]; a schema sets it.")
     whole, most = unit is Unit.CLIENT, 1 + radius**2
+    spent = covariance_share * (2 if intervals else 1)
+    if spent + early_share >= 1:
+        raise SordinoError(f"covariance_share: {covariance_share} leaves nothing for gradients; choose less.")
 
     def release_gram(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         return ask.gram().flatten(-2) if whole else ask.gram()
@@ -85,12 +98,23 @@ def auto(
         rule = kalman(clip=clip, most=most, prior=prior, doubt=doubt, part=part)
         return Stage(Local(gradient), rule, released(Kind.GRADIENT, clip, share), rounds)
 
-    first = Stage(
-        Local(release_gram), estimate_covariance(most), released(Kind.GRAM, most, covariance_share, psd=True), rounds=1
-    )
-    if early_share:
-        part = early_share / (1 - covariance_share)
-        stages: tuple[Stage, ...] = (first, steps(early_share, EARLY_ROUNDS, part), steps(None, None, None))
+    def release_histogram(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        return ask.histogram()
+
+    gram = released(Kind.GRAM, most, covariance_share, psd=True)
+    first: tuple[Stage, ...]
+    if intervals:
+        table = release_life_table(intervals, first_hazard(intervals))
+        cells = released(Kind.HISTOGRAM, 1.0, covariance_share, psd=True)
+        first = (
+            Stage(Local(release_histogram), table, cells, rounds=1),
+            Stage(Local(release_gram), estimate_hazard_curvature(clip, most, prior), gram, rounds=1),
+        )
     else:
-        stages = (first, steps(None, None, 1.0))
+        first = (Stage(Local(release_gram), estimate_covariance(most), gram, rounds=1),)
+    if early_share:
+        part = early_share / (1 - spent)
+        stages: tuple[Stage, ...] = (*first, steps(early_share, EARLY_ROUNDS, part), steps(None, None, None))
+    else:
+        stages = (*first, steps(None, None, 1.0))
     return Method("auto", unit, stages, frozenset((unit, trust) for trust in Trust))

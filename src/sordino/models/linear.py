@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -85,6 +85,8 @@ class Linear:
     radius: float = math.inf
     residual: float = math.inf
     cap: float = 10.0
+
+    serves_persons: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         weights = self.class_weights

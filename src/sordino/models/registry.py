@@ -19,10 +19,12 @@ from sordino.models.pretrained import TRANSFORMERS
 from sordino.settings import Declared, declared, typed
 
 if TYPE_CHECKING:  # factories import what they build: names and options are known without torch
+    from sordino.models.hazards import Hazards
     from sordino.models.linear import Linear
     from sordino.models.torch_model import TorchModel
 
-BuiltModel: TypeAlias = "Linear | TorchModel"
+BuiltModel: TypeAlias = "Linear | Hazards | TorchModel"
+OF_TASKS = {"count": "poisson", "survival": "hazards"}  # models that `auto` stands for, by the task of a schema
 FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
 
 
@@ -79,7 +81,8 @@ def build(
     """A model by its name.
 
     Args:
-      name: a key of `REGISTRY`; `auto` is softmax regression for classes and least squares for quantities.
+      name: a key of `REGISTRY`; `auto` is softmax regression for classes and least squares for quantities. A run
+        with a schema reads `auto` by its task (`OF_TASKS`).
       features: numbers per record.
       classes: number of classes; 0 where labels are quantities.
       seed: fixes the first parameters of a network.
@@ -128,10 +131,10 @@ def _external(name: str, make: Callable[[], Any]) -> BuiltModel:
 
 
 def _linear(loss: str | None, features: int, classes: int, *, class_weights: tuple[float, ...] | None = None) -> Linear:
-    from sordino.models.linear import Linear, Loss
+    from sordino.models.linear import NUMERIC_LOSSES, Linear, Loss
 
     kind = Loss(loss) if loss else Loss.SOFTMAX if classes else Loss.SQUARES
-    if (kind is Loss.SQUARES) != (not classes):
+    if (kind in NUMERIC_LOSSES) != (not classes):
         raise SordinoError(f"model: {kind} does not fit labels that are {'classes' if classes else 'quantities'}.")
     if kind is Loss.LOGISTIC and classes != 2:
         raise SordinoError(f"model: logistic is for two classes, but the data have {classes}; use softmax.")
@@ -153,6 +156,26 @@ _add_linear("auto", None, "softmax regression for classes, least squares for qua
 _add_linear("softmax", "softmax", "softmax regression")
 _add_linear("logistic", "logistic", "logistic regression for two classes")
 _add_linear("squares", "squares", "least squares, for labels that are quantities")
+_add_linear("poisson", "poisson", "Poisson regression, for labels that are counts")
+
+
+def _hazards(features: int, classes: int, *, intervals: tuple[float, ...] | None = None) -> Hazards:
+    from sordino.models.hazards import Hazards
+
+    if classes:
+        raise SordinoError("model: hazards does not fit labels that are classes; it needs times until an event.")
+    if intervals is None:
+        raise SordinoError(
+            "intervals: model hazards needs public edges of time; describe the table by a schema whose target has "
+            'task = "survival".'
+        )
+    return Hazards(features, tuple(intervals))
+
+
+register(
+    "hazards",
+    ModelEntry(_hazards, "hazards in public intervals of time, for survival", network=False, shared_batch=True),
+)
 
 
 # ----------------------------------------------------------------------------------------------------------- networks

@@ -78,6 +78,8 @@ class TorchModel:
       SordinoError: an argument is out of its range, or the module mixes examples or cannot be differentiated.
     """
 
+    serves_persons = True
+
     def __init__(
         self,
         module: nn.Module,

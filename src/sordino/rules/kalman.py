@@ -8,7 +8,8 @@ eigenvector of A, and h is the curvature there, the best linear step is Kalman's
 
 Without noise this is Newton's step, 1 / h. With much noise it is gradient descent with step P h / nu^2, which decreases
 with P as releases are averaged. For least squares of labels in [-1, 1] the same holds everywhere, with H = A. `doubt`
-concerns h, which decreases as the model fits: it keeps P and the steps above 0.
+concerns h, which decreases as the model fits: it keeps P and the steps above 0. The curvature of a Poisson rate grows
+with it, so h is multiplied by the rate of the mean record where that is above 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sordino.lazy import Tensor, torch
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero if features are constant
 SATURATING_LOGIT = 2.0  # a logit at which softmax begins to saturate
 LABEL = 0.5  # typical size of a label in [-1, 1]
+DAMPING = 2.0  # of rates and hazards: a third of Newton's step
+LEAST_LOGIT, MOST_LOGIT = -2.0, 10.0  # of a rate that the curvature is taken at; the model caps it there too
 MIN_VARIANCE = 1e-20  # of P, which converges to 0 without noise
 
 
@@ -33,6 +36,10 @@ class KalmanState(NamedTuple):
     curvature: Tensor  # h; after `estimate_covariance`, the eigenvalues of A
     variance: Tensor  # P, the remaining uncertainty about theta*
     noise: Tensor  # variance of the noise on G; after `estimate_covariance`, the std of the noise on A
+    growth: Tensor  # 1 if the curvature grows with the rate, exp(logit); 0 if it does not
+    damping: Tensor  # how much of h^2 P the gain doubts, because steps change the curvature
+    shift: Tensor  # of the constants of a survival model while it is trained: its events count less, by exp(shift)
+    cells: Tensor  # of a survival model, the noised histogram of its life table; else empty
 
 
 def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
@@ -66,12 +73,13 @@ def estimate_covariance(most: float) -> Rule:
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> KalmanState:
         one, std = theta.new_ones(1), torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
-        return KalmanState(one.view(1, 1), one, one, std)
+        return KalmanState(one.view(1, 1), one, one, std, 0 * one, 0 * one, 0 * one, one[:0])
 
     def update(A: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         rows = math.isqrt(A[(0,) * (theta.dim() - 1)].numel())
         value, V = spectrum(A.reshape(*theta.shape[:-1], rows, rows), state.noise, most)
-        return torch.zeros_like(theta), KalmanState(V, value, value.reciprocal(), state.noise)
+        after = state._replace(vectors=V, curvature=value, variance=value.reciprocal())
+        return torch.zeros_like(theta), after
 
     return Rule(init, update)
 
@@ -96,11 +104,12 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
     """
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> KalmanState:
+        before = getattr(before, "kalman", before)
         if not isinstance(before, KalmanState):
             raise SordinoError("stages: kalman must follow estimate_covariance or kalman.")
         V, value, (rows, outputs) = before.vectors, before.curvature, matrix_of(facts)
         nu = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
-        if part is None:
+        if part is None or facts.intervals:
             return before._replace(noise=nu.square())
         if V.shape[-1] != rows:  # no client took part in the stage before
             value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
@@ -108,19 +117,45 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         residual = LABEL if facts.numeric else math.sqrt(1 - 1 / outputs)  # |p - y| at zero
         h = value / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
         if facts.numeric:  # a larger model would be a wrong one
-            return KalmanState(V, h, (prior**2 / (rows * value)).to(value), nu.square())
+            after = before._replace(vectors=V, curvature=h, variance=prior**2 / (rows * value), noise=nu.square())
+            ones = torch.ones_like(theta[..., :1])
+            return after._replace(growth=ones, damping=DAMPING * ones) if facts.rates else after
         mean_noise = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
         moved = mean_noise * length / h.mean(-1, keepdim=True)  # how far that noise moves a logit
-        return KalmanState(V, h, (SATURATING_LOGIT * moved).clamp_min(prior**2) / (rows * value), nu.square())
+        P = (SATURATING_LOGIT * moved).clamp_min(prior**2) / (rows * value)
+        return before._replace(vectors=V, curvature=h, variance=P, noise=nu.square())
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
-        V, h, P, variance = state
+        V, h, P, variance = state[:4]
+        h = h * grown(V, h, theta, state.growth)
         noise = variance / (h.square() * P.clamp_min(MIN_VARIANCE))  # relative to the signal
-        K = 1 / (h * (1 + noise))
+        K = 1 / (h * (1 + state.damping + noise))
         along = V.transpose(-1, -2) @ g.reshape(*g.shape[:-1], V.shape[-1], -1)
         return -(V @ (K.unsqueeze(-1) * along)).flatten(-2), state._replace(variance=P * (1 - 1 / (1 + doubt + noise)))
 
-    return Rule(init, update)
+    def model(theta: Tensor, state: KalmanState) -> Tensor:
+        return unshifted(theta, state)
+
+    return Rule(init, update, model=model)
+
+
+def unshifted(theta: Tensor, state: KalmanState) -> Tensor:
+    """The model to hand out: of survival, with the hazards that events have if all of them count."""
+    intervals = (state.cells.shape[-1] - 1) // 2
+    if intervals < 1:
+        return theta
+    return torch.cat([theta[..., :-intervals], theta[..., -intervals:] - state.shift], -1)
+
+
+def grown(V: Tensor, h: Tensor, theta: Tensor, growth: Tensor) -> Tensor:
+    """How much larger the curvature of a rate model is than at zero: exp of the mean logit.
+
+    The last feature of u is 1. So the last row of A, whose last entry is 1, is the mean of u.
+    """
+    last = V[..., -1, :] * h
+    mean = last / (last * V[..., -1, :]).sum(-1, keepdim=True).clamp_min(MIN_VARIANCE)
+    logit = (mean * (V.transpose(-1, -2) @ theta.reshape(*theta.shape[:-1], V.shape[-1], -1))[..., 0]).sum(-1)
+    return (growth * logit.unsqueeze(-1).clamp(LEAST_LOGIT, MOST_LOGIT)).exp()
 
 
 def matrix_of(facts: Facts) -> tuple[int, int]:

@@ -29,7 +29,8 @@ from sordino.privacy.mechanisms.random import Address, source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.studies.grids import Grid, product
 from sordino.training.batch import Trained, run_many
-from sordino.training.metrics import goodness, ranking_metric, task_of_classes
+from sordino.training.evaluate import task_of_data
+from sordino.training.metrics import goodness, ranking_metric
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -70,7 +71,7 @@ def search(
             f"--metric: --charge-tuning {how} chooses by noisy counts of correct records, whose sensitivity is 1, and "
             f"not by {metric}; use accuracy, or --charge-tuning public."
         )
-    metric = ranking_metric(metric if how == "public" else "accuracy", task_of_classes(len(dataset.classes)))
+    metric = ranking_metric(metric if how == "public" else "accuracy", task_of_data(dataset))
     base = resolve(Spec.of(values))
     privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:

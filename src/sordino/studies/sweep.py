@@ -22,7 +22,8 @@ from sordino.studies.grids import Grid, preset, product
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.artifacts import save_model
 from sordino.training.batch import run_many
-from sordino.training.metrics import goodness, ranking_metric, task_of_classes
+from sordino.training.evaluate import task_of_data
+from sordino.training.metrics import goodness, ranking_metric
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 from sordino.version import __version__
@@ -80,7 +81,7 @@ def sweep(
     first = int(values.get("seed", 1))
     base = {**values, "seed": first, "split_seed": values.get("split_seed", 0)}
     dataset = validated(resolve(Spec.of({**base, **next(product(grid))})).read_data(), validation)
-    metric = ranking_metric(metric, task_of_classes(len(dataset.classes)))
+    metric = ranking_metric(metric, task_of_data(dataset))
     if how != "grid":
         if seeds > 1:
             raise SordinoError("--seeds: halving and optuna use one seed; use --search grid, or leave it out.")

@@ -17,7 +17,8 @@ from sordino.data.splits import generator, hold_out
 from sordino.errors import SordinoError, nearest
 from sordino.studies.grids import Grid, product, size
 from sordino.training.batch import run_many
-from sordino.training.metrics import goodness, ranking_metric, task_of_classes
+from sordino.training.evaluate import task_of_data
+from sordino.training.metrics import goodness, ranking_metric
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -75,7 +76,7 @@ def tune(
     """
     if how not in SEARCHES:
         raise SordinoError(f"search: '{how}' is unknown.{nearest(how, SEARCHES)}")
-    metric = ranking_metric(metric, task_of_classes(len(dataset.classes)))
+    metric = ranking_metric(metric, task_of_data(dataset))
     if how == "optuna":
         return [_optuna(case, dataset, metric, trials, storage, device, tick) for case in cases]
     trials_left = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]

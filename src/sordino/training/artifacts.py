@@ -100,8 +100,18 @@ class SavedModel(NamedTuple):
     public: tuple[np.ndarray, np.ndarray] | None
 
 
-def save_model(path: Path, resolved: ResolvedSpec, dataset: Dataset, model: BuiltModel, theta: Tensor) -> None:
-    """Write theta, and what `load_model` needs to build the model and to prepare features as training did."""
+def save_model(
+    path: Path,
+    resolved: ResolvedSpec,
+    dataset: Dataset,
+    model: BuiltModel,
+    theta: Tensor,
+    life_table: list[dict[str, float]] | None = None,
+) -> None:
+    """Write theta, and what `load_model` needs to build the model and to prepare features as training did.
+
+    life_table: of a survival model, the noised one that `auto` released.
+    """
     from safetensors.torch import save_file
 
     tensors = {"theta": theta.contiguous().cpu()}
@@ -117,6 +127,7 @@ def save_model(path: Path, resolved: ResolvedSpec, dataset: Dataset, model: Buil
         "columns": dataset.features,
         "schema": None if dataset.schema is None else dataset.schema.values(),
         "classes": dataset.classes,
+        "life_table": life_table,
         "normalize": resolved.source.normalize,
         "method": resolved.method_name,
         "model": {

@@ -27,7 +27,7 @@ from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Counted, Noiseless, Source, source
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
-from sordino.training.evaluate import predictions, task_of
+from sordino.training.evaluate import edges_of, predictions, task_of
 from sordino.training.metrics import Task, ranking_metric, score
 from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import Spec
@@ -167,9 +167,10 @@ def _scores(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, metric: str)
     if metric == "accuracy":  # on the device
         return {metric: (model.predict(theta, x) == y).double().mean(-1).reshape(-1).tolist()}
     task, labels = task_of(model), y.cpu().numpy()
-    wanted = (metric,) if task is Task.QUANTITIES else (metric, "accuracy")
+    wanted = (metric, "accuracy") if task in (Task.TWO_CLASSES, Task.MANY_CLASSES) else (metric,)
     predicted = predictions(model, theta, x)
-    each = [score(task, labels, one, wanted) for one in (predicted if theta.dim() > 1 else predicted[None])]
+    runs = predicted if theta.dim() > 1 else predicted[None]
+    each = [score(task, labels, one, wanted, edges=edges_of(model)) for one in runs]
     return {name: [math.nan if (v := one[name]) is None else v for one in each] for name in wanted}
 
 

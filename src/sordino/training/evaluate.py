@@ -12,7 +12,8 @@ from torch import Tensor
 from sordino.data.partition import describe
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
-from sordino.models.linear import NUMERIC_LOSSES, Loss
+from sordino.models.hazards import Hazards
+from sordino.models.linear import Loss
 from sordino.models.registry import BuiltModel
 from sordino.training import metrics
 from sordino.training.metrics import MARGIN, Task, entropy
@@ -21,15 +22,29 @@ from sordino.training.metrics import MARGIN, Task, entropy
 def task_of(model: BuiltModel) -> Task:
     """What the model's labels are."""
     kind = getattr(model, "kind", Loss.SOFTMAX)
-    if kind in NUMERIC_LOSSES:
+    if isinstance(model, Hazards):
+        return Task.SURVIVAL
+    if kind is Loss.POISSON:
+        return Task.COUNTS
+    if kind is Loss.SQUARES:
         return Task.QUANTITIES
     return Task.TWO_CLASSES if kind is Loss.LOGISTIC or model.outputs == 2 else Task.MANY_CLASSES
+
+
+def task_of_data(dataset: Dataset) -> Task:
+    """What the labels of a data set are."""
+    return metrics.TASKS.get(dataset.task) or metrics.task_of_classes(len(dataset.classes))
+
+
+def edges_of(model: BuiltModel) -> tuple[float, ...]:
+    """The ends of a survival model's intervals; empty for other models."""
+    return model.intervals[1:] if isinstance(model, Hazards) else ()
 
 
 def predictions(model: BuiltModel, theta: Tensor, x: Tensor) -> np.ndarray:
     """The predictions in float64, as `metrics.score` takes them. A leading axis of theta holds several runs."""
     task = task_of(model)
-    if task is Task.QUANTITIES:
+    if task in (Task.QUANTITIES, Task.COUNTS):
         return np.asarray(model.predict(theta, x).double().cpu().numpy())
     z = model.logits(theta, x).double()
     if task is Task.TWO_CLASSES:  # two float32 numbers that differ have a difference in float64
@@ -41,11 +56,13 @@ def evaluate(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, *, unit: fl
     """The metrics of a round, on records outside the guarantee.
 
     Two classes: accuracy, AUC, log loss and Brier score. Many classes: accuracy and log loss. Quantities: mean squared
-    error and R². A metric that is not defined is left out; only accuracy or mse is always there, as NaN if need be.
+    error and R². Counts: deviance and its share explained, and mean absolute error. Survival: concordance and Brier
+    score. A metric that is not defined is left out; only the first is always there, as NaN if need be.
     `unit` is how much 1 in y is, where labels are numbers.
     """
     task = task_of(model)
-    scores = metrics.score(task, *_in_units(task, y, predictions(model, theta, x), unit))
+    labelled = _in_units(task, y, predictions(model, theta, x), unit)
+    scores = metrics.score(task, *labelled, edges=edges_of(model))
     first = metrics.OF_A_ROUND[task][0]
     return {k: math.nan if v is None else v for k, v in scores.items() if v is not None or k == first}
 
@@ -72,7 +89,8 @@ def evaluate_fully(
       unit: how much 1 in y is, where labels are numbers.
     """
     task = task_of(model)
-    found = metrics.full(task, *_in_units(task, y, predictions(model, theta, x), unit), threshold)
+    labelled = _in_units(task, y, predictions(model, theta, x), unit)
+    found = metrics.full(task, *labelled, threshold, edges=edges_of(model))
     if not counts and "calibration_curve" in found:
         found["calibration_curve"] = [
             {k: v for k, v in group.items() if k != "records"} for group in found["calibration_curve"]
@@ -82,14 +100,14 @@ def evaluate_fully(
 
 def _in_units(task: Task, y: Tensor, predicted: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
     labels = y.cpu().numpy()
-    return (labels * unit, predicted * unit) if task is Task.QUANTITIES else (labels, predicted)
+    return (labels * unit, predicted * unit) if task in (Task.QUANTITIES, Task.COUNTS) else (labels, predicted)
 
 
-def evaluate_clients(model: BuiltModel, theta: Tensor, records: Records) -> list[dict[str, Any]]:
+def evaluate_clients(model: BuiltModel, theta: Tensor, records: Records, unit: float = 1.0) -> list[dict[str, Any]]:
     """The metrics of a round on each client's own training records. Only a simulation on open data may compute them."""
     table = []
     for i, (start, stop) in enumerate(zip(records.starts[:-1], records.starts[1:], strict=True)):
-        scores = evaluate(model, theta.to(records.x), records.x[start:stop], records.y[start:stop])
+        scores = evaluate(model, theta.to(records.x), records.x[start:stop], records.y[start:stop], unit=unit)
         table.append({"client": i, "records": int(stop - start), **scores})
     return table
 
@@ -101,6 +119,9 @@ def beats_constant_guess(dataset: Dataset, metrics: dict[str, Any]) -> bool:
       is above 0.5.
     - Many classes: it is right on more records than the most common class has.
     - Quantities: its mean squared error is below that of the mean.
+    - Counts: its deviance is below that of the mean.
+    - Survival: its concordance is above 0.5. Its Brier score is not compared, because the Kaplan-Meier curve of the
+      test records themselves, a constant that knows them, is hard to beat where few have the event.
 
     Losses are compared in float64 with a margin of 1e-9, which is above their rounding error, so that a constant never
     counts as better than itself.
@@ -112,27 +133,41 @@ def beats_constant_guess(dataset: Dataset, metrics: dict[str, Any]) -> bool:
     return not no_better(dataset, metrics)
 
 
-def no_better(dataset: Dataset, metrics: dict[str, Any]) -> str:
+def no_better(dataset: Dataset, scores: dict[str, Any]) -> str:
     """Why the model is no better than a constant guess (`beats_constant_guess`); empty if it is better."""
     y = dataset.y_test
     if not len(y):
         return "there are no test records to compare on"
+    if dataset.task == "survival":
+        index = scores.get("concordance")
+        return "" if index is not None and index > 0.5 else f"its concordance index is {_number(index)}, chance is 0.5"
+    if dataset.task == "count":
+        loss, constant = scores.get("deviance"), deviance_of_mean(dataset)
+        if loss is not None and loss < (1 - MARGIN) * constant:
+            return ""
+        return f"its mean Poisson deviance is {_number(loss)}, that of the mean count is {constant:.4g}"
     if not dataset.classes:
-        error, constant = metrics.get("mse"), float((y.astype(np.float64) * dataset.unit).var())
+        error, constant = scores.get("mse"), float((y.astype(np.float64) * dataset.unit).var())
         if error is not None and error < (1 - MARGIN) * constant:
             return ""
         return f"its mean squared error is {_number(error)}, that of the mean is {constant:.4g}"
     if len(dataset.classes) > 2:
         most = int(np.bincount(y).max())
-        if round(metrics["accuracy"] * len(y)) > most:
+        if round(scores["accuracy"] * len(y)) > most:
             return ""
-        return f"its accuracy is {metrics['accuracy']:.2%}, and {most / len(y):.2%} have the most common class"
-    loss, area, constant = metrics.get("log_loss"), metrics.get("auc"), entropy(y)
+        return f"its accuracy is {scores['accuracy']:.2%}, and {most / len(y):.2%} have the most common class"
+    loss, area, constant = scores.get("log_loss"), scores.get("auc"), entropy(y)
     ranks = area is not None and area > 0.5
     if loss is None or not loss < (1 - MARGIN) * constant:
         but = f" (it ranks, with an AUC of {area:.4g}, but its risks are off)" if ranks else ""
         return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}{but}"
     return "" if ranks else f"its AUC is {_number(area)}"
+
+
+def deviance_of_mean(dataset: Dataset) -> float:
+    """The mean Poisson deviance of the mean count of the test records."""
+    y = dataset.y_test.astype(np.float64) * dataset.unit
+    return metrics.deviance(y, np.full(len(y), y.mean()))
 
 
 def _number(value: float | None) -> str:
@@ -156,6 +191,12 @@ def heterogeneity(y: np.ndarray, sizes: tuple[int, ...], classes: int) -> dict[s
     }
 
 
+def shown_metric(line: dict[str, Any]) -> str:
+    """The metric of a round that is shown first: the first of its task."""
+    firsts = (names[0] for names in metrics.OF_A_ROUND.values())
+    return next((name for name in firsts if name in line), "accuracy")
+
+
 def draw_curve(path: Path, title: str, delta: float, history: list[dict[str, Any]]) -> bool:
     """Draw the metrics by round, with the epsilon spent so far. False where matplotlib is not installed."""
     try:
@@ -165,14 +206,14 @@ def draw_curve(path: Path, title: str, delta: float, history: list[dict[str, Any
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    key = "mse" if "mse" in history[-1] else "accuracy"
+    key = shown_metric(history[-1])
     history = [line for line in history if key in line]
     t = [line["round"] for line in history]
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
     left = figure.subplots()
     left.plot(t, [line[key] for line in history], color="#1f5fa8", lw=2)
     left.set_xlabel("round")
-    left.set_ylabel("mean squared error" if key == "mse" else "test accuracy", color="#1f5fa8")
+    left.set_ylabel("test accuracy" if key == "accuracy" else metrics.NAMES[key], color="#1f5fa8")
     left.grid(alpha=0.25)
     spent = [line["epsilon"] for line in history]
     if None not in spent:

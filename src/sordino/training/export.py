@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import csv
+import dataclasses
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ from sordino.data.preprocess import FEATURES_THRESHOLD, RADIUS, of_roots, scaler
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import optional
 from sordino.models import registry
-from sordino.models.linear import Linear, Loss
+from sordino.models.hazards import Hazards
+from sordino.models.linear import NUMERIC_LOSSES, Linear, Loss
+from sordino.models.torch_model import TorchModel
 from sordino.training.predict import LoadedRun
 from sordino.version import __version__
 
@@ -75,13 +79,20 @@ def describe(run: LoadedRun, to: str) -> dict[str, Any]:
         "features": list(run.features),
         "schema": None if run.schema is None else run.schema.values(),
         "normalize": preparation(run).words,
-        "output": "probabilities of the classes, in their order" if run.classes else "numbers",
+        "output": output_of(run),
         "classes": list(run.classes),
         "model_sha256": cert.get("model_sha256"),
         "epsilon": cert.get("epsilon"),
         "delta": cert.get("delta"),
         "certified": cert.get("certified"),
     }
+
+
+def output_of(run: LoadedRun) -> str:
+    """What a file of the model answers, in words."""
+    if run.edges:
+        return "probability of no event by " + ", ".join(f"{edge:g}" for edge in run.edges)
+    return "probabilities of the classes, in their order" if run.classes else "numbers"
 
 
 # --------------------------------------------------------------------------------------------------------- preparation
@@ -140,12 +151,31 @@ def preparation(run: LoadedRun) -> Preparation:
 
 
 def linear_parts(run: LoadedRun, to: str, remedy: str) -> tuple[Linear, np.ndarray, np.ndarray]:
-    """Model, weights (features x outputs) and intercepts of a linear model; others are refused."""
+    """Model, weights (features x outputs) and intercepts of a linear model; others are refused.
+
+    With a schema, numbers come in the unit of the table: a quantity's range is folded into weights and intercept, and a
+    count's unit into intercept and cap.
+    """
     if not isinstance(run.model, Linear):
-        raise SordinoError(f"--to: {to} is for linear models, and this is a network ({run.about['kind']}); {remedy}.")
+        what = "a survival model" if run.edges else f"a network ({run.about['kind']})"
+        raise SordinoError(f"--to: {to} is for linear models, and this is {what}; {remedy}.")
     model, theta = run.model, run.theta.double().cpu().numpy()
     size = model.features * model.outputs
-    return model, theta[:size].reshape(-1, model.outputs), theta[size:] if model.bias else np.zeros(model.outputs)
+    weight, offset = theta[:size].reshape(-1, model.outputs), theta[size:] if model.bias else np.zeros(model.outputs)
+    if run.schema is not None and model.kind is Loss.SQUARES:
+        weight, offset = weight * run.schema.unit, offset * run.schema.unit + run.schema.middle
+    if run.schema is not None and model.kind is Loss.POISSON:
+        unit = math.log(run.schema.unit)
+        model, offset = dataclasses.replace(model, cap=model.cap + unit), offset + unit
+    return model, weight, offset
+
+
+def hazard_parts(run: LoadedRun) -> tuple[np.ndarray, np.ndarray] | None:
+    """Weights and constants of a survival model; None for other models."""
+    if not isinstance(run.model, Hazards):
+        return None
+    theta = run.theta.double().cpu().numpy()
+    return theta[: run.model.features], theta[run.model.features :]
 
 
 # -------------------------------------------------------------------------------------------------------- coefficients
@@ -153,6 +183,9 @@ def linear_parts(run: LoadedRun, to: str, remedy: str) -> tuple[Linear, np.ndarr
 
 def write_coefficients(run: LoadedRun, out: Path) -> None:
     """A CSV: feature, class, weight; comments say what the weights multiply."""
+    if (hazards := hazard_parts(run)) is not None:
+        _write_hazards(run, out, *hazards)
+        return
     model, weight, offset = linear_parts(run, "coefficients", "use --to torch")
     prepared = preparation(run)
     if prepared.matrix is not None:
@@ -182,6 +215,24 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
             table.writerows([name, output, repr(float(value))] for name, value in zip(names, weight[:, k], strict=True))
 
 
+def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.ndarray) -> None:
+    """Weights of features, and one intercept per interval."""
+    edges = (0.0, *run.edges)
+    intervals = [f"{start:g} to {end:g}" for start, end in itertools.pairwise(edges)]
+    names = list(run.features) or [f"x{k}" for k in range(len(weight))]
+    with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        file.write(
+            "# the hazard in an interval is 1 / (1 + exp(-(its intercept + sum of weight * feature))); survival is the "
+            f"product of 1 - hazard\n# features: encoded features; {preparation(run).words}\n"
+        )
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["feature", "interval", "weight"])
+        table.writerows(
+            ["(intercept)", interval, repr(float(b))] for interval, b in zip(intervals, constant, strict=True)
+        )
+        table.writerows([name, "", repr(float(value))] for name, value in zip(names, weight, strict=True))
+
+
 # --------------------------------------------------------------------------------------------------------------- torch
 
 
@@ -201,8 +252,11 @@ def write_torch(run: LoadedRun, out: Path) -> None:
 
 def torch_module(run: LoadedRun) -> nn.Module:
     """Preparation and model as one module: encoded features in, probabilities or numbers out."""
+    if (hazards := hazard_parts(run)) is not None:
+        return _Prepared(preparation(run), _Survival(*hazards, run.theta.dtype)).eval()
     if isinstance(run.model, Linear):
         return _Prepared(preparation(run), _Head(*linear_parts(run, "torch", ""), run.theta.dtype)).eval()
+    assert isinstance(run.model, TorchModel)
     network = copy.deepcopy(run.model.module).cpu()
     values = run.model.split(run.theta.detach().cpu())
     with torch.no_grad():
@@ -230,6 +284,19 @@ class _Head(nn.Module):
             p = z.sigmoid()
             return torch.cat([1 - p, p], -1)
         return (z.clamp(max=self.cap).exp() if self.kind is Loss.POISSON else z)[:, 0]
+
+
+class _Survival(nn.Module):
+    """A survival model: the probability of no event by the end of each interval."""
+
+    def __init__(self, weight: np.ndarray, constant: np.ndarray, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight[:, None], dtype=dtype), requires_grad=False)
+        self.constant = nn.Parameter(torch.tensor(constant, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(self.weight.dtype) @ self.weight + self.constant
+        return nn.functional.logsigmoid(-z.double()).cumsum(-1).exp()
 
 
 class _Network(nn.Module):
@@ -288,25 +355,23 @@ def write_sklearn(run: LoadedRun, out: Path) -> None:
     """A joblib file: a fitted LogisticRegression or Ridge, behind a `RecordScaler` where records are scaled."""
     optional("sklearn", "sklearn", "--to sklearn")
     joblib = optional("joblib", "sklearn", "--to sklearn")
-    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.linear_model import LogisticRegression, PoissonRegressor, Ridge
     from sklearn.pipeline import Pipeline
 
     from sordino.training.record_scaler import RecordScaler
 
     model, weight, offset = linear_parts(run, "sklearn", "use --to torch")
     estimator: Any
-    if model.kind is Loss.SQUARES:
-        estimator = Ridge()
+    if model.kind in NUMERIC_LOSSES:
+        estimator = Ridge() if model.kind is Loss.SQUARES else PoissonRegressor()
         estimator.coef_, estimator.intercept_ = weight[:, 0], float(offset[0])
-    elif model.kind in (Loss.SOFTMAX, Loss.LOGISTIC):
+    else:
         estimator = LogisticRegression()
         estimator.classes_ = np.asarray(run.classes)
         if model.kind is Loss.SOFTMAX and len(run.classes) == 2:
             weight, offset = weight[:, 1:] - weight[:, :1], offset[1:] - offset[:1]
         estimator.coef_, estimator.intercept_ = weight.T, offset
         estimator.n_iter_ = np.asarray([0])
-    else:
-        raise SordinoError(f"--to: scikit-learn holds no {model.kind} model here; use --to torch or --to onnx.")
     estimator.n_features_in_ = model.features
     if run.normalize != "none" or (run.public is not None and run.schema is None):
         public = None if run.schema is not None else run.public
@@ -322,21 +387,27 @@ def write_sklearn(run: LoadedRun, out: Path) -> None:
 def write_onnx(run: LoadedRun, out: Path) -> None:
     """An ONNX graph, preparation included: input `features` (float32), output `probabilities` or `values`."""
     onnx = optional("onnx", "onnx", "--to onnx")
-    model, weight, offset = linear_parts(run, "onnx", "use --to torch")
-    graph = _Graph(onnx)
+    graph, hazards = _Graph(onnx), hazard_parts(run)
     z = graph.prepare(graph.node("Cast", "features", to=onnx.TensorProto.DOUBLE), preparation(run))
+    if hazards is not None:
+        weight, offset = hazards[0][:, None], hazards[1]
+    else:
+        model, weight, offset = linear_parts(run, "onnx", "use --to torch")
     z = graph.node("Add", graph.node("MatMul", z, graph.constant(weight)), graph.constant(offset))
-    if model.kind is Loss.SOFTMAX:
+    if hazards is not None:
+        passed = graph.node("Neg", graph.node("Softplus", z))  # log(1 - hazard)
+        z = graph.node("Exp", graph.node("CumSum", passed, graph.constant(1, np.int64)))
+    elif model.kind is Loss.SOFTMAX:
         z = graph.node("Softmax", z, axis=-1)
     elif model.kind is Loss.LOGISTIC:
         p = graph.node("Sigmoid", z)
         z = graph.node("Concat", graph.node("Sub", graph.constant(1.0), p), p, axis=-1)
     elif model.kind is Loss.POISSON:
         z = graph.node("Exp", graph.node("Min", z, graph.constant(model.cap)))
-    name = "probabilities" if run.classes else "values"
+    name = "probabilities" if run.classes or run.edges else "values"
     graph.node("Cast", z, out=name, to=onnx.TensorProto.FLOAT)
-    width = len(run.classes) or 1
-    inputs = [onnx.helper.make_tensor_value_info("features", onnx.TensorProto.FLOAT, ["records", model.features])]
+    width = len(run.classes) or len(run.edges) or 1
+    inputs = [onnx.helper.make_tensor_value_info("features", onnx.TensorProto.FLOAT, ["records", len(weight)])]
     outputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["records", width])]
     body = onnx.helper.make_graph(graph.nodes, "sordino", inputs, outputs, graph.constants)
     made = onnx.helper.make_model(

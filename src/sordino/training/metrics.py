@@ -8,13 +8,14 @@ that is not finite (predictions that are NaN) is None.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 from sordino.errors import SordinoError, nearest
+from sordino.training import survival
 
 BINS = 10  # of a calibration curve
 MARGIN = 1e-9  # relative; above the rounding error of a mean in float64
@@ -28,15 +29,23 @@ class Task(StrEnum):
     TWO_CLASSES = "two classes"
     MANY_CLASSES = "many classes"
     QUANTITIES = "quantities"
+    COUNTS = "counts"
+    SURVIVAL = "survival times"
 
 
 OF_A_ROUND: Mapping[Task, tuple[str, ...]] = {
     Task.TWO_CLASSES: ("accuracy", "auc", "log_loss", "brier"),
     Task.MANY_CLASSES: ("accuracy", "log_loss"),
     Task.QUANTITIES: ("mse", "r2"),
+    Task.COUNTS: ("deviance", "d2", "mae"),
+    Task.SURVIVAL: ("concordance", "brier"),
 }
-RANKING: Mapping[Task, tuple[str, ...]] = {**OF_A_ROUND, Task.QUANTITIES: ("r2", "mse", "mae")}  # the first: by default
-LOWER_IS_BETTER = frozenset(("log_loss", "brier", "mse", "mae"))
+RANKING: Mapping[Task, tuple[str, ...]] = {  # the first: by default
+    **OF_A_ROUND,
+    Task.QUANTITIES: ("r2", "mse", "mae"),
+    Task.COUNTS: ("d2", "deviance", "mae"),
+}
+LOWER_IS_BETTER = frozenset(("log_loss", "brier", "mse", "mae", "deviance"))
 NAMES = {
     "accuracy": "accuracy",
     "auc": "AUC",
@@ -45,37 +54,59 @@ NAMES = {
     "r2": "R²",
     "mse": "mean squared error",
     "mae": "mean absolute error",
+    "deviance": "mean Poisson deviance",
+    "d2": "share of deviance explained",
+    "concordance": "concordance index",
 }
+TASKS = {"quantity": Task.QUANTITIES, "count": Task.COUNTS, "survival": Task.SURVIVAL}  # by the task of a schema
 
 
 # --------------------------------------------------------------------------------------------------------- all metrics
 
 
-def score(task: Task, y: np.ndarray, predicted: np.ndarray, wanted: tuple[str, ...] | None = None) -> Metrics:
+def score(
+    task: Task,
+    y: np.ndarray,
+    predicted: np.ndarray,
+    wanted: tuple[str, ...] | None = None,
+    *,
+    edges: Sequence[float] = (),
+) -> Metrics:
     """The metrics that fit one line: those of a round, or those that are wanted.
 
     Args:
       task: what the labels are.
-      y: labels: class indices, or quantities.
+      y: labels: class indices, quantities, counts, or signed times.
       predicted: for two classes the log-odds of the second; for many classes the logits, records by classes; for
-        quantities the predictions.
+        quantities and counts the predictions; for survival the log-odds of hazards, records by intervals.
       wanted: names out of `RANKING[task]`.
+      edges: for survival, the ends of the intervals.
 
     >>> score(Task.TWO_CLASSES, np.array([0, 0, 1, 1]), np.array([-2.0, 1.0, 0.5, 3.0]), ("accuracy", "auc"))
     {'accuracy': 0.75, 'auc': 0.75}
     """
     y, predicted = np.asarray(y), np.asarray(predicted, np.float64)
+    rest = (edges,) if task is Task.SURVIVAL else ()
     with np.errstate(all="ignore"):
-        return {name: _finite(_COMPUTE[task][name](y, predicted)) for name in wanted or OF_A_ROUND[task]}
+        return {name: _finite(_COMPUTE[task][name](y, predicted, *rest)) for name in wanted or OF_A_ROUND[task]}
 
 
-def full(task: Task, y: np.ndarray, predicted: np.ndarray, threshold: float = 0.5) -> dict[str, Any]:
-    """Every metric of the task; for two classes also calibration, and what a threshold does. Arguments as of `score`.
+def full(
+    task: Task, y: np.ndarray, predicted: np.ndarray, threshold: float = 0.5, *, edges: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Every metric of the task. Arguments as of `score`.
+
+    For two classes also calibration, and what a threshold does; for counts the mean predicted and observed; for
+    survival the Brier score at each edge, and mean predicted against observed survival there.
 
     threshold: records whose probability of the second class is above it count as positive.
     """
     y, predicted = np.asarray(y), np.asarray(predicted, np.float64)
-    metrics: dict[str, Any] = score(task, y, predicted, RANKING[task])
+    metrics: dict[str, Any] = score(task, y, predicted, RANKING[task], edges=edges)
+    if task is Task.COUNTS:
+        return {**metrics, "mean_predicted": _finite(_mean(predicted)), "observed": _finite(_mean(y))}
+    if task is Task.SURVIVAL:
+        return {**metrics, "survival_curve": survival_curve(y, predicted, edges)}
     if task is not Task.TWO_CLASSES:
         return metrics
     with np.errstate(all="ignore"):
@@ -228,6 +259,38 @@ def calibration_curve(y: np.ndarray, p: np.ndarray) -> list[dict[str, float]]:
     ]
 
 
+def survival_curve(y: np.ndarray, logits: np.ndarray, edges: Sequence[float]) -> list[dict[str, float | None]]:
+    """At each edge: mean predicted survival, Kaplan-Meier survival of the records, and the Brier score."""
+    if not len(y):
+        return []
+    with np.errstate(all="ignore"):
+        share = survival.survival_of(logits)
+        observed, scores = survival.constant_survival(y, edges), survival.brier_by_edge(y, share, edges)
+    return [
+        {
+            "time": float(edge),
+            "predicted": _finite(float(share[:, k].mean())),
+            "observed": float(observed[k]),
+            "brier": _finite(scores[k]),
+        }
+        for k, edge in enumerate(edges)
+    ]
+
+
+def deviance(y: np.ndarray, rate: np.ndarray) -> float:
+    """The mean Poisson deviance: 2 (y log(y / rate) - y + rate). NaN where a rate is not above 0 and y is."""
+    from scipy.special import xlogy
+
+    y = y.astype(np.float64)
+    return _mean(2 * (xlogy(y, y / np.where(y > 0, rate, 1)) - y + rate))
+
+
+def _explained(y: np.ndarray, rate: np.ndarray) -> float:
+    """1 less the deviance relative to that of the mean count."""
+    whole = deviance(y, np.full(len(y), _mean(y)))
+    return 1 - deviance(y, rate) / whole if whole > 0 else math.nan
+
+
 def _probability(z: np.ndarray) -> np.ndarray:
     from scipy.special import expit
 
@@ -279,5 +342,14 @@ _COMPUTE: Mapping[Task, Mapping[str, Any]] = {
         "mse": lambda y, p: _mean(np.square(y.astype(np.float64) - p)),
         "mae": lambda y, p: _mean(np.abs(y.astype(np.float64) - p)),
         "r2": _r2,
+    },
+    Task.COUNTS: {
+        "deviance": deviance,
+        "d2": _explained,
+        "mae": lambda y, p: _mean(np.abs(y.astype(np.float64) - p)),
+    },
+    Task.SURVIVAL: {
+        "concordance": lambda y, z, edges: survival.concordance(y, z[:, 0]),
+        "brier": lambda y, z, edges: survival.brier(y, survival.survival_of(z), edges),
     },
 }

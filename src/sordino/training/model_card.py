@@ -18,6 +18,10 @@ from sordino.privacy.evidence.signing import fingerprint
 from sordino.privacy.evidence.statement import ADVERSARY, PROTECTED
 
 NAME = "MODEL_CARD.md"
+PREDICTS = {
+    "count": "a count",
+    "survival": "the probability of no event by each public edge of time, and the risk that it happens before the last",
+}
 MOST_COLUMNS = 200  # listed; further ones are counted
 
 
@@ -54,6 +58,8 @@ def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str
     classes = [str(name) for name in about["classes"]]
     target = schema.target.column if schema is not None and schema.target is not None else None
     predicts = f"the classes {', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}" if classes else "a number"
+    if schema is not None and schema.task in PREDICTS:
+        predicts = PREDICTS[schema.task]
     what = predicts if target is None else f"the column `{target}`: {predicts}"
     return f"""# Model card
 
@@ -73,7 +79,7 @@ population like theirs. Test it on data of the place where it will be used befor
 
 {_metrics(cert, metrics)}
 
-## Privacy
+{_life_table(about)}## Privacy
 
 {_privacy(cert)}
 
@@ -113,6 +119,22 @@ def _metrics(cert: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     }
     rows = "".join(f"| {key.replace('_', ' ')} | {value:.4g} |\n" for key, value in numbers.items())
     return f"| metric | value |\n|---|---|\n{rows}\nOn {on}. No noise hides those records from these figures."
+
+
+def _life_table(about: Mapping[str, Any]) -> str:
+    """The noised life table of a survival model; empty for other models."""
+    table = about.get("life_table")
+    if not table:
+        return ""
+    rows = "".join(
+        f"| {row['start']:g} to {row['end']:g} | {row['at_risk']:.4f} | {row['events']:.4f} | {row['survival']:.3f} |\n"
+        for row in table
+    )
+    return (
+        "## Life table\n\nShares of the training records, with the noise of the run's first release, whose standard "
+        f"deviation is {table[0]['std']:.2g} per cell. Survival is their product-limit curve, with noise smoothed.\n\n"
+        f"| interval | at risk | with the event | survival at its end |\n|---|---|---|---|\n{rows}\n"
+    )
 
 
 def _privacy(cert: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from sordino.data.sources import encode_file, read_features
 from sordino.data.text import tokenize
 from sordino.errors import SordinoError
 from sordino.models import registry
+from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.signing import broken, sha256
 from sordino.training.artifacts import load_model
@@ -34,8 +35,8 @@ FRAME_ATTRIBUTES = ("iloc", "to_arrow", "column_names")  # of pandas, polars and
 
 
 class Predictions(NamedTuple):
-    labels: list[Any]  # or values, where labels are quantities
-    classes: list[str]
+    labels: list[Any]  # or values, where labels are numbers; of survival, the risk of the event by the last edge
+    classes: list[str]  # what the columns of `probabilities` are of: classes, or "no event by EDGE"
     probabilities: list[list[float]]
 
 
@@ -113,6 +114,8 @@ class LoadedRun:
     def predict(self, records: Records) -> np.ndarray:
         """The predicted class of each record, by its name; or a number, where labels are numbers.
 
+        Of survival it is the risk: the probability that the event happens before the last edge.
+
         Raises:
           SordinoError: a column is absent, or a value cannot be read.
         """
@@ -128,14 +131,34 @@ class LoadedRun:
         Raises:
           SordinoError: labels are numbers, a column is absent, or a value cannot be read.
         """
+        if isinstance(self.model, Hazards):
+            raise SordinoError("predict_proba: the model predicts survival, not classes; use predict_survival.")
         if not self.classes:
             raise SordinoError("predict_proba: the model predicts numbers, which have no probabilities; use predict.")
+        return np.asarray(self.model.scores(self.theta, self.prepare(records)).cpu().numpy())
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """Of survival, the ends of the public intervals; empty for other tasks."""
+        return self.model.intervals[1:] if isinstance(self.model, Hazards) else ()
+
+    def predict_survival(self, records: Records) -> np.ndarray:
+        """The probability that the event has not happened by each of `edges`: records by edges.
+
+        Raises:
+          SordinoError: the model is no survival model, a column is absent, or a value cannot be read.
+        """
+        if not isinstance(self.model, Hazards):
+            raise SordinoError("predict_survival: the model does not predict survival; use predict.")
         return np.asarray(self.model.scores(self.theta, self.prepare(records)).cpu().numpy())
 
     def predictions(self, records: Records) -> Predictions:
         """Labels and probabilities from one preparation of the records."""
         x = self.prepare(records)
         predicted = self.model.predict(self.theta, x)
+        if isinstance(self.model, Hazards):
+            curves = self.model.scores(self.theta, x).tolist()
+            return Predictions(predicted.tolist(), [f"no event by {edge:g}" for edge in self.edges], curves)
         if not self.classes:
             return Predictions(self._in_its_unit(predicted.cpu().numpy()).tolist(), [], [])
         found = predicted.tolist()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sordino import plugins
-from sordino.core import Divisor, Method, Privacy, Unit
+from sordino.core import Divisor, Kind, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
@@ -155,10 +155,17 @@ class ResolvedSpec:
           features: numbers per record.
           classes: number of classes; 0 where labels are quantities.
         """
+        task = "" if self.source.schema is None else self.source.schema.task
+        if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name != fitting:
+            raise SordinoError(
+                f"model: {self.model.name} does not learn a {task}; use {fitting}, or auto, which stands for it."
+            )
         derived = not classes and not self.model.entry.network and entry(self.method_name).normalize != "none"
+        if derived and task == "survival" and self.options.get("intervals") == 0:
+            raise SordinoError("intervals: 0, and the target is survival; leave the option out.")
         if derived and self.method_name != "auto":
             raise SordinoError(
-                f"method: {self.method_name} derives its steps for classes, and these labels are quantities; use "
+                f"method: {self.method_name} derives its steps for classes, and these labels are numbers; use "
                 "another method, such as dp-fedgd."
             )
         if derived and self.source.schema is None:
@@ -173,7 +180,10 @@ class ResolvedSpec:
             )
         from sordino.engines.oracle import MATRICES
 
+        from sordino.data.records import check_serves
+
         model = self.model.build(features, classes)
+        check_serves(self.privacy, model)
         if self.spec.calibrate and not (
             hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
         ):
@@ -181,8 +191,10 @@ class ResolvedSpec:
                 f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
                 "here; set calibrate = 0."
             )
-        kinds = {query.kind for stage in self.method.stages for query in stage.queries} & set(MATRICES)
-        if lacking := [str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum")]:
+        kinds = {query.kind for stage in self.method.stages for query in stage.queries}
+        if Kind.HISTOGRAM in kinds and not hasattr(model, "histogram_sum"):
+            raise SordinoError(f"intervals: model {self.model.name} has none; leave the option out.")
+        if lacking := [str(kind) for kind in kinds & set(MATRICES) if not hasattr(model, f"{kind}_sum")]:
             raise SordinoError(
                 f"method: {self.method_name} asks for a {lacking[0]} matrix, which {self.model.name} cannot compute; "
                 "use a linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
@@ -359,7 +371,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         schedule_seed=spec.schedule_seed if spec.schedule_seed is not None else seed,
         options={
             key: _whole_path(value) if key == "public" and value else value
-            for key, value in {**known.options, **spec.options}.items()
+            for key, value in {**known.options, **_task_options(spec, schema), **spec.options}.items()
         },
         model_options=model_options,
     )
@@ -399,7 +411,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         source=source,
         partition=partition,
         clients=written.clients,
-        model=ModelChoice(spec.model, model_options, spec.split_seed, spec.dtype == "bfloat16"),
+        model=ModelChoice(*_model_of(spec, schema, model_options), spec.split_seed, spec.dtype == "bfloat16"),
         method_name=spec.method,
         options=written.options,
         rounds=written.rounds or 0,
@@ -434,6 +446,24 @@ def _person_column(spec: Spec, schema: Schema | None) -> str | None:
             f"person: '{spec.person}', but the schema {named}; write the column as `person` into the schema."
         )
     return spec.person if schema is None else schema.person
+
+
+def _task_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
+    """What `auto` needs for survival: how many intervals there are."""
+    if spec.method != "auto" or schema is None or schema.target is None or schema.task != "survival":
+        return {}
+    return {"intervals": len(schema.target.intervals) - 1}
+
+
+def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Name and options of the model. `auto` stands for the model of the schema's task, whose intervals are its own."""
+    target = None if schema is None else schema.target
+    name = registry.OF_TASKS.get(target.task, spec.model) if target is not None and spec.model == "auto" else spec.model
+    if name != "hazards" or target is None:
+        return name, options
+    if options.get("intervals") is not None:
+        raise SordinoError("intervals: the target of the schema has them; leave the option out.")
+    return name, {**spec.model_options, "intervals": target.intervals}
 
 
 def _benchmark(data: str) -> bool:

@@ -32,14 +32,17 @@ from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
 from sordino.errors import SordinoError
+from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
-from sordino.privacy import spending
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
 from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.evidence.signing import Signer, sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
+from sordino.rules.kalman import KalmanState
+from sordino.rules.life_table import life_table_of
 from sordino.training import artifacts, model_card, shared_ledger
 from sordino.training.artifacts import Progress, save_model
 from sordino.training.evaluate import (
@@ -51,6 +54,7 @@ from sordino.training.evaluate import (
     heterogeneity,
 )
 from sordino.training.folder import SCHEMA, RunFolder, publishable, readme
+from sordino.training.metrics import OF_A_ROUND
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.shared_ledger import SharedLedger
 from sordino.training.spec import Spec
@@ -270,7 +274,8 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     progress = artifacts.restore(folder, run.identity(keys.identity))
     if progress.theta is None:
         raise SordinoError(f"out: no round of '{out}' is done yet; train it first.")
-    save_model(folder.public / "model.safetensors", resolved, run.dataset, run.model, progress.theta)
+    path = folder.public / "model.safetensors"
+    save_model(path, resolved, run.dataset, run.model, progress.theta, _life_table(run, progress.checkpoint))
     title = f"{resolved.method_name} on {run.dataset.name}, {run.plan.clients} clients"
     curve, adapter = folder.public / "curve.png", folder.public / "adapter"
     drawn = draw_curve(curve, title, run.plan.privacy.delta, history)
@@ -302,6 +307,14 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     return cert
 
 
+def _life_table(run: PreparedRun, checkpoint: Any) -> list[dict[str, float]] | None:
+    """The life table that `auto` released, from the state of its rule; None if the run released none."""
+    if not isinstance(run.model, Hazards) or run.resolved.method_name != "auto":
+        return None
+    cells = np.asarray(checkpoint[1][KalmanState._fields.index("cells")].double().cpu().numpy())
+    return life_table_of(cells, calibration.aggregate_std(run.plan, 0), run.model.intervals)
+
+
 def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
     """Every metric of the stored model on the test records. At client level nothing tells how many those are."""
     theta = _final_model(run, out)
@@ -320,7 +333,7 @@ def _final_model(run: PreparedRun, out: Path) -> Tensor | None:
 
 def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]], out: Path | None) -> dict[str, Any]:
     """The document that `--json` prints."""
-    names = ("accuracy", "auc", "log_loss", "brier", "mse", "r2")
+    names = dict.fromkeys(name for task in OF_A_ROUND.values() for name in task)
     by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in names}
     document = {
         **{k: v for k, v in by_round.items() if v},
@@ -344,6 +357,6 @@ def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]
     if run.resolved.source.open:  # exact functions of the records, and the time that they took
         seconds = artifacts.total_seconds(RunFolder.find(out)) if out else None
         theta = _final_model(run, out) if out else None
-        clients = [] if theta is None else evaluate_clients(run.model, theta, run.records)
+        clients = [] if theta is None else evaluate_clients(run.model, theta, run.records, run.dataset.unit)
         document |= {"heterogeneity": run.heterogeneity, "seconds": seconds, "client_metrics": clients}
     return document

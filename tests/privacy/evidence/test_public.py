@@ -25,10 +25,14 @@ RUNS = {
     "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
     "benchmark": ["--data", "digits", "--clients", "5"],
     "table": ["--data", "FILE", "--schema", "SCHEMA", "--partition", "iid"],
+    "count": ["--data", "COUNT", "--schema", "COUNTS", "--partition", "iid", "--set", "public_data=true"],
+    "survival": ["--data", "TIME", "--schema", "TIMES", "--partition", "iid", "--method", "auto", "--rounds", "8"],
+    "open survival": ["--data", "TIME", "--schema", "TIMES", "--partition", "iid", "--set", "public_data=true"],
     "declared": ["--data", "FILE", "--label", "label", "--set", "public_data=true"],
     "open quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid", "--set", "public_data=true"],
 }
-OPEN = ("benchmark", "declared", "open quantity")
+OPEN = ("benchmark", "declared", "open quantity", "count", "open survival")
+SURVIVAL = 'task = "survival"\nevent = "died"\nintervals = [0, 1, 2]'
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,16 @@ def files(tmp_path_factory):
     (place / "dose.csv").write_text("\n".join(["a,b,y", *(f"{a:.4f},{b:.4f},{a - b:.5f}" for a, b, _ in x)]) + "\n")
     columns = "".join(f'[columns.{name}]\ntype = "number"\nrange = [-3, 3]\n' for name in ("age", "dose", "weight"))
     (place / "schema.toml").write_text(f'[target]\ncolumn = "label"\nlevels = ["well", "ill"]\n{columns}')
+    lines = [f"{a:.4f},{abs(b) + 0.1:.4f},{int(c > 0)},{int(4 * abs(a))}" for a, b, c in x]
+    for name, (label, target) in {"counts": ("n", 'task = "count"\nmaximum = 9'), "times": ("time", SURVIVAL)}.items():
+        rest = "".join(
+            f'[columns.{column}]\ntype = "drop"\n'
+            for column in ("time", "died", "n")
+            if column != label and not (column == "died" and label == "time")
+        )
+        text = f'[target]\ncolumn = "{label}"\n{target}\n[columns.a]\ntype = "number"\nrange = [-3, 3]\n{rest}'
+        (place / f"{name}.toml").write_text(text)
+    (place / "numbers.csv").write_text("\n".join(["a,time,died,n", *lines]) + "\n")
     np.savez(place / "stats.npz", mean=np.zeros(3), cov=np.eye(3))
     return place
 
@@ -58,11 +72,14 @@ def done(files, tmp_path_factory):
         out = tmp_path_factory.mktemp("runs") / name
         source = files / ("patients.csv" if any("by-column" in word for word in words) else "free.csv")
         known = {"FILE": str(source), "STATS": str(files / "stats.npz"), "QUANTITY": str(files / "dose.csv")}
-        known["SCHEMA"] = str(files / "schema.toml")
+        known |= {"SCHEMA": str(files / "schema.toml"), "COUNT": str(files / "numbers.csv")}
+        known |= {"TIME": str(files / "numbers.csv"), "COUNTS": str(files / "counts.toml")}
+        known["TIMES"] = str(files / "times.toml")
         words = [known.get(word, word) for word in words]
         method = [] if "--method" in words else ["--method", "dp-fedgd"]
         result = out.with_suffix(".json")
-        assert main(["run", *words, *method, "--rounds", "3", "--out", str(out), "--json", str(result)]) == 0
+        rounds = [] if "--rounds" in words else ["--rounds", "3"]
+        assert main(["run", *words, *method, *rounds, "--out", str(out), "--json", str(result)]) == 0
         made[name] = out, json.loads(result.read_text())
     return made
 
@@ -129,9 +146,10 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr("sordino.training.evaluate.beats_constant_guess", lambda dataset, last: dataset.classes == ())
     seen = set()
-    for name in ("record", "client", "sampled", "quantity", "seeded", "benchmark"):
+    for name in ("record", "client", "sampled", "quantity", "seeded", "benchmark", "count", "open survival"):
         words = list(RUNS[name])
         known = {"FILE": "patients.csv" if "by-column:site" in words else "free.csv", "QUANTITY": "dose.csv"}
+        known |= dict.fromkeys(("COUNT", "TIME"), "numbers.csv") | {"COUNTS": "counts.toml", "TIMES": "times.toml"}
         words = [str(files / known[word]) if word in known else word for word in words]
         words = [word.replace("poisson:60", "poisson:200") for word in words]
         words += ["--ledger", str(tmp_path / "l.db")] if name == "record" else []

@@ -105,7 +105,7 @@ CERTIFICATE: Mapping[str, str] = {
     "signature.signer": "The name of the key.",
     "signature.value": "A function of the other fields and of a secret key.",
 }
-BY_ROUND = ("accuracy", "auc", "log_loss", "brier", "mse", "r2")
+BY_ROUND = ("accuracy", "auc", "log_loss", "brier", "mse", "r2", "deviance", "d2", "mae", "concordance")
 METRICS: Mapping[str, str] = {
     "round": PLAN,
     **dict.fromkeys(BY_ROUND, TESTED),
@@ -138,6 +138,11 @@ MODEL: Mapping[str, str] = {
     "sordino.columns": NAMES_ARE_PUBLIC,
     "sordino.schema": "Declared public: written by people without looking at the records. Null without a schema.",
     "sordino.classes": NAMES_ARE_PUBLIC,
+    "sordino.life_table": "Null where no life table was released.",
+    "sordino.life_table[].start": "The public edges of the schema.",
+    "sordino.life_table[].end": "The public edges of the schema.",
+    **{f"sordino.life_table[].{name}": FROM_RELEASES for name in ("at_risk", "events", "survival")},
+    "sordino.life_table[].std": ACCOUNT,
     "sordino.normalize": SETTING,
     "sordino.method": SETTING,
     "sordino.model.seed": "Of the first parameters: a setting.",
@@ -176,7 +181,8 @@ SITE: Mapping[str, str] = {  # of a site's own certificate
 }
 SUMMARY: Mapping[str, str] = {
     **{f"{name}.*": TESTED for name in BY_ROUND},
-    **{f"metrics.{name}": TESTED for name in (*BY_ROUND, "mae")},
+    **{f"metrics.{name}": TESTED for name in BY_ROUND},
+    **{f"metrics.survival_curve[].{name}": TESTED for name in ("time", "predicted", "observed", "brier")},
     **{f"metrics.{name}": TESTED for name in ("mean_predicted", "observed", "calibration_slope")},
     **{f"metrics.{name}": TESTED for name in ("calibration_intercept", "sensitivity", "specificity")},
     "metrics.threshold": SETTING,
@@ -204,13 +210,14 @@ class Line(NamedTuple):
 
 
 NUMBER = r"([-+.e\d]+%?|not defined)"
+SHOWN = "(accuracy|mse|deviance|concordance)"  # the first metric of each task
 CONSOLE = (
     Line(r"run +.+ on .+, \d+ rounds", PLAN),
     Line(r"run +.+ on .+, \d+ rounds in [\d.]+ s", OPEN, True),
     Line(r"clients +\d+( with [\d,]+ records \([\d,]+ to [\d,]+ each\))?", "As in certificate.json."),
     Line(r"labels +partition .+ classes are missing", OPEN, True),
     Line(r"names +0 .+", CERTIFICATE["client_names"]),
-    Line(r"(result +accuracy|error +mse) ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
+    Line(r"(result|error) +(accuracy|mse|deviance|concordance) ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
     Line(
         rf"scores +(AUC {NUMBER}, )?log loss {NUMBER} \({NUMBER} from prevalence alone\)(, Brier score {NUMBER})?",
         TESTED,
@@ -221,6 +228,10 @@ CONSOLE = (
     ),
     Line(rf"threshold +above {NUMBER}: sensitivity {NUMBER}, specificity {NUMBER}", TESTED),
     Line(rf"fit +R² {NUMBER}, mean absolute error {NUMBER}", TESTED),
+    Line(rf"fit +{NUMBER} of it explained \({NUMBER} from the mean alone\), mean absolute error {NUMBER}", TESTED),
+    Line(rf"counts +{NUMBER} predicted on average, {NUMBER} observed", TESTED),
+    Line(rf"scores +Brier score {NUMBER}, mean over edges", TESTED),
+    Line(rf"survival +by {NUMBER} {NUMBER} predicted, {NUMBER} observed(; by .+)?", TESTED),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
     Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
@@ -230,10 +241,8 @@ CONSOLE = (
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"WARNING: the model is no better than a constant guess: .+", TESTED),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
-    Line(r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
-    Line(
-        r"\S+ ━+ \d+/\d+ ((accuracy|mse) \S+  (ε \S+|no noise))? *\d+:\d\d:\d\d\s*", "Progress on stderr. " + OPEN, True
-    ),
+    Line(rf"\S+ ━+ \d+/\d+ ({SHOWN} \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
+    Line(rf"\S+ ━+ \d+/\d+ ({SHOWN} \S+  (ε \S+|no noise))? *\d+:\d\d:\d\d\s*", "Progress on stderr. " + OPEN, True),
 )
 
 
