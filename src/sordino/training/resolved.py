@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sordino.data.records import Records
 
 
-CALIBRATE = 0.05  # of mu squared, for `auto` on a table of classes
+CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.05, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
 
 class DataSource(NamedTuple):
@@ -178,9 +178,8 @@ class ResolvedSpec:
             raise SordinoError(
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )
-        from sordino.engines.oracle import MATRICES
-
         from sordino.data.records import check_serves
+        from sordino.engines.oracle import MATRICES
 
         model = self.model.build(features, classes)
         check_serves(self.privacy, model)
@@ -435,7 +434,8 @@ def _calibrate(spec: Spec, schema: Schema | None) -> float:
     weighted = bool(spec.model_options.get("class_weights"))  # weights ask for intercepts that are not calibrated
     classes = schema is not None and bool(schema.classes)
     usual = spec.method == spec.model == "auto" and spec.unit != Unit.CLIENT and not weighted
-    return CALIBRATE if classes and usual else 0.0
+    enough = spec.rounds is None or spec.rounds >= LEAST_CALIBRATED_ROUNDS
+    return CALIBRATE if classes and usual and enough else 0.0
 
 
 def _person_column(spec: Spec, schema: Schema | None) -> str | None:
