@@ -226,6 +226,7 @@ class Model(Protocol):
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
+    # One that counts (`models.tally`) has tally_sum(theta, shard, clip): of one bounded vector per record.
 
 
 # ----------------------------------------------------------------------------------------------- what may be asked
@@ -245,6 +246,7 @@ class Kind(StrEnum):
     GRAM = "gram"
     COUNT = "count"
     CALIBRATION = "calibration"
+    TALLY = "tally"
     HISTOGRAM = "histogram"
     DELTA = "delta"
 
@@ -400,6 +402,10 @@ class Ask(Protocol):
 
     def fisher(self, theta: Tensor) -> Tensor: ...
     def gram(self) -> Tensor: ...
+    def tally(self, theta: Tensor) -> Tensor:
+        """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
+        ...
+
     def histogram(self) -> Tensor:
         """Of records by what their label says, as shares; only a model that defines it answers."""
         ...

@@ -25,8 +25,9 @@ from sordino.checks.fixtures import claims
 from sordino.checks.mutants import MUTANTS, breaks
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
+from sordino.checks.tallies import tallies
 from sordino.core import Adjacency, Method, Unit
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.models import registry
 from sordino.models.linear import Linear, Loss
@@ -145,17 +146,38 @@ def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Repor
     return [r if r.query in rejected else r._replace(passed=False, problems=[*r.problems, *missed]) for r in reports]
 
 
+def check_tally(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
+    """Run all contracts, and their mutants, on a release that trains nothing: `tallies` lists them.
+
+    Args:
+      name: the tally's name.
+      trials: restarts of the search.
+      seed: seed of the search.
+
+    Returns:
+      One report per adjacency.
+
+    Raises:
+      SordinoError: no tally has this name.
+    """
+    known = tallies()
+    if name not in known:
+        raise SordinoError(f"check: '{name}' is no tally.{nearest(name, known)}")
+    return check(name, trials=trials, seed=seed, models=known[name].models, method=known[name].method)
+
+
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, and the sums that all methods use.
+    """Check every registered method, the tallies, and the sums that all methods use.
 
     Args:
       trials: restarts of the search for one query.
       seed: seed of the search.
 
     Returns:
-      The reports of `check_sums` and of `check` for every method.
+      The reports of `check_sums`, of `check` for every method and of `check_tally` for every tally.
     """
-    return [*check_sums(), *(report for name in REGISTRY for report in check(name, trials=trials, seed=seed))]
+    methods = (report for name in REGISTRY for report in check(name, trials=trials, seed=seed))
+    return [*check_sums(), *methods, *(r for name in tallies() for r in check_tally(name, trials=trials, seed=seed))]
 
 
 def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
@@ -223,6 +245,7 @@ __all__ = [
     "check_all",
     "check_model",
     "check_sums",
+    "check_tally",
     "engines",
     "replay",
     "sensitivity",

@@ -15,7 +15,7 @@ from sordino.checks.fixtures import Through
 from sordino.core import Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
-SUMS = ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "calibration_sum")
+SUMS = ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "calibration_sum", "tally_sum")
 ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
 
 
@@ -61,6 +61,21 @@ def allows_a_clip_per_record(method: Method, model: Any) -> tuple[Method, Any]:
 
     def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         return sums(shard, shard.per_person * clip)
+
+    return method, careless(model, total)
+
+
+def counted_twice(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every record of a tally is counted in a second cell, the next one."""
+    return method, careless(model, lambda sums, shard, clip: sums(shard, clip) + sums(shard, clip).roll(1, -1))
+
+
+def weighted_by_a_feature(method: Method, model: Any) -> tuple[Method, Any]:
+    """A record counts in a tally as often as its first feature says, which has no bound."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        weight = shard.x[..., 0].abs().nan_to_num(1.0, posinf=1.0).to(shard.mask)
+        return sums(shard._replace(mask=shard.mask * weight), clip)
 
     return method, careless(model, total)
 
@@ -154,7 +169,15 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
-    "sensitivity": (half_claimed, some_unclipped, mean_clipped, clips_records_not_persons, allows_a_clip_per_record),
+    "sensitivity": (
+        half_claimed,
+        some_unclipped,
+        mean_clipped,
+        clips_records_not_persons,
+        allows_a_clip_per_record,
+        counted_twice,
+        weighted_by_a_feature,
+    ),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
@@ -175,6 +198,9 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
+    tallies = any(query.kind is Kind.TALLY for query in queries)
+    if mutant in (counted_twice, weighted_by_a_feature) or (tallies and mutant is not half_claimed):
+        return tallies and mutant in (counted_twice, weighted_by_a_feature)  # vectors are short before they are clipped
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 

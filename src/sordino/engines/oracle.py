@@ -169,6 +169,10 @@ class Oracle:
         """The mean of x x^T over clipped records."""
         return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._all(), clip)))
 
+    def tally(self, theta: Tensor) -> Tensor:
+        """The mean of one bounded vector per record; see `Ask.tally`."""
+        return self._answer(Kind.TALLY, 1, lambda clip: self._model.tally_sum(theta, self._all(), clip))
+
     def histogram(self) -> Tensor:
         """The shares of records by what their label says."""
         return self._answer(

@@ -112,9 +112,19 @@ class SiteData:
     @cached_property
     def shape(self) -> tuple[int, int]:
         """Numbers of training records (or of persons, where the schema names them) and of features: public."""
+        return self._counted[0]
+
+    @cached_property
+    def _counted(self) -> tuple[tuple[int, int], int]:
+        """(training records, features) and test records."""
         data = self.load()
         units = len(data.x_train) if data.person is None else len(np.unique(data.person))
-        return int(units), int(data.x_train.shape[1])
+        return (int(units), int(data.x_train.shape[1])), len(data.y_test)
+
+    @property
+    def tests(self) -> int:
+        """Number of test records, which is public."""
+        return self._counted[1]
 
     @property
     def records(self) -> int:
