@@ -87,7 +87,9 @@ def calibrated(method: Method, share: float) -> Method:
     stages = tuple(
         stage._replace(queries=tuple(_scaled(query, 1 - share) for query in stage.queries)) for stage in method.stages
     )
-    return method._replace(stages=(*stages, Stage(Local(compute), rule, (query,), ROUNDS)))
+    stages = (*stages, Stage(Local(compute), rule, (query,), ROUNDS))
+    registered = None if method.by_hand else (stages, method.proves)
+    return method._replace(stages=stages, registered=registered)
 
 
 def _scaled(query: Query, factor: float) -> Query:

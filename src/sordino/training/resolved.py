@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sordino import plugins
-from sordino.core import Divisor, Kind, Method, Privacy, Unit
+from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
@@ -179,9 +179,10 @@ class ResolvedSpec:
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )
         from sordino.data.records import check_serves
-        from sordino.engines.oracle import MATRICES
+        from sordino.engines.preconditions import check_kinds
 
         model = self.model.build(features, classes)
+        check_kinds(self.method, model, self.model.name)
         check_serves(self.privacy, model)
         if self.spec.calibrate and not (
             hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
@@ -189,14 +190,6 @@ class ResolvedSpec:
             raise SordinoError(
                 f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
                 "here; set calibrate = 0."
-            )
-        kinds = {query.kind for stage in self.method.stages for query in stage.queries}
-        if Kind.HISTOGRAM in kinds and not hasattr(model, "histogram_sum"):
-            raise SordinoError(f"intervals: model {self.model.name} has none; leave the option out.")
-        if lacking := [str(kind) for kind in kinds & set(MATRICES) if not hasattr(model, f"{kind}_sum")]:
-            raise SordinoError(
-                f"method: {self.method_name} asks for a {lacking[0]} matrix, which {self.model.name} cannot compute; "
-                "use a linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
             )
         return model
 
