@@ -42,7 +42,7 @@ def gradients(shard, theta):
     return each(shard, lambda x, y: torch.func.grad(lambda at: MODEL.loss(at, x, y))(theta))
 
 
-# ------------------------------------------------------------------------------------------------------------ the labels
+# ------------------------------------------------------------------------------------------------------ the labels
 
 
 def test_a_label_says_for_how_long_a_record_is_at_risk():
@@ -74,11 +74,11 @@ def test_survival_is_the_product_of_what_hazards_leave(theta, shard):
 
 @pytest.mark.parametrize("edges", [(0.0,), (1.0, 2.0), (0.0, 2.0, 2.0), (0.0, math.inf), (0.0, math.nan)])
 def test_edges_rise_from_zero(edges):
-    with pytest.raises(SordinoError, match="intervals: .* must be edges of time that begin with 0 and rise"):
+    with pytest.raises(SordinoError, match=r"intervals: .* must be edges of time that begin with 0 and rise"):
         Hazards(2, edges)
 
 
-# -------------------------------------------------------------------------------------------------------------- the sums
+# ------------------------------------------------------------------------------------------------------ the sums
 
 
 @pytest.mark.parametrize("clip", [math.inf, 2.0, 0.1])
@@ -130,7 +130,7 @@ def test_runs_and_clients_are_one_more_axis(shard):
         torch.testing.assert_close(together[3], getattr(MODEL, name)(Shard(x[3], y[3], mask[3]), 1.0))
 
 
-# ------------------------------------------------------------------------------------------------------------- the bounds
+# ---------------------------------------------------------------------------------------------- the bounds
 
 
 def moved(total, shard, clip):

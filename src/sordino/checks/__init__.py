@@ -22,13 +22,14 @@ import torch
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay
 from sordino.checks.fixtures import claims
-from sordino.checks.mutants import MUTANTS, breaks
+from sordino.checks.mutants import MUTANTS, breaks, concerns
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.core import Adjacency, Method, Unit
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, entry
 from sordino.models import registry
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 
 
@@ -60,6 +61,7 @@ class Report(NamedTuple):
 
 
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"intervals": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
 CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))
@@ -94,7 +96,7 @@ def check(
 
 
 def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Run all contracts on DP-FedGD at record level with a registered model.
+    """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` too.
 
     Args:
       name: the model's name in the registry.
@@ -110,12 +112,14 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
     errors = []
     for features, classes in MODEL_SHAPES:
         try:
-            model = registry.build(name, features, classes)
+            model = registry.build(name, features, classes, **MODEL_OPTIONS.get(name, {}))
         except SordinoError as error:
             errors.append(str(error))
             continue
-        method = entry("dp-fedgd").factory(unit=Unit.RECORD)
-        return list(_reports(name, method, [model], trials, seed))
+        methods = [entry("dp-fedgd").factory(unit=Unit.RECORD)]
+        if isinstance(model, Hazards):  # `auto` asks it for a histogram, which no other model has
+            methods += [entry("auto").factory(unit=unit, intervals=model.outputs) for unit in Unit]
+        return [report for method in methods for report in _reports(name, method, [model], trials, seed)]
     raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]}")
 
 
@@ -146,16 +150,17 @@ def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Repor
 
 
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, and the sums that all methods use.
+    """Check every registered method, the survival model, and the sums that all methods use.
 
     Args:
       trials: restarts of the search for one query.
       seed: seed of the search.
 
     Returns:
-      The reports of `check_sums` and of `check` for every method.
+      The reports of `check_sums`, of `check` for every method, and of `check_model` for survival.
     """
-    return [*check_sums(), *(report for name in REGISTRY for report in check(name, trials=trials, seed=seed))]
+    reports = [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
+    return [*check_sums(), *reports, *check_model("hazards", trials=trials, seed=seed)]
 
 
 def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
@@ -203,7 +208,9 @@ def _searched(
         best = max(range(len(results)), key=lambda m: results[m].reached)
         if best not in mutant_results:
             mutant_results[best] = [search(*mutant(method, models[best % len(models)])) for mutant in mutants]
-        passed = [mutant for mutant, result in zip(mutants, mutant_results[best], strict=True) if not result[k].beyond]
+        kind = results[best].query.split()[-1]
+        found = zip(mutants, mutant_results[best], strict=True)
+        passed = [mutant for mutant, result in found if concerns(mutant, kind) and not result[k].beyond]
         yield results[best], [_missed("sensitivity", mutant) for mutant in passed]
 
 

@@ -50,6 +50,15 @@ def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
+def counts_every_cell(method: Method, model: Any) -> tuple[Method, Any]:
+    """A histogram counts a record in its own cell and in all cells before it."""
+
+    def summed(name: str, histogram: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        return histogram(shard, clip).flip(-1).cumsum(-1).flip(-1)
+
+    return method, Through(model, ("histogram_sum",), summed)
+
+
 def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
     """Every stage asks each of its queries once more than declared."""
     return _every(method, greedy), model
@@ -139,7 +148,7 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
-    "sensitivity": (half_claimed, some_unclipped, mean_clipped),
+    "sensitivity": (half_claimed, some_unclipped, mean_clipped, counts_every_cell),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
@@ -158,7 +167,16 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
+    if mutant is counts_every_cell:
+        return any(query.kind is Kind.HISTOGRAM and query.noise is not None for query in queries)
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
+
+
+def concerns(mutant: Callable[..., Any], kind: str) -> bool:
+    """Whether a mutant of sensitivity changes answers of this kind: a histogram is bounded without a clip."""
+    if kind == Kind.HISTOGRAM:
+        return mutant in (half_claimed, counts_every_cell)
+    return mutant is not counts_every_cell
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:

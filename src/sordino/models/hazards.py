@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -97,8 +96,9 @@ class Hazards:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.size, 1),)
 
-    @cached_property
+    @property
     def _edges(self) -> Tensor:
+        # Not cached: a tensor that is made inside a transform of torch.func must not outlive it.
         return torch.tensor(self.intervals[1:], dtype=torch.float64)
 
     def init(self, generator: torch.Generator | None = None) -> Tensor:

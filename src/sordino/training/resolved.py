@@ -173,6 +173,11 @@ class ResolvedSpec:
         kinds = {query.kind for stage in self.method.stages for query in stage.queries}
         if Kind.HISTOGRAM in kinds and not hasattr(model, "histogram_sum"):
             raise SordinoError(f"intervals: model {self.model.name} has none; leave the option out.")
+        if Kind.GRAM in kinds and self.method_name != "auto" and self.model.name == "hazards":
+            raise SordinoError(
+                f"method: {self.method_name} divides by the covariance of features, which says nothing of the "
+                "intervals of a survival model; use auto, or a method such as dp-fedadam."
+            )
         if lacking := [str(kind) for kind in kinds & set(MATRICES) if not hasattr(model, f"{kind}_sum")]:
             raise SordinoError(
                 f"method: {self.method_name} asks for a {lacking[0]} matrix, which {self.model.name} cannot compute; "
