@@ -19,7 +19,7 @@ A run in Python, from data to a certificate:
 - noise and account: `Plan`, `Participation`, `source`, `gaussian`
 - engines: `simulate` (fast), `reference` (plain)
 - evidence: `certificate`, `statement`, `verify`
-- a finished run: `load_run` (its model with `predict`; `load` reads data)
+- a finished run: `load_run` (its model with `predict`; `load` reads data), `evaluate_privately` (noised test results)
 - scikit-learn: `FederatedClassifier`
 
 On the command line: `sordino --help`. Tutorials and the whole reference: `make docs`.
@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
     from sordino.privacy.participation import Participation
     from sordino.privacy.plan import Plan
     from sordino.training.predict import load_run
+    from sordino.training.private_evaluation import evaluate_privately
 
 __all__ = [
     "Adjacency",
@@ -92,6 +93,7 @@ __all__ = [
     "Unit",
     "build",
     "certificate",
+    "evaluate_privately",
     "gaussian",
     "load",
     "load_run",
@@ -122,6 +124,7 @@ _HOME = {
     "sordino.privacy.participation": "Participation",
     "sordino.privacy.plan": "Plan",
     "sordino.training.predict": "load_run",
+    "sordino.training.private_evaluation": "evaluate_privately",
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
 _SKLEARN = _HOME["sordino.estimators"].split()  # not in __all__: an import of everything must do without them

@@ -183,10 +183,10 @@ class Model(Protocol):
         ...
 
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
-    # A survival model has histogram_sum(shard, clip): of records by what their label says, one cell each.
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
+    # One that counts (`models.tally`) has tally_sum(theta, shard, clip): of one bounded vector per record.
 
 
 # ----------------------------------------------------------------------------------------------- what may be asked
@@ -205,7 +205,7 @@ class Kind(StrEnum):
     FISHER = "fisher"
     GRAM = "gram"
     COUNT = "count"
-    HISTOGRAM = "histogram"
+    TALLY = "tally"
     DELTA = "delta"
 
 
@@ -353,8 +353,8 @@ class Ask(Protocol):
 
     def fisher(self, theta: Tensor) -> Tensor: ...
     def gram(self) -> Tensor: ...
-    def histogram(self) -> Tensor:
-        """Of records by what their label says, as shares; only a model that defines it answers."""
+    def tally(self, theta: Tensor) -> Tensor:
+        """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
         ...
 
     def std(self, kind: Kind) -> Tensor:
@@ -468,6 +468,7 @@ class Method(NamedTuple):
         proves: The pairs that are certified.
         caveat: Why the other pairs are not proved.
         assumes: What the promise rests on beside the noise; the certificate states it.
+        registered: The stages and pairs as `methods.build` made them; None for a method written by hand.
 
     Example:
         >>> from sordino.methods import build
@@ -482,6 +483,15 @@ class Method(NamedTuple):
     proves: frozenset[tuple[Unit, Trust]]
     caveat: str = ""  # why the other pairs are not proved
     assumes: tuple[str, ...] = ()  # what the promise rests on beside the noise, for the certificate
+    registered: tuple[tuple[Stage, ...], frozenset[tuple[Unit, Trust]]] | None = None
+
+    @property
+    def by_hand(self) -> bool:
+        """Not built by name, or changed since: nobody but its author vouches for its claims."""
+        if self.registered is None:
+            return True
+        stages, proves = self.registered
+        return stages is not self.stages or proves != self.proves
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from sordino.rules.life_table import (
 
 EDGES = (0.0, 1.0, 2.0, 3.0)
 MODEL = Hazards(3, EDGES)
+ZERO = torch.zeros(MODEL.size)
 CELLS = torch.tensor([0.1, 0.2, 0.1, 0.06, 0.04, 0.1, 0.4], dtype=torch.float64)
 RECORDS = 4000
 
@@ -48,7 +49,7 @@ def test_a_histogram_is_a_life_table():
     rng = np.random.default_rng(1)
     y = torch.from_numpy(rng.normal(size=500) * 3)
     span = MODEL.life_span(y)
-    counted = of_cells(MODEL.histogram_sum(Shard(torch.zeros(500, 3), y, torch.ones(500)), 1.0))
+    counted = of_cells(MODEL.tally_sum(ZERO, Shard(torch.zeros(500, 3), y, torch.ones(500)), 1.0))
     torch.testing.assert_close(counted.at_risk, span.at_risk.sum(0))
     torch.testing.assert_close(counted.events, span.event.sum(0))
 
@@ -84,7 +85,7 @@ def test_the_model_begins_with_the_hazards_of_the_table():
 
 
 def test_the_curvature_is_the_mean_hessian_where_features_and_time_at_risk_are_independent(shard):
-    cells = MODEL.histogram_sum(shard, 1.0) / RECORDS
+    cells = MODEL.tally_sum(ZERO, shard, 1.0) / RECORDS
     first, second = release_life_table(3, first_hazard(3)), estimate_hazard_curvature(1e6, 1e6, 1.0)
     theta = MODEL.init().double()
     step, table = first.update(cells, first.init(theta, facts(), ()), theta, 0)
@@ -117,7 +118,7 @@ def test_clipped_gradients_balance_at_the_shifted_constants(mean):
     time, seen = rng.exponential(mean, n), rng.uniform(0.5, 5, n)
     y = torch.from_numpy(np.where(time < seen, time, -seen))
     shard = Shard(x, y, torch.ones(n, dtype=torch.float64))
-    table = of_cells(MODEL.histogram_sum(shard, 1.0) / n)
+    table = of_cells(MODEL.tally_sum(ZERO, shard, 1.0) / n)
     constant = torch.log(table.events / (table.at_risk - table.events))
     trained, _ = balanced(constant, table.at_risk, torch.tensor([17.0], dtype=torch.float64), 2.0)
     zero = torch.zeros(3, dtype=torch.float64)

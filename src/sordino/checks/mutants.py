@@ -50,13 +50,19 @@ def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
-def counts_every_cell(method: Method, model: Any) -> tuple[Method, Any]:
-    """A histogram counts a record in its own cell and in all cells before it."""
+def counted_twice(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every record of a tally is counted in a second cell, the next one."""
+    return method, careless(model, lambda sums, shard, clip: sums(shard, clip) + sums(shard, clip).roll(1, -1))
 
-    def summed(name: str, histogram: ClippedSum, shard: Shard, clip: float) -> Tensor:
-        return histogram(shard, clip).flip(-1).cumsum(-1).flip(-1)
 
-    return method, Through(model, ("histogram_sum",), summed)
+def weighted_by_a_feature(method: Method, model: Any) -> tuple[Method, Any]:
+    """A record counts in a tally as often as its first feature says, which has no bound."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        weight = shard.x[..., 0].abs().nan_to_num(1.0, posinf=1.0).to(shard.mask)
+        return sums(shard._replace(mask=shard.mask * weight), clip)
+
+    return method, careless(model, total)
 
 
 def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
@@ -148,12 +154,15 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
-    "sensitivity": (half_claimed, some_unclipped, mean_clipped, counts_every_cell),
+    "sensitivity": (half_claimed, some_unclipped, mean_clipped, counted_twice, weighted_by_a_feature),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
     "engines": (mixes_clients, scales_by_batch_maximum, counts_axes),
 }
+
+
+OF_TALLIES = (counted_twice, weighted_by_a_feature)
 
 
 def breaks(mutant: Callable[..., Any], method: Method) -> bool:
@@ -167,16 +176,17 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
-    if mutant is counts_every_cell:
-        return any(query.kind is Kind.HISTOGRAM and query.noise is not None for query in queries)
+    if mutant in OF_TALLIES:
+        return any(query.kind is Kind.TALLY and query.noise is not None for query in queries)
+    if all(query.kind is Kind.TALLY for query in queries):
+        return mutant is half_claimed
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
 def concerns(mutant: Callable[..., Any], kind: str) -> bool:
-    """Whether a mutant of sensitivity changes answers of this kind: a histogram is bounded without a clip."""
-    if kind == Kind.HISTOGRAM:
-        return mutant in (half_claimed, counts_every_cell)
-    return mutant is not counts_every_cell
+    """Whether a mutant of sensitivity changes answers of this kind: vectors of a tally are short before they are
+    clipped."""
+    return mutant is half_claimed or (mutant in OF_TALLIES) == (kind == Kind.TALLY)
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:
@@ -191,4 +201,6 @@ def careless(model: Any, total: Callable[[ClippedSum, Shard, float], Tensor]) ->
         before, shard, clip, after = args[:at], args[at], args[at + 1], args[at + 2 :]
         return total(lambda shard, clip: method(*before, shard, clip, *after), shard, clip)
 
-    return Through(model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum"), summed)
+    return Through(
+        model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "tally_sum"), summed
+    )

@@ -48,6 +48,7 @@ def add(commands: Any) -> None:
         "sordino audit dp-fedavg --set steps=3 --epsilon 4 --adjacency add-remove\n"
         "sordino audit dp-fedgd --batch poisson:4             minibatches\n"
         "sordino audit dp-fedgd --one-run                     one run, thousands of canaries\n"
+        "sordino audit evaluation --trust secure-aggregation  the noised counts of a private evaluation\n"
         "sordino audit --all --json results/audit.json",
     )
     parser.description = f"{parser.description}\n{ABOUT}"
@@ -112,6 +113,7 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     import torch
 
     from sordino.checks.audit import attacks
+    from sordino.checks.tallies import tallies
     from sordino.methods import REGISTRY
 
     names = list(REGISTRY) if arguments.all else arguments.method
@@ -129,12 +131,35 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
         "noise_factor": arguments.noise_factor
     }
     rest["dtype"] = getattr(torch, arguments.dtype)
+    if arguments.all and not arguments.one_run and not arguments.batch:
+        names += list(tallies())
     for name in names:
+        if name in tallies():
+            yield from _tally_jobs(arguments, name, rest)
+            continue
         for privacy, method in _targets(arguments, name):
             for batch in _batches(arguments, name, privacy, method):
                 attacks.plan_for(name, privacy, rounds=arguments.rounds, method=method, batch=batch)
                 how = rest if arguments.one_run else rest | {"batch": batch}
                 yield partial(call, name, privacy, method=method, **how)
+
+
+def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+    """Audits of a release that trains nothing, such as an evaluation."""
+    from sordino.checks.audit import tallies as attack
+    from sordino.checks.tallies import tallies
+
+    if arguments.one_run or arguments.batch or arguments.set or arguments.rounds:
+        raise SordinoError(
+            f"audit: {name} is one release of all records; leave --one-run, --batch, --set, --rounds out."
+        )
+    chosen = {key: getattr(arguments, key) for key in ("unit", "trust") if getattr(arguments, key)}
+    for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
+        privacy = Privacy(arguments.epsilon, arguments.delta, adjacency=adjacency, **chosen)
+        if privacy.unit is not Unit.RECORD:
+            raise SordinoError(f"unit: {name} protects single records; leave --unit out.")
+        options = {key: value for key, value in rest.items() if key != "dtype"}
+        yield partial(attack.audit, name, tallies()[name], privacy, **options)
 
 
 def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method: Method) -> list[str]:

@@ -125,6 +125,23 @@ def _score(line: dict[str, Any]) -> str:
     return f"{score}ε {line['epsilon']:6.3f}  {_count(len(line['came']), 'site')}"
 
 
+def _evaluation(line: dict[str, Any]) -> str:
+    """What the sites' noised counts say about the model."""
+    from sordino.cli.evaluate import shown
+
+    if "why" in line:
+        return f"no evaluation: {line['why']}"
+    names = {
+        "accuracy": "accuracy",
+        "auc": "AUC",
+        "mae": "absolute error",
+        "predicted_minus_observed": "predicted minus observed",
+    }
+    parts = ", ".join(f"{name} {shown(line[key], key)}" for key, name in names.items() if key in line)
+    where = f"{line['records']:,} test records of {_count(len(line['came']), 'site')}"
+    return f"evaluation on {where}, ε = {line['epsilon']:.4g}: {parts}"
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -150,6 +167,8 @@ def _sentence(line: dict[str, Any], rounds: int | None) -> str:
             return f"{site} sent a wrong message{where}" + (f": {line['why']}" if line.get("why") else "")
         case "abandoned":
             return f"round {line['t'] + 1} has no result: {line['why']}"
+        case "evaluation":
+            return _evaluation(line)
         case "finished":
             why = f". {_warning(line['useless'])}" if "useless" in line else ""
             return f"finished: ε = {line['epsilon']:.4g}, {_count(len(line['sites']), 'site')}{why}"
@@ -210,6 +229,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
         "rounds": len(rounds),
         "accuracy": scores[-1] if scores else None,
         "useless": lines[-1].get("useless"),
+        "evaluation": next((line for line in lines if line["what"] == "evaluation"), None),
         "seconds": seconds,
         "out": str(out),
     }
@@ -243,6 +263,8 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
         ("statements", f"{out}/sites/*/runs/*/statement.md"),
     ):
         page.print(f"{heading:<13}{where}", markup=False)
+    if document["evaluation"]:
+        page.print(_evaluation(document["evaluation"]), markup=False)
     if document["useless"]:
         page.print(_warning(document["useless"]), markup=False)
     page.print(f"{'files':<13}{out}: {out}/README.txt says which files may leave", markup=False)
@@ -411,6 +433,8 @@ def _coordinate(arguments: argparse.Namespace) -> int:
         ("statement", "statement.md"),
     ):
         page.print(f"{what:<12}{place}/run/{name}", markup=False)
+    if (place / "run" / "evaluation" / "evaluation.json").is_file():
+        page.print(f"{'evaluation':<12}{place}/run/evaluation/evaluation.json", markup=False)
     return 0
 
 

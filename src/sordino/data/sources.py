@@ -184,6 +184,58 @@ def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray
     return x
 
 
+def labelled(
+    source: str,
+    classes: Sequence[str],
+    columns: Sequence[str],
+    count: int,
+    schema: Schema | None = None,
+    label: str | None = None,
+    client: str | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """All records of a file with their labels and clients, to test a model on; nothing is held out or scaled.
+
+    Args:
+        source: Path of the file, or a data set with a test part, which is then taken.
+        classes: The model's labels, in order; empty where they are numbers.
+        columns: Names of the columns that the model was trained on; empty if it was trained without names.
+        count: Number of features that the model was trained on.
+        schema: What the columns mean; it names label, clients and classes.
+        label: The label's column, where there is no schema.
+        client: The column that says whose a record is, where there is no schema.
+
+    Returns:
+        Features, labels as the model learns them, and clients (None where nothing says).
+
+    Raises:
+        SordinoError: The file cannot be read, or does not fit the model.
+    """
+    if schema is not None:
+        if label is not None or client is not None:
+            raise SordinoError("label, client: the model's schema names them; leave both out.")
+        path = _table_path(source)
+        if schema.client is not None and schema.client not in tables.column_names(path, schema.dialect):
+            schema = schema.at_site()
+        x, y, site, _ = schema.open(path)
+        return x, schema.to_model(np.asarray(y)), site
+    raw = _read(source, label, client, 0.2, 0, None)
+    if raw.x_test is not None and raw.y_test is not None:
+        raw = raw._replace(x=raw.x_test, y=raw.y_test, site=None)
+    elif reader_of(Path(source)) is None:
+        raise SordinoError(f"data: '{source}' has no test part of its own; save its test records in a file.")
+    x = check_features(raw.x, "x", raw.features)
+    names = list(raw.features or ())
+    if columns and names:
+        if absent := [name for name in columns if name not in names]:
+            raise SordinoError(f"data: '{source}' has no column '{absent[0]}', which the model was trained on.")
+        x = x[:, [names.index(name) for name in columns]]
+    if x.shape[1] != count:
+        raise SordinoError(f"data: '{source}' has {x.shape[1]} features, the model was trained on {count}.")
+    check_same_length(x, "x", raw.y, "y")
+    y, _, found = (raw.y, None, raw.classes) if raw.classes else encode_labels(raw.y, None)
+    return x, by_public_classes(y, found, classes) if classes else quantities(raw.y), raw.site
+
+
 def encode_file(source: str, schema: Schema) -> np.ndarray:
     """Features alone, to predict from, by the schema that the model was trained with; columns are found by name."""
     return schema.open(_table_path(source), target=False).x

@@ -86,6 +86,13 @@ def open_table(
     return table
 
 
+def column_names(path: Path, dialect: Dialect | None = None) -> list[str]:
+    """The names of a file's columns."""
+    if suffix_of(path) in TEXT_SUFFIXES:
+        return list(heading(path, dialect or Dialect())[0])
+    return list(open_table(path, dialect).column_names)
+
+
 def of_frame(frame: Any) -> Any:
     """A pyarrow table of a pandas or polars frame, a mapping of columns, or a pyarrow table."""
     optional("pyarrow", "tables", "data")

@@ -78,6 +78,7 @@ class SiteConfig(_File):
     classes: tuple[str, ...] = ()  # the public list of labels; empty: the label is a number
     schema: str | None = None  # the schema.toml that all sites agreed on; it names label and classes
     test_fraction: float = 0.2  # held out to evaluate models at the site
+    evaluation_epsilon: float | None = None  # limit over all evaluations on the test records; None: none is answered
     run_epsilon: float | None = None  # of any single run; if it is below the federation's, the site adds more noise
     methods: tuple[str, ...] = ()  # allowed methods; empty: all certified ones
     trust: tuple[str, ...] = (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER)
@@ -102,6 +103,11 @@ class SiteConfig(_File):
         if self.run_epsilon is not None and not 0 < self.run_epsilon <= self.epsilon:
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."
+            )
+        if self.evaluation_epsilon is not None and not 0 < self.evaluation_epsilon <= MOST_EPSILON:
+            raise SordinoError(
+                f"evaluation_epsilon: {self.evaluation_epsilon} must lie in (0, {MOST_EPSILON:g}]; leave it out to "
+                "answer no evaluation."
             )
         for name, listed, known in (
             ("adjacency", (self.adjacency,), list(Adjacency)),
@@ -133,6 +139,9 @@ class FederationConfig(_File):
     roster: str = "roster.toml"
     spec: str = "spec.toml"
     test: str | None = None  # the coordinator's own test records
+    evaluation_epsilon: float | None = (
+        None  # ask the sites for noised counts of their test records after the last round
+    )
     label: str | None = None
 
     def __post_init__(self) -> None:
@@ -141,6 +150,11 @@ class FederationConfig(_File):
         if not 1 <= self.features < 2**24:
             raise SordinoError(
                 f"features: {self.features} must be the number of columns without the label, from 1 to 2^24."
+            )
+        if self.evaluation_epsilon is not None and not 0 < self.evaluation_epsilon < MOST_EPSILON:
+            raise SordinoError(
+                f"evaluation_epsilon: {self.evaluation_epsilon} must lie in (0, {MOST_EPSILON:g}); leave it out for no "
+                "evaluation."
             )
         if not (self.deadline > 0 and self.patience > 0):
             raise SordinoError(f"deadline, patience: {self.deadline:g} and {self.patience:g}; both must be above 0 s.")

@@ -32,11 +32,13 @@ from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.terms import DRAWN
+from sordino.federation.testing import AgreedEvaluation
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.signing import sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Secure
+from sordino.training import evaluation_plan
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate, no_better
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
@@ -235,15 +237,56 @@ class Coordinator:
         x, y = np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
         return torch.from_numpy(x).to(self.terms.number), torch.from_numpy(y)
 
+    def _evaluate(self, model: Tensor) -> None:
+        """Ask the sites for the noised counts of their test records. What came is stored; a restart asks again, and the
+        sites send the same bytes."""
+        out = self.out / "evaluation"
+        if not self.terms.evaluation or (out / "certificate.json").exists():
+            return
+        agreed = AgreedEvaluation(self.terms, self._unit)
+
+        def request(offers: Arrays) -> bytes:
+            return wire.encode("evaluate", about(self.terms), {"theta": model.numpy(), **offers})
+
+        total: np.ndarray | None = None
+        if self.terms.secure:
+            self.secure_sum.dimension = agreed.dimension
+            summed, came = self.secure_sum.round(self.plan.rounds, request)
+            if summed is not None:
+                total = decode_sum(agreed.plan, agreed.round_plan, summed).numpy()
+        else:
+            replies = self.messenger.ask(dict.fromkeys(self.messenger.nodes, request({})), "update")
+            counts = {name: self._counts(reply, agreed.dimension) for name, reply in replies.items()}
+            came = sorted(name for name, vector in counts.items() if vector is not None)
+            weighted = [agreed.plan.weights[self.terms.names.index(name)] * counts[name] for name in came]
+            total = np.sum(weighted, axis=0) if weighted else None
+        if total is None:
+            self.tell("evaluation", came=[], why="too few sites answered")
+            return
+        numbers = sorted(self.terms.names.index(name) for name in came)
+        path = self.out / "model.safetensors"
+        found = agreed.store(out, total, numbers, path, evaluation_plan.assumptions(self.config.table_schema))
+        parts = {key: part for key, part in found.items() if isinstance(part, dict)}
+        self.tell("evaluation", came=came, epsilon=self.terms.evaluation, records=found["records"], **parts)
+
+    def _counts(self, reply: wire.Message, size: int) -> np.ndarray | None:
+        """A site's noised counts, if they are finite numbers of the agreed size."""
+        vector = reply.arrays.get("update0")
+        fits = vector is not None and vector.shape == (size,) and vector.dtype.kind == "f"
+        if vector is None or not fits or reply.fields.get("run") != self.terms.run or not np.isfinite(vector).all():
+            return None
+        return np.asarray(vector, np.float64)
+
     def _finish(self, model: Tensor) -> None:
+        no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
+        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes, schema=self.config.table_schema)
+        save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
+        self._evaluate(model)  # before the sites delete the secret of the run
         request = wire.encode("finish", about(self.terms, done=self.plan.rounds), {"theta": model.numpy()})
         done: set[str] = set()
         for _ in range(MOST_LOST_ROUNDS):  # a site that misses this message has no certificate
             missing = [name for name in self.messenger.nodes if name not in done]
             done |= self.messenger.ask(dict.fromkeys(missing, request), "finished").keys()
-        no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
-        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes, schema=self.config.table_schema)
-        save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         cert = certificate(
             self.plan,
             Secure(),  # the sites draw the noise; the coordinator draws none

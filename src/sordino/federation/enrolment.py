@@ -16,6 +16,7 @@ from sordino.federation import messenger
 from sordino.federation.config import FederationConfig
 from sordino.federation.messenger import Messenger, read
 from sordino.federation.terms import Terms, federated, schema_hash, written
+from sordino.federation.testing import AgreedEvaluation
 from sordino.privacy import calibration
 from sordino.settings import read_toml
 
@@ -27,6 +28,7 @@ class Hello(NamedTuple):
     name: str
     records: int
     requested_epsilon: float | None  # stricter than the federation's, for this site alone
+    tests: int = 0  # test records; 0 where the site answers no evaluation
 
 
 class Enrolment:
@@ -85,10 +87,13 @@ class Enrolment:
         fields = message.fields if message else {}
         name, records, epsilon = (fields.get(key) for key in ("name", "records", "epsilon"))
         if isinstance(name, str) and type(records) is int and 0 < records < 2**40:
+            tests = fields.get("tests", 0)
+            if type(tests) is not int or not 0 <= tests < 2**40:
+                tests = 0  # it answers no evaluation
             if epsilon is None:
-                return Hello(node, name, records, None)
+                return Hello(node, name, records, None, tests)
             if type(epsilon) in (float, int) and 0 < epsilon < MOST_EPSILON:
-                return Hello(node, name, records, float(epsilon))
+                return Hello(node, name, records, float(epsilon), tests)
         self.tell("misfit", node=str(node))
         return None
 
@@ -123,15 +128,30 @@ class Enrolment:
             colluders=config.colluders,
             roster=roster,
             schema=schema_hash(config.table_schema),
+            evaluation=config.evaluation_epsilon or 0.0,
+            tests=self._tests(met, names),
         )
         if roster:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
         terms = Terms.read(terms.json())
+        if terms.evaluation:
+            calibration.query_noises(AgreedEvaluation(terms).plan)
         calibration.query_noises(terms.plan)  # refuses a plan that cannot be calibrated before any site is asked
         files.write(self.path, terms.json().encode())
         files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True
         return terms
+
+    def _tests(self, met: dict[str, Hello], names: tuple[str, ...]) -> tuple[int, ...]:
+        """Every site's number of test records, if federation.toml asks for an evaluation."""
+        if not self.config.evaluation_epsilon:
+            return ()
+        if silent := sorted(name for name in names if not met[name].tests):
+            raise StoppedError(
+                f"evaluation_epsilon: {', '.join(silent)} answers no evaluation; set evaluation_epsilon in its "
+                "site.toml, or remove the key from federation.toml."
+            )
+        return tuple(met[name].tests for name in names)
 
     def withdraw(self) -> None:
         """Delete terms that a site refused before the first round, if this process proposed them."""

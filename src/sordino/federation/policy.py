@@ -48,6 +48,8 @@ def check_rules(site: SiteData, terms: Terms) -> None:
         (terms.dropouts <= config.most_dropouts, f"dropouts {terms.dropouts}; most_dropouts is {config.most_dropouts}"),
         (not config.methods or method in config.methods, f"method {method}; site.toml allows {methods}"),
         (privacy.trust in config.trust, f"trust {privacy.trust}; site.toml allows {trust}"),
+        (not terms.evaluation or terms.evaluation <= (config.evaluation_epsilon or 0.0),
+         f"evaluation {terms.evaluation:g}; site.toml allows {config.evaluation_epsilon or 'none'}"),
         (rounds <= config.most_rounds, f"rounds {rounds}; most_rounds is {config.most_rounds}"),
         (privacy.delta <= config.delta, f"delta {privacy.delta:g} is above the limit of site.toml, {config.delta:g}"),
         (privacy.epsilon <= allowed or terms.requested_epsilons.get(config.name) == config.run_epsilon,
@@ -88,6 +90,10 @@ def check_data(site: SiteData, terms: Terms) -> None:
     number = terms.names.index(site.config.name)
     if (claimed := (terms.sizes[number], terms.features)) != site.shape:  # the data are read and counted only now
         raise Refused("policy", f"records and features: the terms state {claimed}, the data have {site.shape}")
+    if terms.evaluation and terms.tests[number] != site.tests:
+        raise Refused(
+            "policy", f"tests: the terms state {terms.tests[number]} test records, the data have {site.tests}"
+        )
     try:  # only now, because a large plan takes long to calibrate
         plan, allowed = terms.plan, site.config.run_epsilon or site.config.epsilon
         group_of_site = next(group for group in spending.groups(plan) if number in group.clients)

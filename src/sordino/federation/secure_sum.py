@@ -29,6 +29,7 @@ class SecureSum:
         self.terms, self.messenger, self.path = terms, messenger, folder / "offers.json"
         self.session = secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
         self.offers: dict[str, bytes] = {}  # for the next round
+        self.dimension = terms.model.size  # numbers of a masked vector
 
     def gather(self, t: int) -> None:
         """Collect the missing offers for round t. A site that was away may be back."""
@@ -36,7 +37,7 @@ class SecureSum:
             name: offer for name, offer in self.offers.items() if self._reads(secagg.read_offer, t, name, offer)
         }
         missing = [name for name in self.messenger.nodes if name not in self.offers]
-        if missing and t < self.terms.plan.rounds:
+        if missing and t < self.terms.exchanges:
             request = wire.encode("offer", about(self.terms, t=t))
             self.offers |= parts(self.messenger.ask(dict.fromkeys(missing, request), "offered"), "offer")
 
@@ -102,7 +103,7 @@ class SecureSum:
 
     def _fits(self, t: int, name: str, data: bytes, offers: dict[str, bytes]) -> bool:
         """Signed by its site, of the model's size, and masked with the offers that were sent out."""
-        size = self.terms.model.size
+        size = self.dimension
         masked = self._reads(partial(secagg.read_masked, dimension=size), t, name, data)
         return bool(masked and (masked.vector.size, masked.offers_sha256) == (size, secagg.offers_sha256(offers)))
 

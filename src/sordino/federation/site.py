@@ -16,11 +16,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from sordino import files, secagg, wire
 from sordino.core import Broadcast
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, SordinoError, WireError
+from sordino.federation import testing
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
@@ -98,6 +100,7 @@ class Site(SiteData):
             "round": self._round,
             "offer": self._offer,
             "reveal": self._reveal,
+            "evaluate": self._evaluate,
             "finish": self._finish,
         }
 
@@ -108,12 +111,13 @@ class Site(SiteData):
     # ------------------------------------------------------------------------------------------------------- messages
 
     def _hello(self, message: wire.Message, request: bytes) -> bytes:
-        """Name, number of records and requested epsilon, which are all public."""
+        """Name, numbers of records and requested epsilon, which are all public."""
         _only(message, fields=())
         self._check_for_new_data()
         config = self.config
         fields: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": __version__}
-        return wire.encode("hello", fields | ({"epsilon": config.run_epsilon} if config.run_epsilon else {}))
+        fields |= {"epsilon": config.run_epsilon} if config.run_epsilon else {}
+        return wire.encode("hello", fields | ({"tests": self.tests} if config.evaluation_epsilon else {}))
 
     def _terms(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("terms",))
@@ -139,6 +143,8 @@ class Site(SiteData):
                         for e in charges(plan, mine, t, terms.run)
                     ]
                 )
+                if terms.evaluation:
+                    self._afford_evaluation(ledger, self._evaluation_entries(terms, mine))
             run = SiteRun.make(self, terms)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
@@ -209,6 +215,65 @@ class Site(SiteData):
             (run.folder / "pending").unlink(missing_ok=True)
             return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
 
+    def _evaluate(self, message: wire.Message, request: bytes) -> bytes:
+        """The noised counts of the site's test records, once per run, paid from the account of its test records."""
+        _only(message, fields=("run", "terms"), arrays=True)
+        run = self._run_of(message)
+        if not run.terms.evaluation:
+            raise Refused("malformed", "this run has no evaluation")
+        offers = _offers(message) if run.terms.secure else {}
+        known = {"theta", *(f"offer:{name}" for name in offers)}
+        if set(message.arrays) - known:
+            raise Refused("malformed", "the message has unknown arrays")
+        asked, name = hashlib.sha256(request).hexdigest(), testing.plan_name(run.terms.run)
+        who = testing.account(self.dataset_id)
+        with self.ledger() as ledger:
+            stored = ledger.release(name, who, 0)
+            if stored is not None:
+                if wire.decode(stored).fields["asked"] != asked:
+                    raise Refused(
+                        "replayed", f"the evaluation of run {run.terms.run}, with another model or other sites"
+                    )
+                return stored
+            entries = self._evaluation_entries(run.terms, run.mine)
+            self._afford_evaluation(ledger, entries)
+            check_rules(self, run.terms)  # site.toml may have become stricter
+            theta = run.vector(message, "theta")
+            if run.terms.secure:
+                _check_offers(run, run.plan.rounds, offers)
+            run.ready()  # a refusal up to here costs nothing
+            reply = self._counts(run, theta, offers, asked)
+            ledger.charge(entries, reply)
+        self.note("evaluated", run=run.terms.run, epsilon=run.terms.evaluation)
+        return reply
+
+    def _counts(self, run: SiteRun, theta: Tensor, offers: dict[str, bytes], asked: str) -> bytes:
+        """The answer to an evaluation. It is charged even if it fails, as the answer to a round is."""
+        about = {"run": run.terms.run, "asked": asked}
+        try:
+            counts = run.evaluation.answer(run.mine, run.dataset, theta, run.test_source(asked))
+            if run.terms.secure:
+                masked = secagg.masked(run.member, run.plan.rounds, offers, counts)
+                return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
+            return wire.encode("update", {**about, "tree": 0}, {"update0": counts.numpy()})
+        except OSError:
+            raise
+        except Exception as error:
+            log.exception("the site failed")
+            self.note("failed", run=run.terms.run, detail=repr(error))
+            return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
+
+    def _evaluation_entries(self, terms: Terms, mine: int) -> list[Charge]:
+        plan, who = testing.AgreedEvaluation(terms).plan, testing.account(self.dataset_id)
+        return [e._replace(who=who) for e in charges(plan, mine, 0, testing.plan_name(terms.run))]
+
+    def _afford_evaluation(self, ledger: Ledger, entries: list[Charge]) -> None:
+        """Raises OverspentError if all evaluations together would exceed site.toml's evaluation_epsilon."""
+        limit = self.config.evaluation_epsilon
+        if limit is None:
+            raise Refused("policy", "site.toml has no evaluation_epsilon")
+        ledger.afford(entries, (limit, self.config.delta))
+
     def _offer(self, message: wire.Message, request: bytes) -> bytes:
         """Keys and shares for a later round; the same whenever they are asked for."""
         _only(message, fields=("run", "terms", "t"))
@@ -228,8 +293,11 @@ class Site(SiteData):
             raise Refused("malformed", "survivors")
         if not isinstance(seals, dict) or not all(isinstance(seal, str) for seal in seals.values()):
             raise Refused("malformed", "seals")
+        name, who, at = run.terms.run, self.dataset_id, t
+        if t == run.plan.rounds:  # the evaluation
+            name, who, at = testing.plan_name(name), testing.account(who), 0
         with self.ledger() as ledger:
-            stored = ledger.release(run.terms.run, self.dataset_id, t)
+            stored = ledger.release(name, who, at)
         if stored is None:
             raise Refused("order", f"round {t} was not answered")
         try:
@@ -238,7 +306,7 @@ class Site(SiteData):
             raise Refused("replayed" if run.revealed(t) else "malformed", str(error)) from None
         run.will_reveal(t, survivors)
         arrays = {"reveal": _bytes(reveal)}
-        if t + 1 < run.plan.rounds:  # saves an exchange
+        if t + 1 < run.terms.exchanges:  # saves an exchange
             arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
         return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
 
@@ -259,11 +327,13 @@ class Site(SiteData):
         if "dataset_id" in self.__dict__ and self.dataset_id != self.identify():
             self.__dict__.pop("dataset_id", None)
             self.__dict__.pop("shape", None)
+            self.__dict__.pop("_counted", None)
             self._open.clear()
 
     def _run_and_round(self, message: wire.Message) -> tuple[SiteRun, int]:
         run, t = self._run_of(message), message.fields.get("t")
-        if type(t) is not int or not 0 <= t < run.plan.rounds:
+        last = run.plan.rounds if message.kind == "round" else run.terms.exchanges
+        if type(t) is not int or not 0 <= t < last:
             raise Refused("order", f"round {t!r} of {run.plan.rounds}")
         return run, t
 

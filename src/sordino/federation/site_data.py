@@ -103,8 +103,19 @@ class SiteData:
     @cached_property
     def shape(self) -> tuple[int, int]:
         """Numbers of training records and of features, which are public."""
-        rows, columns = self.load().x_train.shape
-        return int(rows), int(columns)
+        return self._counted[0]
+
+    @cached_property
+    def _counted(self) -> tuple[tuple[int, int], int]:
+        """(training records, features) and test records."""
+        data = self.load()
+        rows, columns = data.x_train.shape
+        return (int(rows), int(columns)), len(data.y_test)
+
+    @property
+    def tests(self) -> int:
+        """Number of test records, which is public."""
+        return self._counted[1]
 
     @property
     def records(self) -> int:

@@ -24,6 +24,7 @@ from sordino.errors import Refused, SordinoError
 from sordino.federation import readmes
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
+from sordino.federation.testing import AgreedEvaluation
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import of_site, sha256
@@ -90,6 +91,16 @@ class SiteRun:
             return Seeded(int(seed))
         carried = any(carries(query.noise) for stage in self.plan.stages for query in stage.queries)
         return Secure(self._derived(b"sordino noise", "" if carried else asked))
+
+    def test_source(self, asked: str) -> Source:
+        """The source of noise for the evaluation: another stream than that of any round."""
+        if seed := (self.folder / "noise").read_text():
+            return Seeded(int(seed) + 2**32)
+        return Secure(self._derived(b"sordino tests", asked))
+
+    @cached_property
+    def evaluation(self) -> AgreedEvaluation:
+        return AgreedEvaluation(self.terms)
 
     @cached_property
     def member(self) -> secagg.Member:

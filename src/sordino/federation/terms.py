@@ -96,6 +96,8 @@ class Terms:
     colluders: int = 1
     roster: str = ""  # hash of the roster, under secure aggregation
     schema: str = ""  # hash of the schema of the sites' tables, where there is one
+    evaluation: float = 0.0  # epsilon of the evaluation on the sites' test records after the last round; 0: none
+    tests: tuple[int, ...] = ()  # test records, public; empty without an evaluation
     format: int = TERMS_FORMAT
 
     def json(self) -> str:
@@ -160,6 +162,18 @@ class Terms:
                 f"dropouts and colluders must lie in [0, {MOST_SITES})",
             ),
             (isinstance(self.roster, str) and len(self.roster) in (0, 64), "roster is not a SHA-256 hash"),
+            (
+                type(self.evaluation) in (int, float) and 0 <= self.evaluation < MOST_EPSILON,
+                f"evaluation is not an epsilon in [0, {MOST_EPSILON:g})",
+            ),
+            (
+                isinstance(self.tests, tuple) and len(self.tests) == (len(self.names) if self.evaluation else 0),
+                "tests and names differ in length",
+            ),
+            (
+                all(type(size) is int and 0 < size < 2**40 for size in self.tests),
+                "a site's number of test records is not a positive integer",
+            ),
             (isinstance(self.schema, str) and len(self.schema) in (0, 64), "schema is not a SHA-256 hash"),
         ):
             if not fine:
@@ -206,6 +220,11 @@ class Terms:
     @property
     def secure(self) -> bool:
         return self.resolved.privacy.trust is Trust.SECURE_AGGREGATION
+
+    @property
+    def exchanges(self) -> int:
+        """Rounds of messages: those of the plan, and one more for the evaluation."""
+        return self.plan.rounds + bool(self.evaluation)
 
     @property
     def number(self) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Steps of a survival model that follow from public numbers, one noised histogram and one noised mean of u u^T.
 
-The histogram counts records by what their label says (`Hazards.histogram_sum`): censored or with the event in interval
+The histogram counts records by what their label says (`Hazards.tally_sum`): censored or with the event in interval
 k, or beyond the last edge. It is a life table: who is at risk in an interval, and how many have the event. So it gives
 the baseline hazards h_k, which the model begins with. Near them the gradient is linear in theta, with the curvature
 

@@ -15,6 +15,7 @@ from sordino.errors import SordinoError
 from sordino.privacy.evidence.signing import RunKey
 from sordino.settings import read_toml
 
+EVALUATION_FILE = "evaluation.json"  # what a private evaluation found
 SCHEMA = "schema.toml"  # the public copy of the schema of a table
 
 UNFINISHED = """This run is not finished. Continue it with: sordino run --resume {root}

@@ -167,22 +167,16 @@ class ResolvedSpec:
             raise SordinoError(
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )
-        from sordino.engines.oracle import MATRICES
+        from sordino.engines.preconditions import check_kinds
 
         model = self.model.build(features, classes)
         kinds = {query.kind for stage in self.method.stages for query in stage.queries}
-        if Kind.HISTOGRAM in kinds and not hasattr(model, "histogram_sum"):
-            raise SordinoError(f"intervals: model {self.model.name} has none; leave the option out.")
         if Kind.GRAM in kinds and self.method_name != "auto" and self.model.name == "hazards":
             raise SordinoError(
                 f"method: {self.method_name} divides by the covariance of features, which says nothing of the "
                 "intervals of a survival model; use auto, or a method such as dp-fedadam."
             )
-        if lacking := [str(kind) for kind in kinds & set(MATRICES) if not hasattr(model, f"{kind}_sum")]:
-            raise SordinoError(
-                f"method: {self.method_name} asks for a {lacking[0]} matrix, which {self.model.name} cannot compute; "
-                "use a linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
-            )
+        check_kinds(self.method, model, self.model.name)
         return model
 
     def read_data(self) -> Dataset:

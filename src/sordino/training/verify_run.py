@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.certificate import SECRET_SEED, certificate, numbers_of, sizes_of
+from sordino.privacy.evidence.certificate import EVALUATION, SECRET_SEED, certificate, numbers_of, sizes_of
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import code_sha256, sha256
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import Verdict, malformed, verify
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.settings import read_toml
-from sordino.training.folder import RunFolder, missing
+from sordino.training.folder import EVALUATION_FILE, RunFolder, missing
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 
@@ -55,8 +55,12 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
         if isinstance(error, SordinoError):
             raise
         raise malformed(error) from None
+    evaluation = cert["method"] == EVALUATION
     for field, name in BOUND.items():
+        name = EVALUATION_FILE if evaluation and field == "metrics_sha256" else name
         known, beside = cert.get(field), folder.public / name
+        if evaluation and field == "model_sha256" and not beside.exists():
+            beside = folder.root.absolute().parent / "public" / name  # an evaluation lies in the folder of its run
         if known and not beside.exists():
             verdict.gaps.append(f"{name}, which is not beside it")
         elif known and sha256(beside) != known:
@@ -120,8 +124,12 @@ def _against_spec(
     """Compare with the certificate that a plan made from this spec has, number by number."""
     if sha256(path) != cert["spec_sha256"]:
         yield "spec.toml is not the one that the certificate names"
-    terms = path.with_name("terms.json")
-    if "data" not in read_toml(path):  # a federation's: every site has its own data
+    terms, values = path.with_name("terms.json"), read_toml(path)
+    if EVALUATION in values:
+        yield from _against_evaluation(cert, values, path.with_name(EVALUATION_FILE), verdict.gaps)
+        verdict.assumed.clear()  # the rebuilt plan gives them
+        return
+    if "data" not in values:  # a federation's: every site has its own data
         if not terms.is_file():
             verdict.gaps.append("the plan of the federation, whose terms.json is not beside it")
             return
@@ -152,6 +160,28 @@ def _against_spec(
             f"the code: sordino {cert['sordino']} with other sources wrote the certificate, and this installation "
             "rebuilt its numbers"
         )
+
+
+def _against_evaluation(cert: dict[str, Any], values: Mapping[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:
+    """Compare with the certificate that the plan of an evaluation has, and the metrics with their noised counts."""
+    from sordino.training.evaluation_plan import rebuilt  # here: other certificates need no torch
+
+    if not path.is_file():
+        gaps.append(f"{path.name}, which is not beside it")
+        return
+    try:
+        if values.get("model_sha256") != cert["model_sha256"]:
+            yield "spec.toml names another model than the certificate"
+        found = json.loads(path.read_text(encoding="utf-8"))
+        plan, metrics = rebuilt(values, sizes_of(cert) or (), found)
+        fresh = source(0 if cert["noise_source"] == "seeded" else None)
+        again = certificate(plan, fresh, version=cert["sordino"], execution=cert["execution"])
+    except (SordinoError, ValueError) as error:
+        yield f"no plan follows from spec.toml and {path.name} ({error})"
+        return
+    yield from differences({**cert, "assumes": again["assumes"]}, again)
+    if list(_differ("metrics", found, json.loads(json.dumps(metrics)))):
+        yield f"the metrics in {path.name} do not follow from the noised counts in it"
 
 
 def _read_spec(folder: RunFolder, gaps: list[str], cert: dict[str, Any]) -> ResolvedSpec:

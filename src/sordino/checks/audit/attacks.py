@@ -45,7 +45,7 @@ from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.observer import VICTIM, Attack, AttackedRecords, watched
 from sordino.checks.fixtures import most_rounds
 from sordino.core import Adjacency, Kind, Method, Privacy, Unit
-from sordino.engines.oracle import MATRICES
+from sordino.engines.preconditions import MATRICES
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.hazards import Hazards
@@ -73,7 +73,7 @@ SAMPLED_RECORDS = 8  # records of the victim if minibatches are drawn at a rate
 RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
-SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a histogram: `auto` with intervals = 3
+SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
 EVENT_LABEL = 0.5  # an event in the first interval, whose gradient is opposite to that of a late or absent one
 
 
@@ -351,7 +351,7 @@ def plan_for(
 def audited_model(method: Method) -> Linear | Hazards:
     """The model that a method is attacked on."""
     kinds = {query.kind for stage in method.stages for query in stage.queries}
-    return SURVIVAL_MODEL if Kind.HISTOGRAM in kinds else AUDITED_MODEL
+    return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
 
 
 def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:

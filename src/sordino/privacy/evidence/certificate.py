@@ -28,6 +28,7 @@ CERTIFICATE_FORMAT = 2
 MOST_LISTED_CLIENTS = 10_000_000
 SECRET_SEED = 2**96  # a smaller seed of a schedule can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
+EVALUATION = "evaluation"  # the method of a certificate that is about test records
 
 NUMERICS = (
     "Every released number is the exact sum of what was computed and Gaussian noise, rounded to a public grid: no tail "
@@ -336,9 +337,17 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
     facts = [
         "The number of clients, the features and the set of labels are public.",
         "Which record belongs to which client, and which are for testing, is taken as given and tells nothing.",
-        "Records used for testing lie outside the guarantee, and so do figures computed from them.",
+        "The records are those that a model was tested on; bins, thresholds and the labels' set are public."
+        if plan.method.name == EVALUATION
+        else "Records used for testing lie outside the guarantee, and so do figures computed from them.",
         f"Tuning: {tuning}.",
     ]
+    if plan.method.by_hand:
+        facts.append(
+            f"The method {plan.method.name} was not built by name from the registry, or was changed afterwards. Its "
+            "sensitivities and proofs are claims of its author and were not checked here; `sordino.checks.check` "
+            "tries to break them."
+        )
     if plan.privacy.unit is Unit.RECORD:
         facts.append("The number of records of each client is public and fixed.")
     if plan.privacy.trust is not Trust.TRUSTED_SERVER:

@@ -159,6 +159,37 @@ FILES: Mapping[str, Mapping[str, str]] = {
     },
     "curve.png": {"(picture)": "A function of metrics.jsonl, delta, the method's and the data's name alone."},
 }
+INTERVALS = ("accuracy", "auc", "sensitivity", "specificity", "brier", "mean_predicted", "observed")
+EVALUATION_METRICS = (*INTERVALS, "predicted_minus_observed", "mae", "mse", "r2")
+OF_A_METRIC = ("estimate", "low", "high")
+EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
+    "task": NAMES_ARE_PUBLIC,
+    "records": "At record level the number of test records of each client is public and fixed.",
+    **dict.fromkeys(("confidence", "bins", "threshold", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
+    **{f"{name}.{part}": FROM_RELEASES for name in EVALUATION_METRICS for part in OF_A_METRIC},
+    "auc.binning": FROM_RELEASES,
+    **{
+        f"calibration_curve[].{part}": FROM_RELEASES
+        for part in ("from", "to", "share", "predicted", "observed", "low", "high")
+    },
+    "noise": ACCOUNT,
+    "sensitivity_of_counts": PLAN,
+    "tally": "The release itself: the noised counts, divided by the number of records.",
+    "came": "In a federation, the sites whose counts are in the sum; the coordinator knows.",
+}
+EVALUATION_SPEC: Mapping[str, str] = {  # spec.toml of an evaluation
+    "evaluation": NAMES_ARE_PUBLIC,
+    "model_sha256": HASH,
+    "label_unit": "Half of the public range of a quantity; 1 for classes.",
+    **dict.fromkeys(("bins", "threshold", "confidence", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
+    **dict.fromkeys(("dropouts", "colluders"), "Of a federation that adds up integers: a setting."),
+}
+EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluation
+    "evaluation.json": EVALUATION,
+    "spec.toml": EVALUATION_SPEC,
+    "certificate.json": CERTIFICATE,
+    "statement.md": FILES["statement.md"],
+}
 ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
 SECURE: Mapping[str, str] = {  # of a federation that adds up integers
     "secure.dimension": PLAN,
@@ -261,6 +292,29 @@ def fields(document: Any, prefix: str = "") -> Iterator[str]:
 KEYED = ("epsilon_at", "own_std", "influence", "client_epsilon", "heterogeneity")
 
 
+def unlisted_of_evaluation(folder: Path) -> list[str]:
+    """Fields and files of an evaluation's public/ that nobody gave a reason for."""
+    problems = []
+    for path in sorted(folder.iterdir()):
+        text = path.read_text(encoding="utf-8")
+        named = {"(text)"}
+        if path.suffix in (".json", ".toml"):
+            document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+            named = set(_fields_of_evaluation(document) if path.name == "evaluation.json" else fields(document))
+        listed = EVALUATION_FILES.get(path.name, {})
+        problems += [f"{path.name}: {field}" for field in sorted(named - set(listed))]
+    return problems
+
+
+def _fields_of_evaluation(document: Mapping[str, Any]) -> Iterator[str]:
+    """As `fields`, which takes metrics by name for metrics by round."""
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from (f"{key}.{part}" for part in value)
+        else:
+            yield from fields({key: value})
+
+
 def _keyed(prefix: str) -> bool:
     return prefix in BY_ROUND or prefix.split(".")[-1] in KEYED
 
@@ -347,12 +401,22 @@ Every field of every public file, and why it is safe (this page is made from
 """
 
 
+EVALUATION_HEAD = """## An evaluation
+
+`sordino evaluate RUN --data FILE` writes a folder of the same form: `public/` with evaluation.json, spec.toml,
+certificate.json (the fields above) and statement.md, and `private/` with `run.key` and `ledger.db`.
+"""
+
+
 def page() -> str:
     """docs/files.md."""
     parts = [HEAD]
     for name, listed in FILES.items():
         parts.append(_table(f"public/{name}", listed))
     parts.append(f"## public/adapter/\n\n{ADAPTER}\n")
+    parts.append(EVALUATION_HEAD)
+    for name in ("evaluation.json", "spec.toml"):
+        parts.append(_table(f"public/{name} of an evaluation", EVALUATION_FILES[name]))
     parts.append(_table("certificate.json of a federation that adds up integers: also", SECURE))
     parts.append(_table("certificate.json of a site: also", SITE))
     parts.append(_table("`sordino run --json` (its `spec` is spec.toml)", SUMMARY))

@@ -11,6 +11,7 @@ from scipy.special import ndtr
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.privacy.accounting.events import concentrated_guess
+from sordino.privacy.evidence.certificate import EVALUATION
 from sordino.privacy.evidence.signing import Signer, fingerprint, signed
 
 MOST_GROUPS = 20
@@ -37,7 +38,7 @@ SOURCE = {
     "seeded": "seeded: not private",
     "noiseless": "none",
 }
-RELEASED = {"gram": "table of products of its features"}
+RELEASED = {"gram": "table of products of its features", "tally": "entry in the table of counts"}
 
 # Published anchors: how others judge or set epsilon.
 TIERS = (
@@ -76,9 +77,7 @@ def statement(cert: Mapping[str, Any]) -> str:
 
 {verdict}
 
-A model was trained with the method {cert["method"]} on the data of {cert["clients"]} clients\
-{f" ({cert['records']:,} records)" if cert["records"] is not None else ""} in {cert["rounds"]} rounds. A client is a \
-party that holds data, such as a hospital. {_execution(cert, trust)}
+{_what(cert)} A client is a party that holds data, such as a hospital. {_execution(cert, trust)}
 
 ## What is protected, and against whom
 
@@ -92,7 +91,7 @@ party that holds data, such as a hospital. {_execution(cert, trust)}
 
 {_bullets(_not_protected(cert, unit))}
 
-## What the model may be used for
+## What {"the figures" if cert["method"] == EVALUATION else "the model"} may be used for
 
 {_use(cert)}
 
@@ -111,6 +110,18 @@ party that holds data, such as a hospital. {_execution(cert, trust)}
 Spec SHA-256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
 ({cert["ledger"]["rows"]} rows); sordino {cert["sordino"]}.
 """
+
+
+def _what(cert: Mapping[str, Any]) -> str:
+    """What was released."""
+    whose = f"{cert['clients']} clients"
+    whose += f" ({cert['records']:,} records)" if cert["records"] is not None else ""
+    if cert["method"] == EVALUATION:
+        return (
+            f"A model was tested on the data of {whose}: each record was counted once, by its label and the model's "
+            f"score, and noise was added to the counts. The model has SHA-256 `{cert['model_sha256']}`."
+        )
+    return f"A model was trained with the method {cert['method']} on the data of {whose} in {cert['rounds']} rounds."
 
 
 def issue(cert: Mapping[str, Any], signer: Signer | None = None) -> tuple[dict[str, Any], str]:
@@ -235,6 +246,11 @@ def _cases(percent: float) -> str:
 def _use(cert: Mapping[str, Any]) -> str:
     if not cert["certified"]:
         return "Keep the model as confidential as the training data: nothing is certified about it."
+    if cert["method"] == EVALUATION:
+        return (
+            "The noised counts, and everything computed from them alone, such as accuracy, AUC and calibration, may be "
+            "published. This statement says nothing about the records that the model was trained on."
+        )
     return (
         "The model, and everything computed from the model alone, such as its predictions, may be published. That "
         "does not weaken the protection, however often the model is used. This statement is about "
@@ -255,15 +271,18 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
 
 
 def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
+    evaluation = cert["method"] == EVALUATION
     tested = "The" if cert["test_records"] is None else f"The {cert['test_records']:,}"
     lines = [
         "General facts. The model may show, for example, that smoking raises the risk of a disease. That concerns "
         "smokers, whether or not their data were used.",
-        f"{tested} records that the model was tested on. The guarantee does not cover them, nor the test results.",
+        "The records that the model was trained on. The certificate of the training covers them."
+        if evaluation
+        else f"{tested} records that the model was tested on. The guarantee does not cover them, nor the test results.",
         "Other uses of the same data. If the data are used in further runs, the limits add up (`sordino ledger`).",
     ]
     if not cert["certified"]:
-        return ["All data that the model was trained or tested on."]
+        return [f"All data that the model was {'tested' if evaluation else 'trained or tested'} on."]
     sampled = any(release["rate"] < 1 for group in cert["groups"] for release in group["releases"])
     if unit is Unit.RECORD and sampled:
         lines.append("A person with several records: the guarantee is for one record, not for all records of a person.")

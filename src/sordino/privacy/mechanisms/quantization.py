@@ -101,7 +101,7 @@ def check(method: Method) -> None:
         bare = (
             stage.local.update_memory is keep and stage.local.prepare is nothing
         )  # a memory depends on a single message
-        if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.DELTA):
+        if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.TALLY, Kind.DELTA):
             raise SordinoError(
                 f"method: {method.name} does not send one noised vector per round, which secure aggregation adds up; "
                 "use dp-fedsofim, dp-fedgd, dp-fedadam or another with one gradient per round, or untrusted-server."

@@ -1,0 +1,35 @@
+"""The tallies that `sordino check` and `sordino audit` try to break: releases that train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sordino.core import Method
+from sordino.methods.tally import tally_method
+from sordino.models.linear import Linear, Loss
+from sordino.models.tally import ErrorTally, ScoreTally, score_edges
+from sordino.privacy.evidence.certificate import EVALUATION
+
+BINS = 8
+
+
+class CheckedTally(NamedTuple):
+    """A method that releases one tally, and the tallies that stand in for its model."""
+
+    method: Method
+    models: tuple[Any, ...]
+
+
+def _scores(*models: Linear) -> CheckedTally:
+    tallies = tuple(ScoreTally(model, score_edges(BINS)) for model in models)
+    return CheckedTally(tally_method(EVALUATION, tallies[0]), tallies)
+
+
+def tallies() -> Mapping[str, CheckedTally]:
+    """What is checked and audited, by the name that reports show."""
+    errors = ErrorTally(Linear(3, 1, Loss.SQUARES))
+    return {
+        EVALUATION: _scores(Linear(3, 1, Loss.LOGISTIC), Linear(3, 3)),
+        f"{EVALUATION} of quantities": CheckedTally(tally_method(EVALUATION, errors), (errors,)),
+    }

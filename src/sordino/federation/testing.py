@@ -1,0 +1,142 @@
+"""The evaluation at the end of a federation: sites count their own test records, and the coordinator learns how good
+the model is.
+
+The sites' test records are those that `test_fraction` sets aside before training. Their noised counts are one release
+after the last round, under masks where rounds are masked, and paid from a budget of their own: site.toml's
+`evaluation_epsilon` limits what all evaluations on these data may spend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sordino import files
+from sordino.core import Broadcast, Privacy, Unit
+from sordino.data.records import Records
+from sordino.data.sources import Dataset
+from sordino.engines.oracle import encode_integers
+from sordino.engines.reference import oracle
+from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.errors import SordinoError
+from sordino.federation.terms import DRAWN, Terms
+from sordino.models.tally import Tally
+from sordino.privacy.evidence.certificate import certificate
+from sordino.privacy.evidence.signing import sha256
+from sordino.privacy.evidence.statement import issue
+from sordino.privacy.mechanisms.random import Secure, Source
+from sordino.privacy.plan import Plan
+from sordino.training import evaluation_plan
+from sordino.training.evaluate import task_of
+from sordino.training.evaluation_plan import Settings
+from sordino.training.folder import EVALUATION_FILE
+from sordino.training.metrics import Task
+from sordino.version import __version__
+
+ACCOUNT = "tests"  # the account of the test records in a site's ledger ends in this
+
+
+def account(dataset_id: str) -> str:
+    """Who pays for evaluations: the test records of a site's data."""
+    return f"{dataset_id} {ACCOUNT}"
+
+
+def plan_name(run: str) -> str:
+    """How a ledger names the evaluation of a run."""
+    return f"{run} evaluation"
+
+
+class AgreedEvaluation:
+    """What the terms say about the evaluation: every party computes the same plan from them.
+
+    Raises:
+      SordinoError: the labels are numbers without a public range, or the plan cannot be calibrated.
+    """
+
+    def __init__(self, terms: Terms, label_unit: float = 1.0) -> None:
+        self.terms = terms
+        spec = terms.resolved.privacy
+        privacy = Privacy(terms.evaluation, spec.delta, Unit.RECORD, spec.adjacency, spec.trust)
+        task = task_of(terms.model)
+        if task is Task.QUANTITIES and not terms.schema:
+            raise SordinoError(
+                "evaluation_epsilon: the labels are numbers without a public range, so errors have no bound; describe "
+                "the tables by a schema whose target has a range, or remove evaluation_epsilon."
+            )
+        bins = evaluation_plan.choose_bins(task, terms.tests, privacy)
+        self.settings = Settings(task, bins, 0.5, privacy, label_unit=label_unit)
+        if terms.secure:
+            self.settings = self.settings._replace(dropouts=terms.dropouts, colluders=terms.colluders)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return evaluation_plan.plan_of(self.settings, self.terms.tests)
+
+    @property
+    def dimension(self) -> int:
+        return self.tally.dimension
+
+    @cached_property
+    def tally(self) -> Tally:
+        return evaluation_plan.tally_of(self.settings, self.terms.model)
+
+    @cached_property
+    def round_plan(self) -> RoundPlan:
+        model: Any = self.tally
+        return next(round_plans(self.plan, model))
+
+    def answer(self, mine: int, dataset: Dataset, theta: Tensor, source: Source) -> Any:
+        """A site's noised counts: a vector, or integers under secure aggregation."""
+        own = OneClient(mine, dataset, self.terms.number)
+        model: Any = self.tally
+        ask = oracle(model, own, self.round_plan, mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
+        message = self.round_plan.stage.local.compute(ask, Broadcast(theta), (), ())
+        ask.released(message)
+        assert isinstance(message, Tensor)
+        if not bool(torch.isfinite(message).all()):
+            raise SordinoError("evaluation: the counts are not finite.")
+        return encode_integers(self.plan, self.round_plan, mine, message, source) if self.terms.secure else message
+
+    def store(self, out: Path, aggregate: np.ndarray, came: Sequence[int], model: Path, assumes: list[str]) -> Any:
+        """Write the coordinator's folder of the evaluation, and return the metrics."""
+        found = evaluation_plan.measure(self.settings, self.plan, aggregate, came)
+        found |= {"tally": np.asarray(aggregate, float).tolist(), "came": list(came)}
+        out.mkdir(exist_ok=True)
+        spec = self.settings.toml(sha256(model))
+        files.write(out / "spec.toml", spec.encode())
+        files.write(out / EVALUATION_FILE, (json.dumps(found, indent=2) + "\n").encode())
+        cert = certificate(
+            self.plan,
+            Secure(),  # the sites draw the noise; the coordinator draws none
+            version=__version__,
+            spec_sha256=sha256(out / "spec.toml"),
+            model_sha256=sha256(model),
+            metrics_sha256=sha256(out / EVALUATION_FILE),
+            names=self.terms.names,
+            execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
+            assumes=[DRAWN, *assumes],
+        )
+        cert, text = issue(cert)
+        files.write(out / "statement.md", text.encode())
+        files.write(out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+        return found
+
+
+class OneClient:
+    """A site's test records, at the index that the plan gives this site."""
+
+    def __init__(self, mine: int, dataset: Dataset, number: torch.dtype) -> None:
+        one = np.zeros(len(dataset.y_test), int)
+        self.mine, self.records = mine, Records.of(dataset.x_test, dataset.y_test, one, dtype=number)
+        self.x = self.records.x
+
+    def shard(self, i: int) -> Any:
+        assert i == self.mine
+        return self.records.shard(0)

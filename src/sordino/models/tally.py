@@ -1,0 +1,310 @@
+"""Tallies: one bounded vector per record, added up. Histograms and means that are noised once are made of them.
+
+The vector of a record consists of blocks. A block of cells holds the block's weight in one cell and 0 in all others; a
+bounded number in [0, 1] times the block's weight is a block of one cell. Blocks do not overlap, so the vector has norm
+at most the root of the sum of squared weights. Hence, for the sum over records:
+
+- one record more or less moves it by at most that norm;
+- one record for another moves a block of cells of weight w by at most sqrt(2) w (it leaves one cell and enters another)
+  and a number by at most w (both lie between 0 and w): the root of the sum of the squares bounds the whole.
+
+Weights are powers of two and numbers are multiples of 2^-20, so the sum in float64 is exact for up to 2^30 records: the
+bound holds for what is computed. What a record's vector is depends on public numbers (theta, edges) and on the record
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sordino.core import SAFETY, Adjacency, Shard
+from sordino.errors import SordinoError
+from sordino.models.linear import NUMERIC_LOSSES, Loss
+
+GRID = 2.0**-20  # of numbers
+CHUNK_NUMBERS = 2**22  # in the vectors of one slice of records
+LARGEST_LOGIT = 7.0  # the log-odds where bins that are even on that scale end
+LEAST_BINS, MOST_BINS = 4, 1024
+
+
+class Block(NamedTuple):
+    """A part of the vector.
+
+    Attributes:
+      name: what it counts.
+      cells: number of cells; 1 for a number.
+      weight: of a counted record; a power of two.
+    """
+
+    name: str
+    cells: int
+    weight: float
+
+
+class Contribution(NamedTuple):
+    """What one record adds to one block.
+
+    Attributes:
+      cell: the cell of each record, from 0; None for a number.
+      number: the number of each record, in [0, 1]; None for cells.
+    """
+
+    cell: Tensor | None = None
+    number: Tensor | None = None
+
+
+class Tally:
+    """A sum of bounded vectors. Subclasses say what a record adds to each block.
+
+    Attributes:
+      layout: the blocks, in the order of the vector.
+    """
+
+    layout: tuple[Block, ...]
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        """What each record adds to each block."""
+        raise NotImplementedError
+
+    @property
+    def dimension(self) -> int:
+        """Numbers in the vector."""
+        return sum(block.cells for block in self.layout)
+
+    @property
+    def clip(self) -> float:
+        """The largest norm of a record's vector, with the margin that every clip has."""
+        return self.bound(1, Adjacency.ADD_REMOVE)
+
+    def bound(self, records: int, adjacency: Adjacency) -> float:
+        """How far one record moves the sum; the module's text has the proof."""
+        replaced = adjacency is Adjacency.REPLACE_ONE
+        squares = (block.weight**2 * (2 if replaced and block.cells > 1 else 1) for block in self.layout)
+        return math.sqrt(sum(squares)) / (1 - SAFETY)
+
+    def tally_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """The sum of the records' vectors, each shortened to norm `clip` (a no-op for `self.clip` and above)."""
+        rows = shard.x.shape[-2]
+        lead = math.prod(shard.x.shape[:-2])
+        step = max(1, CHUNK_NUMBERS // max(1, lead * self.dimension))
+        total: Tensor | float = 0.0
+        for start in range(0, max(rows, 1), step):
+            part = slice(start, start + step)
+            x, y, mask = shard.x[..., part, :], shard.y[..., part], shard.mask[..., part]
+            vectors = self._vectors(theta, x, y)
+            norm = torch.linalg.vector_norm(vectors, dim=-1)
+            bound = clip * (1 - SAFETY)
+            factor = torch.where(norm > bound * (1 + 1e-12), bound / norm.clamp_min(1e-300), 1.0)
+            total = total + (vectors * (factor * mask.double()).unsqueeze(-1)).sum(-2)
+        assert isinstance(total, Tensor)
+        return total
+
+    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
+        """The same, under the name that contracts about sums of records use."""
+        return self.tally_sum(theta, shard, clip)
+
+    def _vectors(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        parts = []
+        for block, given in zip(self.layout, self.contributions(theta, x, y), strict=True):
+            if given.cell is not None:
+                cell = given.cell.clamp(0, block.cells - 1)
+                parts.append(block.weight * torch.nn.functional.one_hot(cell, block.cells).double())
+            elif given.number is not None:
+                number = given.number.double().nan_to_num(0.0).clamp(0.0, 1.0)
+                parts.append((block.weight * GRID * torch.floor(number / GRID)).unsqueeze(-1))
+        return torch.cat(parts, -1)
+
+    def split(self, vector: Any) -> dict[str, Any]:
+        """A released vector by block, in units of records: each block divided by its weight."""
+        found, at = {}, 0
+        for block in self.layout:
+            found[block.name] = vector[..., at : at + block.cells] / block.weight
+            at += block.cells
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------ scores by label
+
+CELLS, CONFUSION, PREDICTED, BRIER = "cells", "confusion", "predicted", "brier"
+ABSOLUTE, SQUARED, VALUE, SQUARED_VALUE = "absolute error", "squared error", "value", "squared value"
+
+
+@dataclass(frozen=True)
+class ScoreTally(Tally):
+    """Scores of a classifier by label, in public bins.
+
+    Two classes: the score is the probability of the second one, and the label says whether it is the record's. Many
+    classes: the score is the largest probability, and the label says whether that class is right.
+
+    Blocks: one cell per label and bin; one cell per label and side of the threshold (its totals have less noise than
+    sums over many bins); the score; the squared distance of the probabilities from the label.
+
+    Args:
+      model: the classifier.
+      edges: of the bins, as log-odds, in order; one of them is the threshold's.
+      threshold: a probability.
+    """
+
+    model: Any
+    edges: tuple[float, ...]
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if getattr(self.model, "kind", None) in NUMERIC_LOSSES:
+            raise SordinoError("model: it predicts numbers, which have no classes; use ErrorTally.")
+        if sorted(set(self.edges)) != list(self.edges) or _log_odds(self.threshold) not in self.edges:
+            raise SordinoError("edges: they must increase, and hold the threshold; use score_edges.")
+
+    @property
+    def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
+        return (
+            Block(CELLS, 2 * self.bins, 1.0),
+            Block(CONFUSION, 4, 0.5),
+            Block(PREDICTED, 1, 0.5),
+            Block(BRIER, 1, 0.5),
+        )
+
+    @property
+    def bins(self) -> int:
+        return len(self.edges) + 1
+
+    @property
+    def two_classes(self) -> bool:
+        return getattr(self.model, "kind", None) is Loss.LOGISTIC or self.model.outputs == 2
+
+    # What engines and contracts ask of a model.
+    @property
+    def features(self) -> int:
+        return int(self.model.features)
+
+    @property
+    def outputs(self) -> int:
+        return int(self.model.outputs)
+
+    @property
+    def kind(self) -> Any:
+        return getattr(self.model, "kind", Loss.SOFTMAX)
+
+    @property
+    def size(self) -> int:
+        return int(self.model.size)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        shapes: tuple[tuple[int, ...], ...] = self.model.shapes
+        return shapes
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        first: Tensor = self.model.init()
+        return first
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        z = self.model.logits(theta, x).double().nan_to_num(0.0, posinf=1e300, neginf=-1e300)
+        y = y.long()
+        if self.two_classes:
+            odds = z[..., 1] - z[..., 0] if z.shape[-1] == 2 else z[..., 0]
+            right = (y == 1).long()
+            score = odds.sigmoid()
+            distance = (score - right).square()
+        else:
+            p = z.softmax(-1).nan_to_num(0.0)
+            top = p.max(-1)
+            score, right = top.values, (top.indices == y).long()
+            odds = score.log() - torch.log1p(-score)
+            own = torch.nn.functional.one_hot(y.clamp(0, p.shape[-1] - 1), p.shape[-1])
+            distance = (p - own).square().sum(-1) / 2
+        edges = torch.tensor(self.edges, dtype=torch.float64, device=z.device)
+        place = torch.bucketize(odds.nan_to_num(0.0).contiguous(), edges)
+        above = (place > self.edges.index(_log_odds(self.threshold))).long()
+        return [
+            Contribution(cell=right * self.bins + place),
+            Contribution(cell=2 * right + above),
+            Contribution(number=score),
+            Contribution(number=distance),
+        ]
+
+
+def score_edges(bins: int, threshold: float = 0.5) -> tuple[float, ...]:
+    """Public edges of the score's bins, as log-odds.
+
+    Half of the bins' density is even in the probability, half in the log-odds between -7 and 7: so neither balanced
+    classes nor a prevalence of 1 % put all records into few bins. The edge nearest to the threshold is moved to it.
+
+    Args:
+      bins: number of bins.
+      threshold: a probability.
+
+    Returns:
+      bins - 1 edges, in order.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+
+    >>> [round(edge, 2) for edge in score_edges(4)]
+    [-1.86, 0.0, 1.86]
+    """
+    if not LEAST_BINS <= bins <= MOST_BINS:
+        raise SordinoError(f"bins: {bins} must lie between {LEAST_BINS} and {MOST_BINS}; 32 is usual.")
+    if not 0 < threshold < 1:
+        raise SordinoError(f"threshold: {threshold} must lie between 0 and 1, both excluded.")
+
+    def part(odds: float) -> float:
+        even = min(max((odds + LARGEST_LOGIT) / (2 * LARGEST_LOGIT), 0.0), 1.0)
+        return 0.5 / (1 + math.exp(-odds)) + 0.5 * even
+
+    edges = []
+    for k in range(1, bins):
+        low, high = -2 * LARGEST_LOGIT, 2 * LARGEST_LOGIT
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (middle, high) if part(middle) < k / bins else (low, middle)
+        edges.append(round(high, 9) + 0.0)
+    at = _log_odds(threshold)
+    if at not in edges:
+        edges[min(range(len(edges)), key=lambda k: abs(edges[k] - at))] = at
+    return tuple(sorted(set(edges)))
+
+
+def _log_odds(p: float) -> float:
+    return math.log(p / (1 - p)) + 0.0
+
+
+# ------------------------------------------------------------------------------------------------- errors of quantities
+
+
+@dataclass(frozen=True)
+class ErrorTally(Tally):
+    """Errors of a model of quantities whose labels lie in -1 … 1, and the labels' first two moments.
+
+    Predictions are clamped to -1 … 1, so every number lies in [0, 1] after division by the range.
+    """
+
+    model: Any
+    layout = (Block(ABSOLUTE, 1, 1.0), Block(SQUARED, 1, 1.0), Block(VALUE, 1, 0.5), Block(SQUARED_VALUE, 1, 0.5))
+
+    features = property(lambda self: self.model.features)
+    outputs = property(lambda self: self.model.outputs)
+    kind = property(lambda self: self.model.kind)
+    size = property(lambda self: self.model.size)
+    shapes = property(lambda self: self.model.shapes)
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        first: Tensor = self.model.init()
+        return first
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        predicted = self.model.predict(theta, x).double().nan_to_num(0.0).clamp(-1, 1)
+        y = y.double().nan_to_num(0.0).clamp(-1, 1)
+        error, value = (predicted - y).abs() / 2, (y + 1) / 2
+        return [Contribution(number=each) for each in (error, error.square(), value, value.square())]
+
+
+def weights(layout: Sequence[Block]) -> dict[str, float]:
+    """The weight of each block, by name: noise on it, in units of records, is divided by it."""
+    return {block.name: block.weight for block in layout}

@@ -1,0 +1,241 @@
+"""How good a model is on test records that are protected themselves: `sordino evaluate`.
+
+Every client counts its own test records by label and by score, in public bins, and only the noised counts leave it: one
+release, under any of the three trust models, with a certificate of its own. Accuracy, AUC, calibration and their
+intervals are computed from the noised counts (`noised_metrics`).
+
+An evaluation has a folder of its own: what may be published in `public/`, keys and ledger in `private/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sordino.core import Adjacency, Privacy, Trust, Unit
+from sordino.data.preprocess import preprocess
+from sordino.data.records import Records
+from sordino.data.sources import labelled
+from sordino.errors import SordinoError
+from sordino.privacy import spending
+from sordino.privacy.evidence.certificate import certificate, ranges
+from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.evidence.signing import Signer, sha256
+from sordino.privacy.evidence.statement import issue
+from sordino.privacy.mechanisms.random import Source, source
+from sordino.privacy.plan import Plan
+from sordino.training import noised_metrics, shared_ledger
+from sordino.training.evaluate import task_of
+from sordino.training.evaluation_plan import Settings, assumptions, choose_bins, measure, plan_of, release, tally_of
+from sordino.training.folder import EVALUATION_FILE, RunFolder
+from sordino.training.metrics import Task
+from sordino.training.predict import LoadedRun, load_run
+from sordino.training.shared_ledger import SharedLedger
+from sordino.version import __version__
+
+# ------------------------------------------------------------------------------------------------------ one evaluation
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """A model, test records in memory and a calibrated plan; nothing has been released yet."""
+
+    run: LoadedRun
+    records: Records
+    settings: Settings
+    plan: Plan
+    source: Source
+    names: tuple[str, ...]
+    model_sha256: str
+    data: str  # the file of the test records
+
+    @property
+    def assumptions(self) -> list[str]:
+        return assumptions(self.run.schema)
+
+
+def prepare(
+    model: str | Path,
+    data: str | Path,
+    *,
+    epsilon: float,
+    delta: float = 1e-6,
+    trust: str = Trust.UNTRUSTED_SERVER,
+    adjacency: str = Adjacency.REPLACE_ONE,
+    bins: int | None = None,
+    threshold: float = 0.5,
+    confidence: float = noised_metrics.CONFIDENCE,
+    label: str | None = None,
+    client: str | None = None,
+    seed: int | None = None,
+) -> PreparedEvaluation:
+    """Read a model and labelled test records, and calibrate the noise of their evaluation.
+
+    Args:
+      model: the directory of a run, its public/, or a model.safetensors.
+      data: a file with the columns of training and the label. A schema's client column says whose a record is.
+      epsilon: of this evaluation.
+      delta: of this evaluation.
+      trust: who sees what: `untrusted-server`, `secure-aggregation` or `trusted-server`.
+      adjacency: which test data are neighbours.
+      bins: of the score; None for as many as the noise allows.
+      threshold: a probability: above it, a record counts as positive.
+      confidence: of each interval.
+      label: the label's column, where the model has no schema.
+      client: the column that says whose a record is, where the model has no schema.
+      seed: reproducible noise, for experiments; the result is not private.
+
+    Raises:
+      SordinoError: the model, the data or an argument does not fit.
+    """
+    run = load_run(model)
+    if not 0.5 < confidence < 1:
+        raise SordinoError(f"confidence: {confidence} must lie between 0.5 and 1; 0.95 is usual.")
+    task = task_of(run.model)
+    if task is Task.QUANTITIES and (run.schema is None or run.schema.target is None or run.schema.target.range is None):
+        raise SordinoError(
+            "model: it predicts numbers without a public range, so its errors have no bound; train it with a schema "
+            "whose target has a range."
+        )
+    x, y, site = labelled(str(data), run.classes, run.features, int(run.about["features"]), run.schema, label, client)
+    x = preprocess(x, None if run.schema is not None else run.public, run.normalize)
+    sites = np.zeros(len(y), int) if site is None else np.unique(site, return_inverse=True)[1]
+    names = () if site is None else tuple(str(name) for name in np.unique(site))
+    records = Records.of(x, y, sites.reshape(-1), dtype=run.theta.dtype)
+    privacy = Privacy(epsilon, delta, Unit.RECORD, adjacency, trust)  # type: ignore[arg-type]
+    bins = choose_bins(task, records.sizes, privacy, threshold) if bins is None else bins
+    settings = Settings(task, bins, threshold, privacy, confidence, 1.0 if run.schema is None else run.schema.unit)
+    path = Path(model)
+    weights = RunFolder.find(path).named(path, "model.safetensors")
+    return PreparedEvaluation(
+        run=run,
+        records=records,
+        settings=settings,
+        plan=plan_of(settings, records.sizes),
+        source=source(seed),
+        names=names,
+        model_sha256=sha256(weights),
+        data=str(data),
+    )
+
+
+def join_ledger(prepared: PreparedEvaluation, path: str | Path, limit: float | None = None) -> SharedLedger:
+    """The account of the test records in a ledger of several runs and evaluations. Charges nothing.
+
+    Raises:
+      OverspentError: the ledger cannot pay for the evaluation.
+      SordinoError: the evaluation is not certified, or the ledger cannot be used.
+    """
+    cert = certificate(prepared.plan, prepared.source, version=__version__)
+    digest = shared_ledger.file_digest(prepared.data)
+    return shared_ledger.join(prepared.plan, path, limit, data=digest, reasons=cert["reasons"])
+
+
+def evaluate_into(
+    prepared: PreparedEvaluation, out: Path, shared: SharedLedger | None = None, signer: Signer | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Pay for the evaluation, release it, and write its folder.
+
+    The charge is on disk before the records are read. An evaluation that is killed after that has to be paid for again.
+
+    Returns:
+      The metrics and the certificate.
+
+    Raises:
+      OverspentError: the ledger cannot pay for the evaluation.
+      SordinoError: the folder is not empty.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise SordinoError(f"out: '{out}' is not empty; name another directory.")
+    folder, plan = RunFolder.of(out), prepared.plan
+    spec = prepared.settings.toml(prepared.model_sha256)
+    folder.make(spec, "")
+    keys = folder.keys()
+    digest = hashlib.sha256(spec.encode() + shared_ledger.file_digest(prepared.data)).digest()
+    identity = hashlib.blake2b(digest, key=keys.identity, person=b"sordino run", digest_size=32).hexdigest()
+    if shared is not None:
+        shared.charge(identity)
+    promise = plan.privacy
+    with Ledger(folder.private / "ledger.db", epsilon=promise.epsilon, delta=promise.delta) as ledger:
+        for group in spending.groups(plan):
+            who = f"clients {ranges(group.clients)}"
+            ledger.charge([Charge.of(r, who, 0, identity, promise.adjacency) for r in group.releases])
+        head, rows = ledger.head(), len(ledger)
+    tally = tally_of(prepared.settings, prepared.run.model)
+    theta = prepared.run.theta.to(prepared.records.x)
+    aggregate = release(plan, tally, theta, prepared.records, prepared.source)
+    found = measure(prepared.settings, plan, aggregate)
+    found["tally"] = aggregate.tolist()
+    (folder.public / EVALUATION_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    cert = certificate(
+        plan,
+        prepared.source,
+        version=__version__,
+        spec_sha256=hashlib.sha256(spec.encode()).hexdigest(),
+        model_sha256=prepared.model_sha256,
+        metrics_sha256=sha256(folder.public / EVALUATION_FILE),
+        ledger_head=head,
+        ledger_rows=rows,
+        assumes=prepared.assumptions,
+        names=prepared.names,
+        tuning="the model and the settings were chosen before these records were looked at, or that was paid for",
+    )
+    cert, text = issue(cert, signer or keys.sign)
+    (folder.public / "statement.md").write_bytes(text.encode())
+    (folder.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
+    folder.level_times()
+    folder.write_readme(readme(cert))
+    return found, cert
+
+
+def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
+    """Evaluate a trained model on protected test records, with noise, a certificate and a folder of its own.
+
+    Args:
+      model: the directory of a run, its public/, or a model.safetensors.
+      data: labelled test records, which training did not use.
+      out: a new folder.
+      options: epsilon (required), delta, trust, adjacency, bins, threshold, confidence, label, client, seed.
+
+    Returns:
+      The metrics: accuracy, AUC, calibration and Brier score, each with an interval.
+
+    Raises:
+      SordinoError: the model, the data, the folder or an option does not fit.
+
+    Example:
+      >>> import sordino
+      >>> from sordino.training import run  # what `sordino run --out tested` does
+      >>> trained = run.prepare(run.Spec(method="dp-fedgd", rounds=20))
+      >>> run.start(trained, Path("tested"))
+      >>> certificate = run.finish(trained, Path("tested"), list(run.rounds(trained, Path("tested"))))
+      >>> digits = sordino.load("digits")
+      >>> np.savez("test.npz", x=digits.x_test, y=digits.y_test)
+      >>> found = evaluate_privately("tested", "test.npz", "tested/evaluation", epsilon=2.0)
+      >>> found["records"], found["accuracy"]["low"] < found["accuracy"]["estimate"] < found["accuracy"]["high"]
+      (359, True)
+    """
+    return evaluate_into(prepare(model, data, **options), Path(out))[0]
+
+
+def readme(cert: Mapping[str, Any]) -> str:
+    """README.txt of an evaluation."""
+    private = (
+        "private/  must not be published, and only its owner can read it: the keys and the ledger of this evaluation.\n"
+    )
+    if not cert["certified"]:
+        reasons = "; ".join(cert["reasons"])
+        return (
+            f"NOTHING IN THIS FOLDER MAY BE PUBLISHED: the evaluation is not certified.\nReason: {reasons}.\n{private}"
+        )
+    return (
+        "public/   may be published. It holds the noised counts and what follows from them (evaluation.json), the\n"
+        "          certificate for machines (certificate.json) and in words (statement.md), and the settings.\n"
+        + private
+    )

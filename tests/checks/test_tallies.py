@@ -1,0 +1,58 @@
+"""Tallies under the contracts and under attack: claims hold, and each wrong twin is found."""
+
+import pytest
+
+from sordino.checks import check, check_tally
+from sordino.checks.audit.tallies import audit
+from sordino.checks.mutants import counted_twice, weighted_by_a_feature
+from sordino.checks.search import sensitivity
+from sordino.checks.tallies import tallies
+from sordino.core import Adjacency, Privacy, Trust
+from sordino.errors import SordinoError
+
+RUNS = 3000
+
+
+@pytest.mark.parametrize("name", list(tallies()))
+def test_every_tally_passes(name):
+    reports = check_tally(name, trials=20)
+    assert len(reports) == 2
+    for report in reports:
+        assert report.passed, report.problems
+        assert report.worst_found > 0.98 * report.claimed, "the bound is exact"
+
+
+@pytest.mark.parametrize("mutant", [counted_twice, weighted_by_a_feature])
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+def test_the_search_rejects_a_tally_that_counts_wrongly(mutant, adjacency):
+    checked = tallies()["evaluation"]
+    (found,) = sensitivity(*mutant(checked.method, checked.models[0]), adjacency, trials=10)
+    assert found.beyond
+
+
+def test_a_mutant_of_tallies_does_not_apply_to_gradients():
+    assert all(report.passed for report in check("dp-fedgd", trials=10))
+
+
+@pytest.mark.parametrize("trust", list(Trust))
+def test_an_attack_does_not_break_the_promise_and_finds_halved_noise(trust):
+    name, checked = "evaluation", tallies()["evaluation"]
+    privacy = Privacy(1.0, 1e-5, trust=trust)
+    honest = audit(name, checked, privacy, runs=RUNS, seed=1)
+    assert not honest.broken
+    assert honest.reach == pytest.approx(1.0, abs=1e-3)
+    assert honest.lower > 0.5
+    halved = audit(name, checked, privacy, runs=RUNS, seed=1, noise_factor=0.5)
+    assert halved.broken
+
+
+def test_secret_noise_and_add_remove_are_attacked_too():
+    name = "evaluation of quantities"
+    privacy = Privacy(1.0, 1e-5, adjacency="add-remove")
+    assert not audit(name, tallies()[name], privacy, runs=200).broken
+    assert audit(name, tallies()[name], privacy, runs=1500, noise_factor=0.5).broken
+
+
+def test_an_unknown_tally_is_refused():
+    with pytest.raises(SordinoError, match="is no tally"):
+        check_tally("evaluatoin")

@@ -1,0 +1,193 @@
+"""The evaluation at the end of a federation: noised counts of the sites' test records, paid from their own account."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sordino import wire
+from sordino.errors import StoppedError
+from sordino.federation import testing
+from sordino.federation.terms import Terms
+from sordino.privacy.evidence import public
+from sordino.training.verify_run import verify_run
+from tests.federation.fixtures import LocalFolders, Talk
+
+SPEC = {"method": "dp-fedgd", "rounds": 2, "epsilon": 20.0, "delta": 1e-4}
+TRUST = ("untrusted-server", "secure-aggregation")
+
+
+def folders(tmp_path, trust="untrusted-server", limit=30.0, **settings):
+    made = LocalFolders(tmp_path, {**SPEC, "trust": trust}, tiny=True, evaluation_epsilon=20.0, **settings)
+    for name in made.names:
+        made.configure(name, evaluation_epsilon=limit)
+    return made
+
+
+def rows(federation, name):
+    with federation.ledger(name) as ledger:
+        return [row for row in ledger.rows() if row.who.endswith(testing.ACCOUNT)]
+
+
+@pytest.mark.parametrize("trust", TRUST)
+def test_the_coordinator_learns_how_good_the_model_is(tmp_path, trust):
+    federation = folders(tmp_path, trust)
+    coordinator, _ = federation.run()
+    (line,) = federation.progress("evaluation")
+    assert line["came"] == sorted(federation.names)
+    found = json.loads((coordinator.out / "evaluation" / "evaluation.json").read_text())
+    assert found["records"] == sum(coordinator.terms.tests) == line["records"]
+    assert found["epsilon"] == 20.0
+    right = total = 0
+    for name in federation.names:
+        run = federation.site(name)._run(coordinator.terms.run)
+        x, y = run._test
+        theta = coordinator._last_model(*coordinator._restore()[1:])
+        right += int((coordinator.model.predict(theta, x) == y).sum())
+        total += len(y)
+    assert found["accuracy"]["low"] <= right / total <= found["accuracy"]["high"]
+    verdict = verify_run(coordinator.out / "evaluation")
+    assert [problem for problem in verdict.problems if "signed" not in problem] == []
+    assert json.loads((coordinator.out / "evaluation" / "certificate.json").read_text())["trust"] == trust
+    known = {f"certificate.json: {field}" for field in public.SECURE}
+    assert set(public.unlisted_of_evaluation(coordinator.out / "evaluation")) <= known
+
+
+@pytest.mark.parametrize("trust", TRUST)
+def test_sites_pay_once_from_an_account_of_their_own(tmp_path, trust):
+    federation = folders(tmp_path, trust)
+    coordinator, _ = federation.run()
+    for name in federation.names:
+        (row,) = rows(federation, name)
+        assert row.plan == testing.plan_name(coordinator.terms.run)
+        cert = federation.certificate(name)
+        assert cert["site"]["rounds"] == 2, "the evaluation is no round of the training"
+        assert verify_run(federation.folder_of(name)).problems == []
+
+
+def test_only_noised_counts_leave_under_masks(tmp_path):
+    federation = folders(tmp_path, "secure-aggregation")
+    _, transport = federation.run()
+    replies = [wire.decode(reply) for _, request, reply in transport.log if wire.decode(request).kind == "evaluate"]
+    assert len(replies) == 3
+    for reply in replies:
+        assert set(reply.fields) == {"run", "asked", "tree"}
+        assert set(reply.arrays) == {"masked"}
+
+
+def test_an_evaluation_with_a_missing_site_counts_the_others(tmp_path):
+    federation = folders(tmp_path, "secure-aggregation", names=("a", "b", "c", "d"), dropouts=1)
+
+    def fault(node, request, answer):
+        return None if node == 103 and wire.decode(request).kind == "evaluate" else answer(request)
+
+    coordinator, _ = federation.run(fault)
+    (line,) = federation.progress("evaluation")
+    assert line["came"] == ["a", "b", "c"]
+    assert line["records"] == sum(coordinator.terms.tests[:3])
+
+
+def test_too_few_sites_leave_no_evaluation_but_a_model(tmp_path):
+    federation = folders(tmp_path, "secure-aggregation")
+
+    def fault(node, request, answer):
+        return None if wire.decode(request).kind == "evaluate" else answer(request)
+
+    coordinator, _ = federation.run(fault)
+    (line,) = federation.progress("evaluation")
+    assert line["why"] == "too few sites answered"
+    assert (coordinator.out / "certificate.json").exists()
+
+
+def test_without_the_key_nothing_is_evaluated(tmp_path):
+    federation = LocalFolders(tmp_path, {**SPEC, "trust": "untrusted-server"}, tiny=True)
+    coordinator, transport = federation.run()
+    assert coordinator.terms.evaluation == 0
+    assert "evaluate" not in {wire.decode(request).kind for _, request, _ in transport.log}
+    assert not (coordinator.out / "evaluation").exists()
+
+
+def test_a_site_that_answers_no_evaluation_stops_the_proposal(tmp_path):
+    federation = folders(tmp_path)
+    federation.configure("south")
+    with pytest.raises(StoppedError, match="south answers no evaluation"):
+        federation.run()
+
+
+def agreed(federation, **changes):
+    tests = tuple(federation.site(name).tests for name in federation.names)
+    terms = federation.terms(**{"evaluation": 20.0, "tests": tests, **changes})
+    talk = Talk(federation.site("north"), terms)
+    return talk, terms, {"run": terms.run, "terms": terms.sha256()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"evaluation": 40.0}, "policy"), ({"tests": (1, 1, 1)}, "policy"), ({"tests": (1,)}, "malformed")],
+)
+def test_terms_beyond_the_sites_rules_are_refused(tmp_path, changes, code):
+    talk, _, _ = agreed(folders(tmp_path), **changes)
+    reply = talk.propose()
+    assert (reply.kind, reply.fields["code"]) == ("refused", code)
+
+
+def test_a_spent_budget_is_refused_before_the_run(tmp_path):
+    federation = folders(tmp_path, limit=25.0)
+    federation.run()
+    talk, _, _ = agreed(federation)
+    assert talk.propose().fields["code"] == "budget"
+
+
+def test_the_same_message_gets_the_same_bytes_and_another_one_none(tmp_path):
+    federation = folders(tmp_path)
+    talk, terms, about = agreed(federation)
+    assert talk.propose().kind == "agreed"
+    theta = np.zeros(terms.model.size, np.float32)
+    first, again = (talk.say("evaluate", about, {"theta": theta}) for _ in range(2))
+    assert first.kind == "update"
+    assert (first.arrays["update0"] == again.arrays["update0"]).all()
+    other = talk.say("evaluate", about, {"theta": theta + 1})
+    assert (other.kind, other.fields["code"]) == ("refused", "replayed")
+    assert len(rows(federation, "north")) == 1
+
+
+@pytest.mark.parametrize(
+    ("arrays", "code"),
+    [
+        ({}, "malformed"),
+        ({"theta": np.zeros(3, np.float32)}, "malformed"),
+        ({"theta": np.full(15, np.nan, np.float32)}, "malformed"),
+        ({"theta": np.zeros(15, np.float32), "more": np.zeros(1)}, "malformed"),
+    ],
+)
+def test_wrong_messages_cost_nothing(tmp_path, arrays, code):
+    federation = folders(tmp_path)
+    talk, _, about = agreed(federation)
+    talk.propose()
+    reply = talk.say("evaluate", about, arrays)
+    assert (reply.kind, reply.fields["code"]) == ("refused", code)
+    assert rows(federation, "north") == []
+
+
+def test_a_run_without_an_evaluation_answers_none(tmp_path):
+    federation = folders(tmp_path)
+    talk, terms, about = agreed(federation, evaluation=0.0, tests=())
+    talk.propose()
+    reply = talk.say("evaluate", about, {"theta": np.zeros(terms.model.size, np.float32)})
+    assert reply.fields["code"] == "malformed"
+
+
+def test_a_stricter_site_refuses_later(tmp_path):
+    federation = folders(tmp_path)
+    talk, terms, about = agreed(federation)
+    talk.propose()
+    federation.configure("north", evaluation_epsilon=1.0)
+    talk.site = federation.site("north")
+    reply = talk.say("evaluate", about, {"theta": np.zeros(terms.model.size, np.float32)})
+    assert reply.fields["code"] in ("policy", "budget")
+    assert rows(federation, "north") == []
+
+
+def test_terms_are_read_again(tmp_path):
+    _, terms, _ = agreed(folders(tmp_path))
+    assert Terms.read(terms.json()) == terms
