@@ -98,7 +98,7 @@ def check(
             f"trials: {trials} must be at least {LEAST_TRIALS}; a shorter search misses mutants and proves nothing."
         )
     # Use the factory: `build` removes all claims from an external method that was not checked yet.
-    subjects = [entry(name).factory(unit=unit) for unit in entry(name).units] if method is None else [method]
+    subjects = [entry(name).at(unit) for unit in entry(name).protects] if method is None else [method]
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 
@@ -125,7 +125,9 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
             continue
         methods = [entry("dp-fedgd").factory(unit=Unit.RECORD)]
         if isinstance(model, Hazards):  # `auto` asks it for a tally, which no other model has
-            methods += [entry("auto").factory(unit=unit, intervals=model.outputs) for unit in Unit]
+            methods += [
+                entry("auto").factory(unit=unit, intervals=model.outputs) for unit in (Unit.RECORD, Unit.CLIENT)
+            ]
         return [report for method in methods for report in _reports(name, method, [model], trials, seed)]
     raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]}")
 
