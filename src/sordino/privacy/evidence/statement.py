@@ -193,7 +193,8 @@ def _coalition(cert: Mapping[str, Any]) -> str:
     if not secure or not secure["colluders"]:
         return ""
     who = "one site" if secure["colluders"] == 1 else f"{secure['colluders']} sites"
-    return f", even if {who} cooperate with them (against the server alone, ε is {secure['epsilon_server']:.4g})"
+    verb = "cooperates" if secure["colluders"] == 1 else "cooperate"
+    return f", even if {who} {verb} with them (against the server alone, ε is {secure['epsilon_server']:.4g})"
 
 
 def _bullets(lines: Sequence[str]) -> str:
