@@ -10,19 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sordino import plugins
 from sordino.core import Divisor, Kind, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
 from sordino.data.readers import reader_of
-from sordino.data.schema import Schema, assumption
+from sordino.data.schema import Schema, assumption, no_range, searched_assumption
 from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
 from sordino.methods import build, entry
+from sordino.methods.tally import after_tally
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
@@ -31,6 +32,9 @@ from sordino.privacy.plan import Plan
 from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec
+
+if TYPE_CHECKING:  # it needs torch
+    from sordino.models.tally import ColumnTally
 
 
 class DataSource(NamedTuple):
@@ -113,7 +117,22 @@ class ResolvedSpec:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
         method = build(self.method_name, self.privacy.unit, **self.options)
         plugin = registry.plugin_of(self.model.name)
-        return method if plugin is None else plugins.judged(method, plugin)
+        method = method if plugin is None else plugins.judged(method, plugin)
+        share = self.spec.private_statistics
+        return method if share is None else after_tally(method, self.statistics, share)
+
+    @property
+    def statistics(self) -> ColumnTally:
+        """What private statistics count: the columns of the schema with `within`."""
+        from sordino.models.tally import ColumnTally
+
+        schema = self.source.schema
+        assert schema is not None
+        columns = tuple(
+            (name, place, bool(getattr(schema.columns[name], "indicator", False)))
+            for name, place in schema.searched.items()
+        )
+        return ColumnTally(len(schema.features), columns, classes=len(schema.classes))
 
     @property
     def noiseless(self) -> bool:
@@ -126,7 +145,7 @@ class ResolvedSpec:
             privacy = dataclasses.replace(privacy, client_epsilon=dict(client_epsilon))
         return Plan(
             self.method,
-            self.rounds,
+            self.rounds + (self.spec.private_statistics is not None),  # the first finds the ranges
             sizes,
             privacy,
             self.participation,
@@ -180,6 +199,16 @@ class ResolvedSpec:
             )
         return model
 
+    def read_unscaled(self) -> Dataset:
+        """The table for private statistics: searched columns are scaled by `within`, and records are not normalised."""
+        assert self.source.schema is not None
+        widest = self.source.schema.at_its_widest
+        return dataclasses.replace(self, source=self.source._replace(schema=widest, normalize="none")).read_data()
+
+    def with_schema(self, schema: Schema) -> ResolvedSpec:
+        """The same with the ranges that private statistics found."""
+        return dataclasses.replace(self, source=self.source._replace(schema=schema))
+
     def read_data(self) -> Dataset:
         """The records that the run names; sentences become token ids."""
         source = self.source
@@ -218,7 +247,12 @@ class ResolvedSpec:
         """What the certificate assumes beside what the plan assumes."""
         facts = []
         if self.source.schema is not None:
-            facts.append(assumption(self.source.schema.sha256()))
+            written, found = self.source.schema, self.spec.private_statistics is not None
+            facts.append(
+                searched_assumption(written.without_ranges.sha256(), list(written.searched))
+                if found
+                else assumption(written.sha256())
+            )
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
         if self.source.open and self.partition.reads_labels:
@@ -267,6 +301,23 @@ class ResolvedSpec:
         return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
 
 
+def _check_private_statistics(spec: Spec, schema: Schema | None) -> None:
+    if spec.private_statistics is None:
+        if schema is not None and schema.unknown:
+            raise no_range(schema.unknown[0])
+        return
+    if schema is None or not schema.searched:
+        raise SordinoError(
+            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], and "
+            f"{'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave it out."
+        )
+    if spec.unit != Unit.RECORD:
+        raise SordinoError(
+            f"private_statistics: counts bound what one record adds, and nothing is proved for unit = {spec.unit}; use "
+            "unit = record, or give public ranges."
+        )
+
+
 def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> ResolvedSpec:
     """Decide what the spec leaves open, and check and type everything else.
 
@@ -284,6 +335,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
     schema = schema if spec.schema is None else Schema.read(spec.schema)
+    _check_private_statistics(spec, schema)
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
     usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open else "iid"
