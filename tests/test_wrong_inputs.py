@@ -16,7 +16,9 @@ from papers import __main__ as papers
 from sordino import Linear, Records, SordinoError
 from sordino.cli import main
 from sordino.cli.federate import _shown
+from sordino.data.partition import split
 from sordino.data.records import Lazy
+from sordino.methods import build
 from sordino.models.linear import Loss
 from sordino.models.torch_model import TorchModel
 
@@ -142,7 +144,7 @@ def test_labels_that_fit():
     records(np.array([0, 1, 2])).check_fits(Linear(4, 3))
     records(np.array([0.0, 1.0])).check_fits(Linear(4, 1, Loss.LOGISTIC))
     records(np.array([-3, 4])).check_fits(Linear(4, 1, Loss.SQUARES))
-    records(np.array([-3.5, np.nan])).check_fits(Linear(4, 1, Loss.SQUARES))
+    records(np.array([-3.5, 1e9])).check_fits(Linear(4, 1, Loss.SQUARES))
     Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_fits(Linear(4, 3))
     with pytest.raises(SordinoError, match="x: 4 features"):
         Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_fits(Linear(3, 3))
@@ -154,12 +156,49 @@ def test_labels_that_fit():
         (np.zeros((2, 3)), np.array(["a", "b"]), "y: not an array of numbers"),
         (np.array([["a"], ["b"]]), np.zeros(2), "x: not an array of numbers"),
         (np.zeros((2, 3)), np.zeros((2, 1)), r"y: of shape \(2, 1\); give one label per record"),
-        (np.zeros(2), np.zeros(2), r"x: of shape \(2,\); give one row"),
+        (np.zeros(2), np.zeros(2), r"x: of shape \(2,\); give one row of features per record\.$"),
+        (np.zeros((2, 3, 16, 16)), np.zeros(2), r"x: of shape \(2, 3, 16, 16\).*: x\.reshape\(len\(x\), -1\)"),
     ],
 )
 def test_records_are_numbers_in_rows(x, y, why):
     with pytest.raises(SordinoError, match=why):
         Records.of(x, y, [0, 1])
+
+
+class Last(nn.Module):
+    """The last state of an LSTM: torch.func cannot differentiate it."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "why"),
+    [
+        (nn.Linear(20, 1), {}, "module: it has 1 output; classes need at least 2 outputs"),
+        (nn.Linear(20, 2), {"shape": 20}, r"shape: 20 must be a tuple of whole numbers, as in \(20,\)"),
+        (Last(), {"shape": (4, 2), "mode": "vmap"}, r"mode: torch.func \('vmap'\) cannot .* such as LSTM"),
+        ("resnet", {}, "module: a str is not a torch.nn.Module"),
+    ],
+)
+def test_modules_that_are_no_classifiers(module, options, why):
+    with pytest.raises(SordinoError, match=why):
+        TorchModel(module, **options)
+
+
+def test_split_divides_a_dataset():
+    with pytest.raises(SordinoError, match=r"split divides a Dataset, .* not a tuple.* np.arange"):
+        split((np.zeros((4, 2)), np.zeros(4)), "iid", 2)
+
+
+def test_a_number_in_quotes_is_no_option():
+    with pytest.raises(SordinoError, match=r"lr: '0\.02' is a text; give a number"):
+        build("dp-fedgd", lr="0.02")
+    assert build("dp-fedavg", noise_at="final").name == "dp-fedavg"
 
 
 class Wrapped(nn.Module):

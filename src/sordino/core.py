@@ -474,6 +474,7 @@ class Method(NamedTuple):
         proves: The pairs that are certified.
         caveat: Why the other pairs are not proved.
         assumes: What the promise rests on beside the noise; the certificate states it.
+        registered: The stages and pairs as `methods.build` made them; None for a method written by hand.
 
     Example:
         >>> from sordino.methods import build
@@ -488,6 +489,15 @@ class Method(NamedTuple):
     proves: frozenset[tuple[Unit, Trust]]
     caveat: str = ""  # why the other pairs are not proved
     assumes: tuple[str, ...] = ()  # what the promise rests on beside the noise, for the certificate
+    registered: tuple[tuple[Stage, ...], frozenset[tuple[Unit, Trust]]] | None = None
+
+    @property
+    def by_hand(self) -> bool:
+        """Not built by name, or changed since: nobody but its author vouches for its claims."""
+        if self.registered is None:
+            return True
+        stages, proves = self.registered
+        return stages is not self.stages or proves != self.proves
 
 
 @dataclass(frozen=True)

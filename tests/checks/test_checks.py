@@ -243,13 +243,44 @@ def test_a_method_that_fails_is_reported_as_such():
     assert "asked once more" in report.problems[0]
 
 
+def test_a_method_that_claims_sums_for_local_steps_is_told_why_it_is_refused():
+    every = frozenset((Unit.RECORD, trust) for trust in Trust)
+    bold = method(walk(3), Query(Kind.GRADIENT, 1.0, calls=3), rule=scale(1.0))._replace(proves=every)
+    (*_, report) = checks.check("toy", method=bold, models=[SQUARES], trials=8)
+    (problem,) = [problem for problem in report.problems if problem.startswith("engines")]
+    assert "refuses the method under secure-aggregation: message: noise is added to the sum of answers" in problem
+    assert "leave the other pairs out of `proves`" in problem
+    assert "inf" not in problem
+
+
+def test_calls_that_are_declared_but_not_asked_are_reported():
+    """They are paid for: three gradients where one is asked cost as much as three."""
+    lavish = method(descend, Query(Kind.GRADIENT, 1.0, calls=3))
+    assert "stage 0 declares 3 calls of the gradient query and asks 1" in checks.unasked(lavish, SQUARES)[0]
+    (*_, report) = checks.check("toy", method=lavish, models=[SQUARES], trials=8)
+    assert not report.passed
+    for toy in TOYS:
+        assert checks.unasked(toy(), SQUARES) == [], toy
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_registered_method_asks_what_it_pays_for(name):
+    for unit in REGISTRY[name].units:
+        assert checks.unasked(build(name, unit), SOFTMAX) == []
+
+
+def test_too_few_trials_are_refused():
+    with pytest.raises(SordinoError, match="trials: 4 must be at least 8"):
+        checks.check("dp-fedgd", trials=4)
+
+
 def test_a_twin_that_passes_is_reported(monkeypatch):
     def harmless(method, model):
         return method, model
 
     for contract in checks.MUTANTS:
         monkeypatch.setitem(checks.MUTANTS, contract, (harmless,))
-    reports = checks.check("toy", method=method(descend, Query(Kind.GRADIENT, 1.0)), trials=5)
+    reports = checks.check("toy", method=method(descend, Query(Kind.GRADIENT, 1.0)), trials=8)
     for report in reports:
         assert not report.passed
         assert [problem.partition(":")[0] for problem in report.problems[-4:]] == [

@@ -1,5 +1,7 @@
 """Records sorted by client, and the views of them that engines take."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -89,11 +91,47 @@ def test_buckets_pad_clients_of_like_size(sizes, data):
             assert not shard.length[row, m:].any()
 
 
+@pytest.mark.parametrize(
+    ("x", "y", "field"),
+    [
+        ([[1.0, 2.0], [np.nan, 0.0], [np.inf, 0.0]], [0, 1, 1], "x: 2 values"),
+        (
+            [[1.0, 2.0], [1e39, 0.0], [3.0, 0.0]],
+            [0, 1, 1],
+            "x: 1 values are NaN, infinite or too large for torch.float32",
+        ),
+        ([[1.0, 2.0], [0.0, 0.0], [3.0, 0.0]], [0.5, np.nan, 1.0], "y: 1 values"),
+    ],
+)
+def test_values_that_are_not_finite_are_refused(x, y, field):
+    """Such a record would be counted and sampled like any other, but its gradient would be replaced by zero."""
+    owner = np.array([1, 0, 0])
+    with pytest.raises(SordinoError, match=field) as error:
+        Records.of(np.array(x), np.array(y), owner)
+    assert "the first in row 1 (from 0)" in str(error.value), "as the caller counts rows, not as they are sorted"
+    assert Records.of(np.nan_to_num(np.array(x), posinf=1.0).clip(-9, 9), np.nan_to_num(y), owner).sizes == (2, 1)
+
+
+def test_a_table_of_pandas_is_read_as_numbers():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"age": [50, 60], "dose": [0.5, 1.5]})
+    records = Records.of(table, pandas.Series([0, 1]), np.array([1, 0]))
+    assert records.x.tolist() == [[60.0, 1.5], [50.0, 0.5]]
+    with pytest.raises(SordinoError, match="x: not an array of numbers"):
+        Records.of(table.assign(name=["a", "b"]), pandas.Series([0, 1]), np.array([1, 0]))
+
+
+def unfinished(x, client):
+    """Records of which the first is not finite; `Records.of` refuses such a table."""
+    finite = Records.of(np.nan_to_num(x), np.zeros(len(x)), client)
+    return replace(finite, x=torch.from_numpy(x).float())
+
+
 def test_padding_is_zero_even_where_the_first_record_is_not_finite():
-    records = Records.of(np.array([[np.nan], [1.0], [2.0], [3.0]]), np.zeros(4), np.array([0, 1, 1, 1]))
+    records = unfinished(np.array([[np.nan], [1.0], [2.0], [3.0]]), np.array([0, 1, 1, 1]))
     ((_, shard),) = records.buckets(np.array([1]))
     assert shard.x.flatten().tolist() == [1.0, 2.0, 3.0]
-    records = Records.of(np.array([[np.nan], [1.0], [2.0], [3.0], [4.0]]), np.zeros(5), np.array([0, 0, 0, 1, 1]))
+    records = unfinished(np.array([[np.nan], [1.0], [2.0], [3.0], [4.0]]), np.array([0, 0, 0, 1, 1]))
     for _, shard in records.buckets(np.array([0, 1])):
         assert torch.isfinite(shard.x[shard.mask == 0]).all()
         assert torch.isfinite(shard.length[shard.mask == 0]).all()
@@ -121,9 +159,11 @@ def test_lengths_must_agree(rows, labels, client):
         Records.of(np.ones((rows, 1)), np.zeros(labels), np.array(client))
 
 
-@pytest.mark.parametrize("client", [[0, 2, 2], [1, 1, 1], [-1, -1, -1], []])
-def test_every_client_needs_a_record(client):
-    with pytest.raises(SordinoError, match="clients: some client holds no record"):
+@pytest.mark.parametrize(("client", "empty"), [([0, 2, 2], 1), ([1, 1, 1], 0), ([-1, -1, -1], 0), ([], 0)])
+def test_every_client_needs_a_record(client, empty):
+    with pytest.raises(
+        SordinoError, match=f"clients: client {empty} holds no record; number clients 0, 1, 2, … without"
+    ):
         Records.of(np.ones((len(client), 1)), np.zeros(len(client)), np.array(client, dtype=int))
 
 

@@ -102,12 +102,29 @@ def test_every_run_of_an_axis_needs_its_own_source():
 
 
 def test_declared_sizes_divide_on_both_engines():
-    """A client that holds fewer records than it declared is divided by what it declared."""
-    records = small(torch.float64)
-    plan = replace(plan_for(records, trust="secure-aggregation"), sizes=(20, 10, 30, 10))
+    """Where whole clients are hidden, a client may declare another size than it has; the declared one divides."""
+    records, unit = small(torch.float64), next(unit for unit in Unit if unit not in ("record", "person"))
+    plan = plan_for(records, build("dp-fedgd", unit), unit=unit, trust="secure-aggregation")
+    plan = replace(plan, sizes=(20, 10, 30, 10))
     slow = [r.model for r in reference.run(plan, Linear(3, 2), records, Seeded(0))]
     fast = [r.model for r in simulate.run(plan, Linear(3, 2), records, Seeded(0), shares=True)]
     torch.testing.assert_close(slow[-1], fast[-1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_rules_that_return_something_else_are_told_what_to_return(engine, trust):
+    records, built = small(), build("dp-fedgd")
+    (stage,) = built.stages
+    silent = stage._replace(local=Local(lambda *_: None))
+    stepping = stage._replace(rule=stage.rule._replace(update=lambda g, state, theta, t: -g))
+    for wrong, why in (
+        (silent, "message: compute returned None"),
+        (stepping, r"update: .* must return \(step, state\)"),
+    ):
+        plan = plan_for(records, built._replace(stages=(wrong,)), trust=trust)
+        with pytest.raises(SordinoError, match=why):
+            next(engine.run(plan, Linear(3, 2), records, Secure()))
 
 
 def test_a_message_noised_as_a_whole_must_be_a_vector():

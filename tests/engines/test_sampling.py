@@ -302,22 +302,27 @@ def test_a_secret_cohort_is_paid_for_by_all(tmp_path):
 # ------------------------------------------------------------------------------------------------------ what is asked
 
 
+WHOLE_CLIENTS = next(unit for unit in Unit if unit not in ("record", "person"))  # there the true size is private
+
+
 def test_a_minibatch_holds_its_client_s_records_only():
-    """The first client declares six records, holds three, and their gradient is 0; the other's is 1 a record."""
+    """The first client declares six records, holds three, and their gradient is 0; the other's is 1 per record."""
     x, y = np.repeat([0.0, 1.0], 3)[:, None], np.repeat([0.0, -1e3], 3)
     records = Records.of(x, y, np.repeat([0, 1], 3), dtype=torch.float64)
     law, who = Sampling.parse("poisson:0.5"), Participation.parse("cyclic:2")
-    plan = Plan(build("dp-fedgd", lr=1e-12), 40, (6, 3), Privacy(math.inf), who, sampling=law)
+    method, privacy = build("dp-fedgd", WHOLE_CLIENTS, lr=1e-12), Privacy(math.inf, unit=WHOLE_CLIENTS)
+    plan = Plan(method, 40, (6, 3), privacy, who, sampling=law)
     for engine in (reference, simulate):
         this_round = [r for r in engine.run(plan, LINE, records, Noiseless(1)) if 0 in r.cohort]
         assert all(abs(float(r.aggregate)) < 1e-6 for r in this_round)
 
 
 def test_a_declared_size_gives_the_rate_that_is_drawn():
-    records = Records.of(np.ones((3, 1)), np.full(3, -1e3), np.zeros(3, int), dtype=torch.float64)
-    plan = Plan(build("dp-fedgd", lr=1e-12), 300, (6,), Privacy(math.inf), sampling=Sampling.parse("fixed:2"))
-    drawn = np.mean([2 * float(r.aggregate) for r in reference.run(plan, LINE, records, Noiseless(1))])
-    assert drawn <= 3 * plan.rates[0] + 0.2  # three records, each at the rate that is accounted for
+    records = Records.of(np.ones((3, 1)), np.full(3, -0.1), np.zeros(3, int), dtype=torch.float64)
+    method, privacy = build("dp-fedgd", WHOLE_CLIENTS, lr=1e-12), Privacy(math.inf, unit=WHOLE_CLIENTS)
+    plan = Plan(method, 300, (6,), privacy, sampling=Sampling.parse("fixed:2"))
+    drawn = np.mean([20 * float(r.aggregate) for r in reference.run(plan, LINE, records, Noiseless(1))])
+    assert drawn == pytest.approx(3 * plan.rates[0], abs=0.2)  # three records, each at the rate of the declared size
 
 
 @pytest.mark.parametrize("engine", [reference, simulate])

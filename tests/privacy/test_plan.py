@@ -36,7 +36,7 @@ from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.privacy.participation import Participation
+from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan, continues_stream
 from sordino.rules import ema, scale
 from sordino.rules.basic import stateless
@@ -47,6 +47,19 @@ UNEQUAL = (40, 100, 160, 80, 20)
 # the sizes of a Dirichlet(0.5) split of 50 000 records over 20 clients (DP-FedSOFIM, Table 14)
 TABLE_14 = (1706, 2375, 3498, 2612, 1306, 3015, 3356, 1515, 1939, 2544)
 TABLE_14 += (2536, 3396, 3312, 2926, 3329, 2980, 891, 1539, 2025, 3200)
+
+
+def test_texts_of_participation_and_sampling_are_parsed():
+    plan = Plan(build("dp-fedgd"), 3, UNEQUAL, Privacy(2.0), participation="fixed:2", sampling="poisson:16")
+    assert (plan.participation, plan.sampling) == (Participation("fixed", 2.0), Sampling("poisson", 16.0))
+    with pytest.raises(SordinoError, match="batch: 'sixteen' has no number"):
+        Plan(build("dp-fedgd"), 3, UNEQUAL, Privacy(2.0), sampling="sixteen")
+
+
+def test_a_method_whose_unit_is_a_text_is_refused():
+    method = build("dp-fedgd")
+    with pytest.raises(SordinoError, match=r"unit: mine has the text 'record' as its unit; write Unit\('record'\)"):
+        Plan(Method("mine", "record", method.stages, method.proves), 3, UNEQUAL, Privacy(2.0))
 
 
 def plan(

@@ -258,6 +258,21 @@ def test_the_rightful_key_is_known(honest, capsys):
     assert "the key that --key names" in capsys.readouterr().out
 
 
+def test_the_last_line_counts_what_was_not_compared(honest, tmp_path, capsys):
+    shutil.copy(honest("plain") / "public" / "certificate.json", tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    count = told.count("not compared") - 1
+    assert count > 4
+    assert f"holds, but {count} things were not compared: " in told.splitlines()[-1]
+    assert main(["verify", str(tmp_path), "--complete"]) == 1
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["complete"] is False
+    assert main(["verify", str(honest("plain")), "--complete"]) == 0, "a whole run"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("holds: ")
+
+
 @pytest.mark.parametrize("base", ["seeded", "plain"])
 def test_a_certificate_alone_names_what_it_was_not_compared_with(honest, tmp_path, base):
     """Without spec and ledger a seeded run can be called secure; the reader is told what lacks."""

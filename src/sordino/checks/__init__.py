@@ -3,7 +3,8 @@
 - `sensitivity`: no neighbour found by an adversarial search moves a release further than its query claims.
 - `apart`: no record changes how other records are computed, not even how they are rounded.
 - `sums`: one record among a million moves no sum further than its query claims, rounding included.
-- `asks`: a round asks the data no more than the method declares; one more question is refused.
+- `asks`: a round asks the data no more than the method declares, and one more question is refused; some round asks
+  as often as declared, because every declared call is paid for.
 - `replay`: server and clients only post-process messages. With the same messages, other data change nothing.
 - `engines`: the fast engine computes the same as the reference engine.
 
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sordino import core
-from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay
+from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
 from sordino.checks.mutants import MUTANTS, breaks
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
@@ -61,6 +62,7 @@ class Report(NamedTuple):
 
 
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
+LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
 CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))
@@ -78,7 +80,7 @@ def check(
 
     Args:
       name: the method's name in the registry, or the name that reports show.
-      trials: restarts of the search for one query.
+      trials: restarts of the search for one query, at least `LEAST_TRIALS`.
       seed: seed of the search.
       models: the models on which the method runs.
       method: the method to check. By default it is the registered one, for each of its units.
@@ -87,8 +89,12 @@ def check(
       One report per noised query and adjacency.
 
     Raises:
-      SordinoError: no method has this name.
+      SordinoError: no method has this name, or the trials are too few.
     """
+    if trials < LEAST_TRIALS:
+        raise SordinoError(
+            f"trials: {trials} must be at least {LEAST_TRIALS}; a shorter search misses mutants and proves nothing."
+        )
     # Use the factory: `build` removes all claims from an external method that was not checked yet.
     subjects = [entry(name).factory(unit=unit) for unit in entry(name).units] if method is None else [method]
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
@@ -185,10 +191,16 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
     if problems := asks(method, model, seed=seed):  # a method that overspends may not finish a round
         yield Report(name, method.unit, "", "", 0.0, 0.0, 0.0, False, problems)
         return
-    problems = replay(method, model, seed=seed)
+    problems = [*unasked(method, model, seed=seed), *replay(method, model, seed=seed)]
     problems += [problem for each in models for problem in apart(method, each, seed=seed)]
-    difference = max(engines(method, each, seed=seed) for each in models)
-    if not difference <= TOLERANCE:
+    refusals: list[str] = []
+    difference = max(engines(method, each, seed=seed, refusals=refusals) for each in models)
+    if refusals:
+        problems.append(
+            f"engines: an engine refuses the method under {refusals[0]} Local steps, memory, and messages other than "
+            "plain answers are proved for untrusted-server only; leave the other pairs out of `proves`."
+        )
+    elif not difference <= TOLERANCE:
         problems.append(f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed")
     rejects: dict[str, Callable[..., bool]] = {
         "apart": lambda *wrong: bool(apart(*wrong, seed=seed)),
@@ -249,4 +261,5 @@ __all__ = [
     "engines",
     "replay",
     "sensitivity",
+    "unasked",
 ]

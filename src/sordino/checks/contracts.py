@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Space, Through, same, short_plan
-from sordino.core import Broadcast, Divisor, Method, Shard, Stage, Tree, Trust
+from sordino.core import Broadcast, Divisor, Kind, Method, Shard, Stage, Tree, Trust
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.evidence.ledger import Ledger
@@ -52,6 +52,45 @@ def asks(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
         if len(refusals(method._replace(stages=stages))) < 2:
             problems.append(f"asks: an engine answered although stage {s} asked once more than declared")
     return problems
+
+
+def unasked(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
+    """Check that some round asks each noised query as often as declared: every declared call is paid for.
+
+    Args:
+      method: the method to check.
+      model: the model on which it runs.
+      seed: seed of records and noise.
+
+    Returns:
+      What is paid for and never asked, one sentence per query.
+    """
+    most: dict[tuple[int, str], int] = {}
+
+    def watched(s: int, stage: Stage) -> Stage:
+        def compute(ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+            calls: dict[str, int] = {}
+
+            def count(name: str, method: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+                calls[name] = calls.get(name, 0) + 1
+                most[s, name] = max(most.get((s, name), 0), calls[name])
+                return method(*args, **kwargs)
+
+            names = {str(query.kind) for query in stage.queries}
+            message: Tree = stage.local.compute(Through(ask, names, count), broadcast, memory, cache)
+            return message
+
+        return stage._replace(local=stage.local._replace(compute=compute))
+
+    watching = method._replace(stages=tuple(watched(s, stage) for s, stage in enumerate(method.stages)))
+    list(reference.run(short_plan(watching), model, Space.of(model).records(np.random.default_rng(seed)), Seeded(seed)))
+    return [
+        f"asks: stage {s} declares {query.calls} calls of the {query.kind} query and asks "
+        f"{most.get((s, query.kind), 0)}; all declared calls are paid for, so declare fewer"
+        for s, stage in enumerate(method.stages)
+        for query in stage.queries
+        if query.noise is not None and query.kind is not Kind.DELTA and most.get((s, query.kind), 0) < query.calls
+    ]
 
 
 def greedy(stage: Stage) -> Stage:
@@ -145,21 +184,22 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     return problems[:1]
 
 
-def engines(method: Method, model: core.Model, *, seed: int = 0) -> float:
+def engines(method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None) -> float:
     """The largest difference between the models of the two engines with the same noise.
 
     Args:
       method: the method to check.
       model: the model on which it runs.
       seed: seed of records and noise.
+      refusals: receives why an engine refused the method; the difference is then infinite.
 
     Returns:
       The difference relative to max(1, |theta|); at most `TOLERANCE` if the contract holds.
     """
-    return max(0.0, *gaps(method, model, seed=seed))
+    return max(0.0, *gaps(method, model, seed=seed, refusals=refusals))
 
 
-def gaps(method: Method, model: core.Model, *, seed: int = 0) -> Iterator[float]:
+def gaps(method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None) -> Iterator[float]:
     """The difference between the engines after every round, for several plans."""
     records = Space.of(model).records(np.random.default_rng(seed))
     every_message, only_sums = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
@@ -176,5 +216,7 @@ def gaps(method: Method, model: core.Model, *, seed: int = 0) -> Iterator[float]
             for a, b in zip(slow, fast, strict=True):
                 gap = float((a.model - b.model).abs().max() / a.model.abs().max().clamp_min(1))
                 yield gap if math.isfinite(gap) else math.inf
-        except SordinoError:  # the method claims to be proved for sums, but its messages are not plain answers
+        except SordinoError as error:  # for example: proved for sums, but its messages are not plain answers
+            if refusals is not None:
+                refusals.append(f"{trust}: {error}")
             yield math.inf

@@ -22,6 +22,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--key", metavar="KEY", help="who must have signed it: a public key, its fingerprint, or a file with either"
     )
+    parser.add_argument(
+        "--complete", action="store_true", help="exit with 1 if anything was not compared, such as a missing file"
+    )
     add_json(parser)
 
 
@@ -45,6 +48,7 @@ def act(arguments: argparse.Namespace) -> int:
         "certified": verdict.certified,
         "signed_by": verdict.signed or None,
         "key_known": verdict.known,
+        "complete": not not_compared,
         "not_compared": not_compared,
     }
     if not emit(arguments, document):
@@ -68,9 +72,13 @@ def act(arguments: argparse.Namespace) -> int:
             page.print(f"[bold red]FAILED[/]: {count} mismatch{'es' if count > 1 else ''}")
         elif not verdict.certified:
             page.print(f"[bold red]NOT CERTIFIED[/]: the run promises nothing, although {_whose(verdict)}")
+        elif not_compared:
+            things = f"{len(not_compared)} thing was" if len(not_compared) == 1 else f"{len(not_compared)} things were"
+            page.print(f"[bold yellow]holds, but {things} not compared[/]: {_whose(verdict)}")
         else:
             page.print(f"[bold green]holds[/]: {_whose(verdict)}")
-    return 0 if holds and verdict.certified else 1
+    complete = not not_compared or not arguments.complete
+    return 0 if holds and verdict.certified and complete else 1
 
 
 def _against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:

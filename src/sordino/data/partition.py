@@ -104,6 +104,11 @@ def split(
         >>> len(client), int(client.max())
         (1438, 3)
     """
+    if not isinstance(dataset, Dataset):
+        raise SordinoError(
+            f"dataset: split divides a Dataset, as load() returns it, not a {type(dataset).__name__}. For arrays of "
+            "your own give Records.of one client number per record, as in np.arange(len(y)) % clients."
+        )
     how = partition if isinstance(partition, Partition) else Partition.parse(partition, sizes)
     if how.reads_labels and not dataset.classes:
         raise SordinoError(

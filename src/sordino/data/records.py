@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,12 +43,24 @@ def row_norms(x: Tensor) -> Tensor:
     return torch.cat(norms).to(x.dtype).reshape(x.shape[:-1])
 
 
-def _numbers(values: np.ndarray | Tensor, field: str) -> Tensor:
+def _numbers(values: Any, field: str) -> Tensor:
+    if hasattr(values, "to_numpy"):  # a table or a column of pandas or polars
+        values = np.array(values.to_numpy())
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         remedy = "encode features as numbers" if field == "x" else "number the classes 0, 1, 2, …"
         raise SordinoError(f"{field}: not an array of numbers ({error}); {remedy}.") from None
+
+
+def _check_finite(values: Tensor, field: str) -> None:
+    """Refuse NaN and infinity: such a record would count as one of the client's, and contribute nothing."""
+    if values.is_floating_point() and not (fine := torch.isfinite(values)).all():
+        row = int((~fine).flatten(1).any(1).nonzero()[0] if values.dim() > 1 else (~fine).nonzero()[0])
+        raise SordinoError(
+            f"{field}: {int((~fine).sum())} values are NaN, infinite or too large for {values.dtype}, the first in row "
+            f"{row} (from 0); fill or drop those records."
+        )
 
 
 @dataclass(frozen=True)
@@ -85,8 +98,9 @@ class Records:
         """Sort records by client. A client of -1 leaves its record out."""
         here = check_device(str(device))
         x, y = _numbers(x, "x"), _numbers(y, "y")
-        if x.dim() < 2:
-            raise SordinoError(f"x: of shape {tuple(x.shape)}; give one row of features per record.")
+        if x.dim() != 2:
+            remedy = ": x.reshape(len(x), -1)" if x.dim() > 2 else ""
+            raise SordinoError(f"x: of shape {tuple(x.shape)}; give one row of features per record{remedy}.")
         if y.dim() != 1:
             raise SordinoError(f"y: of shape {tuple(y.shape)}; give one label per record (class indices, or numbers).")
         try:
@@ -97,16 +111,23 @@ class Records:
             raise SordinoError("client: give one client number for every record, as in [0, 0, 1, 2, 1]; see split().")
         if not len(x) == len(y) == len(client):
             raise SordinoError(f"data: {len(x)} rows of x, {len(y)} labels and {len(client)} client numbers differ.")
+        x = x.to(dtype)
+        _check_finite(x, "x")
+        _check_finite(y, "y")
         counts = np.bincount(client[client >= 0]) if (client >= 0).any() else np.zeros(0, int)
         if not len(counts) or (counts == 0).any():
-            raise SordinoError("clients: some client holds no record; use fewer clients or another partition.")
+            empty = int(np.argmin(counts)) if len(counts) else 0
+            raise SordinoError(
+                f"clients: client {empty} holds no record; number clients 0, 1, 2, … without gaps, or use fewer "
+                "clients or another partition."
+            )
         if not (np.diff(client) >= 0).all() or client[0] < 0:
             order = np.argsort(client, kind="stable")
             rows = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
             x, y = x[rows], y[rows]
         y = y if y.is_floating_point() else y.long()
         starts = np.concatenate([[0], np.cumsum(counts)])
-        return Records(x.to(here, dtype), y.to(here), starts)
+        return Records(x.to(here), y.to(here), starts)
 
     def check_fits(self, model: Model) -> None:
         """Refuse records whose number of features or labels do not fit the model."""

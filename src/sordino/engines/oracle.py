@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import SAFETY, SAMPLED, Batch, Facts, Kind, Query, Shard, Stage, Tree
+from sordino.engines.preconditions import MATRICES, check_message
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration
@@ -27,8 +28,6 @@ from sordino.privacy.mechanisms.random import Address, Source
 from sordino.privacy.plan import Plan, plan_mechanism
 from sordino.privacy.releases import QueryNoise
 from sordino.tree import leaves
-
-MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
 
 DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
 PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records
@@ -193,6 +192,7 @@ class Oracle:
         Raises:
             SordinoError: The message is not one vector per client.
         """
+        check_message(message)
         for number, query in enumerate(self._stage.queries):
             if query.kind is Kind.DELTA:
                 if not isinstance(message, Tensor) or message.dim() != self._axes:
@@ -207,6 +207,7 @@ class Oracle:
         Raises:
             SordinoError: A leaf is not an unchanged answer, so its sensitivity is not known.
         """
+        check_message(message)
         delta = [number for number, query in enumerate(self._stage.queries) if query.kind is Kind.DELTA]
         if delta:
             return delta

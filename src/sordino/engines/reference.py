@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sordino.core import Broadcast, Checkpoint, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records
+from sordino.engines import preconditions
 from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
@@ -68,7 +69,7 @@ def run(
     """
     if plan.integers is not None and ledger is not None:
         raise SordinoError("ledger: a simulation of secure aggregation keeps no ledger; every site has its own.")
-    records.check_fits(model)
+    preconditions.check(plan, model, records)
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = plan.weights / plan.participation.rate(plan.clients)
     clients = range(plan.clients)
@@ -135,7 +136,7 @@ def run(
             parts = [tree_map(lambda leaf, w=share[i]: w * leaf, messages[i]) for i in cohort]
             aggregate = tree_map(lambda *leaf: torch.stack(leaf).sum(0), *parts) if parts else ()
         if cohort or (round_plan.noise_on_sum and plan.amplified):
-            step, state = rule.update(aggregate, state, theta, round_plan.step)
+            step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
             theta = theta + step
         checkpoint = Checkpoint(theta, state, tuple(memory))
         yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, checkpoint)

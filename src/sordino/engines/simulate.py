@@ -49,7 +49,9 @@ from sordino.core import (
     nothing,
 )
 from sordino.data.records import Lazy, Records
-from sordino.engines.oracle import MATRICES, Oracle, along, noised, standard_noise
+from sordino.engines import preconditions
+from sordino.engines.oracle import Oracle, along, noised, standard_noise
+from sordino.engines.preconditions import MATRICES
 from sordino.engines.schedule import (
     SAMPLING,
     RoundPlan,
@@ -110,7 +112,7 @@ def run(
     plans, plan = (list(plan), plan[0]) if isinstance(plan, Sequence) else ([plan], plan)
     if plan.integers is not None:
         raise SordinoError("integers: the fast engine has no integer arithmetic; use the reference engine.")
-    records.check_fits(model)
+    preconditions.check(plan, model, records)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
     memory: Tree = ()
@@ -140,7 +142,7 @@ def run(
                 aggregate = batched_clients.fused(round_plan, theta, shares)
             else:
                 aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
-            step, state = rule.update(aggregate, state, theta, round_plan.step)
+            step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
             theta = theta + step
         yield Round(
             round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, Checkpoint(theta, state, memory)

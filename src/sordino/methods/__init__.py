@@ -303,7 +303,10 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
     for key in options:
         if key not in registered.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, registered.options)}")
+        if isinstance(options[key], str) and isinstance(registered.options[key], int | float):
+            raise SordinoError(f"{key}: '{options[key]}' is a text; give a number, without quotes.")
     method = registered.factory(unit=Unit(unit), **options)
+    method = method._replace(registered=(method.stages, method.proves))
     if name in REGISTRY:
         return method
     plugin = plugins.found(plugins.METHODS)[name]

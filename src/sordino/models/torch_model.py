@@ -95,6 +95,10 @@ class TorchModel:
             raise SordinoError(f"mode: '{mode}' is unknown.{nearest(mode, MODES)}")
         if mode == "two-pass" and autocast is not None:
             raise SordinoError("autocast: two-pass needs norms in full precision; use mode='tape', or no autocast.")
+        if not isinstance(module, nn.Module):
+            raise SordinoError(f"module: a {type(module).__name__} is not a torch.nn.Module.")
+        if shape is not None and not (isinstance(shape, tuple) and all(isinstance(k, int) for k in shape)):
+            raise SordinoError(f"shape: {shape!r} must be a tuple of whole numbers, as in (20,) or (3, 32, 32).")
         if chunk is not None and chunk < 1:
             raise SordinoError(f"chunk: {chunk} must be at least 1, or None.")
         self.module = module = copy.deepcopy(module)
@@ -129,12 +133,22 @@ class TorchModel:
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
         self.random, self.outputs, advised, self._held, self._rest = probe.probe(self, owned, ruled=not odd)
+        if self.outputs < 2:
+            raise SordinoError(
+                f"module: it has {self.outputs} output; classes need at least 2 outputs, one per class: end it with a "
+                "layer such as nn.Linear(n, 2)."
+            )
         if classes is not None and classes > self.outputs:
             raise SordinoError(
                 f"classes: {classes} must be at most {self.outputs}, the number of outputs of the module."
             )
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
+            if mode == "vmap":
+                raise SordinoError(
+                    "mode: torch.func ('vmap') cannot compute the gradient of single examples of this module; replace "
+                    "layers that it does not support, such as LSTM, or add a rule to per_example.RULES."
+                )
             if mode != "auto":
                 raise SordinoError(f"mode: gradients by '{mode}' differ from those of single examples; use 'vmap'.")
             self.mode, self.grouped = "vmap", False

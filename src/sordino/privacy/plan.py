@@ -54,12 +54,12 @@ class Plan:
       rounds: of all stages together.
       sizes: public number of records of each client.
       privacy: epsilon, delta, unit, adjacency and trust model.
-      participation: which clients take part in which round.
+      participation: which clients take part in which round; a text such as `fixed:5` is parsed.
       divisor: how clients of unequal size are averaged.
       schedule_seed: of the participation schedule.
       noise: standard deviation of the summed client noise, divided by the clip; None: calibrated to epsilon.
       uncertified: accept a plan for which nothing is proved.
-      sampling: which of a client's records enter a minibatch.
+      sampling: which of a client's records enter a minibatch; a text such as `poisson:64` is parsed.
       integers: set where secure aggregation adds up integers.
 
     Raises:
@@ -89,6 +89,9 @@ class Plan:
         if str(self.divisor) not in list(Divisor):
             raise SordinoError(f"divisor: '{self.divisor}' is unknown.{nearest(str(self.divisor), Divisor)}")
         object.__setattr__(self, "divisor", Divisor(str(self.divisor)))
+        for name, kind in (("participation", Participation), ("sampling", Sampling)):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, kind.parse(text))
         _check(self)
 
     @property
@@ -243,6 +246,10 @@ def _check(plan: Plan) -> None:
         raise SordinoError("clients: every client needs at least one record.")
     if unknown := [i for i in privacy.client_epsilon if not 0 <= i < len(plan.sizes)]:
         raise SordinoError(f"client_epsilon: client {unknown[0]} does not exist; the last is {len(plan.sizes) - 1}.")
+    if not isinstance(method.unit, Unit):
+        raise SordinoError(
+            f"unit: {method.name} has the text '{method.unit}' as its unit; write Unit('{method.unit}')."
+        )
     if method.unit is not privacy.unit:
         raise SordinoError(f"unit: {method.name} was built for {method.unit}, not {privacy.unit}.")
     for stage in method.stages:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sordino import plugins
-from sordino.core import Divisor, Kind, Method, Privacy, Unit
+from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition
 from sordino.data.readers import reader_of
@@ -186,17 +186,10 @@ class ResolvedSpec:
             raise SordinoError(
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )
-        from sordino.engines.oracle import MATRICES
+        from sordino.engines.preconditions import check_kinds
 
         model = self.model.build(features, classes)
-        kinds = {query.kind for stage in self.method.stages for query in stage.queries}
-        if Kind.HISTOGRAM in kinds and not hasattr(model, "histogram_sum"):
-            raise SordinoError(f"intervals: model {self.model.name} has none; leave the option out.")
-        if lacking := [str(kind) for kind in kinds & set(MATRICES) if not hasattr(model, f"{kind}_sum")]:
-            raise SordinoError(
-                f"method: {self.method_name} asks for a {lacking[0]} matrix, which {self.model.name} cannot compute; "
-                "use a linear model, or a method such as dp-fedadam, dp-fedavg or dp-fedadamw."
-            )
+        check_kinds(self.method, model, self.model.name)
         return model
 
     def read_unscaled(self) -> Dataset:

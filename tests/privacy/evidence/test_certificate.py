@@ -54,6 +54,24 @@ def test_no_honest_certificate_is_rejected(unit, trust, divisor, participation):
         assert "Certified: ε = " in statement(cert)
 
 
+UNCHECKED = "claims of its author and were not checked here"
+
+
+def test_a_method_that_was_not_built_by_name_is_called_its_authors_claim():
+    built = build("dp-fedgd")
+    by_hand = Method("dp-fedgd", built.unit, built.stages, built.proves)
+    (stage,) = built.stages
+    louder = built._replace(stages=(stage._replace(queries=(replace(stage.queries[0], clip=0.5),)),))
+    bolder = build("fedavg-gdp", steps=3)._replace(proves=EVERY)
+    for method in (by_hand, louder, bolder):
+        cert = made(plan_for(method))
+        assert any(UNCHECKED in fact for fact in cert["assumes"])
+        assert UNCHECKED in statement(cert)
+        assert verify(cert).problems == []
+    for method in (built, built._replace(assumes=("This is public.",)), build("auto")):
+        assert UNCHECKED not in statement(made(plan_for(method)))
+
+
 def test_stages_streams_and_lemmas_are_told_and_confirmed():
     def compute(ask, broadcast, memory, cache):
         return ask.gradient(broadcast.theta)

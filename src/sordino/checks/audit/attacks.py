@@ -45,7 +45,7 @@ from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.observer import VICTIM, Attack, AttackedRecords, watched
 from sordino.checks.fixtures import most_rounds
 from sordino.core import Adjacency, Kind, Method, Privacy, Unit
-from sordino.engines.oracle import MATRICES
+from sordino.engines.preconditions import MATRICES
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss

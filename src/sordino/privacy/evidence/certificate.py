@@ -342,6 +342,12 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         else "Records used for testing lie outside the guarantee, and so do figures computed from them.",
         f"Tuning: {tuning}.",
     ]
+    if plan.method.by_hand:
+        facts.append(
+            f"The method {plan.method.name} was not built by name from the registry, or was changed afterwards. Its "
+            "sensitivities and proofs are claims of its author and were not checked here; `sordino.checks.check` "
+            "tries to break them."
+        )
     if plan.privacy.unit is Unit.RECORD:
         facts.append("The number of records of each client is public and fixed.")
     if plan.privacy.trust is not Trust.TRUSTED_SERVER:

@@ -1,0 +1,96 @@
+"""What must agree before an engine reads a record: plan, model and records. And what the rules must return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sordino.core import Kind, Method, Rule, Tree, Unit
+from sordino.data.records import Lazy, Records
+from sordino.errors import SordinoError
+from sordino.privacy.plan import Plan
+
+MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
+
+
+def check(plan: Plan, model: Any, records: Records | Lazy) -> None:
+    """Refuse a run whose plan, model and records do not belong together.
+
+    Args:
+        plan: The plan, which calibrates the noise for `plan.sizes`.
+        model: The model to train.
+        records: The clients' records.
+
+    Raises:
+        SordinoError: Names what differs, and the remedy.
+    """
+    if not hasattr(model, "clipped_sum"):
+        raise SordinoError(
+            f"model: a {type(model).__name__} has no per-example gradients; wrap a torch module as TorchModel(module)."
+        )
+    check_kinds(plan.method, model)
+    records.check_fits(model)
+    check_sizes(plan, records.sizes)
+
+
+def check_sizes(plan: Plan, sizes: tuple[int, ...]) -> None:
+    """Refuse records of other clients than the plan's: noise, sampling rates and weights follow from `plan.sizes`.
+
+    At client level a client's size is private, so only the number of clients must agree.
+    """
+    remedy = "build the plan with sizes=records.sizes"
+    if plan.clients != len(sizes):
+        raise SordinoError(f"sizes: the plan has {plan.clients} clients, but the records have {len(sizes)}; {remedy}.")
+    if plan.privacy.unit is not Unit.RECORD:
+        return
+    differing = [i for i, (declared, held) in enumerate(zip(plan.sizes, sizes, strict=True)) if declared != held]
+    if differing:
+        i = differing[0]
+        others = f" ({len(differing)} clients differ)" if len(differing) > 1 else ""
+        raise SordinoError(
+            f"sizes: the plan declares {plan.sizes[i]} records of client {i}, but the client holds {sizes[i]}{others}. "
+            f"The noise is calibrated for the declared sizes; {remedy}."
+        )
+
+
+def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
+    """Refuse a method that asks for a sum which the model cannot compute.
+
+    Args:
+        method: The method.
+        model: The model.
+        name: The model's name in messages; None: its class.
+    """
+    kinds = {query.kind for stage in method.stages for query in stage.queries} - {Kind.GRADIENT, Kind.DELTA}
+    lacking = sorted(str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum"))
+    if not lacking:
+        return
+    name = name or type(model).__name__
+    if lacking[0] == Kind.HISTOGRAM:
+        raise SordinoError(f"intervals: model {name} has none; leave the option out.")
+    what = f"{lacking[0]} matrix" if lacking[0] in list(MATRICES) else lacking[0]
+    raise SordinoError(
+        f"method: {method.name} asks for a {what}, which {name} cannot compute; use a linear model, or a method such "
+        "as dp-fedadam, dp-fedavg or dp-fedadamw."
+    )
+
+
+def update(rule: Rule, aggregate: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    """The rule's (step, state), or an error that says what `update` must return."""
+    result = rule.update(aggregate, state, theta, t)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+        raise SordinoError(
+            f"update: a rule's update must return (step, state), not a {type(result).__name__}; without a state return "
+            "(step, ())."
+        )
+    return result
+
+
+def check_message(message: Any) -> None:
+    """Refuse what is no message, such as the None of a `compute` without a return."""
+    if not isinstance(message, Tensor | tuple):
+        raise SordinoError(
+            f"message: compute returned {message if message is None else type(message).__name__}; return a tensor, or "
+            "a NamedTuple of tensors."
+        )

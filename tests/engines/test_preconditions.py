@@ -1,0 +1,81 @@
+"""An engine refuses a plan, a model and records that do not belong together, before it reads a record."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from sordino.core import Unit
+from sordino.data.records import Lazy
+from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
+from sordino.methods import build
+from sordino.models.linear import Linear
+from sordino.models.torch_model import TorchModel
+from sordino.privacy.mechanisms.random import Secure
+from sordino.privacy.participation import Sampling
+from tests.support import classified, plan_for
+
+ENGINES = pytest.mark.parametrize("engine", [reference, simulate])
+MODEL = Linear(3, 3)
+WHOLE_CLIENTS = next(unit for unit in Unit if unit not in ("record", "person"))
+
+
+def refusal(engine, plan, model, records):
+    with pytest.raises(SordinoError) as error:
+        next(engine.run(plan, model, records, Secure()))
+    return str(error.value)
+
+
+@ENGINES
+def test_a_plan_for_more_records_than_there_are_is_refused(engine):
+    """Fixed minibatches of 64: with 2,000 declared records the noise would be a seventh of what 200 records need."""
+    records = classified((200, 200))
+    plan = replace(plan_for("dp-fedgd", (2000, 200)), sampling=Sampling.parse("fixed:64"))
+    message = refusal(engine, plan, MODEL, records)
+    for part in ("2000 records of client 0", "holds 200", "records.sizes"):
+        assert part in message
+    right = replace(plan, sizes=records.sizes)
+    assert next(engine.run(right, MODEL, records, Secure())).t == 0, "the same plan runs with the true sizes"
+
+
+@ENGINES
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 4, 4, 4)])
+@pytest.mark.parametrize("unit", [Unit.RECORD, WHOLE_CLIENTS])
+def test_the_number_of_clients_must_agree(engine, sizes, unit):
+    message = refusal(engine, plan_for("dp-fedgd", sizes, unit=unit), MODEL, classified((4, 4, 4)))
+    assert f"the plan has {len(sizes)} clients, but the records have 3" in message
+
+
+@ENGINES
+def test_where_whole_clients_are_hidden_their_sizes_may_differ_from_the_plan(engine):
+    plan = plan_for("dp-fedgd", (5, 5, 5), unit=WHOLE_CLIENTS)
+    assert next(engine.run(plan, MODEL, classified((5, 4, 6)), Secure())).t == 0
+
+
+def test_several_wrong_sizes_are_counted():
+    assert "(2 clients differ)" in refusal(simulate, plan_for("dp-fedgd", (5, 6, 5)), MODEL, classified((5, 4, 6)))
+
+
+@ENGINES
+def test_records_loaded_on_demand_are_held_to_the_plan_too(engine):
+    part = (torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.long))
+    lazy = Lazy.of((4, 4), lambda i: part)
+    assert "holds 4" in refusal(engine, plan_for("dp-fedgd", (4, 5)), MODEL, lazy)
+
+
+@ENGINES
+@pytest.mark.parametrize(("name", "kind"), [("auto", "gram"), ("fednewton", "curvature")])
+def test_a_method_that_needs_a_matrix_is_refused_with_a_network(engine, name, kind):
+    records, model = classified((8, 8)), TorchModel(nn.Sequential(nn.Linear(3, 3)))
+    message = refusal(engine, plan_for(build(name), records), model, records)
+    assert message.startswith(f"method: {name} asks for a {kind} matrix, which TorchModel cannot compute")
+    assert "dp-fedadam" in message
+    assert next(engine.run(plan_for(build(name), records), MODEL, records, Secure())).t == 0
+
+
+@ENGINES
+def test_a_bare_module_is_no_model(engine):
+    records = classified((8, 8))
+    assert "TorchModel(module)" in refusal(engine, plan_for("dp-fedgd", records), nn.Linear(3, 3), records)
