@@ -189,7 +189,8 @@ class ResolvedSpec:
         from sordino.engines.preconditions import check_kinds
 
         model = self.model.build(features, classes)
-        check_kinds(self.method, model, self.model.name)
+        found = self.spec.private_statistics is not None  # then the first stage asks another model
+        check_kinds(self.method._replace(stages=self.method.stages[found:]), model, self.model.name)
         return model
 
     def read_unscaled(self) -> Dataset:

@@ -221,7 +221,7 @@ def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
         stored = Schema.read(folder.public / SCHEMA)
         if stored.unknown:
             tally = run.resolved.statistics
-            first = next(iter(reference.run(run.plan, tally, run.unscaled, run.source)))  # type: ignore[arg-type]
+            (first,) = reference.run(run.plan, tally, run.unscaled, run.source, stop=1)  # type: ignore[arg-type]
             aggregate = first.aggregate if isinstance(first.aggregate, Tensor) else torch.zeros(tally.dimension)
             std = calibration.aggregate_std(run.plan, 0)
             stored = found_schema(stored, tally, aggregate.double().cpu().numpy(), std)
