@@ -476,12 +476,12 @@ def cohort(quick: bool) -> Iterator[Finding]:
     clients, rate, repeats = 7, 0.3, 100 if quick else 1_000
     model, chance = Linear(20, 5), np.random.default_rng(0)
     x, y = chance.normal(size=(4 * clients, 20)), chance.integers(0, 5, 4 * clients)
-    who, privacy = Participation("poisson", rate), Privacy(1.0, 1e-5, Unit.USER, Adjacency.ADD_REMOVE)
+    who, privacy = Participation("poisson", rate), Privacy(1.0, 1e-5, Unit.CLIENT, Adjacency.ADD_REMOVE)
     privacy = replace(privacy, trust=Trust.TRUSTED_SERVER)
     p_values: dict[str, float] = {}
     off, details = 0, {}
     for name in ("dp-fedgd", "dp-fedavg"):
-        method = build(name, Unit.USER, lr=1.0)
+        method = build(name, Unit.CLIENT, lr=1.0)
         plan = Plan(method, repeats, (4,) * clients, privacy, who, schedule_seed=2**100 + 7)
         assert plan.amplified
         grid = float(grid_of(calibration.aggregate_std(plan, 0)))
@@ -497,7 +497,7 @@ def cohort(quick: bool) -> Iterator[Finding]:
                 details[label] = {"cohorts": np.bincount(cohorts).tolist(), "off_the_grid": away, "p": p_values[label]}
     yield Finding(
         "cohort",
-        f"Poisson participation, user level: {repeats} rounds per engine and type, cohorts of 0 to {clients}",
+        f"Poisson participation, client level: {repeats} rounds per engine and type, cohorts of 0 to {clients}",
         "one client: every number on the grid; two: 0.64 of them; four: 0.50 (reference engine)",
         f"{off} numbers off the public grid; low bits do not depend on the size of the cohort: "
         f"p ≥ {min(p_values.values()):.2g}",

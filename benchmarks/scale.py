@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, Unit, Trust, dict[str, Any]]] = {
     "dp-fedgd, record": ("dp-fedgd", Unit.RECORD, Trust.SECURE_AGGREGATION, {}),
     "dp-fedavg, 1 step, record": ("dp-fedavg", Unit.RECORD, Trust.SECURE_AGGREGATION, {"steps": 1, "local_lr": 0.1}),
     "dp-fedavg, 2 steps, record": ("dp-fedavg", Unit.RECORD, Trust.UNTRUSTED_SERVER, {"steps": 2, "local_lr": 0.1}),
-    "dp-fedavg, 2 steps, user": ("dp-fedavg", Unit.USER, Trust.SECURE_AGGREGATION, {"steps": 2, "local_lr": 0.1}),
+    "dp-fedavg, 2 steps, client": ("dp-fedavg", Unit.CLIENT, Trust.SECURE_AGGREGATION, {"steps": 2, "local_lr": 0.1}),
 }
 
 

@@ -27,7 +27,7 @@ from sordino.training.spec import Spec
 SEEDS, ROUNDS = 2, 70
 EPSILONS = (0.1, 0.3, 0.5, 0.7, 1.0, 2.0, 3.0, 8.0, 10.0)
 TUNED_AT = (0.1, 1.0, 10.0)
-USERS, USER_EPSILONS = 500, (1.0, 3.0, 10.0)  # at user level; the paper also uses 1 and more
+USERS, USER_EPSILONS = 500, (1.0, 3.0, 10.0)  # at client level; the paper also uses 1 and more
 LIVES_AT = 100  # clients under an untrusted server; with more, noise dominates
 MEMORY = {"cpu": 3e9, "cuda": 3e10}  # bytes for Hessians
 STEPS, CURVATURE = (0.5, 2.0, 8.0), (0.1, 1.0)
@@ -91,7 +91,7 @@ NOTES = (
 
 
 def rivals(who: Sequence[Rival], unit: str) -> list[Rival]:
-    """User level under secure aggregation, because per-client noise would be too large."""
+    """Client level under secure aggregation, because per-client noise would be too large."""
     return [each for each in who if unit == "record" or each.trust == SUMS]
 
 
@@ -142,7 +142,7 @@ def settle(
 
 
 def _grid(method: str, unit: str) -> Grid:
-    """The grid. At user level no record is clipped, so the curvature has no bound and is inverted directly."""
+    """The grid. At client level no record is clipped, so the curvature has no bound and is inverted directly."""
     grid = GRIDS[method]
     if unit == "record":
         return grid
@@ -192,7 +192,7 @@ def _key(each: Rival, unit: str) -> str:
 
 
 def _most(request: TableRequest, each: Rival, unit: str, clients: int, dataset: Dataset) -> int:
-    """Runs per batch. At user level Hessians are built, which limits it."""
+    """Runs per batch. At client level Hessians are built, which limits it."""
     if each.method != "dp-fednew" or unit == "record":
         return MAX_RUNS_PER_BATCH
     size = (dataset.x_train.shape[1] + 1) * len(dataset.classes)
@@ -224,7 +224,7 @@ def comparison(
     who: Sequence[Rival],
     clients: Sequence[int],
     of: str | None = None,
-    units: Sequence[str] = ("record", "user"),
+    units: Sequence[str] = ("record", "client"),
     source: str | None = None,
     partition: str = "iid",
 ) -> TableResult:

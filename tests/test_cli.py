@@ -32,7 +32,7 @@ def test_privacy_goes_both_ways(capsys, epsilon, sigma):
 
 
 def test_privacy_in_words_and_without_records(capsys):
-    status, out, _ = call(capsys, "privacy", "--epsilon", "1", "--trust", "secure-aggregation", "--unit", "user")
+    status, out, _ = call(capsys, "privacy", "--epsilon", "1", "--trust", "secure-aggregation", "--unit", "client")
     assert status == 0
     assert "only sums of messages" in out
     assert "one whole client is replaced" in out
@@ -125,7 +125,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--noise-factor", "0"], "noise_factor: 0.0 must be a number above 0"),
         (["audit", "dp-fedgd", "--set", "lrr=2"], "lrr: dp-fedgd has no such option. Did you mean 'lr'?"),
         (["audit", "dp-scaffold", "--trust", "trusted-server"], "trust: dp-scaffold is not proved private"),
-        (["audit", "dp-fedgd", "--one-run", "--unit", "user"], "unit: an audit in one run"),
+        (["audit", "dp-fedgd", "--one-run", "--unit", "client"], "unit: an audit in one run"),
         (["audit", "dp-fedgd", "--seed", "-1"], "seed: -1 must be an integer"),
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),

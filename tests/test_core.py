@@ -129,9 +129,9 @@ def message_sum(messages, clip=CLIP):
 def test_a_whole_client():
     messages = [(r * np.cos(a), r * np.sin(a)) for r in (0.1, 1e3) for a in ANGLES]
     query = Query(Kind.DELTA, CLIP)
-    assert reaches(add_remove(message_sum, messages), query.sensitivity(ADD, Unit.USER))
-    assert reaches(replace_one(message_sum, messages), query.sensitivity(SWAP, Unit.USER))
-    assert not reaches(replace_one(lambda m: message_sum(m, 2 * CLIP), messages), query.sensitivity(SWAP, Unit.USER))
+    assert reaches(add_remove(message_sum, messages), query.sensitivity(ADD, Unit.CLIENT))
+    assert reaches(replace_one(message_sum, messages), query.sensitivity(SWAP, Unit.CLIENT))
+    assert not reaches(replace_one(lambda m: message_sum(m, 2 * CLIP), messages), query.sensitivity(SWAP, Unit.CLIENT))
 
 
 def test_a_clipped_message_at_record_level_may_move_anywhere_in_the_ball():
@@ -165,9 +165,9 @@ def test_a_long_message_in_single_precision(size):
 
 
 def test_words_become_members():
-    privacy = Privacy(unit="user", adjacency="add-remove", trust="secure-aggregation")
-    assert (privacy.unit, privacy.adjacency, privacy.trust) == (Unit.USER, ADD, Trust.SECURE_AGGREGATION)
-    assert privacy.unit is Unit.USER
+    privacy = Privacy(unit="client", adjacency="add-remove", trust="secure-aggregation")
+    assert (privacy.unit, privacy.adjacency, privacy.trust) == (Unit.CLIENT, ADD, Trust.SECURE_AGGREGATION)
+    assert privacy.unit is Unit.CLIENT
 
 
 @pytest.mark.parametrize(

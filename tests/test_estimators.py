@@ -108,16 +108,16 @@ def test_certificates_say_what_the_features_rest_on():
     )
 
 
-def test_users(digits):
+def test_whole_clients(digits):
     x, y, *_ = digits
     user = np.arange(len(y)) % 200
-    model = fast(unit="user", trust="secure-aggregation").fit(x, y, groups=user)
+    model = fast(unit="client", trust="secure-aggregation").fit(x, y, groups=user)
     cert = model.certificate_
-    assert (cert["unit"], cert["clients"], cert["records"]) == ("user", 200, None)
+    assert (cert["unit"], cert["clients"], cert["records"]) == ("client", 200, None)
     assert cert["client_names"] == [], "who took part is part of what is hidden"
     assert sordino.verify(cert).problems == []
-    with pytest.raises(SordinoError, match=r"^groups: at user level"):
-        fast(unit="user").fit(x, y)
+    with pytest.raises(SordinoError, match=r"^groups: at client level"):
+        fast(unit="client").fit(x, y)
 
 
 def test_clients_without_groups_are_simulated():

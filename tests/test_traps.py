@@ -205,7 +205,7 @@ def test_clipping_each_tensor():
 
     def user(claim):
         queries = Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=claiming(claim))
-        return method(compute, *queries, unit=Unit.USER)
+        return method(compute, *queries, unit=Unit.CLIENT)
 
     for adjacency in Adjacency:
         found = searched(user(C), SOFTMAX, adjacency)
@@ -213,7 +213,7 @@ def test_clipping_each_tensor():
         assert found.worst <= C * math.sqrt(2) * times(adjacency) * (1 + 1e-9)
     assert searched(user(C * math.sqrt(2)), SOFTMAX).problems == []
     whole = Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, C)
-    assert searched(method(descend, *whole, unit=Unit.USER), SOFTMAX).problems == []
+    assert searched(method(descend, *whole, unit=Unit.CLIENT), SOFTMAX).problems == []
 
 
 def test_clipping_at_a_private_median():
@@ -277,7 +277,9 @@ def test_what_is_not_finite_and_what_is_nothing():
         def compute(ask, broadcast, memory, cache):
             return finish(ask.gradient(broadcast.theta))
 
-        return method(compute, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=claiming(1.0)), unit=Unit.USER)
+        return method(
+            compute, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, bound=claiming(1.0)), unit=Unit.CLIENT
+        )
 
     def through(sums, shard, clip):
         return sums(shard, clip) + 0 * shard.x.sum()
@@ -288,7 +290,7 @@ def test_what_is_not_finite_and_what_is_nothing():
     assert searched(build("dp-fedgd"), SOFTMAX).problems == []
     records = still(plan_for(build("dp-fedgd")), 3)[1]
     broken = Records(torch.full_like(records.x, math.nan), records.y, records.starts)
-    for subject in (user(plain), user(direction), build("dp-fedgd"), build("dp-fedgd", Unit.USER)):
+    for subject in (user(plain), user(direction), build("dp-fedgd"), build("dp-fedgd", Unit.CLIENT)):
         for data in (records, broken):
             for this_round in reference.run(plan_for(subject, epsilon=math.inf), SQUARES, data, Seeded(0)):
                 assert torch.equal(this_round.model, torch.zeros(3, dtype=torch.float64))
@@ -594,11 +596,11 @@ def test_local_steps_that_are_not_counted():
         next(simulate.run(few, SQUARES, still(few, 3)[1], Seeded(0)))
 
 
-def test_a_delta_of_one_in_as_many_users():
+def test_a_delta_of_one_in_as_many_persons():
     """1 / N is no small chance where N counts 47 clients."""
     with pytest.raises(SordinoError, match="delta"):
-        Privacy(1.0, 1 / 47, Unit.USER)
-    assert Privacy(1.0, 1 / 47**3, Unit.USER).delta < 1e-4
+        Privacy(1.0, 1 / 47, Unit.CLIENT)
+    assert Privacy(1.0, 1 / 47**3, Unit.CLIENT).delta < 1e-4
 
 
 # ----------------------------------------------------------------------------------------------- what is said, and seen

@@ -39,18 +39,25 @@ else:
 # ---------------------------------------------------------------------------------------------- what is protected
 
 MOST_EPSILON, MOST_DELTA = 1e4, 1e-2  # beyond these a number is a slip, not a promise
+MOST_PERSON_RECORDS, MOST_PERSON_CLIENTS = 1000, 1000
 
 
 class Unit(StrEnum):
-    """Whose presence is hidden: one record of a client, or a whole client.
+    """Whose presence is hidden: one record, all records of one person, or a whole client.
 
     Example:
         >>> [unit.value for unit in Unit]
-        ['record', 'user']
+        ['record', 'person', 'client']
     """
 
     RECORD = "record"
-    USER = "user"
+    PERSON = "person"
+    CLIENT = "client"
+
+    @property
+    def sizes_public(self) -> bool:
+        """The number of units of each client is public and fixed; at client level sizes are hidden."""
+        return self is not Unit.CLIENT
 
 
 class Adjacency(StrEnum):
@@ -97,10 +104,12 @@ class Privacy:
     Args:
         epsilon: Bound on the change of any probability, as a factor e^epsilon; inf means no noise.
         delta: Probability with which the bound may fail.
-        unit: Who is protected: `record` or `user`.
+        unit: Who is protected: `record`, `person` (all records of one person) or `client`.
         adjacency: Which data sets are neighbours: `replace-one` or `add-remove`.
         trust: What the adversary sees: `untrusted-server`, `secure-aggregation` or `trusted-server`.
         client_epsilon: Stricter values that single clients request, by client index.
+        person_records: At most so many records of one person are used, at each client; for the unit `person`.
+        person_clients: At most so many clients hold records of one person; for the unit `person`.
 
     Raises:
         SordinoError: A value is unknown or out of its range.
@@ -116,6 +125,8 @@ class Privacy:
     adjacency: Adjacency = Adjacency.REPLACE_ONE
     trust: Trust = Trust.UNTRUSTED_SERVER
     client_epsilon: dict[int, float] = field(default_factory=dict)
+    person_records: int = 4
+    person_clients: int = 1
 
     def __post_init__(self) -> None:
         for name, kind in (("unit", Unit), ("adjacency", Adjacency), ("trust", Trust)):
@@ -129,12 +140,25 @@ class Privacy:
             )
         if not 0 < self.delta <= MOST_DELTA:
             raise SordinoError(f"delta: {self.delta} must lie in (0, {MOST_DELTA:g}]; 1e-5 is usual.")
+        if not 1 <= self.person_records <= MOST_PERSON_RECORDS:
+            raise SordinoError(f"person_records: {self.person_records} must lie between 1 and {MOST_PERSON_RECORDS}.")
+        if not 1 <= self.person_clients <= MOST_PERSON_CLIENTS:
+            raise SordinoError(f"person_clients: {self.person_clients} must lie between 1 and {MOST_PERSON_CLIENTS}.")
+        if self.person_clients > 1 and self.unit is not Unit.PERSON:
+            raise SordinoError(
+                f"person_clients: {self.person_clients} clients per person need unit = person, not {self.unit}."
+            )
+        if self.person_clients > 1 and self.client_epsilon:
+            raise SordinoError(
+                "client_epsilon: a person may be at several clients (person_clients), so no single client can promise "
+                "it less; remove one of the two."
+            )
         if self.epsilon == math.inf and self.client_epsilon:
             raise SordinoError("client_epsilon: with epsilon = inf nobody adds noise; give the federation an epsilon.")
         for client, epsilon in self.client_epsilon.items():
             if not 0 < epsilon <= self.epsilon:
                 raise SordinoError(
-                    f"client_epsilon: client {client} asks for {epsilon}; a wish must lie in (0, {self.epsilon}]: "
+                    f"client_epsilon: client {client} asks for {epsilon}; a request must lie in (0, {self.epsilon}]: "
                     "a client may be stricter than the federation, never laxer."
                 )
 
@@ -146,13 +170,24 @@ class Shard(NamedTuple):
     """One client's examples; a cohort has a leading axis.
 
     `mask` is 0 for padding and for records a minibatch left out, else 1; a fused engine folds public client weights
-    (at most 1) into it. `length` is the norm of each row of x where it was computed beforehand.
+    (at most 1) into it. `length` is the norm of each row of x where it was computed beforehand. Each person has
+    `per_person` consecutive rows, a public number; those it does not fill have mask 0. A sum clips one term per person:
+    the sum over the person's records.
     """
 
     x: Tensor
     y: Tensor
     mask: Tensor
     length: Tensor | None = None
+    per_person: int = 1
+
+    def person_weights(self) -> Tensor:
+        """One weight per person: that of its filled rows."""
+        return self.by_person(self.mask).amax(-1)
+
+    def by_person(self, values: Tensor) -> Tensor:
+        """Numbers of rows as persons x rows of each."""
+        return values.reshape(*values.shape[:-1], values.shape[-1] // self.per_person, self.per_person)
 
 
 class Batch(NamedTuple):
@@ -179,10 +214,14 @@ class Model(Protocol):
 
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
         """Sum over records of the gradient (times `scale`, entry by entry) cut down to norm `clip`; gradients that are
-        not finite contribute zero. The sums of matrices below are bounded alike, in the Frobenius norm."""
+        not finite contribute zero. The sums of matrices below are bounded alike, in the Frobenius norm. If the shard
+        has several rows per person, the terms are sums over the records of each person."""
         ...
 
+    # A model whose sums have one clipped term per person, where a shard has several rows per person, says so by
+    # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
+    # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip): of (one-hot label, probabilities).
     # A survival model has histogram_sum(shard, clip): of records by what their label says, one cell each.
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
@@ -206,6 +245,7 @@ class Kind(StrEnum):
     FISHER = "fisher"
     GRAM = "gram"
     COUNT = "count"
+    CALIBRATION = "calibration"
     TALLY = "tally"
     HISTOGRAM = "histogram"
     DELTA = "delta"
@@ -275,8 +315,8 @@ class Query:
         calls: How often it is asked per round.
         share: This query's part of mu squared. Queries without one divide what is left in proportion to their number of
             releases.
-        psd: The terms are positive semi-definite, or have no negative entry, which lowers the sensitivity under
-            `replace-one` from 2C to sqrt(2) C.
+        psd: The terms are positive semi-definite, or have no negative entry, so that the inner product of two terms is
+            never negative. This lowers the sensitivity under `replace-one` from 2C to sqrt(2) C.
         bound: A proof that replaces the clip as the bound on the message.
         noise: The noise law. None marks an answer that is used inside the client only: it is clipped and counted, and
             the message built from it must carry a noised DELTA query.
@@ -302,16 +342,19 @@ class Query:
             raise SordinoError(f"clip: {self.clip:g} must be {LEAST_CLIP:g} or more; measure the data in other units.")
 
     def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
-        """L2 sensitivity of one release: a lemma's bound, or the clip, once or twice.
+        """L2 sensitivity of one release of one client: a lemma's bound, or the clip, once or twice.
+
+        A lemma speaks of `records` bounded terms; at person level these are persons.
 
         - One unit more or less changes a sum of clipped terms by one of them: C.
         - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
           most sqrt(2) C, for their inner product is not negative. The same holds for vectors without negative entries.
-        - A record may carry its client's clipped message from anywhere in the ball to anywhere, joining or not: 2C.
+        - A record or a person may carry its client's clipped message from anywhere in the ball to anywhere, joining or
+          not: 2C.
         """
         if self.bound is not None:
             return self.bound.bound(records, adjacency)
-        anywhere = self.kind is Kind.DELTA and unit is Unit.RECORD
+        anywhere = self.kind is Kind.DELTA and unit is not Unit.CLIENT
         if adjacency is Adjacency.ADD_REMOVE and not anywhere:
             return self.clip
         return math.sqrt(2) * self.clip if self.psd else 2 * self.clip
@@ -346,6 +389,10 @@ class Ask(Protocol):
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
         """Of records whose gradient times `scale` has a norm up to 1, each as 1/2, and of the others, each as -1/2."""
+        ...
+
+    def calibration(self, theta: Tensor) -> Tensor:
+        """Of all records: the shares of the classes among the labels, then the mean probabilities of the classes."""
         ...
 
     def curvature(self, theta: Tensor) -> Tensor: ...
@@ -505,7 +552,7 @@ class Facts:
     """Every public number of a run; rules and local rules may read it."""
 
     clients: int
-    sizes: np.ndarray  # of the clients; empty at user level, where they are not public
+    sizes: np.ndarray  # of the clients; empty at client level, where they are not public
     rounds: int
     cohort: float  # expected participants of a round
     aggregate_std: float | Tensor  # noise per coordinate on the aggregate, from the stage's first noised query; of runs

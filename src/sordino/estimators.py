@@ -37,7 +37,8 @@ from sordino.version import __version__
 
 OWN = ("method", "epsilon", "delta", "rounds", "clients", "unit", "adjacency", "trust", "divisor", "normalize")
 NUMBERS = ("epsilon", "delta", "rounds", "clients")  # a run's spec reads them from text, too
-OTHERS = ("class_weights", "client_epsilon", "dtype", "participation", "uncertified")  # keys of a run for `options`
+PERSON = ("person_records", "person_clients", "person_ids")
+OTHERS = ("class_weights", "client_epsilon", "dtype", "participation", "uncertified", *PERSON)  # for `options`
 
 PREPARED = "Features were prepared without statistics of these records: by each record alone, or by public figures."
 SEARCHED = "this was one of several fits of copies of one estimator; the others are not paid for here"
@@ -60,8 +61,9 @@ class UnpaidSearchWarning(UserWarning):
 class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn is not typed
     """Softmax regression, trained over clients under (epsilon, delta)-differential privacy.
 
-    `fit(X, y, groups=site)` makes one client per group; at user level the groups are the protected users. Without
-    groups the records are divided at random among `clients` simulated clients. In a `Pipeline` pass
+    `fit(X, y, groups=site)` makes one client per group; at client level the groups are the protected clients. Without
+    groups the records are divided at random among `clients` simulated clients. `fit(X, y, persons=patient)` protects
+    all records of a person together (options `person_records`, `person_clients`, `person_ids`). In a `Pipeline` pass
     `model__groups=site`, or route it: `set_fit_request(groups=True)`. The groups of a search reach only its splitter,
     unless they are routed.
 
@@ -114,7 +116,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         delta: float = Spec.delta,
         rounds: int | None = None,
         clients: int | None = None,
-        unit: str = Spec.unit,
+        unit: str | None = Spec.unit,
         adjacency: str = Spec.adjacency,
         trust: str = Spec.trust,
         divisor: str = Spec.divisor,
@@ -141,11 +143,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.limit = limit
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, groups: Any = None) -> FederatedClassifier:
-        """Train. groups: the client (or user) of each record."""
-        resolved = resolve(self._spec(groups is not None))
-        if resolved.privacy.unit is Unit.USER and groups is None:
-            raise SordinoError("groups: at user level, fit needs the user of every record; pass groups.")
+    def fit(self, X: Any, y: Any, groups: Any = None, persons: Any = None) -> FederatedClassifier:
+        """Train. groups: the client of each record. persons: whom each record is about; they are then protected."""
+        resolved = resolve(self._spec(groups is not None, persons is not None))
+        if resolved.privacy.unit is Unit.CLIENT and groups is None:
+            raise SordinoError("groups: at client level, fit needs the client of every record; pass groups.")
         with np.errstate(over="ignore"):  # values that overflow are reported as infinite
             X, y = validate_data(self, X, y, dtype=resolved.spec.dtype)
         site = None if groups is None else _sites(groups, len(X))
@@ -157,7 +159,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         scaling = resolved.source.normalize
         digest = array_digest(X, y.astype(str)) if self.ledger is not None else b""
         X = preprocess(X, None, scaling)
-        data = Dataset("given", X, index, X[:0], index[:0], site, tuple(map(str, classes)))
+        who = None if persons is None else np.unique(_sites(persons, len(X), "persons"), return_inverse=True)[1]
+        data = Dataset("given", X, index, X[:0], index[:0], site, tuple(map(str, classes)), person=who)
         run = prepare_resolved(resolved, data)
         searched = self._warn_of_a_search()
         self._pay(run, digest, searched)
@@ -213,7 +216,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------------- inside
 
-    def _spec(self, grouped: bool) -> Spec:
+    def _spec(self, grouped: bool, persons: bool = False) -> Spec:
         """The spec of the run, with every parameter checked."""
         seed = _plain(self.random_state)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
@@ -235,6 +238,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 **parameters,
                 "data": "given",
                 "partition": "by-site" if grouped else "iid",
+                "person": "persons" if persons else None,
                 "seed": seed,
                 "split_seed": seed or 0,
             }
@@ -297,19 +301,19 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _certificate(run: PreparedRun, searched: bool) -> dict[str, Any]:
-    # At user level the names tell who took part, which must stay secret.
-    names = run.names if run.plan.privacy.unit is Unit.RECORD else []
+    # At client level the names tell who took part, which must stay secret.
+    names = run.names if run.plan.privacy.unit.sizes_public else []
     tuning: dict[str, Any] = {"tuning": SEARCHED} if searched else {}
     return certificate(run.plan, run.source, version=__version__, names=names, assumes=[PREPARED], **tuning)
 
 
-def _sites(groups: Any, records: int) -> np.ndarray:
+def _sites(groups: Any, records: int, field: str = "groups") -> np.ndarray:
     site = np.asarray(groups)
     if site.shape != (records,):
-        raise SordinoError(f"groups: shape {site.shape} for {records} records; give one group per record.")
+        raise SordinoError(f"{field}: shape {site.shape} for {records} records; give one entry per record.")
     missing = sum(each is None or each != each for each in site.tolist())
     if missing:
-        raise SordinoError(f"groups: {missing} entries are missing; fill them or drop those records.")
+        raise SordinoError(f"{field}: {missing} entries are missing; fill them or drop those records.")
     return site.astype(str) if site.dtype == object else site
 
 

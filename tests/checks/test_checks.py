@@ -92,9 +92,9 @@ def cache_and_lemma(factor=1.0, damping=20.0):
     )
 
 
-def user_level():
+def client_level():
     queries = Query(Kind.GRADIENT, noise=None, calls=2), Query(Kind.DELTA, 0.3)
-    return method(walk(2), *queries, unit=Unit.USER, rule=chain(scale(1.0)))
+    return method(walk(2), *queries, unit=Unit.CLIENT, rule=chain(scale(1.0)))
 
 
 def correlated():
@@ -117,7 +117,7 @@ TOYS = [
     memory_and_stages,
     two_queries,
     cache_and_lemma,
-    user_level,
+    client_level,
     correlated,
     pair_of_tensors,
 ]
@@ -150,7 +150,7 @@ def test_methods_of_every_shape_keep_them(toy):
 
 SUBJECTS = [
     (lambda: build("dp-fedgd", Unit.RECORD), SOFTMAX),
-    (lambda: build("dp-fedsofim", Unit.USER), SOFTMAX),
+    (lambda: build("dp-fedsofim", Unit.CLIENT), SOFTMAX),
     (memory_and_stages, SQUARES),
     (two_queries, SQUARES),
     (cache_and_lemma, SQUARES),
@@ -202,8 +202,8 @@ def test_a_clip_on_the_message_does_not_bound_one_record():
 
 def test_a_clip_on_records_does_not_bound_a_user():
     """A client of m records would move the sum by m clips: the plan refuses."""
-    with pytest.raises(SordinoError, match="a user moves an answer once per record"):
-        checks.sensitivity(method(descend, Query(Kind.GRADIENT, 1.0), unit=Unit.USER), SOFTMAX, Adjacency.ADD_REMOVE)
+    with pytest.raises(SordinoError, match="a client moves an answer once per record"):
+        checks.sensitivity(method(descend, Query(Kind.GRADIENT, 1.0), unit=Unit.CLIENT), SOFTMAX, Adjacency.ADD_REMOVE)
 
 
 def careless(total):

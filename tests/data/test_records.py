@@ -201,9 +201,9 @@ def plan_for(method, participation="fixed:2", batch="full", trust="untrusted-ser
 
 LAZY = [
     ("dp-fedgd", "record", {}),
-    ("dp-fedgd", "user", {}),
+    ("dp-fedgd", "client", {}),
     ("dp-fedavg", "record", {"steps": 2}),
-    ("dp-fedavg", "user", {"steps": 2}),
+    ("dp-fedavg", "client", {"steps": 2}),
 ]
 
 
@@ -252,7 +252,7 @@ def test_the_reference_reads_them_too(batch):
 
 
 def test_a_round_to_which_nobody_came_loads_nobody():
-    plan = plan_for(build("dp-fedgd", "user"), "poisson:0.1", trust="trusted-server", rounds=12)
+    plan = plan_for(build("dp-fedgd", "client"), "poisson:0.1", trust="trusted-server", rounds=12)
     records, asked = lazy()
     empty = 0
     for there, here in zip(

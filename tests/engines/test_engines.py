@@ -174,8 +174,8 @@ def sample(plan, records, draws, *, shares, first=0):
         ("record", "secure-aggregation", "pooled", "fixed:2"),
         ("record", "untrusted-server", "client-mean", "fixed:2"),
         ("record", "secure-aggregation", "client-mean", "full"),
-        ("user", "untrusted-server", "pooled", "full"),
-        ("user", "trusted-server", "pooled", "fixed:2"),
+        ("client", "untrusted-server", "pooled", "full"),
+        ("client", "trusted-server", "pooled", "fixed:2"),
     ],
 )
 @pytest.mark.parametrize("draws", DRAWS)
@@ -188,7 +188,7 @@ def test_the_summed_noise_has_the_law_of_the_shares(draws, unit, trust, divisor,
 
 
 @pytest.mark.parametrize("draws", DRAWS)
-@pytest.mark.parametrize(("unit", "trust"), [("record", "secure-aggregation"), ("user", "untrusted-server")])
+@pytest.mark.parametrize(("unit", "trust"), [("record", "secure-aggregation"), ("client", "untrusted-server")])
 def test_the_summed_noise_has_the_law_of_the_reference(draws, unit, trust, records):
     two = Records(records.x[:8], records.y[:8], records.starts[:3])
     plan = plan_for(build("dp-fedgd", Unit(unit)), two, trust)
@@ -206,7 +206,7 @@ def test_the_summed_noise_has_the_law_of_the_reference(draws, unit, trust, recor
 
 @pytest.mark.parametrize("participation", ["fixed:2", "poisson:0.4"])
 @pytest.mark.parametrize(
-    ("unit", "divisor"), [("record", "pooled"), ("record", "client-mean"), ("user", "client-mean")]
+    ("unit", "divisor"), [("record", "pooled"), ("record", "client-mean"), ("client", "client-mean")]
 )
 def test_the_divisor_is_the_expected_number_of_participants(unit, divisor, participation, records):
     """A public constant: over rounds, the aggregate is on average that of everyone."""

@@ -54,7 +54,7 @@ def test_the_lowest_bits_do_not_tell_whether_a_sum_was_zero(dtype):
 
 
 @pytest.mark.parametrize("engine", [reference, simulate])
-@pytest.mark.parametrize("unit", ["record", "user"])
+@pytest.mark.parametrize("unit", ["record", "client"])
 def test_whatever_leaves_lies_on_the_grid(engine, unit):
     records = small()
     plan = plan_for(records, build("dp-fedgd", unit), unit=unit, trust="secure-aggregation")
@@ -135,10 +135,10 @@ def test_a_message_noised_as_a_whole_must_be_a_vector():
         return g.reshape(*g.shape[:-1], 4, 2)
 
     records = small()
-    method = Method("matrix", Unit.USER, (Stage(Local(compute), scale(-1.0), queries),), EVERY)
+    method = Method("matrix", Unit.CLIENT, (Stage(Local(compute), scale(-1.0), queries),), EVERY)
     for engine in (reference, simulate):
         with pytest.raises(SordinoError, match="must be one vector"):
-            next(engine.run(plan_for(records, method, unit="user"), Linear(3, 2), records, Seeded(0)))
+            next(engine.run(plan_for(records, method, unit="client"), Linear(3, 2), records, Seeded(0)))
 
 
 def test_a_minibatch_is_asked_about_no_more_often_than_declared():
@@ -177,10 +177,10 @@ def test_a_message_that_is_not_finite_tells_nothing():
             assert clipped(message, clip)[1].tolist() == pytest.approx([0.6, 0.0])
 
 
-def test_rules_do_not_learn_the_sizes_of_users():
+def test_rules_do_not_learn_the_sizes_of_whole_clients():
     records = small()
     assert len(calibration.stage_facts(plan_for(records), 0).sizes) == 4
-    assert len(calibration.stage_facts(plan_for(records, build("dp-fedgd", "user"), unit="user"), 0).sizes) == 0
+    assert len(calibration.stage_facts(plan_for(records, build("dp-fedgd", "client"), unit="client"), 0).sizes) == 0
 
 
 @pytest.mark.parametrize("clip", [1e-6, 1e-4, 1e-3, 1.0])

@@ -58,8 +58,8 @@ def record_plan(adjacency, batch="poisson:0.25"):
 
 
 def user_plan(adjacency, participation="poisson:0.25"):
-    method = build("dp-fedgd", Unit.USER, lr=1e-12)
-    privacy, who = Privacy(EPSILON, DELTA, Unit.USER, adjacency, "trusted-server"), Participation.parse(participation)
+    method = build("dp-fedgd", Unit.CLIENT, lr=1e-12)
+    privacy, who = Privacy(EPSILON, DELTA, Unit.CLIENT, adjacency, "trusted-server"), Participation.parse(participation)
     return Plan(method, ROUNDS, (4, 4), privacy, who, schedule_seed=SECRET)
 
 
@@ -109,7 +109,7 @@ def moved(plan):
 def test_what_is_released_keeps_delta(make, size, adjacency):
     """The engine's releases follow a law, by a test; the delta of that law is no larger than promised, by quadrature.
 
-    At user level more than half of the rounds have nobody, and must look like those without the client in question.
+    At client level more than half of the rounds have nobody, and must look like those without the client in question.
     """
     plan = make(adjacency)
     mu = moved(plan)
@@ -217,9 +217,9 @@ def test_runs_side_by_side_are_the_runs_alone():
 
 
 def hidden(name="dp-fedgd", rounds=30, epsilon=2.0, participation="poisson:0.2", records=None, **options):
-    privacy = Privacy(epsilon, unit="user", adjacency="add-remove", trust="trusted-server")
+    privacy = Privacy(epsilon, unit="client", adjacency="add-remove", trust="trusted-server")
     sizes, who = (mixed() if records is None else records).sizes, Participation.parse(participation)
-    return Plan(build(name, Unit.USER, **options), rounds, sizes, privacy, who, schedule_seed=SECRET)
+    return Plan(build(name, Unit.CLIENT, **options), rounds, sizes, privacy, who, schedule_seed=SECRET)
 
 
 def test_the_noise_and_the_steps_do_not_tell_how_many_came():

@@ -24,7 +24,7 @@ from sordino.rules import chain, ema, scale
 from sordino.rules.basic import stateless
 from tests.support import Squares, descend, solve, walk
 
-PC = frozenset({(Unit.RECORD, Trust.UNTRUSTED_SERVER), (Unit.USER, Trust.UNTRUSTED_SERVER)})
+PC = frozenset({(Unit.RECORD, Trust.UNTRUSTED_SERVER), (Unit.CLIENT, Trust.UNTRUSTED_SERVER)})
 D = 4
 
 
@@ -145,9 +145,9 @@ def minibatches():
     return Method("mini", Unit.RECORD, (Stage(Local(walk(2)), sgd(-1.0), (Query(Kind.GRADIENT, 1.0, 2),)),), PC)
 
 
-def user_level():
+def client_level():
     queries = (Query(Kind.GRADIENT, noise=None, calls=2), Query(Kind.DELTA, 0.3))
-    return Method("user", Unit.USER, (Stage(Local(walk(2)), chain(ema(0.5), scale(1.0)), queries),), PC)
+    return Method("client", Unit.CLIENT, (Stage(Local(walk(2)), chain(ema(0.5), scale(1.0)), queries),), PC)
 
 
 def pair_of_tensors():
@@ -169,7 +169,7 @@ SHAPES = [
     newton,
     lemma_duals_cache,
     minibatches,
-    user_level,
+    client_level,
     pair_of_tensors,
 ]
 

@@ -22,7 +22,7 @@ SPEC = [  # what a server may not write into a spec, and a word of the site's ow
     ({"sizes": "equal"}, "sizes"),
     ({"evaluate_every": 1}, "evaluate_every"),
     ({"threshold": 0.5}, "threshold"),
-    ({"unit": "user"}, "unit"),
+    ({"unit": "client"}, "unit"),
     ({"trust": "trusted-server"}, "trust"),
     ({"trust": "nobody"}, ""),
     ({"rounds": None}, "decide"),

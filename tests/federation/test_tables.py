@@ -30,8 +30,11 @@ ORDERS = (["age", "sex", "sick"], ["sick", "sex", "age"], ["site", "sex", "age",
 
 @pytest.fixture
 def federation(tiny):
+    return tables(tiny("auto", rounds=6))
+
+
+def tables(places):
     """Three sites whose tables have their columns in different orders; one of them has the client column too."""
-    places = tiny("auto", rounds=6)
     rng = np.random.default_rng(0)
     for name, order in zip(NAMES, ORDERS, strict=True):
         age, sex = rng.integers(20, 90, 60), rng.choice(["f", "m"], 60)
@@ -108,3 +111,44 @@ def test_no_cell_of_a_table_leaves_in_a_refusal(federation):
     written = [file for file in federation.coordinator.rglob("*") if file.is_file()]
     assert all(b"secret-93" not in file.read_bytes() for file in written)
     assert "secret-93" in (federation.place("west") / "events.jsonl").read_text()
+
+
+def with_persons(federation, names=NAMES):
+    """Every site's table gets patients with two records each, and the schema names their column."""
+    schema = {**SCHEMA, "person": "patient"}
+    for name in NAMES:
+        path = federation.place(name) / "data.csv"
+        header, *rows = path.read_text().splitlines()
+        rows = [f"{row},{name}{i // 2}" for i, row in enumerate(rows)]
+        path.write_text("\n".join([f"{header},patient", *rows]) + "\n")
+        (federation.place(name) / "schema.toml").write_text(tomli_w.dumps(schema if name in names else SCHEMA))
+    (federation.coordinator / "schema.toml").write_text(tomli_w.dumps(schema))
+
+
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_a_federation_protects_persons(tiny, trust):
+    federation = tables(tiny("dp-fedgd", trust, normalize="table:2"))
+    with_persons(federation)
+    federation.run()
+    for place in (federation.coordinator / "run", *(federation.place(name) / "runs" for name in NAMES)):
+        path = next(place.rglob("certificate.json"))
+        cert = json.loads(path.read_text())
+        assert (cert["unit"], cert["person"]["records"]) == ("person", 4)
+        assert cert["records"] == 3 * 24  # persons: 30 per site, a fifth held out
+        from sordino.federation.terms import against_terms
+
+        assert not verify_run(path, against_terms=against_terms).problems
+
+
+def test_a_site_whose_schema_names_persons_refuses_a_run_for_records(federation):
+    with_persons(federation)
+    about = federation.coordinator / "federation.toml"
+    spec = federation.coordinator / "spec.toml"
+    assert about.exists()
+    assert spec.exists()
+    spec.write_text(spec.read_text() + '\nunit = "record"\n')
+    with pytest.raises(SordinoError):
+        federation.run()
+    refused = [event for event in federation.events("north") if event["what"] == "refused"]
+    assert "this site needs unit = person" in refused[-1]["detail"]
+    assert not federation.charged("north")

@@ -385,7 +385,7 @@ def test_what_is_not_proved_is_refused(name, trust):
         with pytest.raises(SordinoError, match="not linear in a client's noise"):
             plan_for(build(name, steps=steps), federation(), trust=trust)
     with pytest.raises(SordinoError, match=f"unit: {name} exists at record level"):
-        build(name, Unit.USER)
+        build(name, Unit.CLIENT)
 
 
 @pytest.mark.parametrize(

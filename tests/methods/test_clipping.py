@@ -98,6 +98,6 @@ def test_a_network_of_one_parameter_counts_too():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(SordinoError, match="quantile"):
-        build("dp-fedgd", "user", quantile=0.5)
+        build("dp-fedgd", "client", quantile=0.5)
     with pytest.raises(SordinoError, match="quantile"):
         build("dp-fedadam", quantile=1.5)

@@ -42,12 +42,12 @@ def models(turns_):
 def test_where_the_covariance_is_the_identity_it_is_gradient_descent(unit):
     """A ridge so wide that nothing else is seen beside it, and a step as much longer: without noise, FedGD.
 
-    The preconditioner is then I to |A| / gamma = 1e-8. At user level the clip is on the preconditioned gradient.
+    The preconditioner is then I to |A| / gamma = 1e-8. At client level the clip is on the preconditioned gradient.
     """
     records, gamma = federation(), 1e8
     options = {"unit": unit, "epsilon": math.inf}
     gd = models(run(plan_for("dp-fedgd", records, 5, lr=0.3, clip=0.5, **options), records))
-    scaled = {"clip": 0.5 / gamma, "lr": 0.3 * gamma} if unit is Unit.USER else {"clip": 0.5, "lr": 0.3 * gamma}
+    scaled = {"clip": 0.5 / gamma, "lr": 0.3 * gamma} if unit is Unit.CLIENT else {"clip": 0.5, "lr": 0.3 * gamma}
     fc = run(plan_for("dp-fedfc", records, 6, gamma=gamma, **scaled, **options), records)
     assert torch.equal(fc[0].model, torch.zeros(MODEL.size, dtype=torch.float64)), "its first round is the covariance's"
     torch.testing.assert_close(models(fc[1:]), gd, rtol=1e-6, atol=1e-7)
@@ -120,7 +120,7 @@ def test_the_covariance_is_the_clipped_mean_of_outer_products():
         first.aggregate, (cut[:, None, None] * u[:, :, None] * u[:, None, :]).mean(0), rtol=0, atol=3e-6
     )
     assert 0.1 < (cut < 1).double().mean() < 0.95
-    (user, *_) = run(plan_for("dp-fedfc", records, unit=Unit.USER, epsilon=math.inf, covariance_clip=2.0), records)
+    (user, *_) = run(plan_for("dp-fedfc", records, unit=Unit.CLIENT, epsilon=math.inf, covariance_clip=2.0), records)
     means = torch.stack([(rows[:, :, None] * rows[:, None, :]).mean(0) for rows in torch.split(u, SIZES)])
     norms = means.flatten(1).norm(dim=1)
     assert (norms > 2).any()
@@ -130,7 +130,9 @@ def test_the_covariance_is_the_clipped_mean_of_outer_products():
 
 def test_a_user_clips_its_preconditioned_gradient():
     records, gamma = federation(), 0.2
-    plan = plan_for("dp-fedfc", records, unit=Unit.USER, gamma=gamma, clip=0.05, epsilon=math.inf, covariance_clip=1e6)
+    plan = plan_for(
+        "dp-fedfc", records, unit=Unit.CLIENT, gamma=gamma, clip=0.05, epsilon=math.inf, covariance_clip=1e6
+    )
     walk = run(plan, records)
     P = torch.linalg.inv(walk[0].aggregate.view(4, 4) + gamma * torch.eye(4, dtype=torch.float64))
     said = []

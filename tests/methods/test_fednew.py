@@ -71,7 +71,7 @@ def start(model, seed=1):
 @pytest.mark.parametrize("name", ["dp-fednew", "dp-fednew-fc"])
 @pytest.mark.parametrize("unit", list(Unit))
 def test_duals_add_up_to_nothing(unit, name):
-    """Weighted as messages are: by records, or every user alike. To rounding: 1e-12 of their size."""
+    """Weighted as messages are: by records, or every client alike. To rounding: 1e-12 of their size."""
     records, rho = federation(SOFTMAX), 0.7
     plan = plan_for(name, records, unit=unit, rho=rho)
     weights = torch.from_numpy(plan.weights).unsqueeze(-1)
@@ -201,7 +201,9 @@ def test_for_least_squares_the_covariance_is_the_hessian(unit, bias):
         a, b = path(hessian, model, records), path(covariance, model, records)
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     other = path(plan_for("dp-fednew-fc", records, covariance_clip=0.1, **kwargs), model, records)
-    assert torch.allclose(other, b) is (unit is Unit.USER), "users' matrices are not cut, their directions are"
+    assert torch.allclose(other, b) is (unit is Unit.CLIENT), (
+        "whole clients' matrices are not cut, their directions are"
+    )
     logistic = federation(LOGISTIC)
     a = path(plan_for("dp-fednew", logistic, curvature_clip=0.4, **kwargs), LOGISTIC, logistic)
     b = path(plan_for("dp-fednew-fc", logistic, covariance_clip=0.4, **kwargs), LOGISTIC, logistic)
@@ -370,14 +372,14 @@ def test_no_direction_is_longer_than_its_limit_allows():
         assert float(said.norm()) > 0.5 * 2 / 1.1
 
 
-# ------------------------------------------------------------------------------------------- users, cohorts, engines
+# ------------------------------------------------------------------------------------------- clients, cohorts, engines
 
 
 @pytest.mark.parametrize("name", ["dp-fednew", "dp-fednew-fc"])
 def test_a_user_s_direction_is_clipped(name):
-    """Hessian and gradient are exact, the message is bounded; one user, replaced, moves it by twice the clip."""
+    """Hessian and gradient are exact, the message is bounded; one client, replaced, moves it by twice the clip."""
     records = federation(SOFTMAX)
-    plan = plan_for(name, records, 5, unit=Unit.USER, clip=0.05, alpha=0.1, rho=1.0, lr=1.0)
+    plan = plan_for(name, records, 5, unit=Unit.CLIENT, clip=0.05, alpha=0.1, rho=1.0, lr=1.0)
     (group,) = spending.groups(plan)
     assert [(r.sensitivity, r.times) for r in group.releases] == [(0.1, 5)]
     assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
@@ -395,10 +397,10 @@ CASES = [
     ("dp-fednew", Unit.RECORD, {"solver": "cg"}),
     ("dp-fednew", Unit.RECORD, {"duals": False}),
     ("dp-fednew", Unit.RECORD, {"limit_by": "paper-xi"}),
-    ("dp-fednew", Unit.USER, {}),
-    ("dp-fednew", Unit.USER, {"solver": "cg", "duals": False}),
+    ("dp-fednew", Unit.CLIENT, {}),
+    ("dp-fednew", Unit.CLIENT, {"solver": "cg", "duals": False}),
     ("dp-fednew-fc", Unit.RECORD, {}),
-    ("dp-fednew-fc", Unit.USER, {"duals": False}),
+    ("dp-fednew-fc", Unit.CLIENT, {"duals": False}),
 ]
 
 

@@ -158,7 +158,7 @@ def test_every_mechanism_has_its_factors(rounds):
     }
     assert factors.keys() == MECHANISMS.keys()
     for name, options in MECHANISMS.items():
-        for unit, kind in ((Unit.RECORD, Kind.GRADIENT), (Unit.USER, Kind.DELTA)):
+        for unit, kind in ((Unit.RECORD, Kind.GRADIENT), (Unit.CLIENT, Kind.DELTA)):
             plan = plan_for(rounds=rounds, unit=unit, **options)
             (noised,) = [query for query in plan.method.stages[0].queries if query.noise is not None]
             assert (noised.kind, type(noised.noise)) == (kind, Stream)

@@ -115,8 +115,8 @@ def test_every_noised_gradient_is_paid_for(records, name, options, releases):
     (group,) = spending.groups(plan)
     assert [release.times for release in group.releases] == releases
     assert spending.epsilon(plan) == pytest.approx(8.0, rel=1e-9)
-    (user,) = spending.groups(plan_for(name, records, unit=Unit.USER, **options))
-    assert sum(release.times for release in user.releases) == 6, "a user pays for messages"
+    (client,) = spending.groups(plan_for(name, records, unit=Unit.CLIENT, **options))
+    assert sum(release.times for release in client.releases) == 6, "a client pays for messages"
 
 
 def test_a_warm_start_that_is_not_paid_for_would_show(records):

@@ -404,10 +404,10 @@ def test_bad_options_are_named(name, options, message):
         build(name, **options)
 
 
-def test_users_are_refused():
+def test_whole_clients_are_refused():
     for name in ("fedsgd", "fedavg-gdp", "fedhybrid", "fednewton", "fednewton-head"):
         with pytest.raises(SordinoError, match="exists at record level"):
-            build(name, "user")
+            build(name, "client")
 
 
 def test_too_few_rounds_are_named():

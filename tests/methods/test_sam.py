@@ -1,4 +1,4 @@
-"""DP-FedSAM: what it is without ascent, what two gradients a step cost, and what is clipped at user level."""
+"""DP-FedSAM: what it is without ascent, what two gradients a step cost, and what is clipped at client level."""
 
 import math
 from functools import partial
@@ -143,7 +143,7 @@ def test_both_gradients_of_a_step_are_paid_for(steps, records):
 
 
 def test_a_user_pays_for_one_message(records):
-    plan = plan_for(build("dp-fedsam", Unit.USER, steps=4), records)
+    plan = plan_for(build("dp-fedsam", Unit.CLIENT, steps=4), records)
     assert [release.times for release in spending.groups(plan)[0].releases] == [5]
     gradients, delta = plan.stages[0].queries
     assert (gradients.kind, gradients.calls, gradients.noise) == (Kind.GRADIENT, 8, None)
@@ -158,12 +158,12 @@ def test_sums_are_proved_where_they_are_for_averaging(trust, records):
         with pytest.raises(SordinoError, match="is not proved"):
             plan_for(build("dp-fedsam", **options), records, trust=trust)
     assert plan_for(build("dp-fedsam", steps=1, rho=0.0), records, trust=trust).proved
-    assert plan_for(build("dp-fedsam", Unit.USER, steps=3), records, trust=trust).proved
+    assert plan_for(build("dp-fedsam", Unit.CLIENT, steps=3), records, trust=trust).proved
 
 
 def test_an_update_is_clipped_as_one_vector(records):
     """Each of L tensors cut to C by itself would reach C sqrt(L)."""
-    method, raw = build("dp-fedsam", Unit.USER, steps=2, local_lr=1e3, clip=0.7), []
+    method, raw = build("dp-fedsam", Unit.CLIENT, steps=2, local_lr=1e3, clip=0.7), []
     (stage,) = method.stages
     compute = stage.local.compute
 

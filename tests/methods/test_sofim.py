@@ -1,4 +1,4 @@
-"""DP-FedSOFIM beyond the plain round: users, cohorts, local steps and structures, on both engines."""
+"""DP-FedSOFIM beyond the plain round: whole clients, cohorts, local steps and structures, on both engines."""
 
 import math
 
@@ -54,7 +54,7 @@ def replayed(rounds_done, lr, **options):
 @pytest.mark.parametrize("participation", ["full", "fixed:2", "poisson:0.3", "cyclic:2"])
 @pytest.mark.parametrize("unit", list(Unit))
 def test_the_server_post_processes_aggregates(records, unit, participation):
-    """Whoever came, record or user level: one rule on one vector a round, silent where nobody came."""
+    """Whoever came, record or client level: one rule on one vector a round, silent where nobody came."""
     options = {"rho": 0.3, "beta": 0.8, "bias_correction": True}
     plan = plan_for("dp-fedsofim", records, 8, unit=unit, participation=participation, lr=0.4, **options)
     rounds_done = run(plan, records)
@@ -80,15 +80,15 @@ def test_it_costs_what_gradient_descent_costs(records, unit, trust, participatio
 
 
 def test_a_user_sends_its_clipped_mean_gradient(records):
-    """Without noise, by hand; every user weighs the same."""
-    plan = plan_for("dp-fedsofim", records, unit=Unit.USER, epsilon=math.inf, clip=0.2)
+    """Without noise, by hand; every client weighs the same."""
+    plan = plan_for("dp-fedsofim", records, unit=Unit.CLIENT, epsilon=math.inf, clip=0.2)
     said = []
     for i in range(4):
         g = MODEL.clipped_sum(torch.zeros(MODEL.size, dtype=torch.float64), records.shard(i), math.inf) / SIZES[i]
         said.append(g * (0.2 * (1 - SAFETY) / g.norm()).clamp_max(1))
     assert max(float(g.norm()) for g in said) == pytest.approx(0.2, rel=1e-4)
     torch.testing.assert_close(run(plan, records)[0].aggregate, torch.stack(said).mean(0), rtol=1e-5, atol=1e-9)
-    user = plan_for("dp-fedsofim", records, unit=Unit.USER, clip=0.2)
+    user = plan_for("dp-fedsofim", records, unit=Unit.CLIENT, clip=0.2)
     (group,) = spending.groups(user)
     assert [(r.sensitivity, r.times) for r in group.releases] == [(0.4, 6)]
 
@@ -132,8 +132,8 @@ def test_local_steps_without_a_preconditioner_are_federated_averaging(records, u
     draw is the same; there, without noise.
     """
     K, local_lr, rho = 3, 0.2, 1e9
-    kwargs = {"unit": unit, "participation": participation, "epsilon": math.inf if unit is Unit.USER else 8.0}
-    clips = (0.1, 0.1 * K * local_lr) if unit is Unit.USER else (0.5, 0.5)
+    kwargs = {"unit": unit, "participation": participation, "epsilon": math.inf if unit is Unit.CLIENT else 8.0}
+    clips = (0.1, 0.1 * K * local_lr) if unit is Unit.CLIENT else (0.5, 0.5)
     ours = plan_for("dp-fedsofim", records, steps=K, local_lr=local_lr, rho=rho, lr=0.3 * rho, clip=clips[0], **kwargs)
     avg = plan_for("dp-fedavg", records, steps=K, local_lr=local_lr, lr=0.3 / (K * local_lr), clip=clips[1], **kwargs)
     torch.testing.assert_close(models(ours, records), models(avg, records), rtol=1e-6, atol=1e-7)
@@ -145,8 +145,8 @@ def test_local_steps_are_paid_for(records):
     for steps in (1, 4):
         (group,) = spending.groups(plan_for("dp-fedsofim", records, steps=steps))
         assert [release.times for release in group.releases] == [6 * steps]
-        (user,) = spending.groups(plan_for("dp-fedsofim", records, unit=Unit.USER, steps=steps))
-        assert [release.times for release in user.releases] == [6], "a user pays for messages"
+        (client,) = spending.groups(plan_for("dp-fedsofim", records, unit=Unit.CLIENT, steps=steps))
+        assert [release.times for release in client.releases] == [6], "a client pays for messages"
         assert spending.epsilon(plan_for("dp-fedsofim", records, steps=steps)) == pytest.approx(8.0, rel=1e-9)
 
 
@@ -162,7 +162,7 @@ def test_the_mean_local_gradient_is_preconditioned(records):
 
 @pytest.mark.parametrize("participation", ["full", "fixed:2"])
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize(("unit", "steps"), [(Unit.RECORD, 1), (Unit.RECORD, 3), (Unit.USER, 1), (Unit.USER, 3)])
+@pytest.mark.parametrize(("unit", "steps"), [(Unit.RECORD, 1), (Unit.RECORD, 3), (Unit.CLIENT, 1), (Unit.CLIENT, 3)])
 def test_engines_agree(records, unit, steps, structure, participation):
     options = {"structure": structure, "rank": 3, "steps": steps, "local_lr": 0.2, "rho": 0.3, "lr": 0.3}
     plan = plan_for("dp-fedsofim", records, unit=unit, participation=participation, **options)
@@ -209,7 +209,7 @@ def test_a_run_in_float32_stays_in_float32(records):
 def test_what_is_not_proved_is_refused(records, trust):
     with pytest.raises(SordinoError, match="nothing is proved about sums of messages"):
         plan_for("dp-fedsofim", records, trust=trust, steps=2)
-    for unit, steps in ((Unit.RECORD, 1), (Unit.USER, 3)):
+    for unit, steps in ((Unit.RECORD, 1), (Unit.CLIENT, 3)):
         assert plan_for("dp-fedsofim", records, trust=trust, unit=unit, steps=steps).proved
 
 

@@ -223,7 +223,7 @@ def test_dp_fednew_tunes_runs_and_marks_what_is_not_certified(capsys, features, 
     assert ("record", "DP-FedNew", "secure-aggregation", "no") in certified
     assert ("record", "DP-FedNew without duals", "secure-aggregation", "yes") in certified
     assert ("record", "DP-FedNew", "untrusted-server", "yes") in certified
-    assert ("user", "DP-Scaffold", "secure-aggregation", "no") in certified
+    assert ("client", "DP-Scaffold", "secure-aggregation", "no") in certified
     assert all(
         line["settings"].get("uncertified", False) == (line["labels"]["certified"] == "no") for line in found["lines"]
     )

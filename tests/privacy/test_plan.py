@@ -266,8 +266,8 @@ def test_where_messages_are_seen_all_pay_the_same(divisor):
     assert len(set(calibration.client_std(found, 0, 0))) == 1
 
 
-def test_users_weigh_the_same_whatever_their_size():
-    found = plan(unit="user", trust=SA, divisor="pooled")
+def test_whole_clients_weigh_the_same_whatever_their_size():
+    found = plan(unit="client", trust=SA, divisor="pooled")
     np.testing.assert_allclose(found.weights, 1 / 5)
     np.testing.assert_allclose(epsilons(found), 1.0, rtol=1e-9)
     np.testing.assert_allclose(plan().weights, np.array(UNEQUAL) / 400)
@@ -612,7 +612,7 @@ def test_who_comes_less_often_pays_less_of_a_stream():
         ({"trust": "nobody"}, "trust: 'nobody' is unknown"),
         ({"adjacency": "replace-on"}, "adjacency: 'replace-on' is unknown. Did you mean 'replace-one'?"),
         ({"method": method(stage(gradient())), "trust": SA}, "trust: toy is not proved private at record level under"),
-        ({"method": method(stage(gradient())), "unit": "user"}, "unit: toy was built for record, not user"),
+        ({"method": method(stage(gradient())), "unit": "client"}, "unit: toy was built for record, not client"),
         ({"method": method(stage(gradient(), rounds=7))}, "rounds: toy needs 7 rounds"),
         ({"method": method(stage(gradient(), rounds=6), stage(gradient()))}, "rounds: toy needs more than 6 rounds"),
         ({"method": method(stage(gradient(), rounds=5))}, "rounds: toy needs 5 rounds"),

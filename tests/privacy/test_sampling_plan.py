@@ -34,7 +34,7 @@ from sordino.training.spec import Spec
 MODEL = Linear(2, 3)
 SECRET = 2**120 + 7
 RECORD = {"unit": "record"}
-USER = {"unit": "user", "trust": "trusted-server"}
+CLIENT = {"unit": "client", "trust": "trusted-server"}
 ADD = {"adjacency": "add-remove"}
 
 
@@ -62,7 +62,7 @@ def own_account(found, i, *, slower=1.0):
     promise, drawn, whole = found.privacy, {}, 0.0
     replaced = promise.adjacency is Adjacency.REPLACE_ONE
     kind = found.participation.kind
-    hidden = promise.unit is Unit.USER and promise.trust is Trust.TRUSTED_SERVER
+    hidden = promise.unit is Unit.CLIENT and promise.trust is Trust.TRUSTED_SERVER
     hidden = hidden and (kind == "poisson" or (kind == "fixed" and replaced))
     sizes = np.asarray(found.sizes, dtype=float)
     batch = found.sampling.amount if 0 < found.sampling.amount < 1 else found.sampling.amount / sizes
@@ -121,14 +121,14 @@ PLANS = {
     "two stages": dict(name="fedhybrid", options={"local_steps": 2}, batch="poisson:4"),
     "warm start": dict(name="dp-scaffold", options={"warm_start": True, "steps": 2}, batch="poisson:4"),
     "covariance of all, in sums": dict(name="dp-fedfc", batch="poisson:4", **SA),
-    "users, add-remove": dict(who="poisson:0.3", **USER, **ADD),
-    "users, replace-one": dict(who="poisson:0.3", **USER),
-    "users, so many": dict(who="fixed:1", **USER),
-    "users and minibatches": dict(who="poisson:0.3", batch="poisson:4", **USER, **ADD),
+    "whole clients, add-remove": dict(who="poisson:0.3", **CLIENT, **ADD),
+    "whole clients, replace-one": dict(who="poisson:0.3", **CLIENT),
+    "whole clients, so many": dict(who="fixed:1", **CLIENT),
+    "whole clients and minibatches": dict(who="poisson:0.3", batch="poisson:4", **CLIENT, **ADD),
 }
 PSD = pytest.param(
-    dict(name="dp-fedfc", who="poisson:0.3", **USER),
-    id="a semidefinite message of users",
+    dict(name="dp-fedfc", who="poisson:0.3", **CLIENT),
+    id="a semidefinite message of whole clients",
 )
 
 
@@ -149,7 +149,7 @@ def test_the_account_follows_from_what_the_engines_do(keys):
 
 def test_a_semidefinite_message_has_terms_of_length_c():
     """A user's covariance against none at all, which is semidefinite too: the pair that the account must cover."""
-    found = plan("dp-fedfc", who="poisson:0.05", epsilon=8.0, rounds=2, options={"covariance_share": 0.9}, **USER)
+    found = plan("dp-fedfc", who="poisson:0.05", epsilon=8.0, rounds=2, options={"covariance_share": 0.9}, **CLIENT)
     first = spending.groups(found)[0].releases[0]
     alone = subsampled.epsilon([SampledGaussian(0.05, 1.0 / first.std, 1)], 1e-5, Adjacency.ADD_REMOVE)
     assert alone <= spending.epsilon(found) * (1 + 1e-3)
@@ -165,7 +165,7 @@ def test_a_small_client_that_is_not_sampled_does_not_drown_the_sum():
 def test_a_fixed_noise_is_accounted_for_alike():
     """Equal clients, or sums: elsewhere a fixed noise is divided as if nothing were sampled, and epsilons differ."""
     equal = {**PLANS["poisson, add-remove"], "sizes": (40, 40)}
-    for keys in (equal, PLANS["sums of unequal clients"], PLANS["users, replace-one"]):
+    for keys in (equal, PLANS["sums of unequal clients"], PLANS["whole clients, replace-one"]):
         asked = plan(**keys)
         fixed = replace(asked, noise=calibration.summed_noise(asked)[0])
         np.testing.assert_allclose(list(claims(fixed).values()), list(claims(asked).values()), rtol=2e-3)
@@ -192,7 +192,7 @@ def test_many_unlike_clients_round_their_rates_up():
 def test_cohorts_hide_users_from_those_who_do_not_see_them(unit, trust, adjacency, who):
     found = plan(who=who, unit=unit, trust=trust, adjacency=adjacency, sizes=(4, 4, 4))
     bounded = who == "poisson:0.5" or (who == "fixed:1" and adjacency is Adjacency.REPLACE_ONE)
-    wanted = bounded and unit is Unit.USER and trust is Trust.TRUSTED_SERVER
+    wanted = bounded and unit is Unit.CLIENT and trust is Trust.TRUSTED_SERVER
     assert found.amplified == wanted
     if not wanted:
         counts = sum(np.isin(np.arange(3), cohort) for cohort in found.cohorts)
@@ -205,8 +205,8 @@ def test_cohorts_hide_users_from_those_who_do_not_see_them(unit, trust, adjacenc
     ("name", "options", "privacy"),
     [
         ("dp-fedavg", {"noise_at": "final", "steps": 2}, RECORD),
-        ("dp-fedgd", {}, {"unit": "user"}),
-        ("dp-fedsam", {}, USER),
+        ("dp-fedgd", {}, {"unit": "client"}),
+        ("dp-fedsam", {}, CLIENT),
     ],
 )
 def test_minibatches_within_a_message_that_is_noised_hide_nothing(name, options, privacy):
@@ -241,7 +241,9 @@ def test_what_has_no_bound_is_refused_and_never_amplified(keys, word):
 # ------------------------------------------------------------------------------------------------------------- paths
 
 
-@pytest.mark.parametrize("name", ["two stages", "curvature of all", "wishes", "users, add-remove", "a small client"])
+@pytest.mark.parametrize(
+    "name", ["two stages", "curvature of all", "wishes", "whole clients, add-remove", "a small client"]
+)
 def test_the_path_is_an_upper_bound_that_ends_in_the_truth(name):
     found = plan(**{**PLANS[name], "rounds": 5})
     path = [spending.epsilon_after(found, t) for t in range(5)]
@@ -249,7 +251,10 @@ def test_the_path_is_an_upper_bound_that_ends_in_the_truth(name):
     assert path[-1] == pytest.approx(spending.epsilon(found), rel=1e-6)
     for t in (0, 2):
         assert path[t] >= spending.epsilon(found, t + 1) * (1 - 1e-3)
-    if name in ("curvature of all", "users, add-remove"):  # where clients differ in rate and noise it is far too high
+    if name in (
+        "curvature of all",
+        "whole clients, add-remove",
+    ):  # where clients differ in rate and noise it is far too high
         assert path[0] < 0.95 * path[-1]
 
 
@@ -265,7 +270,9 @@ def paid(found, path, limit=None):
         return [ledger.spent_epsilon(f"client {i}", 1e-5) for i in range(found.clients)]
 
 
-@pytest.mark.parametrize("name", ["poisson, replace-one", "fixed", "joint", "curvature of all", "users, add-remove"])
+@pytest.mark.parametrize(
+    "name", ["poisson, replace-one", "fixed", "joint", "curvature of all", "whole clients, add-remove"]
+)
 def test_rounds_in_the_ledger_add_up_to_the_plan(name, tmp_path):
     found = plan(**{**PLANS[name], "rounds": 3})
     np.testing.assert_allclose(paid(found, tmp_path, 3.0), list(claims(found).values()), rtol=2e-3)
@@ -355,7 +362,7 @@ FORGERIES = {  # of a release, and of the certificate
     "sampler": (lambda r: r.update(sampler="fixed"), lambda c: None),
     "adjacency": (lambda r: None, lambda c: c.update(adjacency="add-remove")),
     "trust": (lambda r: None, lambda c: c.update(trust="secure-aggregation", cohort=4.0)),
-    "unit": (lambda r: None, lambda c: c.update(unit="user")),
+    "unit": (lambda r: None, lambda c: c.update(unit="client")),
     "sensitivity": (lambda r: r.update(sensitivity=r["sensitivity"] / 2**0.5), lambda c: None),
     "std": (lambda r: r.update(std=1.2 * r["std"]), lambda c: None),
     "times": (lambda r: r.update(times=1), lambda c: None),
@@ -386,7 +393,7 @@ def test_forgeries_whose_sums_are_wrong_are_found_out(what, joint_certificate):
     )
 
 
-@pytest.mark.parametrize("name", ["sums of unequal clients", "users and minibatches", "fixed"])
+@pytest.mark.parametrize("name", ["sums of unequal clients", "whole clients and minibatches", "fixed"])
 def test_certificates_of_sampled_plans_verify(name):
     cert = certificate(plan(**PLANS[name]), Secure(), version="0")
     assert cert["certified"]
@@ -411,7 +418,7 @@ def test_figures_at_other_deltas_hold_for_every_client():
 
 
 def test_a_schedule_that_can_be_guessed_is_not_certified():
-    secret = plan(**PLANS["users, add-remove"])
+    secret = plan(**PLANS["whole clients, add-remove"])
     assert certificate(secret, Secure(), version="0")["certified"]
     for seed in (0, 7, 2**31):
         assert not certificate(replace(secret, schedule_seed=seed), Secure(), version="0")["certified"]
@@ -421,7 +428,7 @@ def test_a_schedule_that_can_be_guessed_is_not_certified():
 
 def test_the_model_handed_out_does_not_tell_the_cohorts(tmp_path):
     keys = {"method": "dp-fedgd", "data": "digits", "participation": "poisson:0.3", "rounds": 2, "seed": None}
-    job = runs.prepare(Spec.of({**keys, **USER, **ADD}))
+    job = runs.prepare(Spec.of({**keys, **CLIENT, **ADD}))
     runs.start(job, tmp_path)
     assert runs.finish(job, tmp_path, list(runs.rounds(job, tmp_path)))["certified"]
     with safe_open(tmp_path / "public" / "model.safetensors", "pt") as store:
@@ -432,4 +439,6 @@ def test_the_model_handed_out_does_not_tell_the_cohorts(tmp_path):
 def test_a_paid_search_knows_no_sampled_runs():
     values = {"method": "dp-fedgd", "data": "digits", "participation": "poisson:0.1", "rounds": 2, "epsilon": 2.0}
     with pytest.raises(SordinoError, match=r"participation|batch"):
-        private_tuning.search({**values, **USER, "schedule_seed": SECRET}, {"lr": (0.5, 1.0)}, load("digits"), "public")
+        private_tuning.search(
+            {**values, **CLIENT, "schedule_seed": SECRET}, {"lr": (0.5, 1.0)}, load("digits"), "public"
+        )

@@ -166,7 +166,7 @@ def test_what_cannot_be_paid_is_refused(digits):
     with pytest.raises(SordinoError, match="budget"):
         private_tuning.search({**BASE, "epsilon": math.inf}, GRID, validated(digits), "count")
     with pytest.raises(SordinoError, match="--charge-tuning public"):
-        private_tuning.search({**BASE, "unit": "user"}, GRID, validated(digits), "count")
+        private_tuning.search({**BASE, "unit": "client"}, GRID, validated(digits), "count")
     with pytest.raises(SordinoError, match="stopping"):
         private_tuning.search(BASE, GRID, validated(digits), "stoping")
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_paid_is_refused(digits):
     [
         {"delta": (1e-5, 1e-2)},
         {"adjacency": ("replace-one", "add-remove")},
-        {"unit": ("user",)},
+        {"unit": ("client",)},
         {"epsilon": (0.1, 0.2)},
         {"trust": ("trusted-server", "untrusted-server")},
         {"clients": (2, 40)},

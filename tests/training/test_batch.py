@@ -74,7 +74,7 @@ def test_partial_participation_is_the_same_in_a_batch(digits):
 
 
 @pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
-@pytest.mark.parametrize("unit", ["record", "user"])
+@pytest.mark.parametrize("unit", ["record", "client"])
 def test_units_and_trust_models(unit, trust, digits):
     alike([spec(seed=s, epsilon=e, unit=unit, trust=trust, method="dp-fedgd") for s, e in ((1, 3.0), (2, 6.0))], digits)
 
@@ -146,6 +146,6 @@ def test_counted_noise_is_the_same_however_it_is_drawn(digits, monkeypatch):
     import sordino.training.batch as many
 
     monkeypatch.setattr(many, "source", random.Counted)
-    for method, unit in itertools.product(("dp-fedgd", "dp-fedavg", "dp-scaffold", "dp-fedfc"), ("record", "user")):
+    for method, unit in itertools.product(("dp-fedgd", "dp-fedavg", "dp-scaffold", "dp-fedfc"), ("record", "client")):
         runs = [{"seed": s, "epsilon": e} for s, e in ((1, 4.0), (2, 8.0))]
         alike([spec(method=method, unit=unit, rounds=20, **each) for each in runs], digits)

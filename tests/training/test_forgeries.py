@@ -33,7 +33,7 @@ RUNS = {
     "stream": {"method": "dp-ftrl", "trust": "secure-aggregation"},
     "guessable": {
         "method": "dp-fedavg",
-        "unit": "user",
+        "unit": "client",
         "trust": "trusted-server",
         "participation": "poisson:0.2",
         "clients": 50,
@@ -41,7 +41,7 @@ RUNS = {
     },
     "amplified": {
         "method": "dp-fedavg",
-        "unit": "user",
+        "unit": "client",
         "trust": "trusted-server",
         "participation": "poisson:0.2",
         "clients": 50,

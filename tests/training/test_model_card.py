@@ -37,7 +37,11 @@ def place(tmp_path_factory):
         rows.append(f"{age},{rng.choice(['surgery', 'secret-ward'])},patient-{k},{'yes' if age > 55 else 'no'}")
     (place / "patients.csv").write_text("\n".join(rows) + "\n")
     (place / "schema.toml").write_text(SCHEMA)
-    for name, words in (("run", []), ("seeded", ["--seed", "1"]), ("user", ["--unit", "user", "--method", "dp-fedgd"])):
+    for name, words in (
+        ("run", []),
+        ("seeded", ["--seed", "1"]),
+        ("client", ["--unit", "client", "--method", "dp-fedgd"]),
+    ):
         words += ["--data", str(place / "patients.csv"), "--schema", str(place / "schema.toml"), "--rounds", "6"]
         assert main(["run", *words, "--out", str(place / name), "--json", str(place / f"{name}.json")]) == 0
     return place
@@ -80,8 +84,8 @@ def test_a_run_that_is_not_certified_says_so(place):
     assert "**ε" not in card
 
 
-def test_at_user_level_it_counts_no_records(place):
-    card, cert, _ = read(place, "user")
+def test_at_client_level_it_counts_no_records(place):
+    card, cert, _ = read(place, "client")
     assert cert["test_records"] is None
     assert "On test records that were held out" in card
     assert "all data of any one client" in card

@@ -207,7 +207,7 @@ def test_a_label_that_the_model_does_not_know_is_refused(place, tmp_path, capsys
 
 
 def test_units_that_are_not_proved_are_refused():
-    settings = Settings(Task.TWO_CLASSES, 32, 0.5, Privacy(1.0, 1e-6, unit="user"))
+    settings = Settings(Task.TWO_CLASSES, 32, 0.5, Privacy(1.0, 1e-6, unit="client"))
     with pytest.raises(SordinoError, match="protects single records"):
         plan_of(settings, (100, 100))
 

@@ -299,8 +299,8 @@ def test_private_figures_of_real_clients_are_not_told(tmp_path):
         run.prepare(Spec.of({"data": str(tmp_path / "d.npz"), "partition": "by-site", "clients": 7}))
 
 
-def test_a_user_level_certificate_does_not_tell_the_sizes(tmp_path):
-    _, cert, _ = finished(tmp_path / "run", unit="user", rounds=2, sizes="lognormal", partition="iid", seed="none")
+def test_a_client_level_certificate_does_not_tell_the_sizes(tmp_path):
+    _, cert, _ = finished(tmp_path / "run", unit="client", rounds=2, sizes="lognormal", partition="iid", seed="none")
     assert cert["records"] is None
     assert all(group["records"] is None for group in cert["groups"])
     assert "1,438" not in (tmp_path / "run" / "public" / "statement.md").read_text()
@@ -334,7 +334,7 @@ def test_verify_catches_what_was_changed(tmp_path):
     assert problems(lambda c: c.update(queries=[{**c["queries"][0], "joint": 2}]))
     assert problems(lambda c: c.update(queries=[{**c["queries"][0], "calls": 2}]))
     assert problems(lambda c: c.update(trust="untrusted-server"))
-    assert problems(lambda c: c.update(unit="user"))
+    assert problems(lambda c: c.update(unit="client"))
     assert problems(lambda c: c.update(adjacency="add-remove"))
     assert problems(lambda c: c.update(clip=0.1))
     assert problems(lambda c: c.update(noise=3 * c["noise"]))
@@ -493,25 +493,25 @@ def test_benchmark_data_are_a_simulation_and_files_are_not(tmp_path, patients):
         assert not resolve(Spec.of({"data": name})).source.benchmark
 
 
-def test_whole_clients_are_held_out_at_user_level(tmp_path, patients):
+def test_whole_clients_are_held_out_at_client_level(tmp_path, patients):
     """Test figures of some of a protected client's records would be a release that nobody pays for."""
     values = {"data": patients, "partition": "by-site", "method": "dp-fedgd", "rounds": 2}
-    job = run.prepare(Spec.of({**values, "unit": "user"}))
+    job = run.prepare(Spec.of({**values, "unit": "client"}))
     trained, tested = (set(part[:, 0].astype(int) // 10) for part in (job.dataset.x_train, job.dataset.x_test))
     assert not trained & tested
     assert (len(trained), len(tested), job.plan.clients) == (7, 2, 7)
     others = [
-        resolve(Spec.of({**values, "unit": "user", "split_seed": seed})).read_data().x_test[:, 0] for seed in range(6)
+        resolve(Spec.of({**values, "unit": "client", "split_seed": seed})).read_data().x_test[:, 0] for seed in range(6)
     ]
     assert len({tuple(sorted(other)) for other in others}) >= 4, "by split_seed"
     mixed = run.prepare(Spec.of(values))
     assert {int(row) // 10 for row in mixed.dataset.x_test[:, 0]} <= set(range(9))
     assert mixed.plan.clients == 9, "at record level by position, out of every client"
-    few = run.prepare(Spec.of({**values, "unit": "user", "test_fraction": 0.75}))
+    few = run.prepare(Spec.of({**values, "unit": "client", "test_fraction": 0.75}))
     assert few.plan.clients == 2
     with pytest.raises(SordinoError, match=r"test_fraction: 0.9 of 9 clients, held out as a whole, leaves 1"):
-        run.prepare(Spec.of({**values, "unit": "user", "test_fraction": 0.9}))
-    _, cert, _ = finished(tmp_path / "run", **{**values, "unit": "user", "seed": "none"})
+        run.prepare(Spec.of({**values, "unit": "client", "test_fraction": 0.9}))
+    _, cert, _ = finished(tmp_path / "run", **{**values, "unit": "client", "seed": "none"})
     assert any("clients held out as a whole" in line for line in cert["assumes"])
     assert verify_run(tmp_path / "run").problems == []
 

@@ -96,7 +96,7 @@ def check(
             f"trials: {trials} must be at least {LEAST_TRIALS}; a shorter search misses mutants and proves nothing."
         )
     # Use the factory: `build` removes all claims from an external method that was not checked yet.
-    subjects = [entry(name).factory(unit=unit) for unit in entry(name).units] if method is None else [method]
+    subjects = [entry(name).at(unit) for unit in entry(name).protects] if method is None else [method]
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.checks.fixtures import Space, Through, same, short_plan
+from sordino.checks.fixtures import Space, Through, rows_per_unit, same, short_plan
 from sordino.core import Broadcast, Divisor, Kind, Method, Shard, Stage, Tree, Trust
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
@@ -35,7 +35,7 @@ def asks(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     Returns:
       What is broken, one sentence per problem; empty if the contract holds.
     """
-    records = Space.of(model).records(np.random.default_rng(seed))
+    records = Space.of(model).records(np.random.default_rng(seed), method.unit)
 
     def refusals(method: Method) -> list[str]:
         messages = []
@@ -131,7 +131,7 @@ def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     with TemporaryDirectory() as folder, Ledger(Path(folder) / "ledger.db") as ledger:
         runs, rows = [], []
         for n in range(3):
-            records = Space.of(model).records(rng)
+            records = Space.of(model).records(rng, method.unit)
             runs.append(list(reference.run(plan, model, records, Seeded(seed + n), ledger=ledger, run_id="replay")))
             rows.append(len(ledger))
     problems = ["replay: an engine computed a message that the ledger already holds"] if len(set(rows)) > 1 else []
@@ -149,6 +149,8 @@ def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
 def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     """Check that no record changes how others are computed: the values of a masked record never change the sum.
 
+    At person level a masked person stands for the record.
+
     The model is certain about the other records, so their gradients are rounding errors alone. The clip is so small
     that rounding errors reach it, which makes even a small influence visible.
 
@@ -160,10 +162,11 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     Returns:
       What is broken, one sentence at most; empty if the contract holds.
     """
-    rng, rows, space = np.random.default_rng(seed), 16, Space.of(model)
+    rng, per_person, space = np.random.default_rng(seed), rows_per_unit(method.unit), Space.of(model)
+    rows = 16 * per_person
     x = torch.from_numpy(rng.uniform(0.1, 1, size=(rows, space.features)))
     mask = torch.ones(rows, dtype=torch.float64)
-    mask[0] = 0
+    mask[:per_person] = 0
     problems = []
     for size in (0.0, 1.0, 20.0):
         theta = torch.zeros(model.size, dtype=torch.float64)
@@ -172,8 +175,9 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
 
             def sum_of_others(value: float, theta: Tensor = theta, clip: float = clip) -> Tensor:
                 features = x.clone()
-                features[0] = value
-                return model.clipped_sum(theta, Shard(features, torch.zeros(rows).long(), mask), clip)
+                features[:per_person] = value
+                shard = Shard(features, torch.zeros(rows).long(), mask, None, per_person)
+                return model.clipped_sum(theta, shard, clip)
 
             for value in (1.0, -1e3, 1e3, 1e200, math.inf, math.nan):
                 moved = float((sum_of_others(value) - sum_of_others(0.0)).norm()) / clip
@@ -201,7 +205,7 @@ def engines(method: Method, model: core.Model, *, seed: int = 0, refusals: list[
 
 def gaps(method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None) -> Iterator[float]:
     """The difference between the engines after every round, for several plans."""
-    records = Space.of(model).records(np.random.default_rng(seed))
+    records = Space.of(model).records(np.random.default_rng(seed), method.unit)
     every_message, only_sums = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
     for participation, divisor, trust in (
         ("full", Divisor.CLIENT_MEAN, every_message),

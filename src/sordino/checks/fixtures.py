@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.core import Adjacency, Divisor, Method, Tree, Trust
+from sordino.core import Adjacency, Divisor, Method, Tree, Trust, Unit
 from sordino.data.records import LOSSES_OF_NUMBERS, Records
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms.laws import mechanism_of
@@ -21,6 +21,12 @@ from sordino.privacy.plan import Plan
 from sordino.tree import leaves
 
 CLIENT_SIZES = (1, 2, 5, 7, 8)  # a client of one record, and three of unequal size that share a padded batch
+PERSON_RECORDS = 3  # at person level, the most records of one person
+
+
+def rows_per_unit(unit: Unit) -> int:
+    """Rows that a record, or a person, takes."""
+    return PERSON_RECORDS if unit is Unit.PERSON else 1
 
 
 class Space(NamedTuple):
@@ -47,11 +53,18 @@ class Space(NamedTuple):
             return torch.from_numpy(rng.integers(self.classes, size=rows))
         return torch.from_numpy(rng.normal(size=rows) * 10 ** rng.uniform(-3, 6, size=rows))
 
-    def records(self, rng: np.random.Generator) -> Records:
-        """A federation of moderate records."""
-        x = rng.normal(size=(sum(CLIENT_SIZES), self.features))
-        client = np.repeat(np.arange(len(CLIENT_SIZES)), CLIENT_SIZES)
-        return Records.of(x, self.labels(rng, len(x)).clamp(-3, 3), client, dtype=torch.float64)
+    def records(self, rng: np.random.Generator, unit: Unit = Unit.RECORD) -> Records:
+        """A federation of moderate records; at person level each person has one or more."""
+        counts = np.ones(sum(CLIENT_SIZES), int)
+        if unit is Unit.PERSON:
+            counts = rng.integers(1, PERSON_RECORDS + 2, size=len(counts))  # some have more than are used
+        person = np.repeat(np.arange(len(counts)), counts)
+        client = np.repeat(np.arange(len(CLIENT_SIZES)), CLIENT_SIZES)[person]
+        x = rng.normal(size=(len(person), self.features))
+        y = self.labels(rng, len(x)).clamp(-3, 3)
+        if unit is not Unit.PERSON:
+            return Records.of(x, y, client, dtype=torch.float64)
+        return Records.of(x, y, client, person=person, per_person=PERSON_RECORDS, dtype=torch.float64)
 
 
 class Through:
@@ -84,7 +97,13 @@ def short_plan(
     """A plan of three rounds, or of fewer if the noise law of a query serves fewer."""
     free = int(min(3, most_rounds(method)))
     rounds = sum(free if stage.rounds is None else stage.rounds for stage in method.stages)
-    privacy = core.Privacy(epsilon if claims(method) else math.inf, unit=method.unit, adjacency=adjacency, trust=trust)
+    privacy = core.Privacy(
+        epsilon if claims(method) else math.inf,
+        unit=method.unit,
+        adjacency=adjacency,
+        trust=trust,
+        person_records=PERSON_RECORDS,
+    )
     return Plan(method, rounds, CLIENT_SIZES, privacy, Participation.parse(participation), divisor, uncertified=True)
 
 

@@ -15,6 +15,7 @@ from sordino.checks.fixtures import Through
 from sordino.core import Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
+SUMS = ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "calibration_sum", "tally_sum")
 ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
 
 
@@ -46,6 +47,20 @@ def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
         whole, most = sums(shard, 1e6 * clip), clip * shard.y.shape[-1]
         return torch.mul(whole, most / whole.norm().clamp_min(most))
+
+    return method, careless(model, total)
+
+
+def clips_records_not_persons(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every record of a person is clipped by itself, and the person counts as often as it has records."""
+    return method, careless(model, lambda sums, shard, clip: sums(shard._replace(per_person=1), clip))
+
+
+def allows_a_clip_per_record(method: Method, model: Any) -> tuple[Method, Any]:
+    """A person may contribute as many clips as records are used of it."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        return sums(shard, shard.per_person * clip)
 
     return method, careless(model, total)
 
@@ -154,7 +169,15 @@ def counts_axes(method: Method, model: Any) -> tuple[Method, Any]:
 
 
 MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
-    "sensitivity": (half_claimed, some_unclipped, mean_clipped, counted_twice, weighted_by_a_feature),
+    "sensitivity": (
+        half_claimed,
+        some_unclipped,
+        mean_clipped,
+        clips_records_not_persons,
+        allows_a_clip_per_record,
+        counted_twice,
+        weighted_by_a_feature,
+    ),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
@@ -165,11 +188,13 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
 def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     """Whether a mutant makes this method wrong.
 
-    A model that clips wrongly does no harm to a method whose finished messages are clipped. At user level the engines
+    A model that clips wrongly does no harm to a method whose finished messages are clipped. At client level the engines
     serve clients one by one, so a mutant that mixes clients has nothing to mix.
     """
     if mutant in (mixes_clients, scales_by_batch_maximum):
-        return method.unit is not Unit.USER
+        return method.unit is not Unit.CLIENT
+    if mutant in (clips_records_not_persons, allows_a_clip_per_record) and method.unit is not Unit.PERSON:
+        return False
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
@@ -191,6 +216,4 @@ def careless(model: Any, total: Callable[[ClippedSum, Shard, float], Tensor]) ->
         before, shard, clip, after = args[:at], args[at], args[at + 1], args[at + 2 :]
         return total(lambda shard, clip: method(*before, shard, clip, *after), shard, clip)
 
-    return Through(
-        model, ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "tally_sum"), summed
-    )
+    return Through(model, SUMS, summed)

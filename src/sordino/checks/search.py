@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sordino import core
-from sordino.checks.fixtures import CLIENT_SIZES, Space, Through, bits, same, short_plan
+from sordino.checks.fixtures import CLIENT_SIZES, Space, Through, bits, rows_per_unit, same, short_plan
 from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.engines import reference
@@ -91,7 +91,8 @@ def sensitivity(
     search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed))
     scenes: list[Scene] = []
     for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
-        scenes += _scenes(short_plan(method, adjacency, epsilon=epsilon), model, search.space.records(search.rng), seed)
+        records = search.space.records(search.rng, method.unit)
+        scenes += _scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
     results = []
     for s, stage in enumerate(method.stages):
         pasts = [scene for scene in scenes if scene.stage == s]
@@ -148,23 +149,28 @@ def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Itera
 
 @dataclass(frozen=True)
 class ClientRecords(Records):
-    """The data of the client under test. A record may be absent; the public size stays the same."""
-
-    absent: int | None = None
+    """The data of the client under test. A row that is not filled is absent; the public size stays the same."""
 
     def shard(self, i: int) -> Shard:
-        shard = super().shard(0)
-        if self.absent is not None:
-            shard.mask[self.absent] = 0
-        return shard
+        return super().shard(0)
+
+
+class Pair(NamedTuple):
+    """A client and its replacement. The neighbour takes one record, one person or all rows of the replacement."""
+
+    x: Tensor
+    y: Tensor
+    filled: Tensor
+    other_x: Tensor
+    other_y: Tensor
+    other_filled: Tensor
+
+    def copy(self) -> Pair:
+        return Pair(*(part.clone() for part in self))
 
 
 class Search(NamedTuple):
-    """A search for the worst neighbours of one query.
-
-    A pair is (x, y) of a client and (x, y) of its replacement. The neighbour takes one row of the replacement at record
-    level, and all rows at user level.
-    """
+    """A search for the worst neighbours of one query."""
 
     unit: Unit
     adjacency: Adjacency
@@ -174,13 +180,15 @@ class Search(NamedTuple):
 
     def climb(self, scene: Scene, client: int, number: int, steps: int, lemma: bool = False) -> tuple[float, str]:
         """Hill climbing from random neighbours: how far a release moves, and a description of where."""
-        rows = CLIENT_SIZES[client]
+        rows = CLIENT_SIZES[client] * rows_per_unit(self.unit)
         row = int(self.rng.integers(rows))
-        pair = [*self.space.draw(self.rng, rows), *self.space.draw(self.rng, rows)]
+        x, y = self.space.draw(self.rng, rows)
+        other_x, other_y = self.space.draw(self.rng, rows)
+        pair = Pair(x, y, self.fill(rows), other_x, other_y, self.fill(rows))
         if lemma and self.rng.random() < 0.5:
-            pair[0][torch.arange(rows) != row] = 0
+            pair.x[torch.arange(rows) != row] = 0
         if self.rng.random() < 0.2:
-            pair[0][self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(EXTREME_VALUES)
+            pair.x[self.rng.integers(rows), self.rng.integers(self.space.features)] = self.rng.choice(EXTREME_VALUES)
         past: dict[Call, Tensor] = {}
         first = self.neighbours(pair, row)[0]  # its noised answers become the common past
         _release(self.model, scene, client, past, first, Seeded(int(self.rng.integers(2**32))))
@@ -189,12 +197,13 @@ class Search(NamedTuple):
 
         def release(records: ClientRecords, scene: Scene) -> tuple[dict[Call, Tensor], Tree]:
             """Cached, because many steps leave one or both neighbours unchanged."""
-            key = records.absent, bits((records.x, records.y, scene.memory[client]))
+            assert records.filled is not None
+            key = bits((records.x, records.y, records.filled, scene.memory[client]))
             if key not in releases:
                 releases[key] = _release(self.model, scene, client, past, records)
             return releases[key]
 
-        def moved(pair: list[Tensor], scene: Scene) -> tuple[float, Tensor | None]:
+        def moved(pair: Pair, scene: Scene) -> tuple[float, Tensor | None]:
             """How far the release moves, and the difference itself."""
             here, there = self.neighbours(pair, row)
             sums, message = release(here, scene)
@@ -218,7 +227,8 @@ class Search(NamedTuple):
             size, where = moved(near, past_scene)
             if size >= best:
                 best, gap, pair, scene = size, where, near, past_scene
-        return best, f"a client of {rows}, x = {pair[0][row].tolist()}, y = {pair[1][row].item()}"
+        at = self.unit_rows(row)
+        return best, f"a client of {CLIENT_SIZES[client]}, x = {pair.x[at].tolist()}, y = {pair.y[at].tolist()}"
 
     def leaning(self, scene: Scene, client: int, gap: Tensor) -> Scene:
         """The scene with another memory of the client: along the direction in which its release moved, or rescaled.
@@ -235,30 +245,53 @@ class Search(NamedTuple):
         changed = tree_map(lean, scene.memory[client])
         return scene._replace(memory=(*scene.memory[:client], changed, *scene.memory[client + 1 :]))
 
-    def neighbours(self, pair: list[Tensor], row: int) -> tuple[ClientRecords, ClientRecords | None]:
-        """The client's data and the neighbouring data; None if the whole client is absent."""
-        x, y, other_x, other_y = pair
-        ends = np.array([0, len(y)])
-        here = ClientRecords(x, y, ends)
-        if self.unit is Unit.USER:
-            return here, None if self.adjacency is Adjacency.ADD_REMOVE else ClientRecords(other_x, other_y, ends)
-        x, y = x.clone(), y.clone()
-        if self.adjacency is Adjacency.ADD_REMOVE:
-            x[row], y[row] = 0, 0  # as in padding: nothing of the record remains, not even behind the mask
-            return here, ClientRecords(x, y, ends, absent=row)
-        x[row], y[row] = other_x[row], other_y[row]
-        return here, ClientRecords(x, y, ends)
+    def fill(self, rows: int) -> Tensor:
+        """Which rows hold a record: all, or at person level any number of each person's, but one at least."""
+        filled = torch.ones(rows, dtype=torch.bool)
+        if self.unit is Unit.PERSON:
+            per_person = rows_per_unit(self.unit)
+            counts = torch.from_numpy(self.rng.integers(1, per_person + 1, size=rows // per_person))
+            filled = (torch.arange(per_person) < counts.unsqueeze(-1)).flatten()
+        return filled
 
-    def nudged(self, pair: list[Tensor], row: int) -> list[Tensor]:
+    def unit_rows(self, row: int) -> slice:
+        """The rows of the unit that a row belongs to."""
+        if self.unit is Unit.CLIENT:
+            return slice(None)
+        per_person = rows_per_unit(self.unit)
+        first = row // per_person * per_person
+        return slice(first, first + per_person)
+
+    def neighbours(self, pair: Pair, row: int) -> tuple[ClientRecords, ClientRecords | None]:
+        """The client's data and the neighbouring data; None if the whole client is absent."""
+        ends, per_person = np.array([0, len(pair.y)]), rows_per_unit(self.unit)
+
+        def client(x: Tensor, y: Tensor, filled: Tensor) -> ClientRecords:
+            # As in padding: nothing of an absent record remains, not even behind the mask.
+            x, y = x.masked_fill(~filled.unsqueeze(-1), 0), y.masked_fill(~filled, 0)
+            return ClientRecords(x, y, ends, filled, per_person)
+
+        here = client(*pair[:3])
+        joins = self.adjacency is Adjacency.ADD_REMOVE
+        if self.unit is Unit.CLIENT and joins:
+            return here, None
+        at, near = self.unit_rows(row), pair.copy()
+        for mine, other in zip(near[:3], near[3:], strict=True):
+            mine[at] = 0 if joins else other[at]
+        return here, client(*near[:3])
+
+    def nudged(self, pair: Pair, row: int) -> Pair:
         """The pair after one random change.
 
         A record is rescaled, turned, relabelled, mirrored in the neighbour (perhaps shorter and with a larger label),
-        copied to all rows, or kept while all other rows become zero.
+        copied to all rows, or kept while all other rows become zero. At person level the rows of a person may also
+        become copies of one of them, or hold another number of records.
         """
-        pair, rng = [part.clone() for part in pair], self.rng
-        x, y = pair[:2] if rng.random() < 0.5 else pair[2:]
+        pair, rng = pair.copy(), self.rng
+        x, y, filled = pair[:3] if rng.random() < 0.5 else pair[3:]
         row = row if rng.random() < 0.7 else int(rng.integers(len(y)))
-        match rng.integers(6):
+        at = self.unit_rows(row)
+        match rng.integers(8 if self.unit is Unit.PERSON else 6):
             case 0:
                 x[row] *= 10 ** rng.normal()
             case 1:
@@ -266,11 +299,15 @@ class Search(NamedTuple):
             case 2:
                 y[row] = self.space.labels(rng, 1)[0]
             case 3:
-                rows = slice(None) if self.unit is Unit.USER else row
                 length = 1.0 if self.space.classes or rng.random() < 0.5 else 10 ** rng.uniform(-4, 0)
-                pair[2][rows], pair[3][rows] = -length * pair[0][rows], pair[1][rows] / length
+                pair.other_x[at], pair.other_y[at] = -length * pair.x[at], pair.y[at] / length
+                pair.other_filled[at] = pair.filled[at]
             case 4:
                 x[:], y[:] = x[row].clone(), y[row].clone()
+            case 6:
+                x[at], y[at], filled[at] = x[row].clone(), y[row].clone(), True
+            case 7:
+                filled[at] = self.fill(at.stop - at.start)
             case _:
                 record = x[row].clone()
                 x[:], y[:] = 0, 0

@@ -57,7 +57,9 @@ def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bo
     yield "softmax gradient", False, lambda shard: softmax.clipped_sum(four, shard, SUM_CLIP)
     yield "scaled gradient", False, lambda shard: logistic.clipped_sum(two, shard, SUM_CLIP, torch.ones_like(two))
     yield "gradient of two runs", False, lambda shard: softmax.clipped_sum(four.expand(2, -1), shard, SUM_CLIP)[0]
+    yield "gradient of persons", False, lambda shard: logistic.clipped_sum(two, repeated(shard), SUM_CLIP)
     yield "gram", True, lambda shard: pair.gram_sum(doubled(shard), SUM_CLIP)
+    yield "gram of persons", True, lambda shard: pair.gram_sum(repeated(doubled(shard)), SUM_CLIP)
     yield "curvature", True, lambda shard: pair.curvature_sum(three, doubled(shard), SUM_CLIP)
     yield "fisher", True, lambda shard: pair.fisher_sum(three, doubled(shard), SUM_CLIP)
 
@@ -66,6 +68,17 @@ def doubled(shard: Shard) -> Shard:
     """Records (a, ±a), so that entry (0, 1) of a matrix has the sign that the label chooses."""
     sign = 1.0 - 2.0 * shard.y.to(shard.x)
     return Shard(torch.cat([shard.x, sign.unsqueeze(-1) * shard.x], -1), shard.y, shard.mask)
+
+
+def repeated(shard: Shard) -> Shard:
+    """Persons with two equal records each, in place of records."""
+    x, y, mask = (part.repeat_interleave(2, 0) for part in shard[:3])
+    return Shard(x, y, mask, None, 2)
+
+
+def _one_record(size: float, device: str) -> Shard:
+    x, y, mask = (torch.tensor(part, device=device) for part in ([[size]], [0], [1.0]))
+    return Shard(x, y, mask)
 
 
 def pair(rows: int, term: float, gain: float, root: bool, block: int, device: str) -> Shard:
@@ -116,12 +129,7 @@ def sums(
     for name, semidefinite, total in kinds(model, device):
         entry = 1 if semidefinite else 0
         worst = dict.fromkeys(Adjacency, (0.0, 0))
-        term, short = (
-            float(
-                total(Shard(*(torch.tensor(part, device=device) for part in ([[size]], [0], [1.0])))).flatten()[entry]
-            )
-            for size in (LONG_RECORD, SHORT_RECORD)
-        )
+        term, short = (float(total(_one_record(size, device)).flatten()[entry]) for size in (LONG_RECORD, SHORT_RECORD))
         gain = short / (SHORT_RECORD**2 if semidefinite else SHORT_RECORD)
         for n, block in itertools.product(rows, BLOCKS):
             here = pair(n, abs(term), abs(gain), semidefinite, block, device)
@@ -152,7 +160,9 @@ class OneAccumulator:
         def total(*arguments: Any) -> Tensor:
             at = next(k for k, part in enumerate(arguments) if isinstance(part, Shard))
             shard = arguments[at]
-            one = Shard(shard.x.unsqueeze(1), shard.y.unsqueeze(1), shard.mask.unsqueeze(1))  # one client per record
+            per_person = shard.per_person
+            x, y, mask = (t.reshape(-1, per_person, *t.shape[1:]) for t in shard[:3])
+            one = Shard(x, y, mask, None, per_person)  # one client per record, or per person
             parts = [part.unsqueeze(-2) if isinstance(part, Tensor) and part.dim() > 1 else part for part in arguments]
             each = getattr(self._model, name)(*parts[:at], one, *arguments[at + 1 :]).float()
             axis = each.dim() - (1 if name == "clipped_sum" else 2) - 1

@@ -13,7 +13,7 @@ from sordino.core import Adjacency, Method, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 
 ABOUT = """
-The audit runs the method many times on two neighbouring data sets, which differ in one record (or one user). An
+The audit runs the method many times on two neighbouring data sets, which differ in one record (or one whole client). An
 adversary who knows everything but the noise guesses, after each run, which of the two it saw. Its error rate gives a
 lower bound on epsilon that holds with 95 % confidence.
 
@@ -182,10 +182,10 @@ def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy
 
     chosen = {key: getattr(arguments, key) for key in ("unit", "adjacency", "trust") if getattr(arguments, key)}
     asked = Privacy(arguments.epsilon, arguments.delta, **chosen)
-    if arguments.one_run and asked.unit is Unit.USER:
-        raise SordinoError("unit: an audit in one run hides many records in a client; leave --unit user away.")
-    units = [asked.unit] if arguments.unit or arguments.one_run else list(entry(name).units)
-    for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).units]:
+    if arguments.one_run and asked.unit is not Unit.RECORD:
+        raise SordinoError(f"unit: an audit in one run hides many records in a client; leave --unit {asked.unit} away.")
+    units = [asked.unit] if arguments.unit or arguments.one_run else list(entry(name).protects)
+    for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).protects]:
         method = build(name, unit, **_options(name, dict(map(parse_setting, arguments.set))))
         proved = [trust for trust in Trust if (unit, trust) in method.proves]
         trust = asked.trust if arguments.trust else (proved or list(Trust))[0]

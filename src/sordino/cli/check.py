@@ -10,8 +10,8 @@ from sordino.cli.show import add_json, bar, check_json, command, console, emit, 
 from sordino.errors import SordinoError
 
 CAPTION = (
-    "claimed: how far one record or user may move the answer; found: the largest part of that which a search reached, "
-    "at most 100 % for a true claim; engines: the largest difference between the two engines"
+    "claimed: how far one record or client may move the answer; found: the largest part of that which a search "
+    "reached, at most 100 % for a true claim; engines: the largest difference between the two engines"
 )
 
 

@@ -28,7 +28,7 @@ def act(arguments: argparse.Namespace) -> int:
     for name in (*REGISTRY, *outside):
         try:
             entry = entry_of(name)
-            built = {str(unit): build(name, unit) for unit in entry.units}
+            built = {str(unit): build(name, unit) for unit in entry.protects}
         except SordinoError as error:
             if name in REGISTRY:
                 raise

@@ -16,7 +16,11 @@ SEEN = {
     Trust.SECURE_AGGREGATION: "only sums of messages",
     Trust.TRUSTED_SERVER: "only the models sent out",
 }
-WHO = {Unit.RECORD: "one record", Unit.USER: "one whole client"}
+WHO = {
+    Unit.RECORD: "one record",
+    Unit.PERSON: "one person, with all records,",
+    Unit.CLIENT: "one whole client",
+}
 CHANGE = {Adjacency.ADD_REMOVE: "joins or leaves", Adjacency.REPLACE_ONE: "is replaced"}
 
 
@@ -87,7 +91,7 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError("--records: a minibatch is a part of a client's records; give their number.")
     plan = Plan(method, arguments.rounds, sizes, privacy, noise=arguments.noise, sampling=sampling)
     noise, client_noise = calibration.summed_noise(plan)
-    counted = privacy.unit is Unit.USER or arguments.records is not None
+    counted = privacy.unit is Unit.CLIENT or arguments.records is not None
     document = {
         "mu": spending.mu(plan),
         "noise": noise,

@@ -77,7 +77,13 @@ class Partition:
 
 
 def split(
-    dataset: Dataset, partition: str | Partition, clients: int | None, *, sizes: str = "equal", seed: int = 0
+    dataset: Dataset,
+    partition: str | Partition,
+    clients: int | None,
+    *,
+    sizes: str = "equal",
+    seed: int = 0,
+    by_person: bool = False,
 ) -> np.ndarray:
     """Divide the training records among clients.
 
@@ -91,6 +97,7 @@ def split(
         sizes: Sizes of iid clients: `equal`, `uniform` (0.5 to 1.5 of the mean) or `lognormal:S` (log-sd S, 0.5 by
             default).
         seed: Seed of the partition.
+        by_person: Keep all records of a person together; `iid` deals persons, and laws that read labels are refused.
 
     Returns:
         The client index (0..clients-1) of each training record; -1: left out, only with `counts:FILE`.
@@ -110,6 +117,8 @@ def split(
             "your own give Records.of one client number per record, as in np.arange(len(y)) % clients."
         )
     how = partition if isinstance(partition, Partition) else Partition.parse(partition, sizes)
+    if by_person:
+        return _of_persons(dataset, how, clients, seed)
     if how.reads_labels and not dataset.classes:
         raise SordinoError(
             f"partition: '{how.law}' needs classes, but this is a regression; use iid or by-column:NAME."
@@ -133,6 +142,19 @@ def split(
     if how.law == "dirichlet":
         return _deal(dataset.y_train, _dirichlet(totals, clients, float(how.argument or 0), rng), rng)
     return _deal(dataset.y_train, _classes(totals, clients, int(how.argument or 0), rng), rng)
+
+
+def _of_persons(dataset: Dataset, how: Partition, clients: int | None, seed: int) -> np.ndarray:
+    """The client of every record, so that no person is divided among clients by chance."""
+    if dataset.person is None:
+        raise SordinoError("person: the data do not say whom a record is about; name the person column.")
+    if how.by_site:
+        return _by_site(dataset, how.law)
+    if how.law != "iid":
+        raise SordinoError(f"partition: '{how.law}' deals records, not persons; use iid or by-column:NAME.")
+    _, first, index = np.unique(dataset.person, return_index=True, return_inverse=True)
+    persons = dataset._replace(y_train=dataset.y_train[first], person=None, site=None)
+    return split(persons, how, clients, seed=seed)[index]
 
 
 def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -28,18 +28,19 @@ class Raw(NamedTuple):
     y_test: np.ndarray | None = None
     classes: tuple[str, ...] | None = None  # given: the labels are class indices already
     features: Sequence[str] | None = None
+    person: np.ndarray | None = None
 
 
 class Reader(NamedTuple):
     """How files of one format are read.
 
     Attributes:
-        records: (path, label column, client column) -> records, labels and clients.
+        records: (path, label column, client column, person column) -> records, labels, clients and persons.
         features: (path, column names, number of features) -> features alone, to predict from. The names are empty if
             the model was trained without any.
     """
 
-    records: Callable[[Path, str | None, str | None], Raw]
+    records: Callable[[Path, str | None, str | None, str | None], Raw]
     features: Callable[[Path, Sequence[str], int], np.ndarray]
 
 
@@ -87,20 +88,22 @@ def read_arrays(path: Path, field: str) -> dict[str, np.ndarray]:
         raise SordinoError(f"{field}: '{path}' cannot be read as .npz ({error}); {plain}.") from None
 
 
-def read_npz(path: Path, label: str | None, client: str | None) -> Raw:
+def read_npz(path: Path, label: str | None, client: str | None, person: str | None = None) -> Raw:
     arrays = read_arrays(path, "data")
     if label is not None:
         raise SordinoError("label: an .npz names its labels `y` or `y_train` and `y_test`; leave label out.")
-    if client is not None and client not in arrays:
-        raise SordinoError(f"client: '{path}' has no array '{client}'.{nearest(client, arrays)}")
-    site = arrays.get(client or "client")
-    if site is not None and site.ndim != 1:
-        raise SordinoError(f"client: the array has shape {site.shape}; give one client per training record.")
+    for role, name in (("client", client), ("person", person)):
+        if name is not None and name not in arrays:
+            raise SordinoError(f"{role}: '{path}' has no array '{name}'.{nearest(name, arrays)}")
+    site, who = arrays.get(client or "client"), None if person is None else arrays[person]
+    for role, values in (("client", site), ("person", who)):
+        if values is not None and values.ndim != 1:
+            raise SordinoError(f"{role}: the array has shape {values.shape}; give one {role} per training record.")
     split = ("x_train", "y_train", "x_test", "y_test")
     if all(name in arrays for name in split):
-        return Raw(arrays["x_train"], arrays["y_train"], site, arrays["x_test"], arrays["y_test"])
+        return Raw(arrays["x_train"], arrays["y_train"], site, arrays["x_test"], arrays["y_test"], person=who)
     if "x" in arrays and "y" in arrays:
-        return Raw(arrays["x"], arrays["y"], site)
+        return Raw(arrays["x"], arrays["y"], site, person=who)
     raise SordinoError(f"data: '{path}' holds {sorted(arrays)}; it needs {', '.join(split)}, or x, y.")
 
 
@@ -113,7 +116,7 @@ def npz_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
     return check_features(x, "x")
 
 
-def read_table(path: Path, label: str | None, client: str | None) -> Raw:
+def read_table(path: Path, label: str | None, client: str | None, person: str | None = None) -> Raw:
     table = open_table(path)
     # A data frame's saved index is a name of the row, not a feature of it.
     names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
@@ -126,26 +129,30 @@ def read_table(path: Path, label: str | None, client: str | None) -> Raw:
             why = f"columns {found} could each be it" if found else f"no column is called {', '.join(LABEL_COLUMNS)}"
             raise SordinoError(f"label: {why}; name the label column of '{path}'. Columns: {', '.join(names)}.")
         label = found[0]
-    for field, name in (("label", label), ("client", client)):
+    roles = {"label": label, "client": client, "person": person}
+    for field, name in roles.items():
         if name is not None and name not in names:
             raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
-    if label == client:
-        raise SordinoError(f"client: '{client}' is the label column already; name another.")
+        if name is not None and (other := next(role for role, column in roles.items() if column == name)) != field:
+            raise SordinoError(f"{field}: '{name}' is the {other} column already; name another.")
     tables.check_encoding(table, names, path)
-    features = [name for name in names if name not in (label, client)]
+    features = [name for name in names if name not in (label, client, person)]
     numeric = {name: _numeric(table.column(name)) for name in features}
     words = [name for name, values in numeric.items() if values is None]
     if words:
         raise SordinoError(
             f"data: feature columns {words} of '{path}' are not numeric; encode or drop them "
-            "(or name one as the label or the client column)."
+            "(or name one as the label, the client or the person column)."
         )
     x = np.empty((table.num_rows, len(features)), np.float32)
     with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values
         for j, name in enumerate(features):
             x[:, j] = numeric[name]
-    site = None if client is None else _words(table.column(client), "client", client)
-    return Raw(x, _words(table.column(label), "label", label), site, features=features)
+    site, who = (
+        None if roles[role] is None else _words(table.column(roles[role]), role, str(roles[role]))
+        for role in ("client", "person")
+    )
+    return Raw(x, _words(table.column(label), "label", label), site, features=features, person=who)
 
 
 def table_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
@@ -179,7 +186,7 @@ def _numeric(column: Any) -> np.ndarray | None:
 
 
 def _words(column: Any, field: str, name: str) -> np.ndarray:
-    """A label or client column, as numbers or strings; a missing entry is an error."""
+    """A label, client or person column, as numbers or strings; a missing entry is an error."""
     missing, values = column.null_count, _numeric(column)
     if values is None:
         values = column.to_numpy()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Model, Shard
+from sordino.core import Model, Privacy, Shard, Unit
 from sordino.errors import SordinoError
 
 LOSSES_OF_NUMBERS = ("squares", "poisson", "hazards")  # for other losses, labels are class indices
@@ -41,6 +41,74 @@ def row_norms(x: Tensor) -> Tensor:
     blocks = torch.split(x.reshape(-1, x.shape[-1]), 4096)
     norms = [torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64) for block in blocks]
     return torch.cat(norms).to(x.dtype).reshape(x.shape[:-1])
+
+
+def rows_of(units: np.ndarray, per_person: int) -> np.ndarray:
+    """The rows of these units of a client; -1 for a unit of -1."""
+    rows = units[:, None] * per_person + np.arange(per_person)
+    return np.where(units[:, None] < 0, -1, rows).reshape(-1)
+
+
+def check_grouping(privacy: Privacy, per_person: int | None) -> None:
+    """Refuse records grouped otherwise than the promise says. None: each record stands for itself."""
+    promised = privacy.person_records if privacy.unit is Unit.PERSON else None
+    if per_person != promised:
+        has = f"records are grouped by person, {per_person} rows each" if per_person else "records are not grouped"
+        needs = "needs records that are not grouped" if promised is None else f"needs {promised} rows per person"
+        raise SordinoError(f"person: {has}, but unit = {privacy.unit} {needs}; see Records.of(person=, per_person=).")
+
+
+def check_person_clients(client: np.ndarray, person: np.ndarray, most: int) -> None:
+    """Refuse a person with records at more than `most` clients, who would be protected less than promised."""
+    held = client >= 0
+    pairs = np.unique(np.stack([person[held], client[held]], 1), axis=0)
+    counts = np.bincount(np.unique(pairs[:, 0], return_inverse=True)[1])
+    if counts.max() > most:
+        raise SordinoError(
+            f"person_clients: {int((counts > most).sum()):,} persons have records at more than {most} clients, one at "
+            f"{counts.max()}. Set person_clients = {counts.max()}, which adds noise; or, if equal numbers at two "
+            "clients are two persons, set person_ids = per-client."
+        )
+
+
+def check_serves(privacy: Privacy, model: Model) -> None:
+    """Refuse a model that would clip each record of a person by itself."""
+    if privacy.unit is Unit.PERSON and not getattr(model, "serves_persons", False):
+        raise SordinoError(
+            f"unit: {type(model).__name__} clips single records, not persons; use a linear model or a network, or unit "
+            "= record."
+        )
+
+
+def person_rows(client: np.ndarray, person: np.ndarray, per_person: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the records of each person come from, and the first row of each client.
+
+    Args:
+        client: The client of each record; -1 leaves a record out.
+        person: A number per record. Equal numbers at two clients are two units, one per client.
+        per_person: Rows per person. Records beyond it are left out, the last ones first.
+
+    Returns:
+        (the record of each row, or -1; the first row of each client, and the number of rows).
+
+    Raises:
+        SordinoError: `person` is no number per record, or `per_person` is out of its range.
+    """
+    if person.shape != client.shape or not np.issubdtype(person.dtype, np.integer):
+        raise SordinoError("person: give one whole number per record, equal for all records of a person.")
+    if per_person < 1:
+        raise SordinoError(f"person_records: {per_person} must be at least 1.")
+    order = np.lexsort((np.arange(len(client)), person, client))  # by client, then by person, then by position
+    order = order[np.searchsorted(client[order], 0) :]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (np.diff(client[order]) != 0) | (np.diff(person[order]) != 0)
+    unit = np.cumsum(new) - 1
+    rank = np.arange(len(order)) - np.flatnonzero(new)[unit]
+    used = rank < per_person
+    rows = np.full((unit[-1] + 1) * per_person, -1)
+    rows[unit[used] * per_person + rank[used]] = order[used]
+    persons = np.bincount(client[order][new])
+    return rows, np.concatenate([[0], np.cumsum(persons)]) * per_person
 
 
 def _numbers(values: Any, field: str) -> Tensor:
@@ -74,6 +142,8 @@ class Records:
         x: Features, one row per record.
         y: Labels: class indices, or numbers.
         starts: First row of each client, and the number of rows.
+        filled: Which rows hold a record; None if all do.
+        per_person: Rows of each person, of which it may fill fewer; 1 if each record stands for itself.
 
     Example:
         >>> import numpy as np
@@ -85,6 +155,8 @@ class Records:
     x: Tensor
     y: Tensor
     starts: np.ndarray
+    filled: Tensor | None = None
+    per_person: int = 1
 
     @staticmethod
     def of(
@@ -92,10 +164,16 @@ class Records:
         y: np.ndarray | Tensor,
         client: np.ndarray,
         *,
+        person: np.ndarray | None = None,
+        per_person: int = 1,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> Records:
-        """Sort records by client. A client of -1 leaves its record out."""
+        """Sort records by client. A client of -1 leaves its record out.
+
+        With `person`, a number per record, the records of a person at a client lie together, in `per_person` rows. Of a
+        person with more records the first `per_person` are used.
+        """
         here = check_device(str(device))
         x, y = _numbers(x, "x"), _numbers(y, "y")
         if x.dim() != 2:
@@ -121,11 +199,18 @@ class Records:
                 f"clients: client {empty} holds no record; number clients 0, 1, 2, … without gaps, or use fewer "
                 "clients or another partition."
             )
+        y = y if y.is_floating_point() else y.long()
+        if person is not None:
+            rows, starts = person_rows(client, np.asarray(person), per_person)
+            filled = torch.from_numpy(rows >= 0)
+            at = torch.from_numpy(np.maximum(rows, 0))
+            x = x[at].masked_fill_(~filled.unsqueeze(-1), 0)
+            y = y[at].masked_fill(~filled, 0)
+            return Records(x.to(here), y.to(here), starts, filled.to(here), per_person)
         if not (np.diff(client) >= 0).all() or client[0] < 0:
             order = np.argsort(client, kind="stable")
-            rows = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
-            x, y = x[rows], y[rows]
-        y = y if y.is_floating_point() else y.long()
+            at = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
+            x, y = x[at], y[at]
         starts = np.concatenate([[0], np.cumsum(counts)])
         return Records(x.to(here), y.to(here), starts)
 
@@ -148,9 +233,14 @@ class Records:
                 "the classes from 0, or build the model with more outputs."
             )
 
+    def check_unit(self, privacy: Privacy) -> None:
+        """Refuse records that are not grouped as the promised unit needs it."""
+        check_grouping(privacy, self.per_person if self.filled is not None else None)
+
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(np.diff(self.starts).tolist())
+        """Units of each client: records, or persons."""
+        return tuple((np.diff(self.starts) // self.per_person).tolist())
 
     @cached_property
     def length(self) -> Tensor:
@@ -159,7 +249,7 @@ class Records:
 
     @cached_property
     def _owner(self) -> Tensor:
-        return torch.from_numpy(np.repeat(np.arange(len(self.sizes)), self.sizes)).to(self.x.device)
+        return torch.from_numpy(np.repeat(np.arange(len(self.sizes)), np.diff(self.starts))).to(self.x.device)
 
     def keep(self, cohort: np.ndarray) -> None:
         """Nothing to forget, because all records are in memory."""
@@ -168,16 +258,18 @@ class Records:
         """One client's records."""
         rows = slice(int(self.starts[i]), int(self.starts[i + 1]))
         x = self.x[..., rows, :]
-        return Shard(x, self.y[..., rows], x.new_ones(x.shape[-2]), self.length[..., rows])
+        mask = x.new_ones(x.shape[-2]) if self.filled is None else self.filled[rows].to(x.dtype)
+        return Shard(x, self.y[..., rows], mask, self.length[..., rows], self.per_person)
 
     def fused(self, cohort: np.ndarray, weight: np.ndarray) -> Shard:
         """A cohort as one client, each record weighted by its owner's public `weight`."""
-        scale = torch.as_tensor(weight, dtype=self.x.dtype, device=self.x.device)
+        scale = torch.as_tensor(weight, dtype=self.x.dtype, device=self.x.device)[self._owner]
+        scale = scale if self.filled is None else scale * self.filled
         if len(cohort) == len(self.sizes):
-            return Shard(self.x, self.y, scale[self._owner], self.length)
+            return Shard(self.x, self.y, scale, self.length, self.per_person)
         rows = torch.from_numpy(np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in cohort]))
         rows = rows.to(self.x.device)
-        return Shard(self.x[..., rows, :], self.y[..., rows], scale[self._owner[rows]], self.length[..., rows])
+        return Shard(self.x[..., rows, :], self.y[..., rows], scale[rows], self.length[..., rows], self.per_person)
 
     def buckets(self, cohort: np.ndarray) -> list[tuple[np.ndarray, Shard]]:
         """A cohort as a few padded batches, clients of like size (within a factor of two) together."""
@@ -189,20 +281,24 @@ class Records:
         sizes = np.diff(self.starts)[clients]
         column = np.arange(sizes.max())
         inside = column < sizes[:, None]
-        rows = torch.from_numpy(np.where(inside, self.starts[clients][:, None] + column, 0)).to(self.x.device)
-        real = torch.from_numpy(inside).to(self.x.device)
-        x = self.x[..., rows, :].masked_fill(~real.unsqueeze(-1), 0)
-        length = self.length[..., rows].masked_fill(~real, 0)
-        return clients, Shard(x, self.y[..., rows], real.to(x.dtype), length)
+        rows = np.where(inside, self.starts[clients][:, None] + column, -1)
+        return clients, self._padded(rows)
 
     def picked(self, clients: np.ndarray, rows: Sequence[np.ndarray]) -> Shard:
-        """Some records of some clients as a padded batch: of client k those numbered `rows[k]`, none for -1."""
-        where = np.full((len(rows), max(1, *map(len, rows))), -1)
-        for k, (i, mine) in enumerate(zip(clients, rows, strict=True)):
+        """Some units of some clients as a padded batch: of client k those numbered `rows[k]`, none for -1."""
+        where = np.full((len(rows), self.per_person * max(1, *map(len, rows))), -1)
+        for k, (i, units) in enumerate(zip(clients, rows, strict=True)):
+            mine = rows_of(units, self.per_person)
             where[k, : len(mine)] = np.where(mine < 0, -1, self.starts[i] + mine)
-        at, real = (torch.from_numpy(part).to(self.x.device) for part in (np.maximum(where, 0), where >= 0))
+        return self._padded(where)
+
+    def _padded(self, rows: np.ndarray) -> Shard:
+        """A batch of rows, where -1 stands for padding."""
+        at, real = (torch.from_numpy(part).to(self.x.device) for part in (np.maximum(rows, 0), rows >= 0))
+        real = real if self.filled is None else real & self.filled[at]
         x = self.x[..., at, :].masked_fill(~real.unsqueeze(-1), 0)
-        return Shard(x, self.y[..., at], real.to(x.dtype), self.length[..., at].masked_fill(~real, 0))
+        length = self.length[..., at].masked_fill(~real, 0)
+        return Shard(x, self.y[..., at], real.to(x.dtype), length, self.per_person)
 
 
 @dataclass(frozen=True)
@@ -217,6 +313,7 @@ class Lazy:
     load: Callable[[int], tuple[Tensor, Tensor]]
     x: Tensor  # no rows: holds dtype, device and number of features
     length: None = None
+    per_person: int = 1
     _kept: dict[bytes, Records] = field(default_factory=dict, repr=False, compare=False)
     _cohort: list[bytes] = field(default_factory=list, repr=False, compare=False)
 
@@ -227,6 +324,10 @@ class Lazy:
     def check_fits(self, model: Model) -> None:
         """Refuse rows of another width than the model reads. Labels are checked when a client is loaded."""
         Records(self.x, self.x.new_zeros(0), np.zeros(1, np.int64)).check_fits(model)
+
+    def check_unit(self, privacy: Privacy) -> None:
+        """Refuse person level, because records that are loaded on demand are not grouped by person."""
+        check_grouping(privacy, None)
 
     def shard(self, i: int) -> Shard:
         x, y = self.load(i)

@@ -562,11 +562,6 @@ class Schema:
         for role, name in special.items():
             if name is not None and not isinstance(name, str):
                 raise SordinoError(f"{role}: '{name}' must be the name of a column.")
-        if special["person"] is not None:  # a key without effect would promise what nobody keeps
-            raise SordinoError(
-                "person: several records of one person are not protected together yet; keep one record per person, "
-                "drop the column, and remove the key."
-            )
         used = [name for name in (*(target.reads if target else ()), *special.values()) if name]
         if len(set(used)) < len(used) or (target is not None and target.event == target.column):
             raise SordinoError("schema: target, client and person must be three different columns.")

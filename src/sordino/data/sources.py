@@ -18,7 +18,7 @@ from sordino.data.arrays import by_public_classes, check_features, check_same_le
 from sordino.data.preprocess import preprocess, read_public_statistics, scaler
 from sordino.data.readers import Raw, reader_of, suffixes
 from sordino.data.schema import Schema
-from sordino.data.splits import generator, hold_out, hold_out_clients
+from sordino.data.splits import generator, hold_out, hold_out_clients, hold_out_persons
 from sordino.data.synthetic import BUILT_IN, digits, synthetic
 from sordino.errors import SordinoError, nearest
 
@@ -37,6 +37,7 @@ class Dataset(NamedTuple):
         features: Column names, where the source has them.
         public: Mean and covariance that x was whitened by, where they were given.
         schema: The public schema by which a table was encoded, where there was one.
+        person: Whom each training record is about, as numbers; None where the source does not say.
 
     Example:
         >>> import sordino as so
@@ -55,6 +56,7 @@ class Dataset(NamedTuple):
     features: tuple[str, ...] = ()  # column names, where the source has them
     public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov that x was whitened by
     schema: Schema | None = None  # by which a table was encoded
+    person: np.ndarray | None = None  # whom each training record is about; equal numbers for one person
 
     @property
     def unit(self) -> float:
@@ -73,6 +75,7 @@ def load(
     *,
     label: str | None = None,
     client: str | None = None,
+    person: str | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
     public_stats: str | Path | None = None,
@@ -90,6 +93,7 @@ def load(
         or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet file.
       label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
       client: the column (or .npz array) that says whose each record is.
+      person: the column (or .npz array) that says whom each record is about; persons are held out as a whole.
       test_fraction: the part held out, client by client, where the source has no test part of its own.
       seed: of the records held out.
       public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
@@ -116,7 +120,7 @@ def load(
     if not 0 < test_fraction < 1:
         raise SordinoError(f"test_fraction: {test_fraction} must lie between 0 and 1; 0.2 is usual.")
     if schema is None:
-        raw = _read(str(source), label, client, test_fraction, seed, data_dir)
+        raw = _read(str(source), label, client, person, test_fraction, seed, data_dir)
     else:
         raw = _read_by_schema(str(source), schema, label)
         classes = schema.classes
@@ -137,13 +141,21 @@ def load(
     site = raw.site
     if site is not None:
         check_same_length(x, "x", site, "client")
+    if raw.person is not None:
+        check_same_length(x, "x", raw.person, "person")
+    who = None if raw.person is None else np.unique(raw.person, return_inverse=True)[1].astype(np.int64)
     if x_test is None or y_test is None:
         # By position, never by label: which records are for testing must not depend on what a record says.
         whose = np.zeros(len(y), np.int64) if site is None else np.unique(site, return_inverse=True)[1]
         rng = generator(seed, "hold out")
-        whole = whole_clients and site is not None
-        out = hold_out_clients(whose, test_fraction, rng) if whole else hold_out(whose, test_fraction, rng)
-        x, x_test, y, y_test, site = x[~out], x[out], y[~out], y[out], None if site is None else site[~out]
+        if whole_clients and site is not None:
+            out = hold_out_clients(whose, test_fraction, rng)
+        elif who is not None:  # a person in both parts would make the test easier than the use of the model
+            out = hold_out_persons(whose, who, test_fraction, rng)
+        else:
+            out = hold_out(whose, test_fraction, rng)
+        x, x_test, y, y_test = x[~out], x[out], y[~out], y[out]
+        site, who = (None if part is None else part[~out] for part in (site, who))
     else:
         x_test = check_features(x_test, "x_test", raw.features)
         check_same_length(x_test, "x_test", y_test, "y_test")
@@ -157,7 +169,7 @@ def load(
     public = None if public_stats is None else read_public_statistics(Path(public_stats).expanduser(), x.shape[1])
     x, x_test = preprocess(x, public, normalize), preprocess(x_test, public, normalize)
     names = tuple(raw.features or ())
-    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema)
+    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who)
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:
@@ -218,7 +230,7 @@ def labelled(
             schema = schema.at_site()
         x, y, site, _ = schema.open(path)
         return x, schema.to_model(np.asarray(y)), site
-    raw = _read(source, label, client, 0.2, 0, None)
+    raw = _read(source, label, client, None, 0.2, 0, None)
     if raw.x_test is not None and raw.y_test is not None:
         raw = raw._replace(x=raw.x_test, y=raw.y_test, site=None)
     elif reader_of(Path(source)) is None:
@@ -254,8 +266,8 @@ def _read_by_schema(source: str, schema: Schema, label: str | None) -> Raw:
     path = _table_path(source)
     if schema.target is not None and label not in (None, schema.target.column):
         raise SordinoError(f"label: the schema's target is '{schema.target.column}', not '{label}'; leave label out.")
-    x, y, site, _ = schema.open(path)
-    return Raw(x, np.asarray(y), site, classes=schema.classes or None, features=schema.features)
+    x, y, site, who = schema.open(path)
+    return Raw(x, np.asarray(y), site, None, None, schema.classes or None, schema.features, who)
 
 
 def _name(source: str) -> str:
@@ -267,6 +279,7 @@ def _read(
     source: str,
     label: str | None,
     client: str | None,
+    person: str | None,
     test_fraction: float,
     seed: int,
     data_dir: str | Path | None,
@@ -275,7 +288,7 @@ def _read(
     reader = reader_of(path)
     word = re.split(r"[(:]", source, maxsplit=1)[0].strip()
     if (word in BUILT_IN or source in catalog.NAMES) and reader is None:
-        for field, value in (("label", label), ("client", client)):
+        for field, value in (("label", label), ("client", client), ("person", person)):
             if value is not None:
                 raise SordinoError(f"{field}: '{word}' has no columns to name; leave it out (by-site uses its sites).")
         if source in catalog.NAMES:
@@ -293,4 +306,4 @@ def _read(
         raise SordinoError(f"data: '{source}' is unknown.{known} A file ends in {suffixes()}.")
     if not path.is_file():
         raise SordinoError(f"data: there is no file '{source}'; check the path.")
-    return reader.records(path, label, client)
+    return reader.records(path, label, client, person)

@@ -52,6 +52,15 @@ def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> n
     return chosen
 
 
+def hold_out_persons(whose: np.ndarray, person: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+    """Mask of test records: all records of about `fraction` of each client's persons.
+
+    A person at several clients counts for the client of its first record, and is held out at all of them.
+    """
+    _, first, index = np.unique(person, return_index=True, return_inverse=True)
+    return hold_out(whose[first], fraction, rng)[index]
+
+
 def hold_out_clients(whose: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Mask of test records: all records of about `fraction` of the clients, at least of one."""
     clients = len(np.bincount(whose))

@@ -146,6 +146,10 @@ class Oracle:
         batch = self._batches[self.sample().number]
         return self._answer(Kind.COUNT, 1, lambda clip: self._model.count_sum(theta, batch, scale))
 
+    def calibration(self, theta: Tensor) -> Tensor:
+        """The noised class shares of labels and of predictions; see `Ask.calibration`."""
+        return self._answer(Kind.CALIBRATION, 1, lambda clip: self._model.calibration_sum(theta, self._all(), clip))
+
     def curvature(self, theta: Tensor) -> Tensor:
         """The mean Hessian at theta."""
         return self._answer(Kind.CURVATURE, 2, lambda clip: self._model.curvature_sum(theta, self._all(), clip))

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sordino.core import Kind, Method, Rule, Tree, Unit
-from sordino.data.records import Lazy, Records
+from sordino.core import Kind, Method, Rule, Tree
+from sordino.data.records import Lazy, Records, check_serves
 from sordino.errors import SordinoError
 from sordino.privacy.plan import Plan
 
@@ -34,6 +34,8 @@ def check(plan: Plan, model: Any, records: Records | Lazy, start: int = 0, stop:
     stages = plan.method.stages[plan.stage_of(start) : plan.stage_of(last - 1) + 1]
     check_kinds(plan.method._replace(stages=stages), model)
     records.check_fits(model)
+    records.check_unit(plan.privacy)
+    check_serves(plan.privacy, model)
     check_sizes(plan, records.sizes)
 
 
@@ -45,14 +47,15 @@ def check_sizes(plan: Plan, sizes: tuple[int, ...]) -> None:
     remedy = "build the plan with sizes=records.sizes"
     if plan.clients != len(sizes):
         raise SordinoError(f"sizes: the plan has {plan.clients} clients, but the records have {len(sizes)}; {remedy}.")
-    if plan.privacy.unit is not Unit.RECORD:
+    if not plan.privacy.unit.sizes_public:
         return
     differing = [i for i, (declared, held) in enumerate(zip(plan.sizes, sizes, strict=True)) if declared != held]
     if differing:
         i = differing[0]
         others = f" ({len(differing)} clients differ)" if len(differing) > 1 else ""
         raise SordinoError(
-            f"sizes: the plan declares {plan.sizes[i]} records of client {i}, but the client holds {sizes[i]}{others}. "
+            f"sizes: the plan declares {plan.sizes[i]} {plan.privacy.unit}s of client {i}, but it holds "
+            f"{sizes[i]}{others}. "
             f"The noise is calibrated for the declared sizes; {remedy}."
         )
 

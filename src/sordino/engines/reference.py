@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import Broadcast, Checkpoint, Model, Round, Shard, Tree, nothing
-from sordino.data.records import Lazy, Records
+from sordino.data.records import Lazy, Records, rows_of
 from sordino.engines import preconditions
 from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
@@ -221,9 +221,11 @@ def oracle(
 
     def pick(call: int) -> Shard:
         at = Address(i, round_plan.t, SAMPLING, call)
-        slots = torch.from_numpy(assign_slots(source, at, round_plan, len(shard.x))).to(shard.x.device)
-        rows, filled = slots.clamp_min(0), slots >= 0
-        return Shard(torch.where(filled.unsqueeze(-1), shard.x[rows], 0), shard.y[rows], shard.mask[rows] * filled)
+        slots = rows_of(assign_slots(source, at, round_plan, len(shard.x) // shard.per_person), shard.per_person)
+        taken = torch.from_numpy(slots).to(shard.x.device)
+        rows, filled = taken.clamp_min(0), taken >= 0
+        x = torch.where(filled.unsqueeze(-1), shard.x[rows], 0)
+        return Shard(x, shard.y[rows], shard.mask[rows] * filled, None, shard.per_person)
 
     return Oracle(
         model,

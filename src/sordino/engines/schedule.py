@@ -33,7 +33,7 @@ class RoundPlan(NamedTuple):
     stage: Stage
     facts: Facts
     cohort: np.ndarray
-    sizes: np.ndarray  # records of each client as declared; at user level only the client knows its size
+    sizes: np.ndarray  # records of each client as declared; at client level only the client knows its size
     stds: list[np.ndarray]  # per query: the noise that each client adds in a cohort of this size
     sum_stds: list[np.ndarray]  # per query: the noise of the aggregate, where it is added to the sum
     sampling: Sampling

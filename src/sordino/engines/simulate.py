@@ -5,7 +5,7 @@ Two paths, chosen once per stage by tracing the local rule:
 - *fused*: every client sends its noised gradient at the broadcast theta and nothing else. Then the cohort is one
   matrix and a round is two matrix products, whatever the number of clients.
 - *batched*: anything else. Clients of similar size are padded into a batch and the local rule runs once for all. At
-  user level clients are computed one by one, because the size of one must not decide the shapes used for others.
+  client level clients are computed one by one, because the size of one must not decide the shapes used for others.
 
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
@@ -250,8 +250,8 @@ class BatchedClients:
         return self._whole if len(round_plan.cohort) == self.plan.clients else self._held(round_plan.cohort)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
-        """All clients in one batch; at user level one by one, because a client's size is private there."""
-        return list(clients.reshape(-1, 1)) if self.plan.privacy.unit is Unit.USER else [clients]
+        """All clients in one batch; at client level one by one, because a client's size is private there."""
+        return list(clients.reshape(-1, 1)) if self.plan.privacy.unit is Unit.CLIENT else [clients]
 
     def _held(self, clients: np.ndarray) -> list[tuple[np.ndarray, Any]]:
         return [bucket for batch in self._batches(clients) for bucket in self.records.buckets(batch)]
@@ -276,13 +276,15 @@ class BatchedClients:
             return shard
         runs = len(self.sources)
         x, y, mask = (part.view(runs, -1, *part.shape[1:]) for part in (shard.x, shard.y, shard.mask))
-        return Shard(x, y, mask, None if shard.length is None else shard.length.view(mask.shape))
+        length = None if shard.length is None else shard.length.view(mask.shape)
+        return Shard(x, y, mask, length, shard.per_person)
 
     def _strung(self, round_plan: RoundPlan, clients: np.ndarray, weight: np.ndarray) -> Any:
         """Minibatches of all clients as one, each record weighted by its owner's."""
-        x, y, mask, length = self._picked(round_plan, clients, 0)
+        x, y, mask, length, per_person = self._picked(round_plan, clients, 0)
         mask = mask * self._laid(weight[clients]).to(mask).unsqueeze(-1)
-        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), None if length is None else length.flatten(-2))
+        length = None if length is None else length.flatten(-2)
+        return Shard(x.flatten(-3, -2), y.flatten(-2), mask.flatten(-2), length, per_person)
 
     def _noised(self, total: Tensor, round_plan: RoundPlan, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise: that of the sum itself, or `moved` times each client's own, drawn as one."""

@@ -51,7 +51,9 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[Check]:
         candidate = Site(config, only_looking=True)
         data = candidate.load()
         label = f"{len(data.classes)} classes" if data.classes else "a number as label"
-        yield Check(True, "data", f"{len(data.y_train):,} training records, {data.x_train.shape[1]} features, {label}")
+        persons = "" if data.person is None else f" of {candidate.records:,} persons"
+        rows = f"{len(data.y_train):,} training records{persons}"
+        yield Check(True, "data", f"{rows}, {data.x_train.shape[1]} features, {label}")
         yield Check(True, "data", f"identity {candidate.dataset_id}")
         site = candidate
     except (SordinoError, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sordino import secagg
+from sordino.core import Unit
 from sordino.errors import Refused, SordinoError
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms, schema_hash
@@ -87,6 +88,11 @@ def _check_options(resolved: ResolvedSpec) -> None:
 
 def check_data(site: SiteData, terms: Terms) -> None:
     """Compare the terms with the data, and the cost of the plan with the allowed epsilon."""
+    if (terms.resolved.privacy.unit is Unit.PERSON) != site.has_persons:
+        needs = "person, because its schema names a person column" if site.has_persons else "record"
+        raise Refused(
+            "policy", f"unit: the terms protect a {terms.resolved.privacy.unit}, this site needs unit = {needs}"
+        )
     number = terms.names.index(site.config.name)
     if (claimed := (terms.sizes[number], terms.features)) != site.shape:  # the data are read and counted only now
         raise Refused("policy", f"records and features: the terms state {claimed}, the data have {site.shape}")

@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sordino import files, secagg
-from sordino.core import Adjacency
+from sordino.core import Adjacency, Unit
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.federation.config import SiteConfig
@@ -37,6 +39,7 @@ class SiteData:
             epsilon=config.epsilon,
             delta=config.delta,
             adjacency=Adjacency(config.adjacency),
+            unit=Unit.PERSON if self.has_persons else Unit.RECORD,
         )
 
     def note(self, what: str, **fields: Any) -> None:
@@ -100,17 +103,23 @@ class SiteData:
         )
         return dataset._replace(schema=schema)
 
+    @property
+    def has_persons(self) -> bool:
+        """Whether the schema says whom a record is about; runs must then protect persons."""
+        schema = self.config.table_schema
+        return schema is not None and schema.person is not None
+
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Numbers of training records and of features, which are public."""
+        """Numbers of training records (or of persons, where the schema names them) and of features: public."""
         return self._counted[0]
 
     @cached_property
     def _counted(self) -> tuple[tuple[int, int], int]:
         """(training records, features) and test records."""
         data = self.load()
-        rows, columns = data.x_train.shape
-        return (int(rows), int(columns)), len(data.y_test)
+        units = len(data.x_train) if data.person is None else len(np.unique(data.person))
+        return (int(units), int(data.x_train.shape[1])), len(data.y_test)
 
     @property
     def tests(self) -> int:

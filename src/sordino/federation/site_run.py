@@ -116,9 +116,9 @@ class SiteRun:
         """Check that the run is not over and that the data did not change."""
         if self.over:
             raise Refused("order", "the run is over, and its secret is deleted")
-        if len(self.data.records.x) != self.terms.sizes[self.mine]:  # only counted
-            count, agreed = len(self.data.records.x), self.terms.sizes[self.mine]
-            raise Refused("changed", f"{count} training records, not {agreed}; did test_fraction change?")
+        if (count := self.data.records.sizes[0]) != (agreed := self.terms.sizes[self.mine]):  # only counted
+            unit = self.terms.resolved.privacy.unit
+            raise Refused("changed", f"{count} training {unit}s, not {agreed}; did test_fraction change?")
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -131,10 +131,17 @@ class SiteRun:
 
     @cached_property
     def data(self) -> OwnRecords:
-        return OwnRecords(self.mine, Records.of(
-            self.dataset.x_train, self.dataset.y_train, np.zeros(len(self.dataset.y_train), int),
+        privacy, data = self.terms.resolved.privacy, self.dataset
+        records = Records.of(
+            data.x_train,
+            data.y_train,
+            np.zeros(len(data.y_train), int),
+            person=data.person,
+            per_person=privacy.person_records,
             dtype=self.terms.number,
-        ))  # fmt: skip
+        )
+        records.check_unit(privacy)
+        return OwnRecords(self.mine, records)
 
     @property
     def next(self) -> int:

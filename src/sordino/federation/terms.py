@@ -51,7 +51,7 @@ PRIVATE = (
     "uncertified",
     "public_data",
 )
-LOCAL = ("clients", "partition", "sizes", "client_epsilon", "evaluate_every", "threshold")
+LOCAL = ("person", "person_ids", "clients", "partition", "sizes", "client_epsilon", "evaluate_every", "threshold")
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
 MOST_SITES, MOST_CLASSES = 10_000, 100_000
 
@@ -94,7 +94,7 @@ class Terms:
     run: str  # 128 random bits, hex
     spec: str  # TOML
     names: tuple[str, ...]
-    sizes: tuple[int, ...]  # training records, public
+    sizes: tuple[int, ...]  # training records or, at person level, persons: public
     requested_epsilons: dict[str, float]  # of sites that ask for a stricter epsilon
     features: int
     classes: tuple[str, ...]  # empty: the label is a number
@@ -215,13 +215,15 @@ class Terms:
             raise SordinoError("terms: the spec leaves a key undecided.")
         if spec.options.get("public"):
             raise SordinoError("public: the spec of a federation must not name a file; remove it.")
-        if Unit(spec.unit) is not Unit.RECORD:
-            raise SordinoError("unit: a federation protects single records; use unit = record.")
+        if spec.unit == Unit.CLIENT:
+            raise SordinoError("unit: a federation protects records or persons; use unit = record or person.")
+        if spec.unit == Unit.PERSON and not self.schema:
+            raise SordinoError("unit: persons are known by the `person` column of a schema, and these terms have none.")
         if Trust(spec.trust) is Trust.TRUSTED_SERVER:
             raise SordinoError(
                 "trust: trusted-server is not possible in a federation; use untrusted-server or secure-aggregation."
             )
-        return resolve(spec)
+        return resolve(spec, elsewhere=True)
 
     @property
     def secure(self) -> bool:

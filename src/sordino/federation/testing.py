@@ -63,6 +63,11 @@ class AgreedEvaluation:
     def __init__(self, terms: Terms, label_unit: float = 1.0) -> None:
         self.terms = terms
         spec = terms.resolved.privacy
+        if spec.unit is Unit.PERSON:
+            raise SordinoError(
+                "evaluation_epsilon: an evaluation counts single records, and these runs protect persons, who may have "
+                "several; remove evaluation_epsilon."
+            )
         privacy = Privacy(terms.evaluation, spec.delta, Unit.RECORD, spec.adjacency, spec.trust)
         task = task_of(terms.model)
         if task is Task.QUANTITIES and not terms.schema:

@@ -36,7 +36,7 @@ class MethodEntry(NamedTuple):
     factory: Callable[..., Method]
     family: str
     paper: str
-    units: tuple[Unit, ...] = (Unit.RECORD, Unit.USER)
+    units: tuple[Unit, ...] = (Unit.RECORD, Unit.CLIENT)  # that the factory builds for; see `protects`
     rounds: int = 70  # of a run that does not say
     batch: tuple[str, ...] = ("lr",)  # options in which runs trained side by side may differ
     normalize: str = "none"  # of records, in a run that does not say
@@ -46,6 +46,23 @@ class MethodEntry(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Name and default of every hyperparameter."""
         return {p.name: p.default for p in _signature(self.factory).parameters.values() if p.name != "unit"}
+
+    @property
+    def protects(self) -> tuple[Unit, ...]:
+        """The units that can be asked for: a method for records also serves persons."""
+        return tuple(unit for unit in Unit if (Unit.RECORD if unit is Unit.PERSON else unit) in self.units)
+
+    def at(self, unit: Unit, **options: Any) -> Method:
+        """The method for a unit.
+
+        A method for records serves persons as it is: what its proofs call a record is one bounded term of a sum, and at
+        person level the sums have one term per person (`core.Shard`), their divisors and samplers count persons.
+        """
+        if unit is not Unit.PERSON:
+            return self.factory(unit=unit, **options)
+        method = self.factory(unit=Unit.RECORD, **options)
+        proves = frozenset((Unit.PERSON, trust) for proved, trust in method.proves if proved is Unit.RECORD)
+        return method._replace(unit=Unit.PERSON, proves=proves)
 
     @property
     def summary(self) -> str:
@@ -284,7 +301,7 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
 
     Args:
         name: As `sordino methods` lists it.
-        unit: `record` or `user`.
+        unit: `record`, `person` or `client`.
         options: The method's own options; the others keep their defaults.
 
     Returns:
@@ -298,14 +315,15 @@ def build(name: str, unit: Unit | str = Unit.RECORD, **options: Any) -> Method:
         'dp-fedadam'
     """
     registered = entry(name)
-    if unit not in registered.units:
-        raise SordinoError(f"unit: {name} exists at {' and '.join(registered.units)} level, not '{unit}'.")
+    if unit not in registered.protects:
+        levels = " and ".join([", ".join(registered.protects[:-1]), registered.protects[-1]])
+        raise SordinoError(f"unit: {name} exists at {levels} level, not '{unit}'.")
     for key in options:
         if key not in registered.options:
             raise SordinoError(f"{key}: {name} has no such option.{nearest(key, registered.options)}")
         if isinstance(options[key], str) and isinstance(registered.options[key], int | float):
             raise SordinoError(f"{key}: '{options[key]}' is a text; give a number, without quotes.")
-    method = registered.factory(unit=Unit(unit), **options)
+    method = registered.at(Unit(unit), **options)
     method = method._replace(registered=(method.stages, method.proves))
     if name in REGISTRY:
         return method

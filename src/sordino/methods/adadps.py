@@ -79,14 +79,14 @@ def adadps(
     """y <- y - local_lr clip(g / A), K times from theta; A = sqrt(v) + eps of public data. Without any, dp-fedavg.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message. At record level the gradient is divided
             by A before the clip.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
-            At user level the update is always noised once.
+            At client level the update is always noised once.
         public: Public side information: an .npz with the features' second_moment, or mean and std or cov; or a
             `Public`; empty for none.
         beta: Decay of v, the squared gradients of public records, in [0, 1).
@@ -102,9 +102,9 @@ def adadps(
         Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
             Otherwise: the clipped update, noised once per round.
         Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
-            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+            clip or 2 clip for a client; always 2 clip for a record, which may move the update anywhere in the ball.
         Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
-            = final or at user level.
+            = final or at client level.
         Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
             the sum cannot be counted. A is public, so the clip bounds every record; the certificate states the
             assumption that the side information is public.

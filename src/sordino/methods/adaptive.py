@@ -23,7 +23,7 @@ def fedadam(
     """theta <- theta - lr m / (sqrt(v) + tau), Adam's moments of G.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         beta1: Decay of the first moment, in [0, 1).
@@ -42,9 +42,9 @@ def fedadam(
 
     Guarantee:
         Released: Per round and client, the noised sum of clipped per-record gradients (record level), or the client's
-            clipped mean gradient with noise (user level).
+            clipped mean gradient with noise (client level).
         Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced.
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: A release depends on earlier ones only through the broadcast model, and the server only post-processes
             sums of releases.
 
@@ -73,7 +73,7 @@ def fedyogi(
     """theta <- theta - lr m / (sqrt(v) + tau), Yogi's moments of G.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         beta1: Decay of the first moment, in [0, 1).
@@ -90,9 +90,9 @@ def fedyogi(
 
     Guarantee:
         Released: Per round and client, the noised sum of clipped per-record gradients (record level), or the client's
-            clipped mean gradient with noise (user level).
+            clipped mean gradient with noise (client level).
         Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced.
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: A release depends on earlier ones only through the broadcast model, and the server only post-processes
             sums of releases.
 
@@ -121,7 +121,7 @@ def adambc(
     """theta <- theta - lr (m^ / sqrt(max(v^ - Phi, floor)) + decay theta), Phi the variance of the noise on G.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         beta1: Decay of the first moment, in [0, 1).
@@ -138,9 +138,9 @@ def adambc(
 
     Guarantee:
         Released: Per round and client, the noised sum of clipped per-record gradients (record level), or the client's
-            clipped mean gradient with noise (user level).
+            clipped mean gradient with noise (client level).
         Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced.
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: A release depends on earlier ones only through the broadcast model. Phi is public, so subtracting it is
             post-processing.
 

@@ -3,7 +3,7 @@
     v_i = g_i - lambda_i + rho y,   y_i = (H_i + (alpha + rho) I)^-1 v_i,   y = mean y_i,   theta <- theta - lr y
     lambda_i <- lambda_i + rho (y_i - y), with y_i as it was sent
 
-User level: y_i is clipped and noised. Record level: `shift` bounds how far one record moves y_i. The duals are hidden
+Client level: y_i is clipped and noised. Record level: `shift` bounds how far one record moves y_i. The duals are hidden
 client state, so sums of messages depend on more than what was released. So the method is proved against an untrusted
 server only; without duals it is proved under every trust model. A client that was absent updates its dual with the y
 that it receives when it returns.
@@ -69,7 +69,7 @@ def admm(
 
     Args:
         name: The method's name.
-        unit: Record or user level.
+        unit: Record or client level.
         queries: What a client asks: gradient and curvature without noise, and the noised direction.
         solve: Solves for the direction.
         lr: Step size of the server.

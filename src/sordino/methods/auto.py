@@ -39,8 +39,8 @@ def auto(
     """A = noised mean of u u^T, once; theta <- theta - K G, with K derived from A, the noise and the rounds.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
-        clip: Bound on the norm of a record's gradient, or of a user's message; half of radius.
+        unit: Whose data are protected, one record or one whole client.
+        clip: Bound on the norm of a record's gradient, or of a client's message; half of radius.
         radius: Norm to which records are scaled.
         prior: Standard deviation of a logit before training.
         doubt: Doubt about the curvature; 0 averages all rounds equally.
@@ -59,7 +59,7 @@ def auto(
             survival, before these, the noised histogram of labels by interval.
         Sensitivity: Covariance: 1 + radius^2, or sqrt(2) times that if a unit is replaced. Gradient: clip, or 2 clip.
             Histogram: 1, or sqrt(2).
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: Every release is linear, and the steps are computed from releases and public numbers.
 
     Example:
@@ -81,16 +81,16 @@ def auto(
         )
     if not 0 <= intervals <= MOST_INTERVALS:
         raise SordinoError(f"intervals: {intervals} must lie in [0, {MOST_INTERVALS}]; a schema sets it.")
-    user, most = unit is Unit.USER, 1 + radius**2
+    whole, most = unit is Unit.CLIENT, 1 + radius**2
     spent = covariance_share * (2 if intervals else 1)
     if spent + early_share >= 1:
         raise SordinoError(f"covariance_share: {covariance_share} leaves nothing for gradients; choose less.")
 
     def release_gram(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        return ask.gram().flatten(-2) if user else ask.gram()
+        return ask.gram().flatten(-2) if whole else ask.gram()
 
     def released(kind: Kind, bound: float, share: float | None, psd: bool = False) -> tuple[Query, ...]:
-        if user:
+        if whole:
             return Query(kind, noise=None), Query(Kind.DELTA, bound, share=share, psd=psd)
         return (Query(kind, bound, share=share, psd=psd),)
 

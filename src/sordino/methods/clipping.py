@@ -52,7 +52,7 @@ def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float =
         The method with a clip that adapts.
 
     Raises:
-        SordinoError: The quantile is out of range, or the method is at user level.
+        SordinoError: The quantile is out of range, or the method is at client level.
     """
     if not quantile:
         return method
@@ -60,7 +60,7 @@ def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float =
         raise SordinoError(
             f"quantile: {quantile} must lie in (0, 1), the part of gradients left whole; 0: a fixed clip."
         )
-    if method.unit is Unit.USER:
+    if method.unit is Unit.CLIENT:
         raise SordinoError("quantile: the clip of a user's message is fixed; leave quantile at 0.")
     (stage,) = method.stages
     inner = stage.rule

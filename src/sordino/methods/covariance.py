@@ -2,8 +2,8 @@
 
 FedFC releases the covariance in a separate round, and preconditions gradients by its inverse. Each record adds u u^T,
 clipped to norm C. Replacing it costs sqrt(2) C, because these matrices are positive semi-definite; so does replacing a
-user's clipped covariance. Every release is linear, so every trust model is proved. In FedNew-FC the covariance stays at
-the client, which factorises it once; it costs no budget.
+client's clipped covariance. Every release is linear, so every trust model is proved. In FedNew-FC the covariance stays
+at the client, which factorises it once; it costs no budget.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def fedfc(
     """A = noised mean of u u^T, once; theta <- theta - lr (A + gamma I)^-1 G.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
-        clip: Bound on the norm of a record's gradient, or of a user's preconditioned gradient.
-        covariance_clip: Bound on the norm of a record's u u^T, or of a user's mean of them.
+        unit: Whose data are protected, one record or one whole client.
+        clip: Bound on the norm of a record's gradient, or of a client's preconditioned gradient.
+        covariance_clip: Bound on the norm of a record's u u^T, or of a client's mean of them.
         lr: Step size of the server.
         gamma: Ridge that is added to A, above 0.
         covariance_share: Part of mu squared for A; 0 gives it as much as any other release.
@@ -46,7 +46,7 @@ def fedfc(
         Released: The noised mean of u u^T in the first round, then one noised gradient per round.
         Sensitivity: Covariance: covariance_clip, or sqrt(2) covariance_clip if a unit is replaced. Gradient: clip, or 2
             clip.
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: Every release is linear. Two positive semi-definite matrices of norm C differ by at most sqrt(2) C,
             because their inner product is not negative.
 
@@ -60,10 +60,10 @@ def fedfc(
     checked("projection", clip=clip, covariance_clip=covariance_clip, lr=lr, gamma=gamma)
     if not 0 <= covariance_share < 1:
         raise SordinoError(f"covariance_share: {covariance_share} must lie in [0, 1).")
-    user, share = unit is Unit.USER, covariance_share or None
+    whole, share = unit is Unit.CLIENT, covariance_share or None
 
     def release_gram(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        return ask.gram().flatten(-2) if user else ask.gram()
+        return ask.gram().flatten(-2) if whole else ask.gram()
 
     def invert(theta: Tensor, facts: Facts, A: Tree) -> Tensor:
         eye = torch.eye(rows(facts)).to(theta)
@@ -73,21 +73,21 @@ def fedfc(
 
     def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
         g = ask.gradient(broadcast.theta)
-        return times(broadcast.extras, g) if user else g
+        return times(broadcast.extras, g) if whole else g
 
     def update(g: Tensor, P: Tensor, theta: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        return -lr * (g if user else times(P, g)), P
+        return -lr * (g if whole else times(P, g)), P
 
     covariance: tuple[Query, ...]
     gradients: tuple[Query, ...]
-    if user:
+    if whole:
         covariance = (Query(Kind.GRAM, noise=None), Query(Kind.DELTA, covariance_clip, share=share, psd=True))
         gradients = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, clip))
     else:
         covariance = (Query(Kind.GRAM, covariance_clip, share=share, psd=True),)
         gradients = (Query(Kind.GRADIENT, clip),)
     store_covariance = Rule(stateless, lambda A, state, theta, t: (torch.zeros_like(theta), A))
-    rule = Rule(invert, update, broadcast=lambda P: P) if user else Rule(invert, update)
+    rule = Rule(invert, update, broadcast=lambda P: P) if whole else Rule(invert, update)
     stages = (
         Stage(Local(release_gram), store_covariance, covariance, rounds=1),
         Stage(Local(compute), rule, gradients),
@@ -121,8 +121,8 @@ def dp_fednew_fc(
     """dp-fednew with the client's own mean of u u^T for its Hessian.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
-        clip: Bound on the norm of a record's gradient, or of a user's direction.
+        unit: Whose data are protected, one record or one whole client.
+        clip: Bound on the norm of a record's gradient, or of a client's direction.
         covariance_clip: Bound on the norm of a record's u u^T; record level.
         limit: Bound on the norm of the right side; record level.
         lr: Step size of the server.
@@ -139,9 +139,9 @@ def dp_fednew_fc(
     Guarantee:
         Released: The direction y_i, noised once per round and client. Gradient and covariance stay at the client
             without noise.
-        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records. User level: clip if a user
+        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records. Client level: clip if one
             joins or leaves; 2 clip if it is replaced.
-        Proved for: record and user level; untrusted-server. With duals = False: untrusted-server, secure-aggregation
+        Proved for: record and client level; untrusted-server. With duals = False: untrusted-server, secure-aggregation
             and trusted-server.
         Reason: Dual variables are hidden client state; what sums of messages reveal about them is not proved.
 

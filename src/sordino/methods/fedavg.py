@@ -33,7 +33,7 @@ def local_steps(
     if not 0 < clip < math.inf:
         raise SordinoError(f"clip: {clip} must be a finite number above 0.")
     everyone, calls = frozenset((unit, trust) for trust in Trust), steps * joint
-    if noise == "final" or unit is Unit.USER:
+    if noise == "final" or unit is Unit.CLIENT:
         return (Query(Kind.GRADIENT, noise=None, calls=calls, joint=joint), Query(Kind.DELTA, clip)), everyone
     untrusted_only = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
     return (Query(Kind.GRADIENT, clip, calls=calls, joint=joint),), everyone if calls == 1 else untrusted_only
@@ -74,13 +74,13 @@ def fedavg(
     """y <- y - local_lr g, K times from theta; theta <- theta + lr mean(y - theta).
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
-            At user level the update is always noised once.
+            At client level the update is always noised once.
         tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
 
     Returns:
@@ -93,9 +93,9 @@ def fedavg(
         Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
             Otherwise: the clipped update, noised once per round.
         Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
-            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+            clip or 2 clip for a client; always 2 clip for a record, which may move the update anywhere in the ball.
         Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
-            = final or at user level.
+            = final or at client level.
         Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
             the sum cannot be counted.
 
@@ -123,13 +123,13 @@ def fedavg_ls(
     """dp-fedavg, the mean update smoothed by (I - strength L)^-1 on the server.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
-            At user level the update is always noised once.
+            At client level the update is always noised once.
         strength: Strength of the smoothing; 0 is dp-fedavg.
 
     Returns:
@@ -142,9 +142,9 @@ def fedavg_ls(
         Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
             Otherwise: the clipped update, noised once per round.
         Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
-            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+            clip or 2 clip for a client; always 2 clip for a record, which may move the update anywhere in the ball.
         Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
-            = final or at user level.
+            = final or at client level.
         Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
             the sum cannot be counted. Smoothing is post-processing.
 

@@ -2,7 +2,7 @@
 
 Record level: a client sends the noised sum of its clipped per-record gradients; one record moves that sum by at most
 the clip (add-remove) or twice the clip (replace-one).
-User level: a client sends its clipped mean gradient, noised; a whole client moves the sum of messages by the clip.
+Client level: a client sends its clipped mean gradient, noised; a whole client moves the sum of messages by the clip.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fedgd(
     """theta <- theta - lr G, G the noised mean gradient.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
@@ -61,10 +61,10 @@ def fedgd(
 
     Guarantee:
         Released: Per round and client, the noised sum of clipped per-record gradients (record level), or the client's
-            clipped mean gradient with noise (user level).
+            clipped mean gradient with noise (client level).
         Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced. With a quantile, 1 or 2 in units of the
             clip, and 1/2 or 1 for the count of short gradients.
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: A release depends on earlier ones only through the broadcast model, and the server only post-processes
             sums of releases.
 

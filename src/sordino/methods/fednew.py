@@ -26,7 +26,7 @@ def answers(
 ) -> tuple[Query, ...]:
     """The queries: g and curvature inside the client, the direction noised. cg: steps, if that solves."""
     calls, error = (cg, ACCURACY * limit / gamma) if cg else (1, 0.0)
-    if unit is Unit.USER:
+    if unit is Unit.CLIENT:
         return Query(Kind.GRADIENT, noise=None), Query(kind, calls=calls, noise=None), Query(Kind.DELTA, clip)
     if curvature_clip > MOST_CONDITION * gamma:
         raise SordinoError(
@@ -51,7 +51,7 @@ def fednew(*, unit: Unit = Unit.RECORD, lr: float = 1.0, alpha: float = 0.1, rho
     """theta <- theta - lr y, y one ADMM pass at (mean H_i + alpha I)^-1 mean g_i. No noise: run it with epsilon = inf.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         lr: Step size of the server.
         alpha: Damping of the Hessian, above 0.
         rho: Weight of the pull towards the common direction, above 0.
@@ -96,7 +96,7 @@ def dp_fednew(
     """theta <- theta - lr y, y the noised mean of (H_i + (alpha + rho) I)^-1 (g_i - lambda_i + rho y).
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's direction.
         curvature_clip: Bound on a record's Hessian (Frobenius norm); record level.
         limit: Bound on the norm of the right side; record level.
@@ -116,9 +116,9 @@ def dp_fednew(
     Guarantee:
         Released: The direction y_i, noised once per round and client. Gradient and curvature stay at the client without
             noise.
-        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records. User level: clip if a user
+        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records. Client level: clip if one
             joins or leaves; 2 clip if it is replaced.
-        Proved for: record and user level; untrusted-server. With duals = False: untrusted-server, secure-aggregation
+        Proved for: record and client level; untrusted-server. With duals = False: untrusted-server, secure-aggregation
             and trusted-server.
             With limit_by = paper-xi: nothing.
         Reason: Dual variables are hidden client state; what sums of messages reveal about them is not proved.

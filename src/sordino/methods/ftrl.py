@@ -50,7 +50,7 @@ def ftrl(
     """theta_t = theta_0 - lr sum_{s <= t} G_s, the noise of the sums from a tree, a banded matrix or a schedule.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         mechanism: `tree`, `banded` (for cyclic:b with b >= band, where only sums are visible), `schedule` (the best for
@@ -71,7 +71,7 @@ def ftrl(
         Released: The stream of one gradient per round and client, with noise that is correlated over rounds.
         Sensitivity: Of the whole stream: the norm of the sum of the encoder's columns (absolute values) over the
             rounds in which a unit takes part, times clip (joins or leaves) or 2 clip (is replaced).
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: Only the noise is correlated: the released stream is a function of one Gaussian release of the encoded
             stream. Where only sums are visible, all clients add to one stream.
 

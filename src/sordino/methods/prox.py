@@ -37,14 +37,14 @@ def adafedprox(
     """y <- y - local_lr (g + mu (y - theta)), K times; mu grows where successive updates disagree.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         mu: Strength of the pull towards theta in the first round, above 0.
         steps: Local steps per round, K.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
-            At user level the update is always noised once.
+            At client level the update is always noised once.
 
     Returns:
         The method.
@@ -56,9 +56,9 @@ def adafedprox(
         Released: Record level, per-step: the K noised gradients of each round (the update follows from them).
             Otherwise: the clipped update, noised once per round.
         Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
-            clip or 2 clip for a user; always 2 clip for a record, which may move the update anywhere in the ball.
+            clip or 2 clip for a client; always 2 clip for a record, which may move the update anywhere in the ball.
         Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with steps = 1, noise_at
-            = final or at user level.
+            = final or at client level.
         Reason: With K > 1 noised steps the update is not linear in a client's noise, so the noise of other clients in
             the sum cannot be counted. The pull holds no data, and mu follows from noised aggregates.
 

@@ -3,7 +3,7 @@
 Record level: both gradients of a step are about the same minibatch, both are noised and both are paid for: 2 K releases
 per round, so the noise grows by the root of two. Without ascent (rho = 0) the first gradient is not computed. User
 level, the published form: local steps have no noise; then the update is clipped as one vector (clipping each of L
-tensors separately would let a user reach clip sqrt(L)) and released once, so the second gradient costs nothing.
+tensors separately would let a client reach clip sqrt(L)) and released once, so the second gradient costs nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fedsam(
     """y <- y - local_lr (g(y + rho g / |g|) + decay y), K times from theta; theta <- theta + lr mean(y - theta).
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
@@ -41,7 +41,7 @@ def fedsam(
         decay: Weight decay.
         steps: Local steps per round, K.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
-            At user level the update is always noised once.
+            At client level the update is always noised once.
 
     Returns:
         The method.
@@ -53,9 +53,9 @@ def fedsam(
         Released: Record level, per-step: the 2 K noised gradients of each round (K with rho = 0). Otherwise: the
             clipped update, noised once per round.
         Sensitivity: Per noised gradient: clip if a record joins or leaves, 2 clip if it is replaced. Noised update:
-            clip or 2 clip for a user; always 2 clip for a record.
+            clip or 2 clip for a client; always 2 clip for a record.
         Proved for: untrusted-server at both levels; secure-aggregation and trusted-server too with noise_at = final, at
-            user level, or with steps = 1 and rho = 0.
+            client level, or with steps = 1 and rho = 0.
         Reason: Both gradients of a step are about the same minibatch and are counted as one joint release. Noised steps
             are not linear in the noise, so sums are not counted for them.
 

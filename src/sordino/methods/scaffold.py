@@ -1,7 +1,7 @@
 """DP-SCAFFOLD: local steps corrected by control variates, which clients store.
 
 Everything that a client sends and stores is a function of zeta = theta - y, which is a sum of noised gradients (record
-level) or noised itself (user level). The control variates are not released, so sums of messages depend on more than
+level) or noised itself (client level). The control variates are not released, so sums of messages depend on more than
 what was released. So the method is proved against an untrusted server only. A warm start (one noised gradient per
 client) is a stage of one round and is paid for.
 """
@@ -46,7 +46,7 @@ def scaffold(
     """y <- y - local_lr (g - c_i + c), K times; c_i <- c_i - c + (theta - y) / (K local_lr); c <- mean c_i.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
@@ -60,10 +60,10 @@ def scaffold(
         SordinoError: An option is out of its range.
 
     Guarantee:
-        Released: Record level: the K noised gradients of each round. User level: the clipped theta - y, noised once per
-            round. With a warm start, one more noised gradient.
+        Released: Record level: the K noised gradients of each round. Client level: the clipped theta - y, noised once
+            per round. With a warm start, one more noised gradient.
         Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced; per release.
-        Proved for: record and user level; untrusted-server.
+        Proved for: record and client level; untrusted-server.
         Reason: Control variates follow from noised messages, so they cost nothing. They are hidden client state, and
             what sums of messages reveal about them is not proved.
 

@@ -1,7 +1,7 @@
 """DP-FedSOFIM: DP-FedGD's release, preconditioned on the server by a Fisher estimate.
 
 With K local steps the release is the mean local gradient (theta - y) / (K local_lr): K noised gradients at record
-level, one clipped message at user level.
+level, one clipped message at client level.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sofim(
     """theta <- theta - lr H G, H = (rho I + M M^T)^-1, M a moving average of G.
 
     Args:
-        unit: Whose data are protected, one record or one user (a whole client).
+        unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server; only lr / rho matters while |M|^2 is far below rho.
         rho: Damping of the Fisher estimate, above 0.
@@ -59,10 +59,10 @@ def sofim(
 
     Guarantee:
         Released: As dp-fedgd: one noised gradient per round and client. With K > 1 local steps, the K noised gradients
-            of the round (record level) or the clipped mean local gradient with noise (user level).
+            of the round (record level) or the clipped mean local gradient with noise (client level).
         Sensitivity: clip if a unit joins or leaves; 2 clip if it is replaced.
-        Proved for: record and user level; untrusted-server, secure-aggregation and trusted-server. With K > 1 at record
-            level, untrusted-server only.
+        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server. With K > 1 at
+            record level, untrusted-server only.
         Reason: The Fisher estimate is computed from the noised aggregate, which is post-processing. K > 1 noised steps
             are not linear in a client's noise, so sums are not counted there.
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ MATRIX_CHUNK_RECORDS = 1024  # records whose matrices are held at once
 CLIENT_NUMBERS_THRESHOLD = 2**16  # clients with more numbers in their terms are computed one by one, within the cache
 KERNEL_CHUNK_RECORDS = 2**16  # in one slice of the compiled kernel
 PRODUCT_CHUNK_NUMBERS = 2**19  # in one matrix product
+PERSON_CHUNK_NUMBERS = 2**18  # in the gradients, and the records, of one chunk of persons
 PAIR_CHUNK_NUMBERS = 2**19  # in one block of products of feature pairs
 SYMMETRIC_BLOCKS = 4  # column blocks of a symmetric product, of which only those on and above the diagonal are computed
 
@@ -84,6 +85,8 @@ class Linear:
     radius: float = math.inf
     residual: float = math.inf
     cap: float = 10.0
+
+    serves_persons: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         weights = self.class_weights
@@ -160,6 +163,8 @@ class Linear:
         record whose gradient is not finite contributes zero.
         """
         theta, bound = theta.to(shard.x), clip * (1 - SAFETY)
+        if shard.per_person > 1:
+            return self._clipped_persons(theta, shard, bound, scale)
         if (
             scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain
         ):  # runs over the same records
@@ -209,10 +214,36 @@ class Linear:
 
         def part_sum(part: Shard) -> Tensor:
             x, residual, _ = self._finite(theta, part)
-            below = self._scaled_norm(residual, x, scale) <= 1
-            return ((below.double() - 0.5) * part.mask).sum(-1, keepdim=True)
+            if part.per_person > 1:
+                scaled = self._person_gradients(x, residual, part) * scale.unsqueeze(-2)
+                norm, weights = torch.linalg.vector_norm(scaled, dim=-1), part.person_weights()
+            else:
+                norm, weights = self._scaled_norm(residual, x, scale), part.mask
+            signs: Tensor = norm.le(1).double() - 0.5
+            return (signs * weights).sum(-1, keepdim=True)
 
         return sum_over(shard, part_sum, self._rows(theta, shard))
+
+    @exact_arithmetic()
+    def calibration_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """The sum of (one-hot label, probabilities of the classes), each clipped to norm `clip`; sqrt(2) cuts nothing.
+
+        Class weights, `radius` and `residual` play no part: this is what the model predicts, and what was observed.
+        """
+        if self.kind is not Loss.SOFTMAX:
+            raise SordinoError(f"calibrate: intercepts are calibrated for classes, not for {self.kind}.")
+        theta = theta.to(shard.x)
+
+        def total(part: Shard) -> Tensor:
+            part = self._usable(part)
+            p = self.logits(theta, part.x).double().softmax(-1)
+            fine = torch.isfinite(p).all(-1)
+            label = torch.nn.functional.one_hot(part.y.clamp(0, self.outputs - 1), self.outputs).to(p)
+            terms = torch.cat([label.expand_as(p), torch.where(fine.unsqueeze(-1), p, 0.0)], -1)
+            factor = shared_bound(torch.linalg.vector_norm(terms, dim=-1), clip, part) * part.mask
+            return (terms * factor.unsqueeze(-1)).sum(-2)
+
+        return sum_over(shard, total)
 
     @exact_arithmetic()
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
@@ -220,7 +251,7 @@ class Linear:
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
-            return outer(self._long(part, bounded(self._squared(part), clip)))
+            return outer(self._long(part, shared_bound(self._squared(part), clip, part)))
 
         return sum_over(shard, total)
 
@@ -277,7 +308,7 @@ class Linear:
             r = torch.where(r.abs() < MIN_NORM, r.new_zeros(()), r)
             norm = torch.linalg.vector_norm(r, dim=-1, dtype=torch.float64) * length.double()
             # In float64, because u times its factor may be too small for float32 while r is large.
-            u = self._long(part._replace(x=part.x.double()), bounded(norm.square(), clip))
+            u = self._long(part._replace(x=part.x.double()), shared_bound(norm.square(), clip, part))
             return outer((u.unsqueeze(-1) * r.double().nan_to_num(0, 0, 0).unsqueeze(-2)).flatten(-2))
 
         return sum_over(shard, total)
@@ -294,6 +325,41 @@ class Linear:
         n = self.features * self.outputs
         weight = theta[..., :n].reshape(*theta.shape[:-1], self.features, self.outputs)
         return weight, theta[..., n:] if self.bias else None
+
+    def _clipped_persons(self, theta: Tensor, shard: Shard, bound: float, scale: Tensor | None) -> Tensor:
+        """The sum of persons' gradients (times `scale`), each clipped to norm `bound`.
+
+        Every person's gradient is built, in float64, and its norm is that of the very numbers that are added. So terms
+        that cancel within a person need no margin.
+        """
+        scale = None if scale is None else usable(scale).double().unsqueeze(-2)
+
+        def part_sum(part: Shard) -> Tensor:
+            x, residual, _ = self._finite(theta, part)
+            g = self._person_gradients(x, residual, part)
+            g = g if scale is None else g * scale
+            norm = torch.linalg.vector_norm(g, dim=-1)
+            fine = torch.isfinite(norm)
+            factor = torch.where(fine, bound / norm.clamp_min(bound) if math.isfinite(bound) else 1.0, 0.0)
+            g = torch.where(fine.unsqueeze(-1), g, 0.0)
+            return ((factor * part.person_weights()).unsqueeze(-2) @ g).squeeze(-2)
+
+        return sum_over(shard, part_sum, self._person_chunk(theta, shard))
+
+    def _person_gradients(self, x: Tensor, residual: Tensor, part: Shard) -> Tensor:
+        """The gradient of every person, summed over the person's records: flat, in float64."""
+        persons = (x.shape[-2] // part.per_person, part.per_person)
+        r = residual.double().masked_fill((part.mask == 0).unsqueeze(-1), 0.0)
+        r, rows = (t.reshape(*t.shape[:-2], *persons, t.shape[-1]) for t in (r, x.double()))
+        weight = torch.einsum("...pkf,...pko->...pfo", rows, r).flatten(-2)
+        return torch.cat([weight, r.sum(-2)], -1) if self.bias else weight
+
+    def _person_chunk(self, theta: Tensor, shard: Shard) -> int:
+        """Rows per chunk, so that the gradients of its persons stay in cache."""
+        lead = max(math.prod(theta.shape[:-1]), math.prod(shard.x.shape[:-2]))
+        persons = max(1, shard.x.shape[-2] // shard.per_person)
+        width = lead * (self.size + shard.per_person * self.features)
+        return shard.per_person * product_rows(persons, max(16, PERSON_CHUNK_NUMBERS // width))
 
     def _pull(self, x: Tensor, r: Tensor) -> Tensor:
         """The sum over records of u (x) r, flat, in float64."""
@@ -341,7 +407,7 @@ class Linear:
         fine = torch.isfinite(whole) & (whole >= MIN_NORM)
         x = torch.where(fine.unsqueeze(-1), shard.x, shard.x.new_zeros(()))
         length = None if shard.length is None else shard.length.masked_fill(~fine, 0)
-        return Shard(x, shard.y, shard.mask * fine, length)
+        return shard._replace(x=x, mask=shard.mask * fine, length=length)
 
     def _squared(self, shard: Shard) -> Tensor:
         """|u|^2, the norm of u u^T. It is infinite if it overflows; the factor of the record is then zero."""
@@ -374,7 +440,7 @@ class Linear:
         length = self._length(shard)
         weight = weight.double() * self._mallows(length).double()
         norm = weight * size * length.double().square()
-        return z, (weight * bounded(norm, clip) * shard.mask).nan_to_num(0, 0, 0)
+        return z, (weight * shared_bound(norm, clip, shard) * shard.mask).nan_to_num(0, 0, 0)
 
     def _mallows(self, length: Tensor) -> Tensor:
         return (self.radius / length.clamp_min(self.radius)).square() if math.isfinite(self.radius) else length * 0 + 1
@@ -425,6 +491,18 @@ def bounded(norm: Tensor, clip: float) -> Tensor:
     return torch.where(torch.isfinite(norm), bound / norm.clamp_min(bound), 0.0)
 
 
+def shared_bound(norm: Tensor, clip: float, shard: Shard) -> Tensor:
+    """The factor of every record's term: the one that brings its person's sum down to `clip`.
+
+    The norm of a sum is at most the sum of norms. For terms that do not cancel, such as positive semi-definite
+    matrices, that is at most sqrt(per_person) times too much, and exact for records in the same direction.
+    """
+    if shard.per_person == 1:
+        return bounded(norm, clip)
+    total = shard.by_person(torch.where(shard.mask > 0, norm, 0.0)).sum(-1, keepdim=True)
+    return bounded(total, clip).expand(*total.shape[:-1], shard.per_person).flatten(-2)
+
+
 def outer(rows: Tensor) -> Tensor:
     """The sum over records of the outer product of each row with itself, in float64.
 
@@ -471,17 +549,21 @@ def _symmetric_index(size: int, outputs: int) -> Tensor:
 
 def clients_of(shard: Shard) -> list[Shard]:
     """The clients of a batch, as separate shards."""
-    parts = [None if part is None else part.expand(shard.x.shape[:-1]) for part in shard[1:]]
-    return [Shard(shard.x[k], *(None if part is None else part[k] for part in parts)) for k in range(len(shard.x))]  # type: ignore[arg-type]
+    y, mask, length = (None if part is None else part.expand(shard.x.shape[:-1]) for part in shard[1:4])
+    return [
+        Shard(shard.x[k], y[k], mask[k], None if length is None else length[k], shard.per_person)  # type: ignore[index]
+        for k in range(len(shard.x))
+    ]
 
 
 def sum_over(shard: Shard, total: Callable[[Shard], SumT], rows: int | None = None) -> SumT:
     """The sum of `total` over chunks of a shard; None if `total` returns None."""
-    x, y, mask, length = shard
+    x, y, mask, length, per_person = shard
     n = x.shape[-2]
     rows = product_rows(n, MATRIX_CHUNK_RECORDS) if rows is None else rows
+    rows = max(1, rows // per_person) * per_person
     parts = (
-        Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k])
+        Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k], per_person)
         for k in (slice(start, start + rows) for start in range(0, n, rows))
     )
     sums = total(next(parts))

@@ -78,6 +78,8 @@ class TorchModel:
       SordinoError: an argument is out of its range, or the module mixes examples or cannot be differentiated.
     """
 
+    serves_persons = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -204,15 +206,15 @@ class TorchModel:
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
         with exact_arithmetic(theta.device):
-            if self._graphs is not None and theta.is_cuda:
+            if self._graphs is not None and theta.is_cuda and shard.per_person == 1:
                 return self._graphs(self._sum, (theta, x, y, mask, scale), clip)
-            return self._sum(theta, x, y, mask, scale, clip)
+            return self._sum(theta, x, y, mask, scale, clip, per_person=shard.per_person)
 
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """Add 1/2 for every record whose gradient times `scale` has norm at most 1, and -1/2 for every other."""
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         with exact_arithmetic(theta.device):
-            return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True)
+            return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True, per_person=shard.per_person)
 
     def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
         """The sum of g g^T over gradients g of the last linear layer, each clipped to Frobenius norm `clip`.
@@ -220,6 +222,8 @@ class TorchModel:
         Products of float32 numbers are exact in float64, so the error of a chunk of m records is at most m 2^-53 times
         the sum of its norms: m^2 2^-53 <= 2^-25 clips, because m <= MAX_CHUNK_EXAMPLES.
         """
+        if shard.per_person > 1:
+            raise SordinoError("unit: a Fisher sum of a network's head is not proved per person; use a linear model.")
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
         last, most = self._last(), self._rows(theta, "tape")
@@ -240,7 +244,15 @@ class TorchModel:
     # --------------------------------------------------------------------------------------------------- internals
 
     def _sum(
-        self, theta: Tensor, x: Tensor, y: Tensor, mask: Tensor, scale: Tensor | None, clip: float, count: bool = False
+        self,
+        theta: Tensor,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor,
+        scale: Tensor | None,
+        clip: float,
+        count: bool = False,
+        per_person: int = 1,
     ) -> Tensor:
         lead, theta, x, y, mask, scale = _spread(theta, x, y, mask, scale)
         groups, n, apart = len(x), x.shape[1], len(theta) > 1
@@ -248,22 +260,22 @@ class TorchModel:
         mode = (
             "vmap" if apart and n <= self.vmap_records * (ACCELERATOR_CHUNK_FACTOR if x.is_cuda else 1) else self.mode
         )
-        mode = (
-            "tape" if mode == "two-pass" and scale is not None else mode
-        )  # a scale per entry needs the gradients themselves
+        # A scale per entry and the mean over a person's records need the gradients themselves.
+        mode = "tape" if mode == "two-pass" and (scale is not None or per_person > 1) else mode
         # All groups go through one pass with one theta, with layers that take several thetas, or with torch.func.
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
         most = self._rows(theta, mode)
         total = torch.zeros(groups, 1 if count else self.size, dtype=torch.float64, device=theta.device)
 
         def add(k: slice, into: Tensor, j: slice) -> None:
-            rows = Shard(x[k, j], y[k, j], mask[k, j])
+            rows = Shard(x[k, j], y[k, j], mask[k, j], None, per_person)
             each = None if scale is None else scale[k]
             self._add(mode, into, theta[k] if apart else theta, rows, clip, each, count)
 
         for k in parts(groups, most if together else 1):
             step = max(1, most // len(x[k]))
-            in_chunks(total[k], n, step - step % FLOAT32_TERMS if step > FLOAT32_TERMS else step, partial(add, k))
+            step = step - step % FLOAT32_TERMS if step > FLOAT32_TERMS else step
+            in_chunks(total[k], n, -(-step // per_person) * per_person, partial(add, k))
         return total.reshape(*lead, -1)
 
     def _add(
@@ -277,8 +289,8 @@ class TorchModel:
         count: bool = False,
     ) -> None:
         """Add the clipped gradients of groups x records, which fit into memory, to the total of each group."""
-        x, y, mask, _ = shard
-        (groups, n), later, lean = mask.shape, list[Use](), x.is_cuda or self._lean
+        x, y, mask, _, per_person = shard
+        (groups, n), later, lean = mask.shape, list[Use](), (x.is_cuda or self._lean) and per_person == 1
         squares = torch.zeros(groups * n, dtype=torch.float64, device=x.device)
         blocks: list[tuple[slice | Tensor, Tensor]] = []  # columns of theta, and the gradients of examples in them
         if mode == "vmap":
@@ -299,6 +311,11 @@ class TorchModel:
         gradients = {
             name: _unshared(gradients[name].reshape(groups * n, -1), x) for name in self.trained if name in gradients
         }
+        if per_person > 1:  # from here on, one gradient per person
+            filled = (mask > 0).view(-1, per_person, 1)
+            gradients = {name: _of_persons(part.to(theta.dtype), filled) for name, part in gradients.items()}
+            mask, n = shard.person_weights(), n // per_person
+            squares = squares[: groups * n]
         if lean and gradients:
             blocks.append((self._where(tuple(gradients), x), per_example.joined(list(gradients.values()))))
         else:
@@ -463,6 +480,11 @@ def _times(scale: Tensor, part: Tensor, n: int) -> Tensor:
     """Each row times the scale of its group."""
     rows = part[:, : scale.shape[1]].reshape(len(scale), n, scale.shape[1])
     return (rows * scale.unsqueeze(1)).flatten(0, 1)
+
+
+def _of_persons(part: Tensor, filled: Tensor) -> Tensor:
+    """The gradient of every person: the sum over its records. Rows without a record count as zero in any case."""
+    return torch.where(filled, part.view(*filled.shape[:2], -1), 0.0).sum(1)
 
 
 def _unshared(part: Tensor, x: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ import math
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit
+from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import events, subsampled
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism
-from sordino.privacy.releases import QueryNoise, account_columns, release_counts, releases
+from sordino.privacy.releases import QueryNoise, account_columns, person_factor, release_counts, releases
 
 
 @memoised
@@ -121,7 +121,7 @@ def stage_facts(plan: Plan, stage: int) -> Facts:
     rate = plan.participation.rate(plan.clients)
     return Facts(
         clients=plan.clients,
-        sizes=np.asarray(plan.sizes if plan.privacy.unit is Unit.RECORD else ()),
+        sizes=np.asarray(plan.sizes if plan.privacy.unit.sizes_public else ()),
         rounds=plan.stage_rounds[stage],
         cohort=rate * plan.clients,
         aggregate_std=aggregate_std(plan, stage),
@@ -142,7 +142,7 @@ def _query_noise(
     """
     unit, adjacency = plan.privacy.unit, plan.privacy.adjacency
     sizes, position = np.unique(plan.sizes, return_inverse=True)
-    sensitivity = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position]
+    sensitivity = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position] * person_factor(plan)
     if not np.isfinite(sensitivity).all() and not plan.noiseless:
         raise SordinoError(f"clip: {plan.method.name}'s {query.kind} needs a finite clip; set clip.")
     lemma = query.bound

@@ -52,7 +52,7 @@ class Plan:
     Args:
       method: the stages, their queries, and the (unit, trust) pairs for which the noise is proved.
       rounds: of all stages together.
-      sizes: public number of records of each client.
+      sizes: public number of records of each client; at person level, of persons.
       privacy: epsilon, delta, unit, adjacency and trust model.
       participation: which clients take part in which round; a text such as `fixed:5` is parsed.
       divisor: how clients of unequal size are averaged.
@@ -126,7 +126,7 @@ class Plan:
 
         At record level this does not help, because the client's other records reveal whether it took part.
         """
-        if self.privacy.unit is not Unit.USER or self.privacy.trust is not Trust.TRUSTED_SERVER:
+        if self.privacy.unit is not Unit.CLIENT or self.privacy.trust is not Trust.TRUSTED_SERVER:
             return False
         if any(mechanism_of(query.noise).spans_rounds for _, _, query in noised_queries(self)):
             return False
@@ -158,9 +158,9 @@ class Plan:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Each client's weight in the aggregate of means; the weights sum to 1, and users have equal weights."""
+        """Each client's weight in the aggregate of means; they sum to 1, and are equal at client level."""
         sizes = np.asarray(self.sizes, dtype=float)
-        if self.divisor is Divisor.POOLED and self.privacy.unit is Unit.RECORD:
+        if self.divisor is Divisor.POOLED and self.privacy.unit.sizes_public:
             return np.asarray(sizes / sizes.sum())
         return np.full(self.clients, 1 / self.clients)
 
@@ -218,12 +218,17 @@ def continues_stream(plan: Plan, t: int) -> bool:
 def unbounded_sampling(plan: Plan) -> str:
     """Why nothing is proved for this plan's minibatches; empty if it is proved, or if there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
-    # At user level sizes are private, and must not decide what is refused.
-    if plan.sampling.kind == FULL or (plan.privacy.unit is Unit.RECORD and not (plan.rates < 1).any()):
+    # At client level sizes are private, and must not decide what is refused.
+    if plan.sampling.kind == FULL or (plan.privacy.unit.sizes_public and not (plan.rates < 1).any()):
         return ""
     if any(q.bound is not None or _spans_rounds(q) for q in queries):
         return f"the bound or noise of {plan.method.name} is proved only for all records of a client; use batch = full."
     noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
+    if noised and plan.privacy.person_clients > 1:
+        return (
+            f"{plan.sampling} with person_clients = {plan.privacy.person_clients}: there is no account of a person "
+            "whom several clients draw separately. Use batch = full."
+        )
     if noised and plan.sampling.kind == "fixed" and plan.privacy.adjacency is Adjacency.ADD_REMOVE:
         return (
             f"{plan.sampling} under add-remove: one more record changes which others are drawn, and nothing is "
@@ -306,6 +311,10 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
         plan_mechanism(plan, query)
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: sums of integers need secure-aggregation, not {plan.privacy.trust}.")
+    if plan.privacy.person_clients > 1:
+        raise SordinoError(
+            "person_clients: integers are rounded by each client, and that is proved for persons at one."
+        )
     if plan.participation.kind != FULL:
         raise SordinoError(f"participation: secure aggregation needs full participation, not {plan.participation}.")
     if plan.sampling.kind != FULL:
@@ -323,8 +332,8 @@ def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
         raise SordinoError(f"{name}: an answer without noise needs a noised DELTA query for the message built from it.")
     if delta and any(q.noise is not None for q in stage.queries if q.kind is not Kind.DELTA):
         raise SordinoError(f"{name}: noise the answers or the message, not both.")
-    if unit is Unit.USER and not delta:
-        raise SordinoError(f"{name}: a user moves an answer once per record; noise the message (DELTA) instead.")
+    if unit is Unit.CLIENT and not delta:
+        raise SordinoError(f"{name}: a client moves an answer once per record; noise the message (DELTA) instead.")
     if len({q.kind for q in stage.queries}) < len(stage.queries):
         raise SordinoError(f"{name}: a stage has at most one query of each kind; increase its calls instead.")
     streams = [q for q in stage.queries if _spans_rounds(q)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Query, Unit
+from sordino.core import SAMPLED, Adjacency, Query
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.subsampled import Sampler
@@ -45,6 +45,16 @@ class AccountColumns(NamedTuple):
     std: np.ndarray
     times: np.ndarray
     rate: np.ndarray
+
+
+def person_factor(plan: Plan) -> float:
+    """By how much a person at several clients moves what the adversary sees, compared with a person at one.
+
+    Where sums are visible, the m clients' changes may point in the same direction and add up: m. Where each message is
+    visible and has noise of its own, m independent Gaussians with a shift of s each are one with a shift of sqrt(m) s.
+    """
+    clients = plan.privacy.person_clients
+    return float(clients) if plan.only_sums_visible else math.sqrt(clients)
 
 
 def participation_table(plan: Plan, stage: int, done: int | None = None) -> np.ndarray:
@@ -91,7 +101,7 @@ def sampling_rates(plan: Plan, query: Query) -> np.ndarray:
     """The rate at which a unit takes part in one release of the query, per client; 1 where sampling hides nothing."""
     if unbounded_sampling(plan):
         return np.ones(plan.clients)
-    if query.kind in SAMPLED and plan.privacy.unit is Unit.RECORD:
+    if query.kind in SAMPLED and plan.privacy.unit.sizes_public:
         return events.coarse(plan.rates)
     return np.full(plan.clients, plan.participation.rate(plan.clients) if plan.amplified else 1.0)
 

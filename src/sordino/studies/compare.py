@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sordino.core import Unit
-from sordino.data.partition import describe, split
+from sordino.data.partition import describe
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
@@ -34,7 +33,7 @@ from sordino.studies.statistics import mcnemar, pack, unpack
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
 from sordino.training.metrics import RANKING, Task
-from sordino.training.resolved import DataSource, ResolvedSpec, resolve
+from sordino.training.resolved import DataSource, resolve
 from sordino.training.spec import RUN_KEYS, Spec
 from sordino.version import __version__
 
@@ -257,7 +256,7 @@ def document(
         key = each.resolved.source
         if key not in data:
             data = {key: each.resolved.read_data()}
-        client = _owners(each.resolved, data[key])
+        client = each.resolved.owners(data[key])
         runs.append(_filed(entrant, spec, each, data[key], client))
         if metric != "accuracy":
             runs[-1]["scores"] = [finite(float(f"{each.scores[t]:.6g}")) for t in sorted(each.scores)]
@@ -307,10 +306,6 @@ def check_metric(name: str | None) -> str:
 PROMISE = ("unit", "adjacency", "trust", "delta", "divisor", "partition", "participation", "rounds", "clients")
 
 
-def _owners(run: ResolvedSpec, dataset: Dataset) -> np.ndarray:
-    return split(dataset, run.partition, run.clients, seed=run.source.split_seed)
-
-
 def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, client: np.ndarray) -> dict[str, Any]:
     plan, theta, model = trained.plan, trained.theta, trained.model
     right = model.predict(theta, dataset.x_test).numpy() == dataset.y_test
@@ -323,7 +318,7 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         Seeded(spec.seed or 0),
         version=__version__,
         spec_sha256=trained.resolved.spec.sha256(),
-        tested=len(dataset.y_test) if plan.privacy.unit is Unit.RECORD else None,
+        tested=len(dataset.y_test) if plan.privacy.unit.sizes_public else None,
     )
     client_epsilons = np.zeros(plan.clients)
     for group in spending.groups(plan):

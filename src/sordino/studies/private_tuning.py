@@ -76,10 +76,15 @@ def search(
     privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:
         raise SordinoError("epsilon: private tuning needs a budget; give a finite epsilon.")
-    if how != "public" and privacy.unit is Unit.USER:
+    if how != "public" and privacy.unit is Unit.CLIENT:
         raise SordinoError(
-            "unit: at user level a user's records would both train and validate, and pay twice; use "
+            "unit: at client level a client's records would both train and validate, and pay twice; use "
             "--charge-tuning public."
+        )
+    if how != "public" and privacy.unit is Unit.PERSON:
+        raise SordinoError(
+            "unit: noisy counts of correct records are calibrated for single records, and a person may have several; "
+            "use --charge-tuning public."
         )
     if unknown := [key for key in grid if key not in entry(base.method_name).options]:
         raise SordinoError(
@@ -87,7 +92,7 @@ def search(
         )
     if base.sampling != Sampling():
         raise SordinoError("batch: the joint cost of k sampled runs is not calibrated; use batch = full.")
-    if privacy.unit is Unit.USER and privacy.trust is Trust.TRUSTED_SERVER and base.participation != Participation():
+    if privacy.unit is Unit.CLIENT and privacy.trust is Trust.TRUSTED_SERVER and base.participation != Participation():
         raise SordinoError("participation: the joint cost of k runs on secret cohorts is not calibrated; use full.")
     if privacy.client_epsilon:
         raise SordinoError("client_epsilon: private tuning has one budget for all clients; leave it out.")

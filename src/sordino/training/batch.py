@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sordino.core import Method, Tree
-from sordino.data.partition import split
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
@@ -122,10 +121,10 @@ class _Loader:
 
     def records(self, run: ResolvedSpec) -> tuple[Records, Tensor, Tensor]:
         dataset = self.data(run)
-        key = (id(dataset), run.partition, run.clients, run.source.split_seed, run.dtype)
+        unit = run.privacy.unit, run.privacy.person_records
+        key = (id(dataset), run.partition, run.clients, run.source.split_seed, run.dtype, unit)
         if self._records is None or self._records[0] != key:
-            client = split(dataset, run.partition, run.clients, seed=run.source.split_seed)
-            records = Records.of(dataset.x_train, dataset.y_train, client, dtype=run.dtype, device=self.device)
+            records = run.records(dataset)
             test = torch.from_numpy(dataset.x_test).to(records.x), torch.from_numpy(dataset.y_test).to(self.device)
             self._records = key, records, *test
         return self._records[1:]

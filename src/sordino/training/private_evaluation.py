@@ -103,6 +103,11 @@ def prepare(
             "model: it predicts numbers without a public range, so its errors have no bound; train it with a schema "
             "whose target has a range."
         )
+    if run.schema is not None and run.schema.person is not None:
+        raise SordinoError(
+            "person: an evaluation counts single records, and the schema says that a person may have several; nothing "
+            "is proved for that yet."
+        )
     x, y, site = labelled(str(data), run.classes, run.features, int(run.about["features"]), run.schema, label, client)
     x = preprocess(x, None if run.schema is not None else run.public, run.normalize)
     sites = np.zeros(len(y), int) if site is None else np.unique(site, return_inverse=True)[1]

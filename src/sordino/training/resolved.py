@@ -12,10 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from sordino import plugins
 from sordino.core import Divisor, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
-from sordino.data.partition import Partition
+from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
 from sordino.data.schema import Schema, assumption, no_range, searched_assumption
 from sordino.data.sources import Dataset, load
@@ -23,6 +25,7 @@ from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
 from sordino.methods import build, entry
+from sordino.methods.calibration import calibrated
 from sordino.methods.tally import after_tally
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
@@ -33,8 +36,12 @@ from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec
 
-if TYPE_CHECKING:  # it needs torch
+if TYPE_CHECKING:  # these need torch
+    from sordino.data.records import Records
     from sordino.models.tally import ColumnTally
+
+
+CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.05, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
 
 class DataSource(NamedTuple):
@@ -51,6 +58,8 @@ class DataSource(NamedTuple):
     length: int  # tokens per text
     tokenizer: str
     client_column: str | None
+    person_column: str | None
+    person_ids: str
     whole_clients: bool  # hold out whole clients for testing
     benchmark: bool  # a built-in or published data set, which everybody may see
     declared_public: bool  # by `public_data`
@@ -115,7 +124,7 @@ class ResolvedSpec:
     @cached_property
     def method(self) -> Method:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
-        method = build(self.method_name, self.privacy.unit, **self.options)
+        method = calibrated(build(self.method_name, self.privacy.unit, **self.options), self.spec.calibrate or 0.0)
         plugin = registry.plugin_of(self.model.name)
         method = method if plugin is None else plugins.judged(method, plugin)
         share = self.spec.private_statistics
@@ -186,11 +195,20 @@ class ResolvedSpec:
             raise SordinoError(
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )
+        from sordino.data.records import check_serves
         from sordino.engines.preconditions import check_kinds
 
         model = self.model.build(features, classes)
         found = self.spec.private_statistics is not None  # then the first stage asks another model
         check_kinds(self.method._replace(stages=self.method.stages[found:]), model, self.model.name)
+        check_serves(self.privacy, model)
+        if self.spec.calibrate and not (
+            hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
+        ):
+            raise SordinoError(
+                f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
+                "here; set calibrate = 0."
+            )
         return model
 
     def read_unscaled(self) -> Dataset:
@@ -216,6 +234,7 @@ class ResolvedSpec:
             source.name,
             label=source.label,
             client=source.client_column,
+            person=source.person_column if source.schema is None else None,
             test_fraction=source.test_fraction,
             seed=source.split_seed,
             schema=source.schema,
@@ -226,6 +245,30 @@ class ResolvedSpec:
         )
         check_statistics(statistics, dataset.features)
         return dataset
+
+    def owners(self, dataset: Dataset) -> np.ndarray:
+        """The client of every training record."""
+        from sordino.data.records import check_person_clients
+
+        by_person = self.privacy.unit is Unit.PERSON
+        client = split(dataset, self.partition, self.clients, seed=self.source.split_seed, by_person=by_person)
+        if dataset.person is not None and by_person and self.source.person_ids == "global":
+            check_person_clients(client, dataset.person, self.privacy.person_clients)
+        return client
+
+    def records(self, dataset: Dataset) -> Records:
+        """The training records, divided among clients and grouped by what is protected."""
+        from sordino.data.records import Records
+
+        return Records.of(
+            dataset.x_train,
+            dataset.y_train,
+            self.owners(dataset),
+            person=dataset.person if self.privacy.unit is Unit.PERSON else None,
+            per_person=self.privacy.person_records,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     # --------------------------------------------------------------------------------------- for certificate and files
 
@@ -254,6 +297,8 @@ class ResolvedSpec:
                 "Clients are simulated: their partition reads the labels of records that everybody may see, and their "
                 "sizes follow from it. The guarantee is for clients whose sizes are public and fixed."
             )
+        if self.privacy.unit is Unit.PERSON and self.source.person_ids == "per-client":
+            facts.append("Persons are numbered by each client: equal numbers at two clients are two persons.")
         if self.source.whole_clients:
             facts.append(
                 "Test records are those of clients held out as a whole, or of a test part that the file brings, which "
@@ -295,7 +340,7 @@ class ResolvedSpec:
         return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
 
 
-def _check_private_statistics(spec: Spec, schema: Schema | None) -> None:
+def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> None:
     if spec.private_statistics is None:
         if schema is not None and schema.unknown:
             raise no_range(schema.unknown[0])
@@ -305,20 +350,21 @@ def _check_private_statistics(spec: Spec, schema: Schema | None) -> None:
             "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], and "
             f"{'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave it out."
         )
-    if spec.unit != Unit.RECORD:
+    if unit != Unit.RECORD:
         raise SordinoError(
-            f"private_statistics: counts bound what one record adds, and nothing is proved for unit = {spec.unit}; use "
+            f"private_statistics: counts bound what one record adds, and nothing is proved for unit = {unit}; use "
             "unit = record, or give public ranges."
         )
 
 
-def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> ResolvedSpec:
+def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, elsewhere: bool = False) -> ResolvedSpec:
     """Decide what the spec leaves open, and check and type everything else.
 
     Args:
       spec: what the user wrote.
       device: `cpu` or `cuda`.
       schema: of the tables, where the spec names no file of it.
+      elsewhere: the data, and the names of their columns, are not at hand: sites hold them, or they were used before.
 
     Raises:
       SordinoError: names the key whose value does not fit.
@@ -329,10 +375,17 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
     schema = schema if spec.schema is None else Schema.read(spec.schema)
-    _check_private_statistics(spec, schema)
+    person = _person_column(spec, schema)
+    unit = spec.unit or ("record" if person is None else "person")
+    if unit == Unit.PERSON and person is None and not elsewhere:
+        raise SordinoError(
+            "person: unit = person needs the column that says whom a record is about; name it by --person COLUMN, or "
+            "as `person` in the schema."
+        )
+    _check_private_statistics(spec, schema, unit)
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
-    usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open else "iid"
+    usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open and person is None else "iid"
     law, colon, argument = (spec.partition or usual).partition(":")
     if schema is not None and law == "by-column":
         raise SordinoError("partition: the schema names the client column; write by-site, or leave partition out.")
@@ -353,7 +406,9 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         schema=spec.schema and _whole_path(spec.schema),
         public_stats=spec.public_stats and _whole_path(spec.public_stats),
         partition=partition_text,
+        unit=unit,
         clients=10 if spec.clients is None and not partition.brings_clients else spec.clients,
+        calibrate=_calibrate(spec, schema),
         rounds=known.rounds if spec.rounds is None else spec.rounds,
         normalize=normalize,
         schedule_seed=spec.schedule_seed if spec.schedule_seed is not None else seed,
@@ -363,7 +418,16 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         },
         model_options=model_options,
     )
-    privacy = Privacy(spec.epsilon, spec.delta, spec.unit, spec.adjacency, spec.trust, _client_epsilon(spec))  # type: ignore[arg-type]
+    privacy = Privacy(
+        spec.epsilon,
+        spec.delta,
+        unit,  # type: ignore[arg-type]
+        spec.adjacency,  # type: ignore[arg-type]
+        spec.trust,  # type: ignore[arg-type]
+        _client_epsilon(spec),
+        spec.person_records,
+        spec.person_clients,
+    )
     if spec.divisor not in list(Divisor):
         raise SordinoError(f"divisor: '{spec.divisor}' is unknown.{nearest(spec.divisor, Divisor)}")
     source = DataSource(
@@ -378,8 +442,10 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         length=spec.length,
         tokenizer=weights if weights and Path(weights).is_dir() else "minilm",
         client_column=partition.column,
-        # At user level a test on some of a protected client's records would be a release that nobody pays for.
-        whole_clients=privacy.unit is Unit.USER and partition.by_site and not is_open,
+        person_column=person,
+        person_ids=spec.person_ids,
+        # At client level a test on some of a protected client's records would be a release that nobody pays for.
+        whole_clients=privacy.unit is Unit.CLIENT and partition.by_site and not is_open,
         benchmark=benchmark,
         declared_public=bool(spec.public_data),
     )
@@ -403,6 +469,27 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None) -> Re
         evaluate_every=spec.evaluate_every,
         device=device,
     )
+
+
+def _calibrate(spec: Spec, schema: Schema | None) -> float:
+    """The part of the budget that calibrates intercepts: as asked for, or a small one for a table of classes."""
+    if spec.calibrate is not None:
+        return spec.calibrate
+    weighted = bool(spec.model_options.get("class_weights"))  # weights ask for intercepts that are not calibrated
+    classes = schema is not None and bool(schema.classes)
+    usual = spec.method == spec.model == "auto" and spec.unit != Unit.CLIENT and not weighted
+    enough = spec.rounds is None or spec.rounds >= LEAST_CALIBRATED_ROUNDS
+    return CALIBRATE if classes and usual and enough else 0.0
+
+
+def _person_column(spec: Spec, schema: Schema | None) -> str | None:
+    """The column that says whom a record is about: the schema names it, or the spec does."""
+    if schema is not None and spec.person not in (None, schema.person):
+        named = f"names '{schema.person}'" if schema.person else "names none"
+        raise SordinoError(
+            f"person: '{spec.person}', but the schema {named}; write the column as `person` into the schema."
+        )
+    return spec.person if schema is None else schema.person
 
 
 def _task_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from sordino import files
 from sordino.core import Checkpoint, Unit
-from sordino.data.partition import split
 from sordino.data.records import Records
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
@@ -81,11 +80,11 @@ class PreparedRun:
 
     @property
     def names(self) -> list[str]:
-        """The names of the clients, in order, where the partition brings them. User level hides whose data were
+        """The names of the clients, in order, where the partition brings them. Client level hides whose data were
         used."""
         if self.dataset.site is None or not self.resolved.partition.by_site:
             return []
-        if self.plan.privacy.unit is Unit.USER:
+        if self.plan.privacy.unit is Unit.CLIENT:
             return []
         return [str(name) for name in np.unique(self.dataset.site)]
 
@@ -103,7 +102,8 @@ class PreparedRun:
             records, schema = self.unscaled, schema.without_ranges
         if schema is not None:
             digest.update(schema.sha256().encode())
-        for part in (records.x, records.y):
+        filled = [] if records.filled is None else [records.filled]
+        for part in (records.x, records.y, *filled):
             digest.update(part.contiguous().cpu().numpy().data)
         return digest.digest()
 
@@ -115,7 +115,8 @@ class PreparedRun:
     def heterogeneity(self) -> dict[str, float] | None:
         """How much simulated clients differ, for records that everybody may see; None for others."""
         classes = len(self.dataset.classes)
-        if not self.resolved.source.open or not classes or self.resolved.partition.by_site:
+        alone = self.records.filled is None
+        if not (self.resolved.source.open and classes and alone) or self.resolved.partition.by_site:
             return None
         return heterogeneity(self.records.y.cpu().numpy(), self.plan.sizes, classes)
 
@@ -139,8 +140,7 @@ def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> 
         if dataset is not None:
             raise SordinoError("private_statistics: the records are in memory already; give the path of a table.")
         whole = resolved.read_unscaled()
-        owner = split(whole, resolved.partition, resolved.clients, seed=resolved.source.split_seed)
-        unscaled = Records.of(whole.x_train, whole.y_train, owner, dtype=resolved.dtype, device=resolved.device)
+        unscaled = resolved.records(whole)
         if schema is not None and schema.unknown:  # `release_statistics` finds the ranges
             dataset = whole._replace(schema=schema)
     dataset = resolved.read_data() if dataset is None else dataset
@@ -148,8 +148,7 @@ def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> 
         sites = len(np.unique(dataset.site))
         if sites != resolved.clients:
             raise SordinoError(f"clients: {resolved.clients}, but the data hold {sites} clients; leave clients out.")
-    client = split(dataset, resolved.partition, resolved.clients, seed=resolved.source.split_seed)
-    records = Records.of(dataset.x_train, dataset.y_train, client, dtype=resolved.dtype, device=resolved.device)
+    records = resolved.records(dataset)
     model = resolved.build_model(dataset.x_train.shape[1], len(dataset.classes))
     noise = Noiseless(resolved.seed or 0) if resolved.noiseless else source(resolved.seed)
     return PreparedRun(resolved, dataset, records, model, resolved.plan(records.sizes), noise, unscaled)
@@ -348,7 +347,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
             adapter_sha256=sha256(adapter) if adapter.is_dir() else "",
             ledger_head=ledger.head(),
             ledger_rows=len(ledger),
-            tested=len(run.dataset.y_test) if run.plan.privacy.unit is Unit.RECORD else None,
+            tested=len(run.dataset.y_test) if run.plan.privacy.unit.sizes_public else None,
             execution=resolved.execution,
             assumes=resolved.assumptions,
             doubts=resolved.doubts,
@@ -372,12 +371,12 @@ def _life_table(run: PreparedRun, checkpoint: Any) -> list[dict[str, float]] | N
 
 
 def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
-    """Every metric of the stored model on the test records. At user level nothing tells how many those are."""
+    """Every metric of the stored model on the test records. At client level nothing tells how many those are."""
     theta = _final_model(run, out)
     if theta is None:
         return {}
     x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
-    counts = run.plan.privacy.unit is Unit.RECORD
+    counts = run.plan.privacy.unit.sizes_public
     threshold, unit = run.resolved.spec.threshold, run.dataset.unit
     return evaluate_fully(run.model, theta.to(x), x, y, threshold, counts=counts, unit=unit)
 

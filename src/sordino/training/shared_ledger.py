@@ -12,7 +12,7 @@ A record may be at another client in another run. So a run is charged by a bound
 largest sensitivity per noise, the largest sampling rate and the largest number of releases of any client. Where clients
 have equal accounts, as without minibatches, this is exact. With minibatches and clients of very different sizes it is
 well above what any client spends. The total bounds what all charged runs together reveal of one record (or of one
-user, at user level), each to those whom its trust model names.
+whole client, at client level), each to those whom its trust model names.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from sordino.settings import read_toml, typed
 MOST_STATISTICS = 0.5  # share of the budget
 DTYPES = ("float32", "float64", "bfloat16")  # bfloat16: the forward and backward passes of a transformer
 
+PERSON_IDS = ("global", "per-client")
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -34,6 +36,8 @@ class Spec:
     data_dir: str | None = None  # folder where published data sets are looked for first
     label: str | None = None
     schema: str | None = None  # a schema.toml: what the columns of a table mean
+    person: str | None = None  # the column that says whom a record is about; a schema names it itself
+    person_ids: str = "global"  # or per-client: equal ids at two clients are two persons
     public_stats: str | None = None
     private_statistics: float | None = None  # share of the budget that finds the ranges of columns with `within`
     normalize: str | None = None  # by default what the method asks for, mostly none
@@ -58,10 +62,13 @@ class Spec:
     # privacy
     epsilon: float = 8.0
     delta: float = 1e-5
-    unit: str = "record"
+    unit: str | None = None  # by default person where a person column is named, else record
+    person_records: int = 4  # of one person that each client uses
+    person_clients: int = 1  # at most so many hold records of one person
     adjacency: str = "replace-one"
     trust: str = "untrusted-server"
     noise: float | None = None
+    calibrate: float | None = None  # part of the budget that calibrates intercepts; by default 0.05 for tables and auto
     client_epsilon: dict[str, float] = field(default_factory=dict)
     uncertified: bool = False
     # randomness
@@ -83,6 +90,8 @@ class Spec:
             raise SordinoError(f"dtype: '{self.dtype}' is unknown.{nearest(self.dtype, DTYPES)}")
         if self.dtype == "bfloat16" and "autocast" not in model.accepts:
             raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{self.model}'; use float32.")
+        if self.person_ids not in PERSON_IDS:
+            raise SordinoError(f"person_ids: '{self.person_ids}' is unknown.{nearest(self.person_ids, PERSON_IDS)}")
         if self.evaluate_every < 1:
             raise SordinoError(f"evaluate_every: {self.evaluate_every} must be at least 1.")
         share = self.private_statistics

@@ -22,7 +22,7 @@ from sordino.training.folder import EVALUATION_FILE, RunFolder, missing
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 
-SIZE_PLACEHOLDER = 1_000_000  # records per client at user level, where no number in a certificate depends on them
+SIZE_PLACEHOLDER = 1_000_000  # records per client at client level, where no number in a certificate depends on them
 # Yields the differences between a certificate and another file, which lies beside it.
 Compare = Callable[[dict[str, Any], Path], Iterator[str]]
 

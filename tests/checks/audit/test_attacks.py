@@ -36,7 +36,7 @@ def test_the_attack_on_fedgd_is_nearly_tight():
 @pytest.mark.parametrize(
     ("unit", "adjacency"),
     tiers(
-        itertools.product(Unit, Adjacency), [(Unit.RECORD, Adjacency.REPLACE_ONE), (Unit.USER, Adjacency.ADD_REMOVE)]
+        itertools.product(Unit, Adjacency), [(Unit.RECORD, Adjacency.REPLACE_ONE), (Unit.CLIENT, Adjacency.ADD_REMOVE)]
     ),
 )
 def test_halved_noise_is_found_out(unit, adjacency):
@@ -108,7 +108,7 @@ def test_every_claim_is_reached_though_no_record_reaches_all_at_once():
 @pytest.mark.parametrize("name", ["dp-fednew", "dp-fednew-fc"])
 def test_messages_of_whole_clients_are_audited_in_float32(name):
     """Without a lemma a client's answers are float32, and so is what the observer computes beside them."""
-    assert audit(name, Privacy(1.0, unit="user"), runs=20, seed=0, dtype=torch.float32).reach > 0.99
+    assert audit(name, Privacy(1.0, unit="client"), runs=20, seed=0, dtype=torch.float32).reach > 0.99
 
 
 def test_runs_are_float32_and_scores_float64():
@@ -252,14 +252,14 @@ SHAPES = {
         prepare=lambda ask: torch.linalg.cholesky(ask.gram() + torch.eye(3, dtype=torch.float64)),
     ),
     "message": method(three_steps, Query(Kind.GRADIENT, noise=None, calls=3), Query(Kind.DELTA, 1.0)),
-    "user": method(gradient, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0), unit=Unit.USER),
-    "user stream": method(
-        gradient, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0, noise=STREAM), unit=Unit.USER
+    "client": method(gradient, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0), unit=Unit.CLIENT),
+    "client stream": method(
+        gradient, Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, 1.0, noise=STREAM), unit=Unit.CLIENT
     ),
 }
 
 
-LINEAR = ("minibatch", "stream", "message", "user", "user stream")  # of the others, sums do not tell all
+LINEAR = ("minibatch", "stream", "message", "client", "client stream")  # of the others, sums do not tell all
 
 
 @pytest.mark.parametrize(
@@ -331,11 +331,11 @@ def _one_matrix():
         (lambda: audit("dp-fedgd", seed=-1), "seed: -1"),
         (lambda: audit("dp-fedgd", Privacy(math.inf)), "epsilon: inf promises nothing"),
         (lambda: audit("dp-scaffold", Privacy(trust=Trust.TRUSTED_SERVER)), "trust: dp-scaffold is not proved"),
-        (lambda: one_run("dp-fedgd", Privacy(unit=Unit.USER)), "unit: an audit in one run"),
+        (lambda: one_run("dp-fedgd", Privacy(unit=Unit.CLIENT)), "unit: an audit in one run"),
         (lambda: one_run("dp-fedgd", canaries=3), "canaries: 3 are too few"),
         (lambda: audit("dp-fednew", batch="poisson:4"), "batch: poisson:4 of dp-fednew is not audited"),
         (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several queries"),
-        (lambda: audit("dp-fedgd", Privacy(unit=Unit.USER), batch="poisson:4"), "at user level nothing is claimed"),
+        (lambda: audit("dp-fedgd", Privacy(unit=Unit.CLIENT), batch="poisson:4"), "at client level nothing is claimed"),
         (lambda: audit("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="fixed:4"), "under add-remove"),
         (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' has no number"),
     ],

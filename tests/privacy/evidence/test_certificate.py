@@ -99,8 +99,8 @@ STREAMS = [
     ("record", "untrusted-server", "full", {}, None),
     ("record", "untrusted-server", "cyclic:2", {"restart": 2, "honaker": "none"}, None),
     ("record", "secure-aggregation", "cyclic:2", {"mechanism": "banded", "band": 2}, 3),
-    ("user", "secure-aggregation", "cyclic:4", {"mechanism": "banded", "band": 2}, None),
-    ("user", "trusted-server", "fixed:2", {"mechanism": "schedule", "momentum": 0.5}, 4),
+    ("client", "secure-aggregation", "cyclic:4", {"mechanism": "banded", "band": 2}, None),
+    ("client", "trusted-server", "fixed:2", {"mechanism": "schedule", "momentum": 0.5}, 4),
 ]
 
 
@@ -234,7 +234,7 @@ def test_the_statement_says_who_against_whom_and_what_not():
         "shortened to length at most 1",
     ):
         assert words in told, words
-    user = statement(made(plan_for(unit="user", adjacency="add-remove", trust="trusted-server")))
+    user = statement(made(plan_for(unit="client", adjacency="add-remove", trust="trusted-server")))
     assert "whether its data were used at all" in user
     assert "records) in" not in user
 
@@ -303,13 +303,13 @@ def test_a_key_that_is_none_is_refused(tmp_path, text, words):
         verify(signed(made(plan_for()), RunKey(bytes(32))), str(path))
 
 
-def test_sizes_are_told_exactly_at_record_level_and_not_at_user_level():
+def test_sizes_are_told_exactly_at_record_level_and_not_at_client_level():
     for participation in ("full", "fixed:2"):
         assert sizes_of(made(plan_for(participation=participation))) == SIZES
     equal = Plan(build("dp-fedgd"), 3, (7,) * 50, Privacy())
     assert made(equal)["groups"][0]["sizes"] == [7]
     assert sizes_of(made(equal)) == (7,) * 50
-    assert sizes_of(made(plan_for(unit="user"))) is None
+    assert sizes_of(made(plan_for(unit="client"))) is None
     cert = made(plan_for())
     cert["groups"][0]["clients"] = "0-999999999999"
     with pytest.raises(SordinoError, match="are not among 0 to 3"):
@@ -318,16 +318,16 @@ def test_sizes_are_told_exactly_at_record_level_and_not_at_user_level():
 
 def test_the_schedule_is_told_to_be_secret_where_it_hides_something():
     told = {
-        ("full", "user", "trusted-server"): "all take part",
-        ("poisson:0.5", "user", "trusted-server"): "secret",
-        ("poisson:0.5", "user", "untrusted-server"): "public",
+        ("full", "client", "trusted-server"): "all take part",
+        ("poisson:0.5", "client", "trusted-server"): "secret",
+        ("poisson:0.5", "client", "untrusted-server"): "public",
         ("poisson:0.5", "record", "trusted-server"): "public",
     }
     for (participation, unit, trust), words in told.items():
         plan = plan_for(participation=participation, unit=unit, trust=trust, adjacency="add-remove")
         assert made(plan)["sampler"]["schedule"] == words
     assert (
-        made(replace(plan_for(participation="poisson:0.5", unit="user", trust="trusted-server"), schedule_seed=1))[
+        made(replace(plan_for(participation="poisson:0.5", unit="client", trust="trusted-server"), schedule_seed=1))[
             "sampler"
         ]["schedule"]
         == "guessable"

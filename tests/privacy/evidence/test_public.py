@@ -12,10 +12,10 @@ from sordino.privacy.evidence import public
 from sordino.privacy.evidence.statement import statement
 from sordino.training.spec import RUN_KEYS
 
-COHORT = ["--unit", "user", "--participation", "poisson:0.5", "--trust", "trusted-server"]
+COHORT = ["--unit", "client", "--participation", "poisson:0.5", "--trust", "trusted-server"]
 RUNS = {
     "record": ["--data", "FILE", "--label", "label", "--partition", "by-column:site"],
-    "user": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", "--unit", "user"],
+    "client": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", "--unit", "client"],
     "amplified": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", *COHORT],
     "sampled": ["--data", "FILE", "--label", "label", "--partition", "iid", "--batch", "poisson:60", "--clients", "3"],
     "stream": ["--data", "FILE", "--label", "label", "--partition", "iid", "--method", "dp-ftrl", "--clients", "3"],
@@ -123,15 +123,15 @@ def test_a_new_field_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_exact_functions_of_private_data_are_not_told(done, name, files):
-    """Neither labels by client, nor how long a round took; at user level not who took part, nor how many records."""
+    """Neither labels by client, nor how long a round took; at client level not who took part, nor how many records."""
     out, document = done[name]
     assert ("seconds" in document) is (name in OPEN)
     assert ("heterogeneity" in document) is (name in OPEN)
     assert ("client_metrics" in document) is (name in OPEN)
     for group in document["metrics"].get("calibration_curve", []):
-        assert ("records" in group) is (name not in ("user", "amplified"))
+        assert ("records" in group) is (name not in ("client", "amplified"))
     text = "".join(path.read_bytes().decode("latin-1") for path in (out / "public").iterdir()) + json.dumps(document)
-    if name in ("user", "amplified"):
+    if name in ("client", "amplified"):
         assert "clinic-" not in text
         cert = json.loads((out / "public" / "certificate.json").read_text())
         assert (cert["records"], cert["test_records"], cert["client_names"]) == (None, None, [])
@@ -146,7 +146,7 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr("sordino.training.evaluate.beats_constant_guess", lambda dataset, last: dataset.classes == ())
     seen = set()
-    for name in ("record", "user", "sampled", "quantity", "seeded", "benchmark", "count", "open survival"):
+    for name in ("record", "client", "sampled", "quantity", "seeded", "benchmark", "count", "open survival"):
         words = list(RUNS[name])
         known = {"FILE": "patients.csv" if "by-column:site" in words else "free.csv", "QUANTITY": "dose.csv"}
         known |= dict.fromkeys(("COUNT", "TIME"), "numbers.csv") | {"COUNTS": "counts.toml", "TIMES": "times.toml"}
@@ -160,7 +160,7 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
             assert len(own) == 1, (name, line, own)
             assert name in OPEN or not public.CONSOLE[own[0]].open_only, line
             seen.update(own)
-        if name == "user":
+        if name == "client":
             assert "test records" not in captured.out
             assert "clinic-" not in captured.out
     assert seen == set(range(len(public.CONSOLE)))

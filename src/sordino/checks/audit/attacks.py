@@ -33,6 +33,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -278,7 +279,7 @@ def one_run(
     """
     privacy = Privacy() if privacy is None else privacy
     if privacy.unit is not Unit.RECORD:
-        raise SordinoError("unit: an audit in one run needs many records in one client; use unit = record.")
+        raise SordinoError("unit: an audit in one run hides many single records in one client; use unit = record.")
     method = build(name) if method is None else method
     if any(query.kind in MATRICES for stage in method.stages for query in stage.queries):
         canaries = min(canaries, MATRIX_CANARIES)
@@ -349,8 +350,8 @@ def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
     """Why minibatches of this method cannot be audited; empty if they can, or if there are none."""
     if sampling.kind == FULL:
         return ""
-    if method.unit is Unit.USER:
-        return "at user level nothing is claimed for minibatches; use batch = full"
+    if method.unit is Unit.CLIENT:
+        return "at client level nothing is claimed for minibatches; use batch = full"
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
     if not any(query.kind is Kind.GRADIENT for query in noised):
         return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
@@ -398,7 +399,7 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         "short mirrored": (SHORT_CANARY * one, -CANARY_LABEL),
         "turned": (LONG_CANARY * two, CANARY_LABEL),
     }
-    joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.USER
+    joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.CLIENT
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
     companies: dict[str, tuple[Tensor, float] | None]
     if _samples(plan):
@@ -535,14 +536,23 @@ def _records(
         rest, labels = others[0].expand_as(rest), torch.full_like(labels, others[1])
     x = torch.cat([torch.stack([x for x, _ in rows]), rest])
     y = torch.cat([x.new_tensor([y for _, y in rows]), labels])
-    return AttackedRecords(x.to(dtype), y.to(dtype), np.cumsum([0, *plan.sizes]))
+    starts = np.cumsum([0, *plan.sizes])
+    if plan.privacy.unit is Unit.PERSON:  # every person, the canary among them, has as many records as are used
+        k = plan.privacy.person_records
+        x, y = x.repeat_interleave(k, 0), y.repeat_interleave(k, 0)
+        return AttackedRecords(x.to(dtype), y.to(dtype), k * starts, torch.ones(len(y), dtype=torch.bool), k)
+    return AttackedRecords(x.to(dtype), y.to(dtype), starts)
 
 
 def _without_first(records: AttackedRecords) -> AttackedRecords:
-    """The records without the victim's first one; nothing of it remains behind the mask."""
+    """The records without the victim's first record or person; nothing of it remains behind the mask."""
+    if records.filled is not None:
+        x, y, filled = records.x.clone(), records.y.clone(), records.filled.clone()
+        x[: records.per_person], y[: records.per_person], filled[: records.per_person] = 0, 0, False
+        return replace(records, x=x, y=y, filled=filled)
     x, y, present = records.x.clone(), records.y.clone(), torch.ones(records.sizes[VICTIM], dtype=torch.float64)
     x[0], y[0], present[0] = 0, 0, 0
-    return AttackedRecords(x, y, records.starts, present)
+    return replace(records, x=x, y=y, present=present)
 
 
 def _many_canaries(plan: Plan, canaries: int, dtype: torch.dtype) -> Attack:
@@ -564,7 +574,7 @@ def _in_states(records: AttackedRecords, plan: Plan, coins: Tensor) -> AttackedR
         return AttackedRecords(x, y, records.starts)
     x[:count] *= coins.unsqueeze(-1)
     y[:count] *= coins
-    return AttackedRecords(x, y, records.starts, coins.double())
+    return AttackedRecords(x, y, records.starts, present=coins.double())
 
 
 def _canary_scores(attack: Attack, coins: Tensor, source: Source, noise_factor: float) -> Tensor:

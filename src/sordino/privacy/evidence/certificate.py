@@ -105,7 +105,7 @@ def certificate(
     noise, client_noise = calibration.summed_noise(plan)
     delta = plan.privacy.delta
     reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
-    sizes_public = plan.privacy.unit is Unit.RECORD  # at user level, a client's size is part of what is hidden
+    sizes_public = plan.privacy.unit.sizes_public  # at client level, a client's size is part of what is hidden
     return {
         "format": CERTIFICATE_FORMAT,
         "sordino": version,
@@ -118,13 +118,14 @@ def certificate(
         "epsilon_asked": finite(plan.privacy.epsilon) if plan.noise is None else None,
         "epsilon_at": {f"{d:g}": finite(max(spending.epsilon_of(plan, g, d) for g in groups)) for d in DELTAS},
         "unit": str(plan.privacy.unit),
+        "person": _person(plan),
         "adjacency": str(plan.privacy.adjacency),
         "trust": str(plan.privacy.trust),
         "method": plan.method.name,
         "execution": execution,
         "rounds": plan.rounds if done is None else done,
         "clients": plan.clients,
-        "client_names": list(names) if sizes_public else [],  # whose data were used is what user level hides
+        "client_names": list(names) if sizes_public else [],  # whose data were used is what client level hides
         "cohort": plan.participation.rate(plan.clients) * plan.clients,
         "records": sum(plan.sizes) if sizes_public else None,
         "test_records": tested,
@@ -222,6 +223,17 @@ def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
     return parsed
 
 
+def _person(plan: Plan) -> dict[str, int] | None:
+    """For the unit person: records of one person that each client uses, and clients that may hold some."""
+    if plan.privacy.unit is not Unit.PERSON:
+        return None
+    return {"records": plan.privacy.person_records, "clients": plan.privacy.person_clients}
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
     """For sums of integers: the clients whose noise counts, and epsilon against the server alone."""
     if plan.integers is None:
@@ -250,7 +262,7 @@ def _sampler(plan: Plan) -> dict[str, str]:
         ("fixed", Adjacency.REPLACE_ONE): "fixed size, replace-one: Rényi bound (Wang, Balle, Kasiviswanathan 2019)",
     }
     kind = plan.participation.kind if plan.amplified else plan.sampling.kind
-    by = "clients" if plan.amplified else "records"
+    by = "clients" if plan.amplified else f"{plan.privacy.unit}s"
     claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if spending.samples(plan) else "none claimed"
     secret = "secret" if plan.schedule_seed >= SECRET_SEED else "guessable"
     return {
@@ -350,6 +362,12 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         )
     if plan.privacy.unit is Unit.RECORD:
         facts.append("The number of records of each client is public and fixed.")
+    if plan.privacy.unit is Unit.PERSON:
+        facts.append("The number of persons of each client is public and fixed; how many records a person has is not.")
+        facts.append(
+            "Each client knows which of its records belong to one person, and at most "
+            f"{_counted(plan.privacy.person_clients, 'client')} hold records of the same person."
+        )
     if plan.privacy.trust is not Trust.TRUSTED_SERVER:
         facts.append("Who takes part in a round is public.")
     if plan.amplified:

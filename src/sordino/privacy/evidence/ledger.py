@@ -31,9 +31,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from sordino.core import Adjacency
+from sordino.core import Adjacency, Unit
 from sordino.errors import LedgerError, OverspentError, SordinoError
 from sordino.privacy.accounting import concentrated, events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
@@ -153,10 +153,11 @@ class Ledger:
       epsilon: epsilon of the limit; give both epsilon and delta, or neither.
       delta: delta of the limit.
       adjacency: which data sets are neighbours.
+      unit: whose data are protected.
       read_only: only look. Nothing is created or changed, and the file and its folder need not be writable.
 
     Raises:
-      SordinoError: the limit is incomplete, or the file has another adjacency.
+      SordinoError: the limit is incomplete, or the file has another adjacency or unit.
       LedgerError: the file cannot be opened or is no ledger, or the new limit is weaker than the stored one.
     """
 
@@ -167,6 +168,7 @@ class Ledger:
         epsilon: float | None = None,
         delta: float | None = None,
         adjacency: Adjacency | None = None,
+        unit: Unit | None = None,
         read_only: bool = False,
     ) -> None:
         if (epsilon is None) != (delta is None):
@@ -194,7 +196,9 @@ class Ledger:
             if new_limit is not None:
                 self._restrict(*new_limit)
             if adjacency is not None:
-                self._settle(adjacency)
+                self._settle("adjacency", adjacency)
+            if unit is not None:
+                self._settle("unit", unit)
         except BaseException:
             self.close()
             raise
@@ -483,16 +487,17 @@ class Ledger:
                 row = (_now(), epsilon, delta)
                 self._db.execute("INSERT INTO limits (time, epsilon, delta) VALUES (?, ?, ?)", row)
 
-    def _settle(self, adjacency: Adjacency) -> None:
+    def _settle(self, what: Literal["adjacency", "unit"], word: Adjacency | Unit) -> None:
+        """Store the adjacency or the unit of all costs, or refuse another than the stored one."""
         with self._transaction():
-            self._db.execute("CREATE TABLE IF NOT EXISTS adjacency (word TEXT NOT NULL)")
-            stored = [word for (word,) in self._db.execute("SELECT word FROM adjacency")]
+            self._db.execute(f"CREATE TABLE IF NOT EXISTS {what} (word TEXT NOT NULL)")
+            stored = [word for (word,) in self._db.execute(f"SELECT word FROM {what}")]
             if not stored:
-                self._db.execute("INSERT INTO adjacency VALUES (?)", (str(adjacency),))
-            elif stored != [str(adjacency)]:
+                self._db.execute(f"INSERT INTO {what} VALUES (?)", (str(word),))
+            elif stored != [str(word)]:
                 raise SordinoError(
-                    f"adjacency: ledger {self.path} counts costs under {stored[0]}, which do not add up with costs "
-                    f"under {adjacency}. Use {stored[0]}, or another ledger."
+                    f"{what}: ledger {self.path} counts costs under {stored[0]}, which do not add up with costs under "
+                    f"{word}. Use {stored[0]}, or another ledger."
                 )
 
     def _limit(self) -> tuple[float, float, float]:

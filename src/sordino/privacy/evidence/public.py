@@ -19,7 +19,7 @@ PLAN = "Follows from the settings, and at record level from the clients' sizes, 
 ACCOUNT = "Follows from the plan's noise and sensitivities; no record enters it."
 NAMES_ARE_PUBLIC = "Features, labels and file names are declared public."
 TESTED = (
-    "Computed from the noised model and from test records, which lie outside the guarantee: at user level they are "
+    "Computed from the noised model and from test records, which lie outside the guarantee: at client level they are "
     "those of clients held out as a whole."
 )
 FROM_RELEASES = "A function of noised releases, which the account pays for."
@@ -39,16 +39,19 @@ CERTIFICATE: Mapping[str, str] = {
     "epsilon_asked": SETTING,
     "epsilon_at.*": ACCOUNT,
     "unit": SETTING,
+    "person": "Null unless persons are protected.",
+    "person.records": SETTING,
+    "person.clients": SETTING,
     "adjacency": SETTING,
     "trust": SETTING,
     "method": SETTING,
     "execution": WORDS,
     "rounds": SETTING,
     "clients": "The number of clients is public; the certificate says so.",
-    "client_names": "At record level who takes part is public. Empty at user level, where it is what is hidden.",
+    "client_names": "At record level who takes part is public. Empty at client level, where it is what is hidden.",
     "cohort": PLAN,
-    "records": "At record level sizes are public and fixed. Null at user level.",
-    "test_records": "At record level the number of records held out by position. Null at user level.",
+    "records": "Sizes, in records or persons, are public and fixed. Null at client level.",
+    "test_records": "The number of records held out, by position or by person. Null at client level.",
     "sampler.clients": SETTING,
     "sampler.records": SETTING,
     "sampler.amplification": WORDS,
@@ -71,8 +74,8 @@ CERTIFICATE: Mapping[str, str] = {
     "worst_client": ACCOUNT,
     "groups[].clients": "Numbers of clients, by account.",
     "groups[].count": "Numbers of clients, by account.",
-    "groups[].records": "At record level sizes are public and fixed. Null at user level.",
-    "groups[].sizes": "At record level sizes are public and fixed. Null at user level.",
+    "groups[].records": "Sizes, in records or persons, are public and fixed. Null at client level.",
+    "groups[].sizes": "Sizes, in records or persons, are public and fixed. Null at client level.",
     "groups[].mu": ACCOUNT,
     "groups[].epsilon": ACCOUNT,
     "groups[].own_std.*": ACCOUNT,
@@ -219,7 +222,7 @@ SUMMARY: Mapping[str, str] = {
     "metrics.threshold": SETTING,
     "metrics.calibration_curve[].predicted": TESTED,
     "metrics.calibration_curve[].observed": TESTED,
-    "metrics.calibration_curve[].records": "At record level a tenth of the test records, up to ties. Absent at user "
+    "metrics.calibration_curve[].records": "At record level a tenth of the test records, up to ties. Absent at client "
     "level.",
     **{key: CERTIFICATE[key] for key in ("epsilon", "delta", "certified", "reasons", "noise", "client_noise")},
     **{key: CERTIFICATE[key] for key in ("method", "clients", "records", "rounds", "client_names")},
@@ -396,8 +399,8 @@ whether KEY signed it. Without a signature anybody can make up spec, certificate
 
 Data-dependent partitions (`dirichlet`, `classes`, `counts`) decide by labels who holds a record, so that clients' sizes
 would tell of them. They are certified for benchmark data and for data declared public (`public_data = true`), as a
-simulation; on other files use `iid` or `by-column`. At user level with `by-column` a part of the *clients* is held out
-for testing.
+simulation; on other files use `iid` or `by-column`. At client level with `by-column` a part of the *clients* is held
+out for testing.
 
 Every field of every public file, and why it is safe (this page is made from
 `sordino.privacy.evidence.public`, and a test walks real runs for fields that are not listed):

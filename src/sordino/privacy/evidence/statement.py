@@ -21,9 +21,13 @@ PROTECTED = {
     "with confidence whether it was among the training data",
     (Unit.RECORD, Adjacency.REPLACE_ONE): "the content of any single record (one row of a table, one image, one text): "
     "nobody can tell with confidence what it contained, even if they know all other records",
-    (Unit.USER, Adjacency.ADD_REMOVE): "any whole client, with all its records: nobody can tell with confidence "
+    (Unit.PERSON, Adjacency.ADD_REMOVE): "any single person, with all records of that person at a client: nobody can "
+    "tell with confidence whether the person was among the training data",
+    (Unit.PERSON, Adjacency.REPLACE_ONE): "all records of any single person: nobody can tell with confidence what they "
+    "contained, or how many there were, even if they know the records of all other persons",
+    (Unit.CLIENT, Adjacency.ADD_REMOVE): "any whole client, with all its records: nobody can tell with confidence "
     "whether its data were used at all",
-    (Unit.USER, Adjacency.REPLACE_ONE): "all data of any one client: nobody can tell with confidence what they were, "
+    (Unit.CLIENT, Adjacency.REPLACE_ONE): "all data of any one client: nobody can tell with confidence what they were, "
     "even if they know the data of all other clients",
 }
 ADVERSARY = {
@@ -115,7 +119,7 @@ Spec SHA-256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["he
 def _what(cert: Mapping[str, Any]) -> str:
     """What was released."""
     whose = f"{cert['clients']} clients"
-    whose += f" ({cert['records']:,} records)" if cert["records"] is not None else ""
+    whose += f" ({cert['records']:,} {unit_plural(cert)})" if cert["records"] is not None else ""
     if cert["method"] == EVALUATION:
         return (
             f"A model was tested on the data of {whose}: each record was counted once, by its label and the model's "
@@ -201,7 +205,7 @@ def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
     if epsilon is None or not cert["certified"]:
         return "No bound is proved: the model may reveal anything about the data."
     right = 100 * float(cert["guess"])
-    subject = "record" if unit is Unit.RECORD else "client"
+    subject = str(unit)
     groups, names = cert["groups"], cert["client_names"]
     rows = [f"| {_short(g['clients'])} | {_span(g['records'])} | {g['epsilon']:.4g} |" for g in groups[:MOST_GROUPS]]
     if len(groups) > MOST_GROUPS:
@@ -230,7 +234,7 @@ roughly, the probability that the limit does not hold. Smaller is better for bot
 
 {whose}:
 
-| clients | records of each | ε |
+| clients | {unit_plural(cert)} of each | ε |
 |---|---|---|
 {table}{_legend(names)}"""
 
@@ -261,13 +265,32 @@ def _use(cert: Mapping[str, Any]) -> str:
 def _steps(cert: Mapping[str, Any]) -> list[str]:
     bounds = list(dict.fromkeys(_bound(query, cert) for query in cert["queries"]))
     sampler = cert["sampler"]
+    person = cert.get("person")
     return [
+        *([_added_up(person)] if person else []),
         *bounds,
         _noise(cert),
-        f"Clients in each round: {sampler['clients']}. Records of each client in a round: {sampler['records']}. "
+        f"Clients in each round: {sampler['clients']}. {_of_each_client(cert)} in a round: {sampler['records']}. "
         f"Privacy amplification by sampling: {sampler['amplification']}.",
         f"Source of the noise: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
     ]
+
+
+def _added_up(person: Mapping[str, int]) -> str:
+    used = "One record" if person["records"] == 1 else f"Up to {person['records']} records"
+    return (
+        f"{used} of each person were used at each client, the first ones in its table. What they contribute was "
+        "added up before it was shortened, so that all of them together count as one."
+    )
+
+
+def unit_plural(cert: Mapping[str, Any]) -> str:
+    """What the sizes of clients count: records, or persons."""
+    return "persons" if cert["unit"] == Unit.PERSON else "records"
+
+
+def _of_each_client(cert: Mapping[str, Any]) -> str:
+    return f"{unit_plural(cert).capitalize()} of each client"
 
 
 def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
@@ -296,6 +319,13 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
         lines.append(
             "A person with several records: the guarantee is for one record. About a person with several records at "
             f"one client, the bet above is won with probability up to {bets}."
+        )
+    elif unit is Unit.PERSON and cert["person"]["clients"] == 1:
+        lines.append("A person with records at several clients: the guarantee is for the records at one of them.")
+    elif unit is Unit.PERSON:
+        lines.append(
+            f"A person with records at more than {cert['person']['clients']} clients: the guarantee is for persons at "
+            "so many or fewer."
         )
     return lines
 
@@ -329,12 +359,13 @@ def _counted_on(cert: Mapping[str, Any]) -> str:
 
 def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
     kind = query["query"].split()[-1]
+    subject = "person" if cert["unit"] == Unit.PERSON else "record"
     if kind == "count":
         return (
             "The clip was adapted to a quantile of the gradients' lengths, which was estimated from noised counts. "
-            f"Each record changes a count by {query['clip']:g} at most."
+            f"Each {subject} changes a count by {query['clip']:g} at most."
         )
-    whose = "Each client's message" if kind == "delta" else f"Each record's {RELEASED.get(kind, kind)}"
+    whose = "Each client's message" if kind == "delta" else f"Each {subject}'s {RELEASED.get(kind, kind)}"
     if query["bound"] == "by clip":
         return f"{whose} was shortened to length at most {query['clip']:g} (the clip)."
     moved = max(r["sensitivity"] for g in cert["groups"] for r in g["releases"] if r["query"] == query["query"])

@@ -253,12 +253,14 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """Check that the releases follow from unit, adjacency, trust, clip and each client's noise."""
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     only_sums_visible = trust is not Trust.UNTRUSTED_SERVER
+    several = _clients_of_a_person(cert, problems)
+    several = several if only_sums_visible else math.sqrt(several)
     for query in cert["queries"]:
         gather = math.sqrt(_senders(cert, query)) if only_sums_visible else 1.0
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
-        if unit is Unit.USER and kind is not Kind.DELTA:
-            problems.append(f"{name}: at user level the whole message must be noised, not an answer")
+        if unit is Unit.CLIENT and kind is not Kind.DELTA:
+            problems.append(f"{name}: at client level the whole message must be noised, not an answer")
         if rows and max(int(r["times"]) for _, r in rows) > int(cert["rounds"]) * int(query["calls"]):
             problems.append(f"{name}: it is released more often than {cert['rounds']} rounds allow")
         for group, release in rows:
@@ -272,7 +274,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                     f"{name}: the visible noise under {trust} is not {std:.6g} if a client adds {least_std:.6g}"
                 )
             if query["bound"] == "by clip" and not query["stream"]:
-                bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit)
+                bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit) * several
                 sampled = float(release["rate"]) < 1
                 apart = sampled and query["semidefinite"] and release["sampler"] == Sampler.POISSON
                 apart = apart and adjacency is Adjacency.REPLACE_ONE
@@ -286,6 +288,21 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             _check_rate(cert, kind, name, group, release, problems)
     _check_rounds(cert, problems)
     _check_totals(cert, problems)
+
+
+def _clients_of_a_person(cert: Mapping[str, Any], problems: list[str]) -> float:
+    """The declared number of clients of one person; 1 where persons are not the unit."""
+    person = cert.get("person")
+    if (person is not None) != (cert["unit"] == Unit.PERSON):
+        problems.append("the field person must be there at person level, and only there")
+    if person is None:
+        return 1.0
+    if not (int(person["records"]) >= 1 and int(person["clients"]) >= 1):
+        problems.append("person: the numbers of records and clients must be at least 1")
+    sampled = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"])
+    if int(person["clients"]) > 1 and (sampled or cert.get("secure")):
+        problems.append("person: there is no account of minibatches, or of integers, for a person at several clients")
+    return float(person["clients"])
 
 
 def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
@@ -329,7 +346,7 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
 
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
     """If every client pays for every round, check that the rounds of the stages add up to those of the run."""
-    hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.USER
+    hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.CLIENT
     if not (hidden or cert["sampler"]["clients"] == FULL) or any(q["stream"] for q in cert["queries"]):
         return
     queries = {query["query"]: query for query in cert["queries"]}
@@ -358,10 +375,10 @@ def _check_rate(
     rate, sampler, unit = float(release["rate"]), str(release["sampler"]), Unit(cert["unit"])
     if rate == 1:
         return
-    if unit is Unit.RECORD and kind in SAMPLED:
+    if unit.sizes_public and kind in SAMPLED:
         law = Sampling.parse(cert["sampler"]["records"])
         least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
-    elif unit is Unit.USER and cert["trust"] == Trust.TRUSTED_SERVER:
+    elif unit is Unit.CLIENT and cert["trust"] == Trust.TRUSTED_SERVER:
         least, ran = float(cert["cohort"]) / int(cert["clients"]), cert["sampler"]["clients"].partition(":")[0]
     else:
         problems.append(

@@ -1,0 +1,138 @@
+"""Persons in data: how their records are laid out, held out and dealt to clients."""
+
+import numpy as np
+import pytest
+import torch
+
+from sordino import Dataset, Privacy, split
+from sordino.data.records import Lazy, Records, check_person_clients, person_rows, rows_of
+from sordino.data.sources import load
+from sordino.data.splits import generator, hold_out_persons
+from sordino.errors import SordinoError
+
+CLIENT = np.array([1, 0, 0, 1, 0, 1, 0, -1])
+PERSON = np.array([5, 7, 2, 5, 7, 9, 7, 7])
+
+
+def test_rows_of_persons_lie_together_and_more_than_the_most_are_left_out():
+    rows, starts = person_rows(CLIENT, PERSON, 2)
+    assert rows.tolist() == [2, -1, 1, 4, 0, 3, 5, -1]  # person 2, then 7 (its third is left out), then 5 and 9
+    assert starts.tolist() == [0, 4, 8]
+    held = Records.of(np.arange(16.0).reshape(8, 2), np.arange(8.0), CLIENT, person=PERSON, per_person=2)
+    assert held.sizes == (2, 2)
+    assert held.filled.tolist() == [True, False, True, True, True, True, True, False]
+    assert held.shard(0).x[:, 0].tolist() == [4, 0, 2, 8]
+    assert held.shard(1).mask.tolist() == [1, 1, 1, 0]
+    assert held.shard(0).per_person == 2
+
+
+def test_a_person_has_one_weight():
+    held = Records.of(np.zeros((8, 2)), np.arange(8.0), CLIENT, person=PERSON, per_person=3)
+    weighted = held.fused(np.arange(2), np.array([0.5, 1.0]))
+    assert weighted.person_weights().tolist() == [0.5, 0.5, 1, 1]
+
+
+def test_minibatches_and_batches_hold_whole_persons():
+    held = Records.of(np.arange(16.0).reshape(8, 2), np.arange(8.0), CLIENT, person=PERSON, per_person=2)
+    assert rows_of(np.array([1, -1]), 2).tolist() == [2, 3, -1, -1]
+    shard = held.picked(np.array([0, 1]), [np.array([1, -1]), np.array([-1, 0])])
+    assert shard.x[:, :, 0].tolist() == [[2, 8, 0, 0], [0, 0, 0, 6]]
+    assert shard.mask.tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    ((clients, batch),) = held.buckets(np.array([0, 1]))
+    assert clients.tolist() == [0, 1]
+    assert batch.mask.tolist() == [[1, 0, 1, 1], [1, 1, 1, 0]]
+
+
+def test_the_grouping_must_be_that_of_the_promise():
+    x, y, client = np.zeros((4, 2)), np.zeros(4), np.zeros(4, int)
+    plain, grouped = Records.of(x, y, client), Records.of(x, y, client, person=np.arange(4), per_person=2)
+    person = Privacy(unit="person", person_records=2)
+    plain.check_unit(Privacy())
+    grouped.check_unit(person)
+    for held, privacy in ((plain, person), (grouped, Privacy()), (grouped, Privacy(unit="person", person_records=3))):
+        with pytest.raises(SordinoError, match=r"^person: records are"):
+            held.check_unit(privacy)
+    with pytest.raises(SordinoError, match=r"^person: records are not grouped"):
+        Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_unit(person)
+
+
+def test_a_person_at_more_clients_than_declared_is_refused():
+    with pytest.raises(SordinoError, match=r"1 persons have records at more than 1 clients, one at 2.*per-client"):
+        check_person_clients(np.array([0, 1, 1]), np.array([4, 4, 5]), 1)
+    check_person_clients(np.array([0, 1, 1]), np.array([4, 4, 5]), 2)
+    check_person_clients(np.array([0, -1, 1]), np.array([4, 4, 5]), 1)  # a record that is left out counts nowhere
+
+
+def test_persons_are_held_out_as_a_whole():
+    person = np.repeat(np.arange(100), 1 + np.arange(100) % 5)
+    whose = person % 3
+    out = hold_out_persons(whose, person, 0.2, generator(0, "hold out"))
+    parts = {who: set(out[person == who]) for who in range(100)}
+    assert all(len(part) == 1 for part in parts.values())
+    assert sum(True in part for part in parts.values()) == 20
+
+
+def test_iid_deals_persons(tmp_path):
+    person = np.repeat(np.arange(40), 1 + np.arange(40) % 3)
+    n = len(person)
+    data = Dataset(
+        "t", np.zeros((n, 2)), np.arange(n) % 2, np.zeros((1, 2)), np.zeros(1), None, ("0", "1"), person=person
+    )
+    client = split(data, "iid", 4, by_person=True)
+    assert all(len(set(client[person == who])) == 1 for who in range(40))
+    sizes = [len(set(person[client == i])) for i in range(4)]
+    assert sizes == [10, 10, 10, 10]
+    with pytest.raises(SordinoError, match=r"^partition: 'dirichlet' deals records, not persons"):
+        split(data, "dirichlet:1", 4, by_person=True)
+    with pytest.raises(SordinoError, match=r"^person: the data do not say"):
+        split(data._replace(person=None), "iid", 4, by_person=True)
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_person_column_is_no_feature(tmp_path):
+    rows = "\n".join(f"{k % 7},{k},{k % 2}" for k in range(40))
+    data = load(write(tmp_path / "t.csv", f"who,a,label\n{rows}\n"), person="who")
+    assert data.features == ("a",)
+    assert len(set(data.person.tolist())) in (5, 6)
+    np.savez(tmp_path / "t.npz", x=np.arange(20.0).reshape(10, 2), y=np.arange(10) % 2, who=np.arange(10) % 5)
+    data = load(str(tmp_path / "t.npz"), person="who")
+    assert len(data.person) == len(data.y_train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"person": "whom"}, r"^person: .* has no column 'whom'"),
+        ({"person": "label"}, r"^person: 'label' is the label column already"),
+        ({"person": "a", "client": "a"}, r"^person: 'a' is the client column already"),
+    ],
+)
+def test_wrong_person_columns(tmp_path, arguments, message):
+    path = write(tmp_path / "t.csv", "who,a,b,label\n1,2,3,0\n2,3,4,1\n1,2,5,0\n2,2,2,1\n")
+    with pytest.raises(SordinoError, match=message):
+        load(path, **arguments)
+
+
+def test_other_wrong_persons(tmp_path):
+    with pytest.raises(SordinoError, match=r"^person: 1 entries of column 'who' are missing"):
+        load(write(tmp_path / "t.csv", "who,a,label\n1,2,0\n,3,1\nb,2,0\n"), person="who")
+    with pytest.raises(SordinoError, match=r"^person: 'digits' has no columns"):
+        load("digits", person="who")
+    np.savez(tmp_path / "t.npz", x=np.zeros((4, 2)), y=np.arange(4) % 2, who=np.zeros((4, 2)))
+    with pytest.raises(SordinoError, match=r"^person: the array has shape"):
+        load(str(tmp_path / "t.npz"), person="who")
+    with pytest.raises(SordinoError, match=r"^person: .* has no array 'whom'"):
+        load(str(tmp_path / "t.npz"), person="whom")
+    with pytest.raises(SordinoError, match=r"^person: give one whole number per record"):
+        Records.of(np.zeros((2, 2)), np.zeros(2), np.zeros(2, int), person=np.array([0.5, 1]), per_person=2)
+    for most in (0, 1001):
+        with pytest.raises(SordinoError, match=r"^person_records: "):
+            Privacy(unit="person", person_records=most)
+    with pytest.raises(SordinoError, match=r"^person_clients: 2 clients per person need unit = person"):
+        Privacy(person_clients=2)
+    with pytest.raises(SordinoError, match=r"^client_epsilon: a person may be at several clients"):
+        Privacy(unit="person", person_clients=2, client_epsilon={0: 0.5})

@@ -1,0 +1,148 @@
+"""Runs that protect persons: from a table with several records per person to the certificate."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sordino import FederatedClassifier
+from sordino.cli import main
+from sordino.errors import SordinoError
+from sordino.training import run
+from sordino.training.resolved import resolve
+from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
+
+SCHEMA = """
+client = "site"
+person = "patient"
+[target]
+column = "sick"
+levels = ["no", "yes"]
+[columns.age]
+type = "number"
+range = [18, 100]
+"""
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """300 patients at three sites, with one to six records each; some of them are at two sites."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    patient = np.repeat(np.arange(300), rng.integers(1, 7, 300))
+    site = patient % 3
+    for who in range(30):
+        site[np.flatnonzero(patient == who)[-1]] = (who + 1) % 3
+    age = rng.integers(20, 90, len(patient))
+    sick = np.where(age + rng.normal(0, 10, len(patient)) > 55, "yes", "no")
+    rows = [f"p{p},s{s},{a},{y}" for p, s, a, y in zip(patient, site, age, sick, strict=True)]
+    (tmp_path / "t.csv").write_text("patient,site,age,sick\n" + "\n".join(rows) + "\n")
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    return tmp_path
+
+
+WORDS = ["run", "--data", "t.csv", "--schema", "schema.toml", "--rounds", "6", "--epsilon", "4"]
+
+
+def test_a_schema_with_a_person_column_protects_persons(table, capsys):
+    assert main([*WORDS, "--set", "person_clients=2", "--out", "r", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    cert = json.loads((table / "r" / "public" / "certificate.json").read_text())
+    assert (cert["unit"], cert["person"]) == ("person", {"records": 4, "clients": 2})
+    assert 240 <= cert["records"] <= 270
+    assert document["records"] == cert["records"]
+    assert not verify_run(table / "r").problems
+    assert "persons" in (table / "r" / "public" / "statement.md").read_text()
+    assert "person" in (table / "r" / "public" / "MODEL_CARD.md").read_text()
+    assert main(["ledger", "show", "r/private/ledger.db"]) == 0
+
+
+def test_a_person_at_two_clients_must_be_declared(table, capsys):
+    assert main([*WORDS, "--out", "r"]) == 2
+    assert "persons have records at more than 1 clients, one at 2" in capsys.readouterr().err
+    assert main([*WORDS, "--set", "person_ids=per-client", "--out", "r"]) == 0
+    cert = json.loads((table / "r" / "public" / "certificate.json").read_text())
+    assert any("equal numbers at two clients are two persons" in line for line in cert["assumes"])
+
+
+def test_record_level_can_still_be_asked_for_and_says_so(table, capsys):
+    assert main([*WORDS, "--unit", "record", "--out", "r"]) == 0
+    cert = json.loads((table / "r" / "public" / "certificate.json").read_text())
+    assert cert["unit"] == "record"
+    assert cert["person"] is None
+    assert "A person with several records" in (table / "r" / "public" / "statement.md").read_text()
+
+
+def test_a_person_column_without_a_schema(table, capsys):
+    text = (table / "t.csv").read_text().replace("yes", "1").replace("no\n", "0\n")
+    (table / "plain.csv").write_text(text)
+    words = ["run", "--data", "plain.csv", "--label", "sick", "--person", "patient", "--rounds", "6", "--clients", "3"]
+    (table / "plain.csv").write_text(
+        "\n".join(",".join(line.split(",")[::2] + line.split(",")[3:]) for line in text.splitlines())
+    )
+    assert main([*words, "--out", "r"]) == 0
+    cert = json.loads((table / "r" / "public" / "certificate.json").read_text())
+    assert cert["unit"] == "person"
+    assert cert["clients"] == 3
+
+
+def test_no_person_is_in_both_parts(table):
+    job = run.prepare(Spec.of({"data": "t.csv", "schema": "schema.toml", "rounds": 6, "person_clients": 2}))
+    used = len(np.unique(job.dataset.person))
+    assert used < sum(job.records.sizes) <= used + 30  # a person at two clients is one unit at each
+    assert used < 300
+
+
+def test_other_persons_are_other_data(table):
+    """The identity that a resumed run is held to depends on who is who."""
+    spec = Spec.of({"data": "t.csv", "schema": "schema.toml", "rounds": 6, "person_clients": 2})
+    job = run.prepare(spec)
+    other = run.prepare(spec, job.dataset._replace(person=np.where(job.dataset.person == 100, 103, job.dataset.person)))
+    assert job.identity(b"key") != other.identity(b"key")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"unit": "person"}, r"^person: unit = person needs the column"),
+        ({"schema": "schema.toml", "person": "site"}, r"^person: 'site', but the schema names 'patient'"),
+        ({"schema": "schema.toml", "person_ids": "local"}, r"^person_ids: 'local' is unknown"),
+        ({"schema": "schema.toml", "person_records": 0}, r"^person_records: 0 must lie"),
+        ({"schema": "schema.toml", "person_clients": 0}, r"^person_clients: 0 must lie"),
+        ({"schema": "schema.toml", "unit": "record", "person_clients": 2}, r"^person_clients: 2 clients per person"),
+    ],
+)
+def test_wrong_settings(table, keys, message):
+    with pytest.raises(SordinoError, match=message):
+        resolve(Spec.of({"data": "t.csv", **keys}))
+
+
+def test_private_tuning_is_refused_for_persons(table, capsys):
+    words = ["sweep", "--data", "t.csv", "--set", "schema=schema.toml", "--set", "person_clients=2"]
+    assert main([*words, "--grid", "clip=1,2", "--charge-tuning", "count"]) == 2
+    assert "unit: noisy counts of correct records are calibrated for single records" in capsys.readouterr().err
+
+
+def test_a_ledger_does_not_add_persons_and_records(table, capsys):
+    words = [*WORDS, "--ledger", "mine.db", "--limit", "20", "--set", "person_ids=per-client"]
+    assert main([*words, "--out", "r"]) == 0
+    assert main([*words, "--out", "r2"]) == 0
+    assert main([*words, "--unit", "record", "--out", "r3"]) == 2
+    assert "unit: " in capsys.readouterr().err
+
+
+def test_estimators_take_persons():
+    rng = np.random.default_rng(0)
+    person = np.repeat(np.arange(200), 3)
+    x = rng.normal(size=(600, 3))
+    y = (x[:, 0] > 0).astype(int)
+    model = FederatedClassifier(epsilon=8.0, rounds=8, clients=4, options={"person_records": 3})
+    model.fit(x, y, persons=person.astype(str))
+    cert = model.certificate_
+    assert (cert["unit"], cert["records"], cert["person"]) == ("person", 200, {"records": 3, "clients": 1})
+    assert model.score(x, y) > 0.8
+    with pytest.raises(SordinoError, match=r"^persons: shape \(3,\) for 600 records"):
+        model.fit(x, y, persons=[1, 2, 3])
+    with pytest.raises(SordinoError, match=r"^person_clients: "):
+        model.fit(x, y, groups=np.arange(600) % 2, persons=person)
