@@ -54,8 +54,8 @@ def tally_method(name: str, of: Tally) -> Method:
       name: as certificates state it.
       of: what is counted.
     """
-    proves = frozenset((Unit.RECORD, trust) for trust in Trust)
-    return Method(name, Unit.RECORD, (stage(of),), proves, CAVEAT)
+    proves, stages = frozenset((Unit.RECORD, trust) for trust in Trust), (stage(of),)
+    return Method(name, Unit.RECORD, stages, proves, CAVEAT, registered=(stages, proves))
 
 
 def after_tally(method: Method, of: Tally, share: float) -> Method:
@@ -86,4 +86,6 @@ def after_tally(method: Method, of: Tally, share: float) -> Method:
     first, *rest = map(scaled, method.stages)
     proves = frozenset(pair for pair in method.proves if pair[0] is Unit.RECORD)
     caveat = f"{method.caveat} {CAVEAT}".strip()
-    return method._replace(stages=(stage(of, share), fresh(first), *rest), proves=proves, caveat=caveat)
+    stages = (stage(of, share), fresh(first), *rest)
+    registered = None if method.by_hand else (stages, proves)
+    return method._replace(stages=stages, proves=proves, caveat=caveat, registered=registered)
