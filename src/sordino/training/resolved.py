@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sordino.data.records import Records
 
 
-CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.05, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
+CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.1, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
 
 class DataSource(NamedTuple):
