@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.methods.test_documentation import problems
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -31,6 +33,13 @@ def test_the_python_of_the_readme_runs(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Certified: ε = 4" in done.stdout
+
+
+def test_the_worked_method_of_contributing_is_documented_as_all_methods_are():
+    first = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    names = {}
+    exec(first[1], names)
+    assert problems(names["fedavgm"]) == []
 
 
 def test_the_worked_method_of_contributing_passes_its_checks(tmp_path):

@@ -222,7 +222,6 @@ class Model(Protocol):
     # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
     # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip): of (one-hot label, probabilities).
-    # A survival model has histogram_sum(shard, clip): of records by what their label says, one cell each.
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
@@ -247,7 +246,6 @@ class Kind(StrEnum):
     COUNT = "count"
     CALIBRATION = "calibration"
     TALLY = "tally"
-    HISTOGRAM = "histogram"
     DELTA = "delta"
 
 
@@ -404,10 +402,6 @@ class Ask(Protocol):
     def gram(self) -> Tensor: ...
     def tally(self, theta: Tensor) -> Tensor:
         """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
-        ...
-
-    def histogram(self) -> Tensor:
-        """Of records by what their label says, as shares; only a model that defines it answers."""
         ...
 
     def std(self, kind: Kind) -> Tensor:

@@ -293,7 +293,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             warnings.warn(
                 "copies of one FederatedClassifier are being fitted, as in a search or in cross-validation: the "
                 "certificate of each fit covers that fit alone, and what they reveal together is not paid for. "
-                "sordino.privacy.accounting.selection tells what it costs.",
+                "docs/how-to/tune.md shows searches that are paid for.",
                 UnpaidSearchWarning,
                 stacklevel=3,
             )

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from sordino.core import Unit
-from sordino.data.records import Lazy
+from sordino.core import Privacy, Unit
+from sordino.data.records import Lazy, Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
@@ -15,11 +16,12 @@ from sordino.models.linear import Linear
 from sordino.models.torch_model import TorchModel
 from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Sampling
+from sordino.privacy.plan import Plan
 from tests.support import classified, plan_for
 
 ENGINES = pytest.mark.parametrize("engine", [reference, simulate])
 MODEL = Linear(3, 3)
-WHOLE_CLIENTS = next(unit for unit in Unit if unit not in ("record", "person"))
+WHOLE_CLIENTS = Unit.CLIENT
 
 
 def refusal(engine, plan, model, records):
@@ -52,6 +54,20 @@ def test_the_number_of_clients_must_agree(engine, sizes, unit):
 def test_where_whole_clients_are_hidden_their_sizes_may_differ_from_the_plan(engine):
     plan = plan_for("dp-fedgd", (5, 5, 5), unit=WHOLE_CLIENTS)
     assert next(engine.run(plan, MODEL, classified((5, 4, 6)), Secure())).t == 0
+
+
+@ENGINES
+def test_where_persons_are_protected_the_plan_counts_persons(engine):
+    x, y, client = np.eye(6, 3), np.arange(6) % 3, np.array([0, 0, 0, 1, 1, 1])
+    records = Records.of(x, y, client, person=np.array([0, 0, 1, 2, 2, 2]), per_person=2, dtype=torch.float64)
+
+    def plan(sizes):
+        privacy = Privacy(8.0, unit=Unit.PERSON, person_records=2)
+        return Plan(build("dp-fedgd", Unit.PERSON), 2, sizes, privacy)
+
+    assert records.sizes == (2, 1)
+    assert next(engine.run(plan(records.sizes), MODEL, records, Secure())).t == 0
+    assert "3 persons of client 0, but it holds 2" in refusal(engine, plan((3, 3)), MODEL, records)
 
 
 def test_several_wrong_sizes_are_counted():

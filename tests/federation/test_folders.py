@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from sordino.cli import main
+from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation import demonstration, readmes
-from sordino.federation.config import SiteConfig
+from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.flower import deploy
 from sordino.privacy.evidence.signing import sha256
 from sordino.secagg import Roster
@@ -63,9 +65,42 @@ def test_keys_print_a_card_for_the_roster_and_are_never_overwritten(tmp_path, ca
     for name in ("identity.key", "node"):
         assert (tmp_path / "n" / name).stat().st_mode & 0o077 == 0
     assert main(["federate", "keys", "north", str(tmp_path / "n")]) == 0
-    assert capsys.readouterr().out == card  # the same once more
+    again, note = capsys.readouterr()
+    assert again == card  # the same once more
+    assert "site.toml were kept as they are; edit" in note
+    assert main(["federate", "keys", "north", str(tmp_path / "n"), "--limit", "3"]) == 0
+    assert "--limit had no effect; edit" in capsys.readouterr().err
+    assert SiteConfig.read(tmp_path / "n" / "site.toml").epsilon == 8.0
     assert main(["federate", "keys", "south", str(tmp_path / "n")]) == 2
     assert main(["federate", "keys", "south", str(tmp_path / "s"), "--limit", "0"]) == 2
+
+
+def test_a_schema_takes_the_place_of_features_classes_and_label(tmp_path, capsys):
+    schema = Path(__file__).parents[2] / "examples" / "schemas" / "heart_disease.toml"
+    known, study, site = Schema.read(schema), tmp_path / "study", tmp_path / "north"
+    words = ["federate", "init", str(study), "--sites", "north,south,west"]
+    assert main([*words, "--schema", str(schema)]) == 0
+    config = FederationConfig.read(study / "federation.toml")
+    assert (config.features, config.classes) == (len(known.features), known.classes)
+    assert main(["federate", "keys", "north", str(site), "--schema", str(schema)]) == 0
+    mine = SiteConfig.read(site / "site.toml")
+    assert (mine.label, mine.classes) == (known.target.column, known.classes)
+    assert sha256(site / "schema.toml") == sha256(study / "schema.toml") == sha256(schema)
+    capsys.readouterr()
+    for wrong, why in (
+        ([*words, "--schema", str(schema), "--features", "3"], "--features: give either"),
+        (words, "--features: give either"),
+        ([*words, "--feature", "3"], "Did you mean '--features'?"),
+        ([*words, "--schema", str(tmp_path / "none.toml")], "none.toml"),
+        (
+            ["federate", "keys", "s", str(tmp_path / "s"), "--schema", str(schema), "--label", "x"],
+            "the schema has them",
+        ),
+    ):
+        wrong[2] = wrong[2] if wrong[1] == "keys" else str(tmp_path / "other")
+        assert main(wrong) == 2, wrong
+        assert why in capsys.readouterr().err, wrong
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_ledger_is_shown_and_exported(federation, tmp_path, capsys):

@@ -13,6 +13,7 @@ from sordino.models.hazards import Hazards
 
 EDGES = (0.0, 1.0, 2.0, 4.0)
 MODEL = Hazards(4, EDGES)
+ZERO = torch.zeros(MODEL.size)
 ROWS = 40
 
 
@@ -42,7 +43,7 @@ def gradients(shard, theta):
     return each(shard, lambda x, y: torch.func.grad(lambda at: MODEL.loss(at, x, y))(theta))
 
 
-# ------------------------------------------------------------------------------------------------------------ the labels
+# ------------------------------------------------------------------------------------------------------ the labels
 
 
 def test_a_label_says_for_how_long_a_record_is_at_risk():
@@ -74,11 +75,11 @@ def test_survival_is_the_product_of_what_hazards_leave(theta, shard):
 
 @pytest.mark.parametrize("edges", [(0.0,), (1.0, 2.0), (0.0, 2.0, 2.0), (0.0, math.inf), (0.0, math.nan)])
 def test_edges_rise_from_zero(edges):
-    with pytest.raises(SordinoError, match="intervals: .* must be edges of time that begin with 0 and rise"):
+    with pytest.raises(SordinoError, match=r"intervals: .* must be edges of time that begin with 0 and rise"):
         Hazards(2, edges)
 
 
-# -------------------------------------------------------------------------------------------------------------- the sums
+# ------------------------------------------------------------------------------------------------------ the sums
 
 
 @pytest.mark.parametrize("clip", [math.inf, 2.0, 0.1])
@@ -109,9 +110,9 @@ def test_the_sums_of_matrices_are_those_of_clipped_terms(shard, theta):
 def test_the_histogram_counts_what_labels_say():
     y = torch.tensor([0.5, -0.5, -0.7, 1.5, -3.0, -4.0, 7.0, math.nan])
     shard = Shard(torch.zeros(8, 4), y, torch.tensor([1.0, 1, 1, 1, 0.5, 1, 1, 1]))
-    assert MODEL.histogram_sum(shard, 1.0).tolist() == [2, 1, 0, 1, 0.5, 0, 2]
-    assert MODEL.histogram_sum(shard, 9.0).tolist() == [2, 1, 0, 1, 0.5, 0, 2], "one cell, once"
-    assert MODEL.histogram_sum(shard, 0.25).tolist() == [0.5, 0.25, 0, 0.25, 0.125, 0, 0.5]
+    assert MODEL.tally_sum(ZERO, shard, 1.0).tolist() == [2, 1, 0, 1, 0.5, 0, 2]
+    assert MODEL.tally_sum(ZERO, shard, 9.0).tolist() == [2, 1, 0, 1, 0.5, 0, 2], "one cell, once"
+    assert MODEL.tally_sum(ZERO, shard, 0.25).tolist() == [0.5, 0.25, 0, 0.25, 0.125, 0, 0.5]
 
 
 def test_runs_and_clients_are_one_more_axis(shard):
@@ -125,12 +126,13 @@ def test_runs_and_clients_are_one_more_axis(shard):
         torch.testing.assert_close(together[1], torch.stack(alone))
     runs = MODEL.clipped_sum(theta[:, 0], shard, 1.0)
     torch.testing.assert_close(runs[2], MODEL.clipped_sum(theta[2, 0], shard, 1.0))
-    for name in ("gram_sum", "histogram_sum"):
-        together = getattr(MODEL, name)(clients, 1.0)
-        torch.testing.assert_close(together[3], getattr(MODEL, name)(Shard(x[3], y[3], mask[3]), 1.0))
+    together = MODEL.gram_sum(clients, 1.0)
+    torch.testing.assert_close(together[3], MODEL.gram_sum(Shard(x[3], y[3], mask[3]), 1.0))
+    together = MODEL.tally_sum(theta, clients, 1.0)
+    torch.testing.assert_close(together[2, 3], MODEL.tally_sum(ZERO, Shard(x[3], y[3], mask[3]), 1.0))
 
 
-# ------------------------------------------------------------------------------------------------------------- the bounds
+# ---------------------------------------------------------------------------------------------- the bounds
 
 
 def moved(total, shard, clip):
@@ -157,7 +159,7 @@ def test_one_record_moves_every_sum_by_at_most_its_claim(dtype):
             lambda s, clip=clip: MODEL.curvature_sum(0 * theta, s, clip),
             lambda s, clip=clip: MODEL.fisher_sum(0 * theta, s, clip),
             lambda s, clip=clip: MODEL.gram_sum(s, clip),
-            lambda s, clip=clip: MODEL.histogram_sum(s, clip),
+            lambda s, clip=clip: MODEL.tally_sum(ZERO, s, clip),
         ):
             worst = moved(total, shard, clip)
             assert 0.9 < worst[Adjacency.ADD_REMOVE] <= 1
@@ -189,5 +191,5 @@ def test_a_record_that_is_not_finite_is_absent_and_changes_no_other(value, shard
 def test_records_that_have_no_label_say_nothing(shard, theta):
     blank = shard._replace(y=torch.full_like(shard.y, math.nan))
     assert not MODEL.clipped_sum(theta, blank, 1.0).any()
-    assert not MODEL.histogram_sum(blank, 1.0).any()
+    assert not MODEL.tally_sum(ZERO, blank, 1.0).any()
     assert not MODEL.curvature_sum(theta, blank, 1.0).any()

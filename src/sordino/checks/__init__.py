@@ -23,7 +23,7 @@ import torch
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
-from sordino.checks.mutants import MUTANTS, breaks
+from sordino.checks.mutants import MUTANTS, breaks, concerns
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
@@ -31,6 +31,7 @@ from sordino.core import Adjacency, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.models import registry
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 
 
@@ -62,6 +63,7 @@ class Report(NamedTuple):
 
 
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"intervals": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
@@ -101,7 +103,7 @@ def check(
 
 
 def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Run all contracts on DP-FedGD at record level with a registered model.
+    """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` too.
 
     Args:
       name: the model's name in the registry.
@@ -117,12 +119,16 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
     errors = []
     for features, classes in MODEL_SHAPES:
         try:
-            model = registry.build(name, features, classes)
+            model = registry.build(name, features, classes, **MODEL_OPTIONS.get(name, {}))
         except SordinoError as error:
             errors.append(str(error))
             continue
-        method = entry("dp-fedgd").factory(unit=Unit.RECORD)
-        return list(_reports(name, method, [model], trials, seed))
+        methods = [entry("dp-fedgd").factory(unit=Unit.RECORD)]
+        if isinstance(model, Hazards):  # `auto` asks it for a tally, which no other model has
+            methods += [
+                entry("auto").factory(unit=unit, intervals=model.outputs) for unit in (Unit.RECORD, Unit.CLIENT)
+            ]
+        return [report for method in methods for report in _reports(name, method, [model], trials, seed)]
     raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]}")
 
 
@@ -173,17 +179,19 @@ def check_tally(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
 
 
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, the tallies, and the sums that all methods use.
+    """Check every registered method, the survival model, the tallies, and the sums that all methods use.
 
     Args:
       trials: restarts of the search for one query.
       seed: seed of the search.
 
     Returns:
-      The reports of `check_sums`, of `check` for every method and of `check_tally` for every tally.
+      The reports of `check_sums`, of `check` for every method, of `check_model` for survival and of `check_tally` for
+      every tally.
     """
-    methods = (report for name in REGISTRY for report in check(name, trials=trials, seed=seed))
-    return [*check_sums(), *methods, *(r for name in tallies() for r in check_tally(name, trials=trials, seed=seed))]
+    methods = [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
+    counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
+    return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
 def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
@@ -237,7 +245,9 @@ def _searched(
         best = max(range(len(results)), key=lambda m: results[m].reached)
         if best not in mutant_results:
             mutant_results[best] = [search(*mutant(method, models[best % len(models)])) for mutant in mutants]
-        passed = [mutant for mutant, result in zip(mutants, mutant_results[best], strict=True) if not result[k].beyond]
+        kind = results[best].query.split()[-1]
+        found = zip(mutants, mutant_results[best], strict=True)
+        passed = [mutant for mutant, result in found if concerns(mutant, kind) and not result[k].beyond]
         yield results[best], [_missed("sensitivity", mutant) for mutant in passed]
 
 

@@ -185,6 +185,9 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
 }
 
 
+OF_TALLIES = (counted_twice, weighted_by_a_feature)
+
+
 def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     """Whether a mutant makes this method wrong.
 
@@ -198,10 +201,17 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
-    tallies = any(query.kind is Kind.TALLY for query in queries)
-    if mutant in (counted_twice, weighted_by_a_feature) or (tallies and mutant is not half_claimed):
-        return tallies and mutant in (counted_twice, weighted_by_a_feature)  # vectors are short before they are clipped
+    if mutant in OF_TALLIES:
+        return any(query.kind is Kind.TALLY and query.noise is not None for query in queries)
+    if all(query.kind is Kind.TALLY for query in queries):
+        return mutant is half_claimed
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
+
+
+def concerns(mutant: Callable[..., Any], kind: str) -> bool:
+    """Whether a mutant of sensitivity changes answers of this kind: vectors of a tally are short before they are
+    clipped."""
+    return mutant is half_claimed or (mutant in OF_TALLIES) == (kind == Kind.TALLY)
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import Adjacency, Shard
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 
 ROWS = (10_000, 100_000, 1_000_000)
@@ -47,7 +48,7 @@ class SumFinding(NamedTuple):
         return []
 
 
-def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bool, ShardSum]]:
+def kinds(model: Callable[[Any], Any], device: str) -> Iterator[tuple[str, bool, ShardSum]]:
     """Every kind of sum at theta = 0: its name, whether its terms are semi-definite, and the sum of a shard."""
     logistic, softmax, pair = (
         model(linear) for linear in (Linear(1, 1, Loss.LOGISTIC), Linear(1, 2), Linear(2, 1, Loss.LOGISTIC))
@@ -62,6 +63,13 @@ def kinds(model: Callable[[Linear], Any], device: str) -> Iterator[tuple[str, bo
     yield "gram of persons", True, lambda shard: pair.gram_sum(repeated(doubled(shard)), SUM_CLIP)
     yield "curvature", True, lambda shard: pair.curvature_sum(three, doubled(shard), SUM_CLIP)
     yield "fisher", True, lambda shard: pair.fisher_sum(three, doubled(shard), SUM_CLIP)
+    hazards = model(Hazards(1, (0.0, 1.0)))
+    yield "hazards gradient", False, lambda shard: hazards.clipped_sum(two, timed(shard), SUM_CLIP)
+
+
+def timed(shard: Shard) -> Shard:
+    """Labels of survival: an event for 0, none for 1. Their gradients have opposite signs."""
+    return shard._replace(y=0.5 - 1.5 * shard.y.to(shard.x))
 
 
 def doubled(shard: Shard) -> Shard:
@@ -111,7 +119,7 @@ def pair(rows: int, term: float, gain: float, root: bool, block: int, device: st
 
 
 def sums(
-    model: Callable[[Linear], Any] = lambda linear: linear,
+    model: Callable[[Any], Any] = lambda linear: linear,
     *,
     rows: tuple[int, ...] = ROWS,
     device: str = "cpu",
@@ -153,7 +161,7 @@ def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
 class OneAccumulator:
     """Mutant: a linear model that adds up records one by one in one float32 accumulator."""
 
-    def __init__(self, model: Linear) -> None:
+    def __init__(self, model: Linear | Hazards) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:

@@ -21,13 +21,13 @@ def add(commands: Any) -> None:
         "check",
         act,
         "try to break a method's guarantee",
-        "sordino check dp-fedsofim\nsordino check mlp\nsordino check evaluation\n"
+        "sordino check dp-fedsofim\nsordino check mlp hazards\nsordino check evaluation\n"
         "sordino check --all --json checks.json\nsordino check --sums --device cuda",
     )
     parser.add_argument(
         "method", nargs="*", metavar="METHOD", help="methods (see 'sordino methods'), models, or evaluation"
     )
-    parser.add_argument("--all", action="store_true", help="check every method, and the sums that all of them use")
+    parser.add_argument("--all", action="store_true", help="check every method, the survival model, and all sums")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
     parser.add_argument(
         "--device", default="cpu", metavar="D", help="where the sums are computed: cpu or cuda (default: cpu)"
@@ -47,7 +47,7 @@ def act(arguments: argparse.Namespace) -> int:
 
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS)
     counted = tallies()
-    names = [*methods.REGISTRY, *counted, *outside] if arguments.all else arguments.method
+    names = [*methods.REGISTRY, "hazards", *counted, *outside] if arguments.all else arguments.method
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)

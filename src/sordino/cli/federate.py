@@ -283,11 +283,12 @@ def _add_init(parts: Any) -> None:
     )
     parser.add_argument("folder", metavar="DIR", help="folder to write")
     parser.add_argument("--sites", required=True, metavar="A,B,C", help="names of the sites")
-    parser.add_argument(
-        "--features", required=True, type=int, metavar="N", help="number of columns without the label (public)"
-    )
+    parser.add_argument("--features", type=int, metavar="N", help="number of columns without the label (public)")
     parser.add_argument(
         "--classes", default="", metavar="A,B", help="the labels (public); leave out if the label is a number"
+    )
+    parser.add_argument(
+        "--schema", metavar="FILE", help="the schema.toml of the tables, in place of --features and --classes"
     )
     parser.add_argument("--method", default="dp-fedsofim", metavar="X", help="method (default: dp-fedsofim)")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="number of rounds (default: 20)")
@@ -315,8 +316,11 @@ def _init(arguments: argparse.Namespace) -> int:
     classes = [label for label in arguments.classes.split(",") if label]
     names = [name.strip() for name in arguments.sites.split(",")]
     options = {key: getattr(arguments, key) for key in keys}
+    if (arguments.features is None) == (arguments.schema is None):
+        raise SordinoError("--features: give either the number of features, or --schema FILE, which has it.")
+    schema = arguments.schema and Path(arguments.schema)
     page = console()
-    for path in folders.init(Path(arguments.folder), names, classes=classes, **options):
+    for path in folders.init(Path(arguments.folder), names, classes=classes, schema=schema, **options):
         page.print(f"written  {path}", markup=False)
     page.print(f"next     read {arguments.folder}/README.md: it lists the commands for each site", markup=False)
     return 0
@@ -332,14 +336,15 @@ def _add_keys(parts: Any) -> None:
     )
     parser.add_argument("name", metavar="NAME", help="name of the site")
     parser.add_argument("folder", metavar="DIR", help="folder to write")
-    parser.add_argument("--data", default="data.csv", metavar="FILE", help="the site's records (default: data.csv)")
-    parser.add_argument("--label", default="", metavar="COLUMN", help="the label's column, if --data is a table")
+    parser.add_argument("--data", metavar="FILE", help="the site's records (default: data.csv)")
+    parser.add_argument("--label", metavar="COLUMN", help="the label's column, if --data is a table")
     parser.add_argument(
-        "--classes", default="", metavar="A,B", help="the public list of labels; leave out if the label is a number"
+        "--classes", metavar="A,B", help="the public list of labels; leave out if the label is a number"
     )
     parser.add_argument(
-        "--limit", type=float, default=8.0, metavar="EPSILON", help="limit of epsilon over all runs (default: 8)"
+        "--schema", metavar="FILE", help="the schema.toml of the table, in place of --label and --classes"
     )
+    parser.add_argument("--limit", type=float, metavar="EPSILON", help="limit of epsilon over all runs (default: 8)")
 
 
 def _keys(arguments: argparse.Namespace) -> int:
@@ -348,14 +353,32 @@ def _keys(arguments: argparse.Namespace) -> int:
     from sordino.secagg import Roster
 
     place = Path(arguments.folder)
-    classes = [label for label in arguments.classes.split(",") if label]
-    data = str(Path(arguments.data).resolve()) if Path(arguments.data).exists() else arguments.data
+    kept = (place / "identity.key").exists()
+    given = [
+        f"--{key}" for key in ("data", "label", "classes", "schema", "limit") if getattr(arguments, key) is not None
+    ]
+    classes = [label for label in (arguments.classes or "").split(",") if label]
+    data = arguments.data or "data.csv"
+    data = str(Path(data).resolve()) if Path(data).exists() else data
     identity = folders.make_site(
-        place, arguments.name, data=data, classes=classes, epsilon=arguments.limit, label=arguments.label
+        place,
+        arguments.name,
+        data=data,
+        epsilon=8.0 if arguments.limit is None else arguments.limit,
+        classes=classes,
+        label=arguments.label or "",
+        schema=arguments.schema and Path(arguments.schema),
     )
     ensure_node_key(place / "node")
     print(Roster.lines(identity.card))
-    if not (Path(data).exists() or (place / data).exists()):
+    if kept:
+        ignored = f", and {', '.join(given)} had no effect" if given else ""
+        print(
+            f"note: the keys and {place}/site.toml were kept as they are{ignored}; edit {place}/site.toml to change "
+            "data, classes or the limit (epsilon)",
+            file=sys.stderr,
+        )
+    elif not (Path(data).exists() or (place / data).exists()):
         print(
             f"note: '{data}' does not exist yet, neither here nor in {place}; set data in {place}/site.toml",
             file=sys.stderr,

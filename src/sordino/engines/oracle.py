@@ -172,12 +172,6 @@ class Oracle:
         """The mean of one bounded vector per record; see `Ask.tally`."""
         return self._answer(Kind.TALLY, 1, lambda clip: self._model.tally_sum(theta, self._all(), clip))
 
-    def histogram(self) -> Tensor:
-        """The shares of records by what their label says."""
-        return self._answer(
-            Kind.HISTOGRAM, 1, lambda clip: self._of_each_run(self._model.histogram_sum(self._all(), clip))
-        )
-
     def std(self, kind: Kind) -> Tensor:
         """The standard deviation of the noise on one number of an answer; public."""
         number = self._number(kind)

@@ -70,7 +70,7 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
     if not lacking:
         return
     name = name or type(model).__name__
-    if lacking[0] == Kind.HISTOGRAM:
+    if lacking[0] == Kind.TALLY:
         raise SordinoError(f"intervals: model {name} has none; leave the option out.")
     what = f"{lacking[0]} matrix" if lacking[0] in list(MATRICES) else lacking[0]
     raise SordinoError(

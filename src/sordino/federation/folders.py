@@ -10,12 +10,14 @@ from typing import Any
 
 from sordino import files
 from sordino.core import MOST_EPSILON
+from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.terms import SITE_NAME, Terms, federated, schema_hash, written
 from sordino.privacy import calibration
 from sordino.secagg import Identity
+from sordino.training.folder import SCHEMA
 
 SPEC_TEMPLATE = """\
 # What is trained, and how private it is. Every site reads this file and decides whether to take part.
@@ -28,9 +30,7 @@ trust = "{trust}"
 FEDERATION = """\
 # The sites that the coordinator waits for, and the public shape of their data.
 sites = {sites}
-features = {features}
-classes = {classes}
-dropouts = {dropouts}       # sites that may fail in a round without losing it
+{shape}dropouts = {dropouts}       # sites that may fail in a round without losing it
 colluders = {colluders}      # sites that may collude with the server; the noise of the others must suffice
 deadline = 120.0   # seconds a round waits for a site
 """
@@ -38,8 +38,7 @@ SITE_TEMPLATE = """\
 # What this site decides for itself. Nothing in it comes from the coordinator.
 name = "{name}"
 data = "{data}"          # .csv, .parquet or .npz; a path is relative to this file
-{label}classes = {classes}
-epsilon = {epsilon}      # limit over all runs on this data, stored in ledger.db
+{described}epsilon = {epsilon}      # limit over all runs on this data, stored in ledger.db
 delta = 1e-5
 # run_epsilon = 1.0     # of any single run; if the federation's is larger, this site adds more noise
 # methods = ["dp-fedsofim"]
@@ -56,10 +55,11 @@ README_TEMPLATE = """\
 
     sordino federate keys NAME SITE_FOLDER --data FILE --label COLUMN --classes A,B --limit 8
 
-creates keys and prints the site's public card. Send the card and `SITE_FOLDER/node.pub` to the coordinator, and check
-`site.toml`: data, classes, limit. When all cards are collected in one `roster.toml`, put that file beside `site.toml`.
-`sordino federate doctor SITE_FOLDER/site.toml` prints the hash of the roster: compare it with the other sites by
-telephone. Sites take each other's keys from this file, never from the server.
+creates keys and prints the site's public card (`--schema schema.toml` takes the place of `--label` and `--classes`).
+Send the card and `SITE_FOLDER/node.pub` to the coordinator, and check `site.toml`: data, classes, limit. When all cards
+are collected in one `roster.toml`, put that file beside `site.toml`. `sordino federate doctor SITE_FOLDER/site.toml`
+prints the hash of the roster: compare it with the other sites by telephone. Sites take each other's keys from this
+file, never from the server.
 
 ## At the coordinator
 
@@ -86,8 +86,9 @@ def init(
     folder: Path,
     names: Sequence[str],
     *,
-    features: int,
-    classes: Sequence[str],
+    features: int | None = None,
+    classes: Sequence[str] = (),
+    schema: Path | None = None,
     method: str = "dp-fedsofim",
     rounds: int = 20,
     epsilon: float = 8.0,
@@ -101,8 +102,9 @@ def init(
     Args:
       folder: a new or empty folder.
       names: the sites.
-      features: number of columns without the label.
-      classes: the labels; none if the label is a number.
+      features: number of columns without the label; a schema has it.
+      classes: the labels; none if the label is a number, or a schema has them.
+      schema: the schema of the tables, which is copied into the folder.
       method: name of the method.
       rounds: number of rounds.
       epsilon: privacy budget of the run.
@@ -128,18 +130,28 @@ def init(
         )
     if folder.exists() and any(folder.iterdir()):
         raise SordinoError(f"'{folder}' is not empty; choose another folder.")
+    if (features is None) == (schema is None):
+        raise SordinoError("features: give either the number of features, or a schema, which has it.")
+    if schema is not None and classes:
+        raise SordinoError("classes: the schema has them; leave classes out.")
+    shape = f"features = {features}\nclasses = {json.dumps(list(classes))}\n"
+    if schema is not None:
+        shape = f'schema = "{SCHEMA}"   # of the tables of all sites; it has the features and the classes\n'
     texts = {
         "spec.toml": SPEC_TEMPLATE.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
         + tomli_w.dumps(more or {}),
         "federation.toml": FEDERATION.format(
             sites=json.dumps(list(names)),
-            features=features,
-            classes=json.dumps(list(classes)),
+            shape=shape
+            if schema is None
+            else f'schema = "{SCHEMA}"   # the tables of all sites; it has the features\n',
             dropouts=dropouts,
             colluders=colluders,
         ),
         "README.md": README_TEMPLATE.format(count=len(names), names=", ".join(names), folder=folder),
     }
+    if schema is not None:
+        texts[SCHEMA] = _schema_text(schema)
     with tempfile.TemporaryDirectory() as trial:  # a spec that cannot be run is refused before the folder is made
         for place in (Path(trial), folder):
             place.mkdir(parents=True, exist_ok=True)
@@ -171,10 +183,31 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
     return terms
 
 
+def _schema_text(path: Path) -> str:
+    Schema.read(path)
+    return path.read_text(encoding="utf-8")
+
+
 def make_site(
-    folder: Path, name: str, *, data: str, classes: Sequence[str], epsilon: float, label: str = ""
+    folder: Path,
+    name: str,
+    *,
+    data: str,
+    epsilon: float,
+    classes: Sequence[str] = (),
+    label: str = "",
+    schema: Path | None = None,
 ) -> Identity:
     """Write a site's folder: keys, and a site.toml to check. Existing files are kept.
+
+    Args:
+      folder: the site's folder.
+      name: the site.
+      data: the file of its records.
+      epsilon: limit over all runs.
+      classes: the labels; none if the label is a number, or a schema has them.
+      label: the column of the label, in a table without a schema.
+      schema: the schema of the table, which is copied into the folder.
 
     Raises:
       SordinoError: the folder belongs to another site, or epsilon is out of range.
@@ -187,14 +220,17 @@ def make_site(
         return identity
     if not 0 < epsilon <= MOST_EPSILON:
         raise SordinoError(f"limit: {epsilon:g} must lie in (0, {MOST_EPSILON:g}].")
+    if schema is not None and (label or classes):
+        raise SordinoError("label, classes: the schema has them; leave them out.")
+    described = (f'label = "{label}"\n' if label else "") + f"classes = {json.dumps(list(classes))}\n"
+    if schema is not None:
+        files.write(folder / SCHEMA, _schema_text(schema).encode())
+        described = f'schema = "{SCHEMA}"   # the same file at every site; it has the label and the classes\n'
     identity = Identity.make(name)
     identity.save(folder / "identity.key")
     files.write(folder / "README.txt", readmes.SITE.format(name=name).encode())
     path = folder / "site.toml"
     if not path.exists():
-        label_line = f'label = "{label}"\n' if label else ""
-        text = SITE_TEMPLATE.format(
-            name=name, data=data, label=label_line, classes=json.dumps(list(classes)), epsilon=epsilon
-        )
+        text = SITE_TEMPLATE.format(name=name, data=data, described=described, epsilon=epsilon)
         path.write_text(text, encoding="utf-8")
     return identity

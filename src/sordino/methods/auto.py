@@ -99,13 +99,13 @@ def auto(
         return Stage(Local(gradient), rule, released(Kind.GRADIENT, clip, share), rounds)
 
     def release_histogram(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        return ask.histogram()
+        return ask.tally(broadcast.theta)
 
     gram = released(Kind.GRAM, most, covariance_share, psd=True)
     first: tuple[Stage, ...]
     if intervals:
         table = release_life_table(intervals, first_hazard(intervals))
-        cells = released(Kind.HISTOGRAM, 1.0, covariance_share, psd=True)
+        cells = released(Kind.TALLY, 1.0, covariance_share, psd=True)
         first = (
             Stage(Local(release_histogram), table, cells, rounds=1),
             Stage(Local(release_gram), estimate_hazard_curvature(clip, most, prior), gram, rounds=1),

@@ -49,5 +49,5 @@ def tally_method(name: str, of: Tally) -> Method:
       name: as certificates state it.
       of: what is counted.
     """
-    proves = frozenset((Unit.RECORD, trust) for trust in Trust)
-    return Method(name, Unit.RECORD, (stage(of),), proves, CAVEAT)
+    proves, stages = frozenset((Unit.RECORD, trust) for trust in Trust), (stage(of),)
+    return Method(name, Unit.RECORD, stages, proves, CAVEAT, registered=(stages, proves))

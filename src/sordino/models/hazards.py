@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -97,8 +96,9 @@ class Hazards:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.size, 1),)
 
-    @cached_property
+    @property
     def _edges(self) -> Tensor:
+        # Not cached: a tensor that is made inside a transform of torch.func must not outlive it.
         return torch.tensor(self.intervals[1:], dtype=torch.float64)
 
     def init(self, generator: torch.Generator | None = None) -> Tensor:
@@ -181,11 +181,11 @@ class Hazards:
         return sum_over(shard, total)
 
     @exact_arithmetic()
-    def histogram_sum(self, shard: Shard, clip: float) -> Tensor:
+    def tally_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
         """Records by what their label says: censored in interval 0, event in 0, censored in 1, …, beyond the last edge.
 
         A record adds min(1, clip) to one cell, so it moves the sum by at most `clip`, and by sqrt(2) clip if another
-        record replaces it. The sums are exact. A label that is not finite adds nothing.
+        record replaces it. The sums are exact, and theta does not matter. A label that is not finite adds nothing.
         """
 
         def total(part: Shard) -> Tensor:
@@ -196,7 +196,8 @@ class Hazards:
             weight = min(1.0, clip) * part.mask.double() * torch.isfinite(time)
             return (weight.unsqueeze(-1) * one).sum(-2)
 
-        return sum_over(shard, total, self._rows(shard))
+        cells = sum_over(shard, total, self._rows(shard))
+        return cells + theta.new_zeros(*theta.shape[:-1], 1).double()
 
     @exact_arithmetic()
     def curvature_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:

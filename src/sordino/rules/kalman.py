@@ -38,7 +38,7 @@ class KalmanState(NamedTuple):
     noise: Tensor  # variance of the noise on G; after `estimate_covariance`, the std of the noise on A
     growth: Tensor  # 1 if the curvature grows with the rate, exp(logit); 0 if it does not
     damping: Tensor  # how much of h^2 P the gain doubts, because steps change the curvature
-    shift: Tensor  # of the constants of a survival model while it is trained: its events count less, by exp(shift)
+    shift: Tensor  # of the constants of a survival model while it is trained, because its events are clipped
     cells: Tensor  # of a survival model, the noised histogram of its life table; else empty
 
 
@@ -140,7 +140,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
 
 
 def unshifted(theta: Tensor, state: KalmanState) -> Tensor:
-    """The model to hand out: of survival, with the hazards that events have if all of them count."""
+    """The model to hand out: of survival, with the hazards that events have without a clip."""
     intervals = (state.cells.shape[-1] - 1) // 2
     if intervals < 1:
         return theta

@@ -1,6 +1,6 @@
 """Steps of a survival model that follow from public numbers, one noised histogram and one noised mean of u u^T.
 
-The histogram counts records by what their label says (`Hazards.histogram_sum`): censored or with the event in interval
+The histogram counts records by what their label says (`Hazards.tally_sum`): censored or with the event in interval
 k, or beyond the last edge. It is a life table: who is at risk in an interval, and how many have the event. So it gives
 the baseline hazards h_k, which the model begins with. Near them the gradient is linear in theta, with the curvature
 
@@ -25,6 +25,9 @@ from sordino.rules.kalman import DAMPING, FLOOR, KalmanState, spectrum, unshifte
 
 FIRST_SURVIVAL = 0.5  # up to the last edge, before any data: in the middle of what is possible
 LEAST_AT_RISK = 0.01  # share of records in an interval; fewer are taken as that many
+BALANCE_STEPS = 60  # of Newton's method
+LEAST_CURVATURE = 1e-9
+MOST_SHIFT = 3.0  # of a constant, by clipping
 LEAST_RELATIVE_HAZARD = 0.05  # of an interval, relative to the mean over intervals
 
 
@@ -139,12 +142,57 @@ def release_life_table(intervals: int, first: float) -> Rule:
     return Rule(init, update)
 
 
+def balanced(constant: Tensor, at_risk: Tensor, square: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Constants at which the clipped gradients of a life table add up to zero, and the curvature along each.
+
+    Without weights, all records of a cell have the same residuals; their |u|^2 is taken to be its mean.
+
+    Args:
+        constant: Log-odds of the hazards of the life table.
+        at_risk: Share of records at risk in each interval.
+        square: Mean of |u|^2.
+        clip: Clip of a record's gradient.
+
+    Returns:
+        The constants, and for each the mean of m h (1 - h) times the clip factor.
+    """
+    intervals = constant.shape[-1]
+    share, m, d = _cells_of(at_risk, at_risk * constant.sigmoid())
+    b = constant
+    for _ in range(BALANCE_STEPS):
+        hazard = b.sigmoid().unsqueeze(-2)
+        r = m * hazard - d
+        norm = ((square - 1).clamp_min(0) * r.sum(-1).square() + r.square().sum(-1)).sqrt()
+        weight = (share * (clip / norm.clamp_min(clip))).unsqueeze(-1)
+        curve = (weight * m * hazard * (1 - hazard)).sum(-2).clamp_min(LEAST_CURVATURE)
+        b = b - ((weight * r).sum(-2) / curve).clamp(-0.5, 0.5)
+    # Beyond what a clip can explain, the life table is too noisy to tell.
+    return constant + (b - constant).clamp(-MOST_SHIFT, MOST_SHIFT), curve.expand(*curve.shape[:-1], intervals)
+
+
+def _cells_of(at_risk: Tensor, events: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a life table: the share of each cell (censored in 0, event in 0, …, beyond), and its m and d by interval."""
+    intervals = at_risk.shape[-1]
+    left, shares = torch.ones_like(at_risk[..., 0]), []
+    for k in range(intervals):
+        event = events[..., k].minimum(left)
+        censored = (2 * (left - at_risk[..., k])).clamp_min(0).minimum(left - event)
+        shares += [censored, event]
+        left = left - event - censored
+    place = torch.arange(intervals).to(at_risk.device)
+    cell = torch.arange(2 * intervals + 1).to(at_risk.device).unsqueeze(-1)
+    d = (cell == 2 * place + 1).to(at_risk)
+    m = (2 * place + 1 <= cell).to(at_risk) + (cell == 2 * place).to(at_risk) / 2
+    return torch.stack([*shares, left], -1), m, d
+
+
 def estimate_hazard_curvature(clip: float, most: float, prior: float) -> Rule:
     """Store the spectrum of H for `kalman`, after a stage of `release_life_table`.
 
-    A clip below |u| cuts the gradients of events, whose residual is near -1, and of hardly any other record. That is as
-    if events counted less, by clip / |u|: weights stay the same, and hazards are lower by that factor. So the constants
-    are shifted by its logarithm while the model is trained, and back in the model that is handed out.
+    A clip below |u| cuts the gradients of events, whose residual is near -1, and few others. That is as if events
+    counted less: hazards come out too low, and weights hardly change. So while the model is trained its constants are
+    those at which the *clipped* gradients of the life table balance (`balanced`), and the difference is taken back in
+    the model that is handed out.
 
     Args:
         clip: Clip of a record's gradient.
@@ -159,10 +207,10 @@ def estimate_hazard_curvature(clip: float, most: float, prior: float) -> Rule:
         value, V = spectrum(A, std, most)
         clean = (V * value.unsqueeze(-2)).double() @ V.transpose(-1, -2).double()
         intervals = table.at_risk.shape[-1]
-        length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
-        shift = (clip / length).clamp(max=1).log()
-        hazard = (theta[..., -intervals:] + shift).double().sigmoid()
-        weight = table.at_risk.double() * hazard * (1 - hazard)
+        constant = theta[..., -intervals:].double()
+        square = value.double().sum(-1, keepdim=True)  # mean of |u|^2
+        trained, weight = balanced(constant, table.at_risk.double(), square, clip)
+        shift = trained - constant
         mass, mean = weight.sum(-1, keepdim=True), clean[..., :-1, -1:]
         cross = mean * weight.unsqueeze(-2)
         constants = torch.diag_embed(weight * clean[..., -1, -1:])

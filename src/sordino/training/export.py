@@ -365,6 +365,8 @@ def write_sklearn(run: LoadedRun, out: Path) -> None:
     if model.kind in NUMERIC_LOSSES:
         estimator = Ridge() if model.kind is Loss.SQUARES else PoissonRegressor()
         estimator.coef_, estimator.intercept_ = weight[:, 0], float(offset[0])
+        if model.kind is Loss.POISSON:
+            estimator._base_loss = estimator._get_loss()  # `fit` sets it, and `predict` reads its link
     else:
         estimator = LogisticRegression()
         estimator.classes_ = np.asarray(run.classes)
@@ -395,7 +397,10 @@ def write_onnx(run: LoadedRun, out: Path) -> None:
         model, weight, offset = linear_parts(run, "onnx", "use --to torch")
     z = graph.node("Add", graph.node("MatMul", z, graph.constant(weight)), graph.constant(offset))
     if hazards is not None:
-        passed = graph.node("Neg", graph.node("Softplus", z))  # log(1 - hazard)
+        tail = graph.node("Exp", graph.node("Neg", graph.node("Abs", z)))  # softplus of doubles is in no runtime
+        tail = graph.node("Log", graph.node("Add", tail, graph.constant(1.0)))
+        softplus = graph.node("Add", tail, graph.node("Max", z, graph.constant(0.0)))
+        passed = graph.node("Neg", softplus)  # log(1 - hazard)
         z = graph.node("Exp", graph.node("CumSum", passed, graph.constant(1, np.int64)))
     elif model.kind is Loss.SOFTMAX:
         z = graph.node("Softmax", z, axis=-1)

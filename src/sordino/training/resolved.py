@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sordino import plugins
-from sordino.core import Divisor, Method, Privacy, Unit
+from sordino.core import Divisor, Kind, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
@@ -182,6 +182,12 @@ class ResolvedSpec:
         from sordino.engines.preconditions import check_kinds
 
         model = self.model.build(features, classes)
+        kinds = {query.kind for stage in self.method.stages for query in stage.queries}
+        if Kind.GRAM in kinds and self.method_name != "auto" and self.model.name == "hazards":
+            raise SordinoError(
+                f"method: {self.method_name} divides by the covariance of features, which says nothing of the "
+                "intervals of a survival model; use auto, or a method such as dp-fedadam."
+            )
         check_kinds(self.method, model, self.model.name)
         check_serves(self.privacy, model)
         if self.spec.calibrate and not (

@@ -7,6 +7,7 @@ that everything else works with.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -177,7 +178,8 @@ def _unknown(key: str, method: str, model: str) -> SordinoError:
     if others:
         also = f" It is one of {', '.join(others[:3])}{' …' if len(others) > 3 else ''}: set model."
         return SordinoError(f"{key}: not an option of model {model}.{also}")
-    return SordinoError(
-        f"{key}: neither a key of a run nor an option of {method} or of model {model}."
-        f"{nearest(key, keys(method, model))}"
-    )
+    if near := difflib.get_close_matches(key, keys(method, model), n=1, cutoff=0.6):
+        hint = f"Did you mean '{near[0]}'?"
+    else:
+        hint = f"Options of {method}: {', '.join(entry(method).options)}."
+    return SordinoError(f"{key}: neither a key of a run nor an option of {method} or of model {model}. {hint}")

@@ -43,13 +43,15 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
     verdict = verify(cert, key)
     against: Compare = _against_ledger
     spec, ledger = folder.public / "spec.toml", folder.private / "ledger.db"
+    # A coordinator has no ledger: every site keeps its own, and signs for it.
+    coordinators = "site" not in cert and (folder.public / "terms.json").is_file()
     if "site" in cert and len(path.absolute().parents) > 2:  # a site's own: runs/RUN/certificate.json
         ledger, against = path.absolute().parents[2] / "ledger.db", partial(_against_site, path.absolute().parent.name)
     try:
         for beside, compare in ((spec, partial(_against_spec, folder, verdict, against_terms)), (ledger, against)):
             if beside.is_file():
                 verdict.problems.extend(compare(cert, beside))
-            else:
+            elif beside != ledger or not coordinators:
                 verdict.gaps.append(f"{beside.name}, which is not beside it")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, SordinoError):

@@ -49,6 +49,7 @@ from sordino.core import Adjacency, Kind, Method, Privacy, Unit
 from sordino.engines.preconditions import MATRICES
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
@@ -73,6 +74,8 @@ SAMPLED_RECORDS = 8  # records of the victim if minibatches are drawn at a rate
 RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
+SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
+EVENT_LABEL = 0.5  # an event in the first interval, whose gradient is opposite to that of a late or absent one
 
 
 class Audit(NamedTuple):
@@ -210,7 +213,7 @@ def audit(
     plan = plan_for(name, privacy, rounds=rounds, method=method, batch=batch)
     check_arguments("runs", runs, noise_factor, seed)
     sources, certified, delta = _sources(seed, plan), spending.epsilon(plan), plan.privacy.delta
-    attack, information, least = _best(plan, AUDITED_MODEL, sources, dtype)
+    attack, information, least = _best(plan, audited_model(plan.method), sources, dtype)
     sampled, threshold = _samples(plan), None  # with minibatches, a part of the scores chooses the threshold
     if not sampled:
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
@@ -346,6 +349,12 @@ def plan_for(
     )
 
 
+def audited_model(method: Method) -> Linear | Hazards:
+    """The model that a method is attacked on."""
+    kinds = {query.kind for stage in method.stages for query in stage.queries}
+    return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
+
+
 def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
     """Why minibatches of this method cannot be audited; empty if they can, or if there are none."""
     if sampling.kind == FULL:
@@ -392,12 +401,13 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
     long canary in the opposite direction then moves both the right side and the matrix.
     """
     one, two, three = torch.eye(3, dtype=torch.float64)
+    label = EVENT_LABEL if isinstance(model, Hazards) else CANARY_LABEL
     records = {
-        "long": (LONG_CANARY * one, CANARY_LABEL),
+        "long": (LONG_CANARY * one, label),
         "long mirrored": (LONG_CANARY * one, -CANARY_LABEL),
-        "short": (SHORT_CANARY * one, CANARY_LABEL),
+        "short": (SHORT_CANARY * one, label),
         "short mirrored": (SHORT_CANARY * one, -CANARY_LABEL),
-        "turned": (LONG_CANARY * two, CANARY_LABEL),
+        "turned": (LONG_CANARY * two, label),
     }
     joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.CLIENT
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
