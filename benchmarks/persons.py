@@ -104,7 +104,7 @@ def main() -> None:
         "",
         "## What calibrated intercepts bring",
         "",
-        "ε = 2, record level. `calibrate` is the part of the budget that two last rounds spend on it; 0.05 is the "
+        "ε = 2, record level. `calibrate` is the part of the budget that two last rounds spend on it; 0.1 is the "
         "default of `auto` with a schema. Readmissions: only sums visible; Adult: one site, mean of three seeds.",
         "",
         *table(calibration, ("table", "calibrate")),
