@@ -97,8 +97,8 @@ def main() -> None:
         "## Readmissions within 30 days, per record and per person",
         "",
         "4,999 encounters of 4,259 patients at four clients, a fifth of the patients for testing; mean of ten splits "
-        "and draws of noise, δ = 1e-5, replace-one. Predicted and observed risks are of test *records*; ± is the standard "
-        "deviation of one run, in which the test part's own observed risk varies by 9 %.",
+        "and draws of noise, δ = 1e-5, replace-one. Predicted and observed risks are of test *records*; ± is the "
+        "standard deviation of one run, in which the test part's own observed risk varies by 9 %.",
         "",
         *table(rows, ("epsilon", "trust", "unit")),
         "",

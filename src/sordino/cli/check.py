@@ -25,7 +25,10 @@ def add(commands: Any) -> None:
         "sordino check --all --json checks.json\nsordino check --sums --device cuda",
     )
     parser.add_argument(
-        "method", nargs="*", metavar="METHOD", help="methods (see 'sordino methods'), models, calibrate, or evaluation"
+        "method",
+        nargs="*",
+        metavar="METHOD",
+        help="methods (see 'sordino methods'), models, calibrate, evaluation, statistics",
     )
     parser.add_argument("--all", action="store_true", help="check every method, the survival model, and all sums")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
