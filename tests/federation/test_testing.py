@@ -200,12 +200,12 @@ def test_terms_are_read_again(tmp_path):
 def test_a_wrong_epsilon_is_refused_at_both_sides(tmp_path, value):
     federation = folders(tmp_path)
     federation.configure("north", evaluation_epsilon=value)
-    with pytest.raises(SordinoError, match="evaluation_epsilon: .* must lie in"):
+    with pytest.raises(SordinoError, match=r"evaluation_epsilon: .* must lie in"):
         federation.site("north")
     text = (federation.coordinator / "federation.toml").read_text()
     wrong = text.replace("evaluation_epsilon = 20.0", f"evaluation_epsilon = {value}")
     (federation.coordinator / "federation.toml").write_text(wrong)
-    with pytest.raises(SordinoError, match="evaluation_epsilon: .* must lie in"):
+    with pytest.raises(SordinoError, match=r"evaluation_epsilon: .* must lie in"):
         FederationConfig.read(federation.coordinator / "federation.toml")
 
 
