@@ -553,6 +553,7 @@ class Schema:
         described = values.get("columns") or {}
         if not isinstance(described, Mapping) or not described:
             raise SordinoError("schema: there are no columns; describe each one under [columns.NAME].")
+        _check_roles(values, described)
         columns = {str(name): _column(str(name), about) for name, about in described.items()}
         target = None
         if (about := values.get("target")) is not None:
@@ -565,8 +566,6 @@ class Schema:
         used = [name for name in (*(target.reads if target else ()), *special.values()) if name]
         if len(set(used)) < len(used) or (target is not None and target.event == target.column):
             raise SordinoError("schema: target, client and person must be three different columns.")
-        if both := [name for name in used if not isinstance(columns.get(name, Drop()), Drop)]:
-            raise SordinoError(f"columns.{both[0]}: it is the target, client or person already, so it is no feature.")
         missing = values.get("missing", MISSING)
         if not isinstance(missing, list | tuple) or not all(isinstance(cell, str) for cell in missing):
             raise SordinoError('missing: give a list of texts, such as ["", "?", "NA"].')
@@ -766,7 +765,11 @@ class Schema:
 
     def explain(self) -> list[tuple[str, str, list[str]]]:
         """For people: each column, what its values become, and the names of its features."""
-        return [(name, column.says(), column.features(name)) for name, column in self.columns.items()]
+        blank = "; one more feature is 1 where the cell is missing"
+        return [
+            (name, column.says() + blank * getattr(column, "indicator", False), column.features(name))
+            for name, column in self.columns.items()
+        ]
 
 
 # -------------------------------------------------------------------------------------------------------------- drafts
@@ -815,6 +818,7 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
         looked.append(f"ranges and levels of {public.name}, which is declared public")
     notes = (
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
+        "# Remove [columns.NAME] of the target, the client and the person: they are no features.\n"
         '# client: the column that says which site a record is of. Ids and names get type = "drop".\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
@@ -840,6 +844,22 @@ def _from_public(kind: str, column: Any, name: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def _check_roles(values: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Refuse columns that are described as features, and are the target, client or person."""
+    target = values.get("target") or {}
+    roles = {"target": target.get("column"), "event": target.get("event")} if isinstance(target, Mapping) else {}
+    roles |= {role: values.get(role) for role in ("client", "person")}
+    both = [
+        (name, role)
+        for role, name in roles.items()
+        if isinstance(name, str) and isinstance(about := described.get(name), Mapping) and about.get("type") != "drop"
+    ]
+    if both:
+        what = " and ".join(f"{name} is the {role}" for name, role in both)
+        tables = " and ".join(f"[columns.{name}]" for name, _ in both)
+        raise SordinoError(f"columns.{both[0][0]}: {what}, so it is no feature; remove {tables}.")
 
 
 def _column(name: str, about: Any) -> Column:

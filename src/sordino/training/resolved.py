@@ -327,7 +327,7 @@ class ResolvedSpec:
         if self.doubts and not (self.uncertified or self.noiseless or self.seed is not None):
             raise SordinoError(
                 f"partition: {self.doubts[0]}. Use partition = iid or by-column:NAME; or set public_data = true, if "
-                "everybody may see these records; or uncertified = true."
+                "everybody may see these records; or uncertified = true (--set uncertified=true)."
             )
 
     @property
