@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
+from sordino.cli.federate import _sentence
 from sordino.methods import REGISTRY
 
 
@@ -331,3 +332,20 @@ def test_errors_name_what_is_missing(capsys, tmp_path, monkeypatch):
     for words in (["verify", "run"], ["predict", "run", "wrong.json"]):
         assert "the run in 'run' is not finished" in (told := call(capsys, *words)[2])
         assert "continue it with sordino run --resume run" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            {"what": "joined", "sites": ["a"], "missing": ["b", "c"], "seconds": 600},
+            "a joined; waiting up to 600 s for b, c",
+        ),
+        ({"what": "joined", "sites": ["b", "c"], "missing": [], "seconds": 590}, "b, c joined; all are here"),
+        ({"what": "away", "site": "b", "seconds": 35}, "b left the link; waiting up to 35 s for an answer"),
+        ({"what": "round", "t": 0, "came": [], "epsilon": 3.16}, "round 1 of 5  lost; up to ε 3.160 charged"),
+        ({"what": "round", "t": 1, "came": ["a", "b"], "epsilon": 4.5}, "round 2 of 5  ε  4.500  2 sites"),
+    ],
+)
+def test_a_coordinator_says_who_joined_who_is_away_and_what_a_lost_round_cost(line, words):
+    assert _sentence(line, 5) == words

@@ -127,7 +127,7 @@ TOYS = [
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_registered_method_keeps_its_contracts(name):
     reports = checks.check(name, trials=16)
-    assert {report.unit for report in reports} == set(REGISTRY[name].units)
+    assert {report.unit for report in reports} == set(REGISTRY[name].protects)
     private = bool(build(name).proves)
     assert {report.adjacency for report in reports} == (set(Adjacency) if private else {""})
     for report in reports:

@@ -9,6 +9,7 @@ from sordino.checks.search import sensitivity
 from sordino.checks.tallies import tallies
 from sordino.core import Adjacency, Privacy, Trust
 from sordino.errors import SordinoError
+from sordino.methods import build
 
 RUNS = 3000
 
@@ -31,7 +32,7 @@ def test_the_search_rejects_a_tally_that_counts_wrongly(mutant, adjacency):
 
 
 def test_a_mutant_of_tallies_does_not_apply_to_gradients():
-    assert all(report.passed for report in check("dp-fedgd", trials=10))
+    assert all(report.passed for report in check("dp-fedgd", trials=10, method=build("dp-fedgd")))
 
 
 @pytest.mark.parametrize("trust", list(Trust))

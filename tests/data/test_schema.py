@@ -3,6 +3,7 @@
 import gzip
 import lzma
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -271,7 +272,7 @@ def test_a_cell_in_latin_1_names_the_remedy(tmp_path):
         (["target"], survival(event=None), "target.event: survival needs the column that says whether the event"),
         (["target"], survival(event="time"), "must be three different columns"),
         (["target"], survival(event="hospital"), "must be three different columns"),
-        (["target"], survival(event="age"), "columns.age: it is the target, client or person already"),
+        (["target"], survival(event="age"), "columns.age: age is the event, so it is no feature"),
         (["target"], survival(intervals=None), "target.intervals: survival needs public edges"),
         (["target"], survival(intervals=[0]), "target.intervals: survival needs public edges"),
         (["target"], survival(intervals=[1, 2]), "target.intervals: .* begin with 0"),
@@ -281,10 +282,10 @@ def test_a_cell_in_latin_1_names_the_remedy(tmp_path):
         (["target"], survival(intervals=365), "target.intervals: 365 must be a list of numbers"),
         (["target"], survival(levels=["no"]), "target.levels: of survival, give how the event column spells"),
         (["target"], survival(maximum=3), "target.maximum: it is for count, and the task is survival"),
-        (["target", "column"], "age", "columns.age: it is the target, client or person already"),
+        (["target", "column"], "age", r"columns.age: age is the target, so it is no feature; remove \[columns.age\]"),
         (["client"], "died", "must be three different columns"),
         (["client"], 3, "client: '3' must be the name of a column"),
-        (["person"], "id", "person: several records of one person are not protected together yet"),
+        (["person"], "died", "must be three different columns"),
         (["missing"], "?", "missing: give a list of texts"),
         (["clients"], "hospital", "schema: the key 'clients' is unknown. Did you mean 'client'"),
         (["file"], {"delimeter": ";"}, "file: the key 'delimeter' is unknown. Did you mean 'delimiter'"),
@@ -385,6 +386,24 @@ def test_a_draft_holds_names_and_types_and_no_value(tmp_path):
         assert line in text
     with pytest.raises(SordinoError, match="still says 'FILL IN'"):
         Schema.read(write(tmp_path, text, "schema.toml"))
+
+
+def test_a_draft_with_the_columns_of_target_and_client_kept_says_what_to_remove(tmp_path):
+    text, _ = draft(write(tmp_path, "age,ward,died\n93,rare,true\n"))
+    assert "# Remove [columns.NAME] of the target, the client and the person" in text
+    values = tomllib.loads(text) | {"client": "ward", "target": {"column": "died", "levels": ["no", "yes"]}}
+    with pytest.raises(SordinoError) as error:
+        Schema.of(values)
+    assert "died is the target and ward is the client" in str(error.value), "all of them at once, before blanks"
+    assert "remove [columns.died] and [columns.ward]" in str(error.value)
+
+
+def test_explanations_name_the_feature_of_missing_cells():
+    (name, says, features), *_ = Schema.of({"columns": {"age": {"type": "number", "range": [0, 100]}}}).explain()
+    assert (name, features) == ("age", ["age", "age is missing"])
+    assert says.endswith("one more feature is 1 where the cell is missing")
+    plain = {"type": "number", "range": [0, 100], "indicator": False}
+    assert "missing" not in Schema.of({"columns": {"age": plain}}).explain()[0][1]
 
 
 def test_two_tables_of_the_same_columns_have_the_same_draft(tmp_path):

@@ -283,7 +283,11 @@ def test_npz_errors(tmp_path: Path, arrays: dict[str, object], message: str) -> 
         ("a,y\n1,0\n2,1\n", {"client": "y"}, "is the label column already"),
         ("a,b\n1,0\n2,1\n", {}, "label: no column is called label, y, target, class; .*Columns: a, b"),
         ("a,y,class\n1,0,0\n2,1,1\n", {}, r"columns \['y', 'class'\] could each be it"),
-        ("a,sex,town,y\n1,m,r,0\n2,f,s,1\n", {}, r"feature columns \['sex', 'town'\] .* not numeric"),
+        (
+            "a,sex,town,y\n1,m,r,0\n2,f,s,1\n",
+            {},
+            r"feature columns \['sex', 'town'\] .* not numeric; .* \(sordino schema draft",
+        ),
         ("a,b,y\n1,2,0\n2,,1\n", {}, "NaN.* in 1 places.* row 1 .*column b"),
         ("a,y\n1,0\n2,\n", {}, "label: 1 entries of column 'y' are missing"),
         ("a,y\n1,u\n2,\n", {}, "label: 1 entries of column 'y' are missing"),

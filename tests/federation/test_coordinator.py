@@ -390,8 +390,9 @@ def test_a_site_that_missed_the_terms_and_then_refuses_them_is_left_out(tiny):
     assert federation.charged("north") == []
 
 
-def test_rounds_that_come_to_nothing_stop_the_run_which_goes_on_when_asked(tiny):
-    federation = tiny(rounds=6)
+@pytest.mark.parametrize("keys", [{}, SECURE], ids=["plain", "secure"])
+def test_rounds_that_come_to_nothing_stop_the_run_which_goes_on_when_asked(tiny, keys):
+    federation = tiny(**{**keys, "rounds": 6})
     answers, broken = federation.sites(), [True]
 
     def fault(node, request, answer):
@@ -403,6 +404,7 @@ def test_rounds_that_come_to_nothing_stop_the_run_which_goes_on_when_asked(tiny)
     assert all(federation.charged(name) == [] for name in federation.names)
     broken[0] = False
     federation.run(fault, answers)
+    assert federation.progress("misfit") == [], "offers for rounds that were lost are asked for again, without blame"
     assert came(federation)[3:] == [sorted(federation.names)] * 3
     for name in federation.names:
         assert [t for _, t in federation.charged(name)] == [3, 4, 5]

@@ -51,7 +51,18 @@ def test_the_doctor_sees_that_a_run_cannot_be_afforded(three):
     site = three / "sites" / "site1"
     text = (site / "site.toml").read_text()
     (site / "site.toml").write_text(text.replace("epsilon = 16.0", "epsilon = 2.0"))
-    assert any("2 is allowed" in problem for problem in problems(site / "site.toml", coordinator=three / "coordinator"))
+    (problem,) = (p for p in problems(site / "site.toml", coordinator=three / "coordinator") if "2 is allowed" in p)
+    assert "run_epsilon = 2.0 in site.toml requests that ε" in problem
+    (site / "site.toml").write_text(text.replace("epsilon = 16.0", "epsilon = 2.0\nrun_epsilon = 2.0"))
+    assert problems(site / "site.toml", coordinator=three / "coordinator") == []
+
+
+def test_the_doctor_lists_all_rules_that_the_terms_break(three):
+    path = three / "sites" / "site1" / "site.toml"
+    path.write_text(path.read_text() + '\nmethods = ["dp-fedgd"]\nmost_rounds = 1\nmodels = ["squares"]\n')
+    told = " ".join(problems(path, coordinator=three / "coordinator"))
+    for rule in ("method dp-fedsofim; site.toml allows dp-fedgd", "most_rounds is 1", "site.toml allows squares"):
+        assert rule in told
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,14 @@ def ask(transport, deadline=0.3):
 
 def test_a_site_that_left_is_asked_again_when_it_is_back():
     transport = Comings(lambda looks: looks >= 4)
-    assert ask(transport)[:2] == (["a", "b"], [])
+    assert ask(transport)[:2] == (["a", "b"], [("away", "b")])
     assert transport.asked == [[1, 2], [2]]  # who answered is not asked twice
 
 
 def test_it_is_waited_for_until_the_deadline_and_no_longer():
     transport = Comings(lambda looks: False)
     found, told, _ = ask(transport)
-    assert (found, told) == (["a"], [("missing", "b")])
+    assert (found, told) == (["a"], [("away", "b"), ("missing", "b")])
     assert transport.asked == [[1, 2]]
     assert 5 < transport.looks < 70
 

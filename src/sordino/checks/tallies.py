@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sordino.core import Method
-from sordino.methods.tally import tally_method
+from sordino.methods.tally import STATISTICS, tally_method
 from sordino.models.linear import Linear, Loss
-from sordino.models.tally import ErrorTally, ScoreTally, score_edges
+from sordino.models.tally import ColumnTally, ErrorTally, ScoreTally, score_edges
 from sordino.privacy.evidence.certificate import EVALUATION
 
 BINS = 8
@@ -28,8 +28,10 @@ def _scores(*models: Linear) -> CheckedTally:
 
 def tallies() -> Mapping[str, CheckedTally]:
     """What is checked and audited, by the name that reports show."""
+    columns = ColumnTally(4, (("age", 0, True), ("dose", 2, False)), BINS, classes=2)
     errors = ErrorTally(Linear(3, 1, Loss.SQUARES))
     return {
         EVALUATION: _scores(Linear(3, 1, Loss.LOGISTIC), Linear(3, 3)),
+        STATISTICS: CheckedTally(tally_method(STATISTICS, columns), (columns,)),
         f"{EVALUATION} of quantities": CheckedTally(tally_method(EVALUATION, errors), (errors,)),
     }

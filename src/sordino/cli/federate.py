@@ -54,6 +54,9 @@ def _add_up(parts: Any) -> None:
     parser.add_argument(
         "--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round (default: 0)"
     )
+    parser.add_argument(
+        "--evaluate", type=float, metavar="E", help="epsilon of an evaluation on the sites' own test records at the end"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
     parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
@@ -79,6 +82,7 @@ def _up(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"--out: '{out}' is not empty; choose another folder, or --resume {out} to continue it.")
         spec = dict(parse_setting(text) for text in arguments.set)
         about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
+        about["evaluation"] = arguments.evaluate
         demonstration.prepare(out, arguments.sites, spec=spec, **about)
     began = time.monotonic()
     try:
@@ -111,6 +115,8 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line["what"] == "waiting":
                 progress.update(description=f"waiting for {', '.join(line['sites'])}")
+            elif line["what"] == "joined" and line["missing"]:
+                progress.update(description=f"waiting for {', '.join(line['missing'])}")
             elif line["what"] == "begun":
                 progress.update(description=line["method"], total=line["rounds"], completed=line["start"])
             elif line["what"] == "round":
@@ -152,10 +158,21 @@ def _sentence(line: dict[str, Any], rounds: int | None) -> str:
     where = "" if t is None else f" in round {t + 1}"
     if what == "round":
         width = len(str(rounds or line["t"] + 1))
-        return f"round {line['t'] + 1:{width}}{f' of {rounds}' if rounds else ''}  {_score(line)}"
+        lost = f"lost; up to ε {line['epsilon']:.3f} charged"  # a site that was not reached charges nothing
+        score = _score(line) if line["came"] else lost
+        return f"round {line['t'] + 1:{width}}{f' of {rounds}' if rounds else ''}  {score}"
     match what:
         case "waiting":
             return f"waiting for {', '.join(line['sites'])}"
+        case "joined":
+            rest = (
+                f"waiting up to {line['seconds']} s for {', '.join(line['missing'])}"
+                if line["missing"]
+                else "all are here"
+            )
+            return f"{', '.join(line['sites'])} joined; {rest}"
+        case "away":
+            return f"{site} left the link; waiting up to {line['seconds']} s for an answer"
         case "begun":
             first = line["start"] + 1
             return f"{line['method']}, {_count(line['rounds'], 'round')}, beginning with round {first}"

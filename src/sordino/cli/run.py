@@ -44,6 +44,11 @@ RUN_FLAGS = (
         "public_stats",
         "an .npz with mean and cov (or std) of public features, to centre and scale with",
     ),
+    (
+        "--private-statistics",
+        "private_statistics",
+        "share of the budget, such as 0.05, that finds the ranges of columns with 'within' in the schema",
+    ),
     ("--seed", "seed", "reproducible noise, for experiments; the result is not private"),
 )
 
@@ -109,6 +114,7 @@ def act(arguments: argparse.Namespace) -> int:
         run.start(prepared, out, shared)
     try:
         with terminable():
+            prepared = run.release_statistics(prepared, out)
             history = _train(prepared, out)
     except KeyboardInterrupt as stop:
         raise type(stop)(f"continue with: sordino run --resume {out}") from None

@@ -141,8 +141,9 @@ def read_table(path: Path, label: str | None, client: str | None, person: str | 
     words = [name for name, values in numeric.items() if values is None]
     if words:
         raise SordinoError(
-            f"data: feature columns {words} of '{path}' are not numeric; encode or drop them "
-            "(or name one as the label, the client or the person column)."
+            f"data: feature columns {words} of '{path}' are not numeric; describe the table by a schema "
+            f"(sordino schema draft {path.name}), which encodes them, or drop them, or name one as the label, the "
+            "client or the person column."
         )
     x = np.empty((table.num_rows, len(features)), np.float32)
     with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values

@@ -14,7 +14,8 @@ so applying it costs no privacy. Every feature it makes is bounded, so one recor
 
     [columns.age]
     type = "number"
-    range = [18, 100]                        # public: clamped, then scaled to -1 … 1
+    range = [18, 100]                        # public: clamped, then scaled to -1 … 1. Where none is known:
+                                             # within = [0, 1000], and sordino run --private-statistics 0.05
     fill = 60                                # public: stands for a missing value (default: the middle)
 
     [columns.ward]
@@ -68,26 +69,49 @@ class Number:
     log: bool = False  # amounts: the logarithm of 1 + (value - low) is scaled instead
     fill: float | None = None
     indicator: bool = True  # whether a missing value gets a feature of its own
+    within: tuple[float, float] | None = None  # a wide public range, in which noised counts find the range
 
     reads: ClassVar[str] = "number"
 
     def check(self, where: str) -> None:
         moments = [number is not None for number in (self.mean, self.std)]
+        if self.within is not None:
+            if any(moments):
+                raise SordinoError(
+                    f"{where}.within: with a public mean and std nothing is left to find; remove within."
+                )
+            low, high = self.within
+            if not -math.inf < low < high < math.inf:
+                raise SordinoError(f"{where}.within: {list(self.within)} must be two numbers, the lower one first.")
+            if self.range is None:
+                return self._check_rest(where)
+            if not low <= self.range[0] < self.range[1] <= high:
+                raise SordinoError(f"{where}.range: {list(self.range)} must lie within {list(self.within)}.")
         if not (all(moments) if self.range is None else not any(moments)):
             raise SordinoError(f"{where}: give either a public range = [low, high], or a public mean and std.")
         if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise SordinoError(f"{where}.range: {list(self.range)} must be two numbers, the lower one first.")
         if self.std is not None and not 0 < self.std < math.inf:
             raise SordinoError(f"{where}.std: {self.std} must be above 0.")
+        self._check_rest(where)
+
+    def _check_rest(self, where: str) -> None:
         if not 0 < self.limit < math.inf:
             raise SordinoError(f"{where}.limit: {self.limit} must be above 0.")
-        if self.log and self.range is None:
+        if self.log and self.range is None and self.within is None:
             raise SordinoError(f"{where}.log: it needs a range.")
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it has no range yet: noised counts must find one."""
+        return self.range is None and self.within is not None
 
     def features(self, name: str) -> list[str]:
         return [name, *([f"{name} is missing"] if self.indicator else [])]
 
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
+        if self.unknown:
+            raise no_range(name)
         values = tables.numbers(column, name, missing)
         self.place(values, out)
 
@@ -115,10 +139,20 @@ class Number:
 
     def says(self) -> str:
         """What a value becomes, for people."""
+        if self.unknown and self.within is not None:
+            return f"a range within {self.within[0]:g} … {self.within[1]:g}, from noised counts, becomes -1 … 1"
         if self.range is None:
             return f"(value - {self.mean:g}) / {self.std:g}, clamped at {self.limit:g} and divided by it"
         low, high = self.range
         return f"{low:g} … {high:g} becomes -1 … 1{' on a logarithmic scale' if self.log else ''}; beyond is clamped"
+
+
+def no_range(name: str) -> SordinoError:
+    """The error for a column whose range nobody knows yet."""
+    return SordinoError(
+        f"columns.{name}: it has no public range, only within; give range = [low, high], or spend a part of the budget "
+        "on finding one: sordino run --private-statistics 0.05."
+    )
 
 
 @dataclass(frozen=True)
@@ -452,6 +486,16 @@ def assumption(sha256: str) -> str:
     )
 
 
+def searched_assumption(sha256: str, columns: Sequence[str]) -> str:
+    """The same where noised counts found the ranges of some columns."""
+    return (
+        f"The schema of the table without the ranges of {', '.join(columns)} (sha256 {sha256}) is public: its ranges, "
+        "levels and fill values were not taken from the protected records. The ranges of these columns follow from "
+        "noised counts of the records, within public limits, which the account pays for. The schema is applied to each "
+        "record by itself, which costs no privacy."
+    )
+
+
 class Encoded(NamedTuple):
     """A table as numbers."""
 
@@ -509,6 +553,7 @@ class Schema:
         described = values.get("columns") or {}
         if not isinstance(described, Mapping) or not described:
             raise SordinoError("schema: there are no columns; describe each one under [columns.NAME].")
+        _check_roles(values, described)
         columns = {str(name): _column(str(name), about) for name, about in described.items()}
         target = None
         if (about := values.get("target")) is not None:
@@ -521,8 +566,6 @@ class Schema:
         used = [name for name in (*(target.reads if target else ()), *special.values()) if name]
         if len(set(used)) < len(used) or (target is not None and target.event == target.column):
             raise SordinoError("schema: target, client and person must be three different columns.")
-        if both := [name for name in used if not isinstance(columns.get(name, Drop()), Drop)]:
-            raise SordinoError(f"columns.{both[0]}: it is the target, client or person already, so it is no feature.")
         missing = values.get("missing", MISSING)
         if not isinstance(missing, list | tuple) or not all(isinstance(cell, str) for cell in missing):
             raise SordinoError('missing: give a list of texts, such as ["", "?", "NA"].')
@@ -565,6 +608,42 @@ class Schema:
     def features(self) -> list[str]:
         """Names of the features, in order."""
         return [feature for name, column in self.columns.items() for feature in column.features(name)]
+
+    @property
+    def searched(self) -> dict[str, int]:
+        """Number columns with `within`, whose range noised counts find; each with the place of its first feature."""
+        places, at = {}, 0
+        for name, column in self.columns.items():
+            if isinstance(column, Number) and column.within is not None:
+                places[name] = at
+            at += len(column.features(name))
+        return places
+
+    @property
+    def unknown(self) -> list[str]:
+        """Those that have no range yet."""
+        return [name for name in self.searched if getattr(self.columns[name], "unknown", False)]
+
+    def with_ranges(self, ranges: Mapping[str, tuple[float, float] | None]) -> Schema:
+        """The same with other ranges of some columns; None: no range."""
+        columns = {
+            name: dataclasses.replace(column, range=ranges[name])
+            if name in ranges and isinstance(column, Number)
+            else column
+            for name, column in self.columns.items()
+        }
+        return dataclasses.replace(self, columns=columns)
+
+    @property
+    def without_ranges(self) -> Schema:
+        """What people wrote: without the ranges that noised counts found."""
+        return self.with_ranges(dict.fromkeys(self.searched))
+
+    @property
+    def at_its_widest(self) -> Schema:
+        """With every searched column scaled by the whole of `within`."""
+        widest = {name: self.columns[name].within for name in self.searched}  # type: ignore[union-attr]
+        return self.with_ranges(widest)
 
     @property
     def used(self) -> int:
@@ -686,7 +765,11 @@ class Schema:
 
     def explain(self) -> list[tuple[str, str, list[str]]]:
         """For people: each column, what its values become, and the names of its features."""
-        return [(name, column.says(), column.features(name)) for name, column in self.columns.items()]
+        blank = "; one more feature is 1 where the cell is missing"
+        return [
+            (name, column.says() + blank * getattr(column, "indicator", False), column.features(name))
+            for name, column in self.columns.items()
+        ]
 
 
 # -------------------------------------------------------------------------------------------------------------- drafts
@@ -735,6 +818,7 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
         looked.append(f"ranges and levels of {public.name}, which is declared public")
     notes = (
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
+        "# Remove [columns.NAME] of the target, the client and the person: they are no features.\n"
         '# client: the column that says which site a record is of. Ids and names get type = "drop".\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
@@ -760,6 +844,22 @@ def _from_public(kind: str, column: Any, name: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def _check_roles(values: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Refuse columns that are described as features, and are the target, client or person."""
+    target = values.get("target") or {}
+    roles = {"target": target.get("column"), "event": target.get("event")} if isinstance(target, Mapping) else {}
+    roles |= {role: values.get(role) for role in ("client", "person")}
+    both = [
+        (name, role)
+        for role, name in roles.items()
+        if isinstance(name, str) and isinstance(about := described.get(name), Mapping) and about.get("type") != "drop"
+    ]
+    if both:
+        what = " and ".join(f"{name} is the {role}" for name, role in both)
+        tables = " and ".join(f"[columns.{name}]" for name, _ in both)
+        raise SordinoError(f"columns.{both[0][0]}: {what}, so it is no feature; remove {tables}.")
 
 
 def _column(name: str, about: Any) -> Column:

@@ -14,13 +14,14 @@ from sordino.privacy.plan import Plan
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
 
 
-def check(plan: Plan, model: Any, records: Records | Lazy) -> None:
+def check(plan: Plan, model: Any, records: Records | Lazy, start: int = 0, stop: int | None = None) -> None:
     """Refuse a run whose plan, model and records do not belong together.
 
     Args:
         plan: The plan, which calibrates the noise for `plan.sizes`.
         model: The model to train.
         records: The clients' records.
+        start, stop: The rounds that the model serves; by default all.
 
     Raises:
         SordinoError: Names what differs, and the remedy.
@@ -29,7 +30,9 @@ def check(plan: Plan, model: Any, records: Records | Lazy) -> None:
         raise SordinoError(
             f"model: a {type(model).__name__} has no per-example gradients; wrap a torch module as TorchModel(module)."
         )
-    check_kinds(plan.method, model)
+    last = plan.rounds if stop is None else min(stop, plan.rounds)
+    stages = plan.method.stages[plan.stage_of(start) : plan.stage_of(last - 1) + 1]
+    check_kinds(plan.method._replace(stages=stages), model)
     records.check_fits(model)
     records.check_unit(plan.privacy)
     check_serves(plan.privacy, model)

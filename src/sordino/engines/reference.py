@@ -45,6 +45,7 @@ def run(
     theta: Tensor | None = None,
     ledger: Ledger | None = None,
     run_id: str = "",
+    stop: int | None = None,
 ) -> Iterator[Round]:
     """Train round by round.
 
@@ -59,6 +60,7 @@ def run(
         theta: Starting parameters; None for the model's own.
         ledger: Where releases and their cost are stored.
         run_id: Name of this run in the ledger.
+        stop: End before this round; the model need not answer what later stages ask.
 
     Yields:
         One `Round` per round.
@@ -69,7 +71,7 @@ def run(
     """
     if plan.integers is not None and ledger is not None:
         raise SordinoError("ledger: a simulation of secure aggregation keeps no ledger; every site has its own.")
-    preconditions.check(plan, model, records)
+    preconditions.check(plan, model, records, stop=stop)
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = plan.weights / plan.participation.rate(plan.clients)
     clients = range(plan.clients)
@@ -77,6 +79,8 @@ def run(
     memory: list[Tree] = [() for _ in clients]
     resumed = False
     for round_plan in round_plans(plan, model):
+        if round_plan.t == stop:
+            return
         local, rule = round_plan.stage.local, round_plan.stage.rule
         if round_plan.t == round_plan.first:
             state = rule.init(theta, round_plan.facts, state)

@@ -112,7 +112,7 @@ def run(
     plans, plan = (list(plan), plan[0]) if isinstance(plan, Sequence) else ([plan], plan)
     if plan.integers is not None:
         raise SordinoError("integers: the fast engine has no integer arithmetic; use the reference engine.")
-    preconditions.check(plan, model, records)
+    preconditions.check(plan, model, records, start=start)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
     memory: Tree = ()

@@ -12,7 +12,7 @@ from sordino.core import Trust
 from sordino.errors import OverspentError, Refused, SordinoError
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.folders import proposed
-from sordino.federation.policy import agree
+from sordino.federation.policy import agree, broken_rules
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
 from sordino.privacy import spending
@@ -100,7 +100,9 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
                     f"{terms.resolved.privacy.epsilon:g}",
                 )
         except Refused as refusal:
-            yield Check(False, "terms", f"the site would refuse: {refusal.detail}")
+            broken = [] if terms is None else broken_rules(site, terms)
+            for detail in broken if refusal.detail in broken else [refusal.detail, *broken]:
+                yield Check(False, "terms", f"the site would refuse: {detail}{_hint(config, terms)}")
             terms = None
         except SordinoError as error:
             yield Check(False, "terms", str(error))
@@ -123,6 +125,13 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
         except OverspentError as error:
             yield Check(False, "budget", f"{error}")
+
+
+def _hint(config: SiteConfig, terms: Terms | None) -> str:
+    """What a site may do about a federation's epsilon above its own limit."""
+    if terms is None or config.run_epsilon is not None or terms.resolved.privacy.epsilon <= config.epsilon:
+        return ""
+    return f"; run_epsilon = {config.epsilon} in site.toml requests that ε for this site, by more noise"
 
 
 def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:

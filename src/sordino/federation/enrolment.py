@@ -57,8 +57,12 @@ class Enrolment:
         met: dict[str, Hello] = {}
         began = time.monotonic()
         while True:
-            met |= self.greet()
+            new = self.greet()
+            met |= new
             waited = time.monotonic() - began
+            if new:
+                left = max(0.0, self.config.patience - waited)
+                self.tell("joined", sites=sorted(new), missing=sorted(wanted - met.keys()), seconds=round(left))
             if met.keys() == wanted or (len(met) >= least and waited > self.config.deadline):
                 return met
             if waited > self.config.patience:

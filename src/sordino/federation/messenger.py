@@ -57,13 +57,16 @@ class Messenger:
 
     def _exchange(self, requests: dict[int, bytes]) -> dict[int, bytes]:
         """Wait until the deadline. A site that left the link is asked again when it is back."""
-        until = time.monotonic() + self.deadline
+        until, told = time.monotonic() + self.deadline, False
         replies = self.transport.exchange(requests, self.deadline)
         while True:
             connected = set(self.transport.sites())
             away = [node for node in requests if node not in replies and node not in connected]
             if not away or time.monotonic() + POLL > until:
                 return replies
+            for name in [] if told else sorted(name for name, node in self.nodes.items() if node in away):
+                self.tell("away", site=name, seconds=round(until - time.monotonic()))
+            told = True
             time.sleep(POLL)
             back = {node: requests[node] for node in away if node in self.transport.sites()}
             if back:

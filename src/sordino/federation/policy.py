@@ -33,10 +33,25 @@ def check_rules(site: SiteData, terms: Terms) -> None:
     except SordinoError as error:
         raise Refused("policy", str(error)) from None
     _check_options(resolved)
+    if refusals := broken_rules(site, terms):
+        raise Refused("policy", refusals[0])
+    if terms.secure:
+        roster = site.roster
+        if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
+            raise Refused("policy", "the roster is not the one in this site's roster.toml")
+        try:
+            secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
+        except SordinoError as error:
+            raise Refused("policy", str(error)) from None
+
+
+def broken_rules(site: SiteData, terms: Terms) -> list[str]:
+    """Every rule of site.toml that the terms break, in words."""
+    config, resolved = site.config, terms.resolved
     models, methods, trust = (", ".join(names) for names in (config.models, config.methods, config.trust))
     allowed, rounds = config.run_epsilon or config.epsilon, resolved.rounds
     privacy, model, method = resolved.privacy, resolved.model.name, resolved.method_name
-    for fine, what in (
+    rules = (
         (
             terms.schema == schema_hash(config.table_schema),
             "the schema of the terms is not this site's schema.toml: columns, ranges and levels must be the same",
@@ -55,17 +70,8 @@ def check_rules(site: SiteData, terms: Terms) -> None:
         (privacy.delta <= config.delta, f"delta {privacy.delta:g} is above the limit of site.toml, {config.delta:g}"),
         (privacy.epsilon <= allowed or terms.requested_epsilons.get(config.name) == config.run_epsilon,
          f"epsilon {privacy.epsilon:g} is above {allowed:g}, and the terms leave out this site's requested epsilon"),
-    ):  # fmt: skip
-        if not fine:
-            raise Refused("policy", what)
-    if terms.secure:
-        roster = site.roster
-        if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
-            raise Refused("policy", "the roster is not the one in this site's roster.toml")
-        try:
-            secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
-        except SordinoError as error:
-            raise Refused("policy", str(error)) from None
+    )  # fmt: skip
+    return [what for fine, what in rules if not fine]
 
 
 def _check_options(resolved: ResolvedSpec) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sordino import files, secagg, wire
-from sordino.errors import SordinoError, WrongShareError
+from sordino.errors import SordinoError, WireError, WrongShareError
 from sordino.federation.messenger import Messenger, about
 from sordino.federation.terms import Terms
 
@@ -34,7 +34,9 @@ class SecureSum:
     def gather(self, t: int) -> None:
         """Collect the missing offers for round t. A site that was away may be back."""
         self.offers = {
-            name: offer for name, offer in self.offers.items() if self._reads(secagg.read_offer, t, name, offer)
+            name: offer
+            for name, offer in self.offers.items()
+            if not _of_earlier_round(offer, t) and self._reads(secagg.read_offer, t, name, offer)
         }
         missing = [name for name in self.messenger.nodes if name not in self.offers]
         if missing and t < self.terms.exchanges:
@@ -117,6 +119,15 @@ class SecureSum:
             return True
         self.messenger.tell("misfit", site=name, t=t, why="its reveal is about other offers or survivors")
         return False
+
+
+def _of_earlier_round(offer: bytes, t: int) -> bool:
+    """Whether a site offers keys for a round before t. After lost rounds honest sites do, and are asked again."""
+    try:
+        round_of_offer = wire.decode(offer).fields.get("round")
+    except WireError:
+        return False
+    return type(round_of_offer) is int and 0 <= round_of_offer < t
 
 
 def parts(replies: dict[str, wire.Message], key: str) -> dict[str, bytes]:

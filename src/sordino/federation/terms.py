@@ -43,6 +43,7 @@ PRIVATE = (
     "label",
     "schema",
     "public_stats",
+    "private_statistics",
     "test_fraction",
     "weights",
     "seed",
@@ -63,6 +64,11 @@ def federated(values: Mapping[str, Any]) -> Spec:
     """
     for key in (*PRIVATE, *LOCAL):
         if key in values:
+            if key == "private_statistics":
+                raise SordinoError(
+                    "private_statistics: a federation does not find ranges yet; find them in a run of its own, or give "
+                    "public ranges."
+                )
             other = ' Scale the files at the sites, or use normalize = "l2".' if key == "public_stats" else ""
             raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
     return Spec.of(values)

@@ -7,9 +7,14 @@ this sum alone, and the server adds the releases up: proved at record level unde
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from sordino.core import Ask, Broadcast, Facts, Kind, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
 from sordino.lazy import Tensor, torch
-from sordino.models.tally import Tally
+
+if TYPE_CHECKING:  # it needs torch
+    from sordino.models.tally import Tally
 
 STATISTICS = "statistics"
 LEMMA = "one cell per block, and numbers from 0 to 1"
@@ -51,3 +56,36 @@ def tally_method(name: str, of: Tally) -> Method:
     """
     proves, stages = frozenset((Unit.RECORD, trust) for trust in Trust), (stage(of),)
     return Method(name, Unit.RECORD, stages, proves, CAVEAT, registered=(stages, proves))
+
+
+def after_tally(method: Method, of: Tally, share: float) -> Method:
+    """The method, with a tally as its first stage that spends a share of mu squared.
+
+    The tally is a release of its own, on which the rest of the run depends through what it released alone: adaptive
+    composition. What the method proves at record level stays proved; nothing is proved for other units.
+
+    Args:
+      method: what trains.
+      of: what is counted.
+      share: of mu squared; the method's queries divide the rest as they would have divided all of it.
+    """
+
+    def fresh(stage: Stage) -> Stage:
+        """The stage begins as if nothing came before it."""
+
+        def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
+            state: Tree = stage.rule.init(theta, facts, ())
+            return state
+
+        return stage._replace(rule=stage.rule._replace(init=init))
+
+    def scaled(stage: Stage) -> Stage:
+        queries = (q if q.share is None else replace(q, share=q.share * (1 - share)) for q in stage.queries)
+        return stage._replace(queries=tuple(queries))
+
+    first, *rest = map(scaled, method.stages)
+    proves = frozenset(pair for pair in method.proves if pair[0] is Unit.RECORD)
+    caveat = f"{method.caveat} {CAVEAT}".strip()
+    stages = (stage(of, share), fresh(first), *rest)
+    registered = None if method.by_hand else (stages, proves)
+    return method._replace(stages=stages, proves=proves, caveat=caveat, registered=registered)

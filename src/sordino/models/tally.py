@@ -51,7 +51,7 @@ class Contribution(NamedTuple):
     """What one record adds to one block.
 
     Attributes:
-      cell: the cell of each record, from 0; None for a number.
+      cell: the cell of each record, from 0; -1 for none; None for a number.
       number: the number of each record, in [0, 1]; None for cells.
     """
 
@@ -113,8 +113,10 @@ class Tally:
         parts = []
         for block, given in zip(self.layout, self.contributions(theta, x, y), strict=True):
             if given.cell is not None:
-                cell = given.cell.clamp(0, block.cells - 1)
-                parts.append(block.weight * torch.nn.functional.one_hot(cell, block.cells).double())
+                cell = given.cell.clamp(-1, block.cells - 1)
+                # Cell -1 becomes an extra cell, which is dropped.
+                counted = torch.nn.functional.one_hot(cell + 1, block.cells + 1)[..., 1:]
+                parts.append(block.weight * counted.double())
             elif given.number is not None:
                 number = given.number.double().nan_to_num(0.0).clamp(0.0, 1.0)
                 parts.append((block.weight * GRID * torch.floor(number / GRID)).unsqueeze(-1))
@@ -308,3 +310,50 @@ class ErrorTally(Tally):
 def weights(layout: Sequence[Block]) -> dict[str, float]:
     """The weight of each block, by name: noise on it, in units of records, is divided by it."""
     return {block.name: block.weight for block in layout}
+
+
+# ------------------------------------------------------------------------------------------------------ columns in bins
+
+
+@dataclass(frozen=True)
+class ColumnTally(Tally):
+    """Histograms of some columns, each in even bins from -1 to 1; a missing value is not counted.
+
+    Args:
+      features: number of features of a record.
+      columns: (name, place of the feature, whether the next feature says that the value is missing).
+      bins: of each column.
+      classes: number of classes of the labels; 0 for numbers. Labels are not read.
+    """
+
+    features: int
+    columns: tuple[tuple[str, int, bool], ...]
+    bins: int = 64
+    classes: int = 0
+
+    size = 1  # there are no parameters, but theta is never empty
+    shapes = ((1,),)
+
+    @property
+    def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
+        return tuple(Block(name, self.bins, 1.0) for name, _, _ in self.columns)
+
+    @property
+    def outputs(self) -> int:
+        return max(1, self.classes)
+
+    @property
+    def kind(self) -> Any:
+        return Loss.SOFTMAX if self.classes else Loss.SQUARES
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(1)
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        given = []
+        for _, place, marked in self.columns:
+            value = x[..., place].double().nan_to_num(0.0).clamp(-1, 1)
+            cell = ((value + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
+            missing = x[..., place + 1] > 0.5 if marked else torch.zeros_like(cell, dtype=torch.bool)
+            given.append(Contribution(cell=torch.where(missing, -1, cell)))
+        return given

@@ -286,13 +286,14 @@ def _check_proved(plan: Plan) -> None:
         pairs = ", ".join(sorted(f"{unit} level under {trust}" for unit, trust in method.proves))
         raise SordinoError(
             f"trust: {method.name} is not proved private at {privacy.unit} level under {privacy.trust}. "
-            f"{method.caveat} "
+            + f"{method.caveat} ".lstrip()
             + (
                 f"Proved: {pairs}. Choose one of these, or set"
                 if pairs
                 else "With these options nothing is proved. Set"
             )
-            + " uncertified = true and read the statement, which then begins with 'not certified'."
+            + " uncertified = true (--set uncertified=true) and read the statement, which then begins with 'not "
+            "certified'."
         )
     plan.participation.rate(len(plan.sizes))
     if plan.random_participation and not optional:

@@ -20,6 +20,7 @@ from sordino.core import Method, Tree
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
+from sordino.errors import SordinoError
 from sordino.methods import build, entry
 from sordino.methods.fedgd import gradient
 from sordino.models.registry import BuiltModel
@@ -74,6 +75,11 @@ def run_many(
       most: runs per batch, which bounds memory.
       tick: called with the number of runs that finished.
     """
+    if any(spec.private_statistics is not None for spec in specs):
+        raise SordinoError(
+            "private_statistics: ranges are found by sordino run alone; take the public/schema.toml that it wrote, and "
+            "leave private_statistics out."
+        )
     runs = [resolve(spec, device) for spec in specs]
     batches: dict[tuple[Any, ...], list[int]] = {}
     for number, run in enumerate(runs):

@@ -19,13 +19,14 @@ from sordino.core import Divisor, Kind, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
-from sordino.data.schema import Schema, assumption
+from sordino.data.schema import Schema, assumption, no_range, searched_assumption
 from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
 from sordino.methods import build, entry
 from sordino.methods.calibration import calibrated
+from sordino.methods.tally import after_tally
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
@@ -35,11 +36,12 @@ from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these need torch
     from sordino.data.records import Records
+    from sordino.models.tally import ColumnTally
 
 
-CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.05, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
+CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.1, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
 
 class DataSource(NamedTuple):
@@ -124,7 +126,22 @@ class ResolvedSpec:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
         method = calibrated(build(self.method_name, self.privacy.unit, **self.options), self.spec.calibrate or 0.0)
         plugin = registry.plugin_of(self.model.name)
-        return method if plugin is None else plugins.judged(method, plugin)
+        method = method if plugin is None else plugins.judged(method, plugin)
+        share = self.spec.private_statistics
+        return method if share is None else after_tally(method, self.statistics, share)
+
+    @property
+    def statistics(self) -> ColumnTally:
+        """What private statistics count: the columns of the schema with `within`."""
+        from sordino.models.tally import ColumnTally
+
+        schema = self.source.schema
+        assert schema is not None
+        columns = tuple(
+            (name, place, bool(getattr(schema.columns[name], "indicator", False)))
+            for name, place in schema.searched.items()
+        )
+        return ColumnTally(len(schema.features), columns, classes=len(schema.classes))
 
     @property
     def noiseless(self) -> bool:
@@ -137,7 +154,7 @@ class ResolvedSpec:
             privacy = dataclasses.replace(privacy, client_epsilon=dict(client_epsilon))
         return Plan(
             self.method,
-            self.rounds,
+            self.rounds + (self.spec.private_statistics is not None),  # the first finds the ranges
             sizes,
             privacy,
             self.participation,
@@ -188,7 +205,8 @@ class ResolvedSpec:
                 f"method: {self.method_name} divides by the covariance of features, which says nothing of the "
                 "intervals of a survival model; use auto, or a method such as dp-fedadam."
             )
-        check_kinds(self.method, model, self.model.name)
+        found = self.spec.private_statistics is not None  # then the first stage asks another model
+        check_kinds(self.method._replace(stages=self.method.stages[found:]), model, self.model.name)
         check_serves(self.privacy, model)
         if self.spec.calibrate and not (
             hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
@@ -198,6 +216,16 @@ class ResolvedSpec:
                 "here; set calibrate = 0."
             )
         return model
+
+    def read_unscaled(self) -> Dataset:
+        """The table for private statistics: searched columns are scaled by `within`, and records are not normalised."""
+        assert self.source.schema is not None
+        widest = self.source.schema.at_its_widest
+        return dataclasses.replace(self, source=self.source._replace(schema=widest, normalize="none")).read_data()
+
+    def with_schema(self, schema: Schema) -> ResolvedSpec:
+        """The same with the ranges that private statistics found."""
+        return dataclasses.replace(self, source=self.source._replace(schema=schema))
 
     def read_data(self) -> Dataset:
         """The records that the run names; sentences become token ids."""
@@ -262,7 +290,12 @@ class ResolvedSpec:
         """What the certificate assumes beside what the plan assumes."""
         facts = []
         if self.source.schema is not None:
-            facts.append(assumption(self.source.schema.sha256()))
+            written, found = self.source.schema, self.spec.private_statistics is not None
+            facts.append(
+                searched_assumption(written.without_ranges.sha256(), list(written.searched))
+                if found
+                else assumption(written.sha256())
+            )
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
         if self.source.open and self.partition.reads_labels:
@@ -294,7 +327,7 @@ class ResolvedSpec:
         if self.doubts and not (self.uncertified or self.noiseless or self.seed is not None):
             raise SordinoError(
                 f"partition: {self.doubts[0]}. Use partition = iid or by-column:NAME; or set public_data = true, if "
-                "everybody may see these records; or uncertified = true."
+                "everybody may see these records; or uncertified = true (--set uncertified=true)."
             )
 
     @property
@@ -311,6 +344,23 @@ class ResolvedSpec:
             return self.portable.toml(), ""
         public = dataclasses.replace(self.portable, schedule_seed=None)
         return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
+
+
+def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> None:
+    if spec.private_statistics is None:
+        if schema is not None and schema.unknown:
+            raise no_range(schema.unknown[0])
+        return
+    if schema is None or not schema.searched:
+        raise SordinoError(
+            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], and "
+            f"{'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave it out."
+        )
+    if unit != Unit.RECORD:
+        raise SordinoError(
+            f"private_statistics: counts bound what one record adds, and nothing is proved for unit = {unit}; use "
+            "unit = record, or give public ranges."
+        )
 
 
 def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, elsewhere: bool = False) -> ResolvedSpec:
@@ -338,6 +388,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
             "person: unit = person needs the column that says whom a record is about; name it by --person COLUMN, or "
             "as `person` in the schema."
         )
+    _check_private_statistics(spec, schema, unit)
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
     usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open and person is None else "iid"

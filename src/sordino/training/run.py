@@ -18,7 +18,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Unit
+from sordino import files
+from sordino.core import Checkpoint, Unit
 from sordino.data.records import Records
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
-from sordino.engines import simulate
+from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
@@ -55,6 +57,7 @@ from sordino.training.evaluate import (
 )
 from sordino.training.folder import SCHEMA, RunFolder, publishable, readme
 from sordino.training.metrics import OF_A_ROUND
+from sordino.training.private_statistics import found_schema
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.shared_ledger import SharedLedger
 from sordino.training.spec import Spec
@@ -73,6 +76,7 @@ class PreparedRun:
     model: BuiltModel
     plan: Plan
     source: Source
+    unscaled: Records | None = None  # what private statistics count; None where there are none
 
     @property
     def names(self) -> list[str]:
@@ -93,10 +97,13 @@ class PreparedRun:
     def _digest(self) -> bytes:
         """Not keyed, and never written to disk."""
         digest = hashlib.sha256(f"{self.resolved.portable.toml()}{self.plan.sizes}".encode())
-        if self.dataset.schema is not None:
-            digest.update(self.dataset.schema.sha256().encode())
-        filled = [] if self.records.filled is None else [self.records.filled]
-        for part in (self.records.x, self.records.y, *filled):
+        records, schema = self.records, self.dataset.schema
+        if self.unscaled is not None and schema is not None:  # the same before and after the ranges were found
+            records, schema = self.unscaled, schema.without_ranges
+        if schema is not None:
+            digest.update(schema.sha256().encode())
+        filled = [] if records.filled is None else [records.filled]
+        for part in (records.x, records.y, *filled):
             digest.update(part.contiguous().cpu().numpy().data)
         return digest.digest()
 
@@ -128,6 +135,14 @@ def prepare(spec: Spec, dataset: Dataset | None = None, device: str = "cpu") -> 
 def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> PreparedRun:
     """The same, from a spec that was resolved already."""
     resolved.check_certifiable()
+    schema, unscaled = resolved.source.schema, None
+    if resolved.spec.private_statistics is not None:
+        if dataset is not None:
+            raise SordinoError("private_statistics: the records are in memory already; give the path of a table.")
+        whole = resolved.read_unscaled()
+        unscaled = resolved.records(whole)
+        if schema is not None and schema.unknown:  # `release_statistics` finds the ranges
+            dataset = whole._replace(schema=schema)
     dataset = resolved.read_data() if dataset is None else dataset
     if resolved.partition.by_site and resolved.clients and dataset.site is not None:
         sites = len(np.unique(dataset.site))
@@ -136,7 +151,7 @@ def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> 
     records = resolved.records(dataset)
     model = resolved.build_model(dataset.x_train.shape[1], len(dataset.classes))
     noise = Noiseless(resolved.seed or 0) if resolved.noiseless else source(resolved.seed)
-    return PreparedRun(resolved, dataset, records, model, resolved.plan(records.sizes), noise)
+    return PreparedRun(resolved, dataset, records, model, resolved.plan(records.sizes), noise, unscaled)
 
 
 def join_ledger(run: PreparedRun, path: str | Path, limit: float | None = None) -> SharedLedger:
@@ -185,9 +200,49 @@ def pay(run: PreparedRun, ledger: Ledger, identity: str) -> None:
             ledger.charge([Charge.of(r, clients, 0, identity, run.plan.privacy.adjacency) for r in group.releases])
 
 
+def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
+    """Find the ranges that the schema leaves open, by the first round of the plan. A run without such columns stays.
+
+    The charge is stored first, then the schema with its ranges (replaced atomically): a schema with ranges was released
+    already, and is not found again.
+
+    Returns:
+      The run with its records scaled by these ranges.
+    """
+    if run.unscaled is None:
+        return run
+    folder = RunFolder.find(out)
+    identity = run.identity(folder.keys().identity)
+    limit = (None, None) if run.resolved.noise is not None else (run.plan.privacy.epsilon, run.plan.privacy.delta)
+    with folder.locked(), Ledger(folder.private / "ledger.db", epsilon=limit[0], delta=limit[1]) as ledger:
+        progress = _begin(run, folder, ledger, identity)
+        began = time.perf_counter()
+        stored = Schema.read(folder.public / SCHEMA)
+        if stored.unknown:
+            tally = run.resolved.statistics
+            (first,) = reference.run(run.plan, tally, run.unscaled, run.source, stop=1)  # type: ignore[arg-type]
+            aggregate = first.aggregate if isinstance(first.aggregate, Tensor) else torch.zeros(tally.dimension)
+            std = calibration.aggregate_std(run.plan, 0)
+            stored = found_schema(stored, tally, aggregate.double().cpu().numpy(), std)
+            files.write(folder.public / SCHEMA, stored.toml().encode())
+        elif progress.done:
+            return run
+        found = replace(prepare_resolved(run.resolved.with_schema(stored)), plan=run.plan, source=run.source)
+        if not progress.done:
+            theta = found.model.init()
+            state = theta.new_zeros(run.resolved.statistics.dimension)
+            line = {"round": 1, "epsilon": finite(spending.epsilon_after(run.plan, 0))}
+            artifacts.store(folder, identity, (Checkpoint(theta, state, ()), theta), line)
+            ledger.mark(identity, 1)
+            artifacts.add_timing(folder, 1, time.perf_counter() - began)
+    return found
+
+
 def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]]:
     """Train, and yield the metrics of each round. With `out`, continue from the state of that directory, which holds
     the ledger."""
+    if run.dataset.schema is not None and run.dataset.schema.unknown:
+        raise SordinoError("private_statistics: the ranges are not found yet; use sordino run, or release_statistics.")
     with ExitStack() as stack:
         progress, seconds = Progress(0, (), None, []), 0.0
         if out:

@@ -19,6 +19,7 @@ from sordino.methods import REGISTRY, entry
 from sordino.models import registry
 from sordino.settings import read_toml, typed
 
+MOST_STATISTICS = 0.5  # share of the budget
 DTYPES = ("float32", "float64", "bfloat16")  # bfloat16: the forward and backward passes of a transformer
 
 PERSON_IDS = ("global", "per-client")
@@ -39,6 +40,7 @@ class Spec:
     person: str | None = None  # the column that says whom a record is about; a schema names it itself
     person_ids: str = "global"  # or per-client: equal ids at two clients are two persons
     public_stats: str | None = None
+    private_statistics: float | None = None  # share of the budget that finds the ranges of columns with `within`
     normalize: str | None = None  # by default what the method asks for, mostly none
     test_fraction: float = 0.2
     public_data: bool | None = None  # true: everybody may see these records
@@ -67,7 +69,7 @@ class Spec:
     adjacency: str = "replace-one"
     trust: str = "untrusted-server"
     noise: float | None = None
-    calibrate: float | None = None  # part of the budget that calibrates intercepts; by default 0.05 for tables and auto
+    calibrate: float | None = None  # part of the budget that calibrates intercepts; by default 0.1 for tables and auto
     client_epsilon: dict[str, float] = field(default_factory=dict)
     uncertified: bool = False
     # randomness
@@ -93,6 +95,12 @@ class Spec:
             raise SordinoError(f"person_ids: '{self.person_ids}' is unknown.{nearest(self.person_ids, PERSON_IDS)}")
         if self.evaluate_every < 1:
             raise SordinoError(f"evaluate_every: {self.evaluate_every} must be at least 1.")
+        share = self.private_statistics
+        if share is not None and not 0 < share <= MOST_STATISTICS:
+            raise SordinoError(
+                f"private_statistics: {share:g} must lie in (0, {MOST_STATISTICS:g}]: a share of the budget; 0.05 is "
+                "usual."
+            )
         if not 0 < self.threshold < 1:
             raise SordinoError(
                 f"threshold: {self.threshold:g} must lie between 0 and 1; it is a probability, and 0.5 is usual."

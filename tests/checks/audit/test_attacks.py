@@ -381,15 +381,15 @@ def test_all_includes_minibatches_where_they_are_certified():
         parser = argparse.ArgumentParser()
         command.add(parser.add_subparsers())
         return [
-            (job.args[0], job.args[1].adjacency, job.keywords["batch"])
+            (job.args[0], job.args[1].unit, job.args[1].adjacency, job.keywords["batch"])
             for job in command._jobs(parser.parse_args(["audit", "--all", *words]))
         ]
 
-    found = [job for job in jobs() if job[2] != "full"]
+    found = [job for job in jobs() if job[3] != "full"]
     assert found == [
-        ("dp-fedgd", "add-remove", "poisson:4"),
-        ("dp-fedgd", "replace-one", "poisson:4"),
-        ("dp-fedgd", "replace-one", "fixed:4"),
+        ("dp-fedgd", unit, *rest)
+        for unit in ("record", "person")
+        for rest in (("add-remove", "poisson:4"), ("replace-one", "poisson:4"), ("replace-one", "fixed:4"))
     ]
     names = {job[0] for job in jobs("--batch", "fixed:4")}
     assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names

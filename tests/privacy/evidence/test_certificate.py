@@ -72,6 +72,14 @@ def test_a_method_that_was_not_built_by_name_is_called_its_authors_claim():
         assert UNCHECKED not in statement(made(plan_for(method)))
 
 
+def test_a_site_that_missed_rounds_reads_why_its_ledger_shows_less():
+    cert = made(plan_for())
+    told = statement(cert | {"site": {"rounds": 4}})
+    assert "This site answered 4 of 6 rounds, and its ledger charges only these." in told
+    assert "its ledger charges only" not in statement(cert | {"site": {"rounds": 6}})
+    assert "its ledger charges only" not in statement(cert)
+
+
 def test_stages_streams_and_lemmas_are_told_and_confirmed():
     def compute(ask, broadcast, memory, cache):
         return ask.gradient(broadcast.theta)

@@ -197,7 +197,7 @@ def test_a_certificate_verifies_and_tells_both_epsilons(cert):
     assert verify(cert).problems == []
     assert cert["secure"]["epsilon_server"] < cert["epsilon"]
     page = statement(cert)
-    assert "even if one site cooperate" in page
+    assert "even if one site cooperates" in page
     assert "Discrete Gaussian" in page
     several = [
         float(part.split(" %")[0].split()[-1]) for part in page.split("with probability up to")[1].split(",")[:1]

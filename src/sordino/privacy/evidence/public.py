@@ -115,7 +115,7 @@ SPEC: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("clients", "partition", "sizes", "split_seed", "participation", "batch", "divisor", "model", "length"),
-            *("method", "rounds", "dtype", "normalize"),
+            *("method", "rounds", "dtype", "normalize", "private_statistics"),
             *("evaluate_every", "threshold", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
             *("test_fraction", "public_data"),
         ),
@@ -154,7 +154,10 @@ FILES: Mapping[str, Mapping[str, str]] = {
     "metrics.jsonl": METRICS,
     "spec.toml": SPEC,
     "model.safetensors": MODEL,
-    "schema.toml": {"(text)": "Written by people from what is publicly known; the run takes nothing from the records."},
+    "schema.toml": {
+        "(text)": "Written by people from what is publicly known; the run takes nothing from the records but, with "
+        "private_statistics, the ranges of columns with `within`, which follow from noised counts."
+    },
     "statement.md": {"(text)": "A function of certificate.json alone."},
     "MODEL_CARD.md": {
         "(text)": "A function of certificate.json, of the last line of metrics.jsonl and of what model.safetensors "

@@ -109,7 +109,7 @@ def statement(cert: Mapping[str, Any]) -> str:
 
 ## How to check this statement
 
-`sordino verify certificate.json` computes ε again with a second, independent program. {_signed(cert)}
+`sordino verify certificate.json` computes ε again with a second, independent program. {_signed(cert)}{_charged(cert)}
 
 Spec SHA-256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["head"] or "none"}` \
 ({cert["ledger"]["rows"]} rows); sordino {cert["sordino"]}.
@@ -188,12 +188,24 @@ def _signed(cert: Mapping[str, Any]) -> str:
     return f"The certificate is signed by {about['signer']} `{fingerprint(about['key'])}`."
 
 
+def _charged(cert: Mapping[str, Any]) -> str:
+    """Why a site's ledger may hold less than its certificate: rounds that it did not answer cost nothing."""
+    paid, rounds = (cert.get("site") or {}).get("rounds"), cert["rounds"]
+    if paid is None or paid >= rounds:
+        return ""
+    return (
+        f" This site answered {paid} of {rounds} rounds, and its ledger charges only these. The ε above is the bound "
+        "for all rounds, so the ledger shows less."
+    )
+
+
 def _coalition(cert: Mapping[str, Any]) -> str:
     secure = cert.get("secure")
     if not secure or not secure["colluders"]:
         return ""
     who = "one site" if secure["colluders"] == 1 else f"{secure['colluders']} sites"
-    return f", even if {who} cooperate with them (against the server alone, ε is {secure['epsilon_server']:.4g})"
+    verb = "cooperates" if secure["colluders"] == 1 else "cooperate"
+    return f", even if {who} {verb} with them (against the server alone, ε is {secure['epsilon_server']:.4g})"
 
 
 def _bullets(lines: Sequence[str]) -> str:

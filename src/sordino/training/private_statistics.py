@@ -1,0 +1,71 @@
+"""Ranges of columns from noised counts: the first round of a run with `--private-statistics`.
+
+Every client counts its training records in 64 even bins of each column's wide public range (`within`; bins are even on
+a logarithmic scale where the column has `log = true`). From the noised counts follows the shortest interval that holds
+nearly all records, which becomes the column's range. From there on the schema is one as any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from sordino.data.schema import Number, Schema
+from sordino.models.tally import ColumnTally
+
+COVERAGE = 0.98  # of the records that a range should hold
+MOST_OUTSIDE = 0.3  # of the records: a range that may leave out more is too uncertain
+
+
+def found_schema(schema: Schema, tally: ColumnTally, aggregate: np.ndarray, std: float) -> Schema:
+    """The schema with the ranges that the noised counts show.
+
+    Args:
+      schema: what people wrote.
+      tally: what was counted.
+      aggregate: the noised counts, as shares of the records.
+      std: of the noise on one share.
+    """
+    ranges: dict[str, tuple[float, float] | None] = {}
+    counts: Mapping[str, np.ndarray] = tally.split(np.asarray(aggregate, float))
+    for name, _, _ in tally.columns:
+        column = schema.columns[name]
+        assert isinstance(column, Number)
+        assert column.within is not None
+        low, high = shortest(counts[name], std)
+        ranges[name] = (edge(column, low, tally.bins), edge(column, high, tally.bins))
+    return schema.with_ranges(ranges)
+
+
+def shortest(shares: np.ndarray, std: float) -> tuple[int, int]:
+    """The shortest run of bins that holds nearly all counted records, as (first, one past the last).
+
+    A run of k of B bins counts if at most 2 % of the records lie outside, up to one standard deviation of the noise on
+    the sum of the B - k bins outside. A run for which that would forgive more than 30 % does not count, so that more
+    noise makes the range wider; in the end all bins are kept.
+
+    >>> shortest(np.array([0.0, 0.01, 0.5, 0.48, 0.01, 0.0]), 0.001)
+    (2, 4)
+    """
+    bins = len(shares)
+    whole = float(shares.sum())
+    running = np.concatenate([[0.0], np.cumsum(shares)])
+    for k in range(1, bins):
+        forgiven = (1 - COVERAGE) * whole + std * math.sqrt(bins - k)
+        if whole > 0 and forgiven <= MOST_OUTSIDE * whole:
+            held = running[k:] - running[:-k]
+            if whole - held.max() <= forgiven:
+                first = int(held.argmax())
+                return first, first + k
+    return 0, bins
+
+
+def edge(column: Number, k: int, bins: int) -> float:
+    """The value at which bin k of a column begins, rounded to six digits inside `within`."""
+    assert column.within is not None
+    low, high = column.within
+    part = k / bins
+    value = low + math.expm1(part * math.log1p(high - low)) if column.log else low + part * (high - low)
+    return min(max(float(f"{value:.6g}"), low), high)

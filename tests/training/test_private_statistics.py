@@ -1,0 +1,283 @@
+"""`sordino run --private-statistics`: ranges from noised counts, as the first round of the plan."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import expit
+
+from sordino.cli import main
+from sordino.core import Kind, Privacy, Shard, Trust
+from sordino.data.schema import Number, Schema
+from sordino.errors import SordinoError
+from sordino.federation.terms import federated
+from sordino.methods import build
+from sordino.methods.tally import after_tally
+from sordino.models.tally import ColumnTally
+from sordino.privacy import calibration, spending
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.plan import Plan
+from sordino.training import run
+from sordino.training.batch import run_many
+from sordino.training.predict import load_run
+from sordino.training.private_statistics import edge, found_schema, shortest
+from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
+
+SCHEMA = """
+[target]
+column = "died"
+levels = ["no", "yes"]
+[columns.age]
+type = "number"
+within = [-1000, 1000]
+[columns.income]
+type = "number"
+within = [0, 10000000]
+log = true
+[columns.ward]
+type = "category"
+levels = ["a", "b"]
+"""
+
+
+def table(path, n=3000, seed=0):
+    rng = np.random.default_rng(seed)
+    age, income = rng.uniform(20, 90, n), np.exp(rng.normal(8, 0.5, n))
+    died = rng.random(n) < expit((age - 60) / 8)
+    ages = ["" if k % 50 == 0 else f"{a:.1f}" for k, a in enumerate(age)]
+    rows = [
+        f"{a},{i:.0f},{'ab'[k % 2]},{'yes' if y else 'no'}"
+        for k, (a, i, y) in enumerate(zip(ages, income, died, strict=True))
+    ]
+    path.write_text("\n".join(["age,income,ward,died", *rows]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("statistics")
+    (place / "schema.toml").write_text(SCHEMA)
+    table(place / "data.csv")
+    return place
+
+
+def words(place, *more, rounds=4, share="0.1", schema="schema.toml"):
+    first = ["run", "--data", str(place / "data.csv"), "--schema", str(place / schema), "--clients", "3"]
+    first += ["--method", "dp-fedadam", "--rounds", str(rounds), "--epsilon", "4"]
+    return [*first, *(["--private-statistics", share] if share else []), *more]
+
+
+@pytest.mark.parametrize("trust", list(Trust))
+def test_ranges_are_found_paid_for_and_verified(place, tmp_path, trust):
+    out = tmp_path / "run"
+    assert main(words(place, "--trust", trust, "--out", str(out))) == 0
+    found = Schema.read(out / "public" / "schema.toml")
+    assert found.unknown == []
+    (low, high), (poor, rich) = found.columns["age"].range, found.columns["income"].range
+    assert -120 <= low <= 35
+    assert 75 <= high <= 220
+    assert 50 <= poor <= 3000
+    assert 5000 <= rich <= 100_000
+    cert = json.loads((out / "public" / "certificate.json").read_text())
+    assert cert["certified"]
+    assert cert["epsilon"] == pytest.approx(4.0, abs=1e-6), "the total stays what was asked for"
+    assert [query["query"] for query in cert["queries"]] == ["0.0 tally", "1.0 gradient"]
+    assert cert["rounds"] == 5
+    for group in cert["groups"]:
+        costs = {r["query"]: r["times"] * (r["sensitivity"] / r["std"]) ** 2 for r in group["releases"]}
+        assert costs["0.0 tally"] / sum(costs.values()) == pytest.approx(0.1)
+    assert any("noised counts" in fact and "age, income" in fact for fact in cert["assumes"])
+    assert "table of counts" in (out / "public" / "statement.md").read_text()
+    verdict = verify_run(out)
+    assert (verdict.problems, verdict.gaps) == ([], [])
+    with Ledger(out / "private" / "ledger.db", read_only=True) as ledger:
+        assert "0.0 tally" in {row.query for row in ledger.rows()}
+    lines = [json.loads(line) for line in (out / "public" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5]
+    assert set(lines[0]) == {"round", "epsilon"}
+    assert load_run(out).predict(str(place / "data.csv")).shape == (3000,)
+
+
+def test_a_smaller_share_in_the_spec_than_in_the_certificate_is_found(place, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(place, "--out", str(out))) == 0
+    spec = out / "public" / "spec.toml"
+    spec.write_text(spec.read_text().replace("private_statistics = 0.1", "private_statistics = 0.2"))
+    assert any("the plan of spec.toml gives" in problem for problem in verify_run(out).problems)
+
+
+def test_a_changed_range_is_found(place, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(place, "--out", str(out))) == 0
+    path = out / "public" / "schema.toml"
+    found = Schema.read(path)
+    path.write_text(found.with_ranges({"age": (0.0, 1.0)}).toml())
+    assert any("schema.toml is not the one" in problem for problem in verify_run(out).problems)
+
+
+def prepared(place, out, **more):
+    values = {"data": str(place / "data.csv"), "schema": str(place / "schema.toml"), "clients": 3, "rounds": 3}
+    values |= {"method": "dp-fedadam", "private_statistics": 0.1, **more}
+    made = run.prepare(Spec.of(values))
+    run.start(made, out)
+    return made
+
+
+def test_a_run_is_resumed_with_the_ranges_that_it_found(place, tmp_path):
+    first = prepared(place, tmp_path / "run")
+    first = run.release_statistics(first, tmp_path / "run")
+    text = (tmp_path / "run" / "public" / "schema.toml").read_text()
+    steps = run.rounds(first, tmp_path / "run")
+    for _ in range(2):  # the line of the statistics, and one round
+        next(steps)
+    steps.close()
+    again = run.prepare(run.reopen(tmp_path / "run"))
+    again = run.release_statistics(again, tmp_path / "run")
+    assert (tmp_path / "run" / "public" / "schema.toml").read_text() == text
+    history = list(run.rounds(again, tmp_path / "run"))
+    assert [line["round"] for line in history] == [1, 2, 3, 4]
+    assert run.finish(again, tmp_path / "run", history)["certified"]
+    assert verify_run(tmp_path / "run").problems == []
+
+
+def test_a_kill_after_the_ranges_were_written_releases_them_once(place, tmp_path, monkeypatch):
+    first = prepared(place, tmp_path / "run")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "prepare_resolved", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.release_statistics(first, tmp_path / "run")
+    monkeypatch.undo()
+    text = (tmp_path / "run" / "public" / "schema.toml").read_text()
+    again = run.release_statistics(run.prepare(run.reopen(tmp_path / "run")), tmp_path / "run")
+    assert (tmp_path / "run" / "public" / "schema.toml").read_text() == text
+    assert len(list(run.rounds(again, tmp_path / "run"))) == 4
+
+
+def test_rounds_without_ranges_are_refused(place, tmp_path):
+    with pytest.raises(SordinoError, match="ranges are not found yet"):
+        next(run.rounds(prepared(place, tmp_path / "run"), tmp_path / "run"))
+
+
+@pytest.mark.parametrize("method", ["auto", "dp-fedsofim", "dp-fedfc"])
+@pytest.mark.parametrize("trust", list(Trust))
+def test_the_total_stays_epsilon_for_methods_of_several_stages(method, trust):
+    tally = ColumnTally(3, (("a", 0, False), ("b", 1, False)))
+    plain = build(method)
+    for share in (0.02, 0.3):
+        both = after_tally(plain, tally, share)
+        plan = Plan(both, 70 + 1, (200, 400), Privacy(2.0, trust=trust), uncertified=True)
+        assert spending.epsilon(plan) == pytest.approx(2.0, rel=1e-6)
+        (group, *_) = spending.groups(plan)
+        parts = {r.query: r.times * (r.sensitivity / r.std) ** 2 for r in group.releases}
+        assert parts["0.0 tally"] / sum(parts.values()) == pytest.approx(share)
+        assert {pair[0].value for pair in both.proves} <= {"record"}
+        assert both.stages[0].queries[0].kind is Kind.TALLY
+        assert calibration.query_noises(plan)[0].query.bound is not None
+
+
+# ------------------------------------------------------------------------------------------------------- wrong inputs
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["--private-statistics", "0"], "must lie in (0, 0.5]"),
+        (["--private-statistics", "0.9"], "must lie in (0, 0.5]"),
+        (["--private-statistics", "much"], "private_statistics"),
+        (["--private-statistics", "0.1", "--unit", "user"], "nothing is proved for unit = user"),
+        (["--private-statistics", "0.1", "--batch", "poisson:16"], "batch: the bound or noise"),
+        ([], "columns.age: it has no public range"),
+    ],
+)
+def test_wrong_inputs_get_one_line(place, tmp_path, capsys, more, complaint):
+    assert main(words(place, *more, "--out", str(tmp_path / "r"), share=None)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_without_a_schema_or_without_within_it_is_refused(place, tmp_path, capsys):
+    plain = SCHEMA.replace("within", "range")
+    (place / "plain.toml").write_text(plain)
+    assert main(words(place, "--out", str(tmp_path / "r"), schema="plain.toml")) == 2
+    assert "the schema has none" in capsys.readouterr().err
+    with pytest.raises(SordinoError, match="there is no schema"):
+        run.prepare(Spec.of({"data": "digits", "private_statistics": 0.1}))
+
+
+def test_records_in_memory_sweeps_and_federations_are_refused(place):
+    spec = Spec.of({"data": str(place / "data.csv"), "schema": str(place / "schema.toml"), "private_statistics": 0.1})
+    whole = run.prepare(spec).dataset
+    with pytest.raises(SordinoError, match="in memory already"):
+        run.prepare(spec, whole)
+    with pytest.raises(SordinoError, match="by sordino run alone"):
+        run_many([spec])
+    with pytest.raises(SordinoError, match="a federation does not find ranges"):
+        federated({"private_statistics": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("about", "complaint"),
+    [
+        ({"within": [5, 5]}, r"within: .* two numbers"),
+        ({"within": [0, 10], "mean": 1, "std": 1}, "nothing is left to find"),
+        ({"within": [0, 10], "range": [-1, 5]}, "must lie within"),
+        ({"within": [0]}, "must be two numbers"),
+        ({}, "give either a public range"),
+    ],
+)
+def test_a_wrong_within_is_refused(about, complaint):
+    with pytest.raises(SordinoError, match=complaint):
+        Schema.of({"columns": {"age": {"type": "number", **about}}})
+
+
+def test_a_schema_without_ranges_encodes_nothing():
+    schema = Schema.of({"columns": {"age": {"type": "number", "within": [0, 10]}}})
+    with pytest.raises(SordinoError, match="no public range"):
+        schema.encode({"age": [1.0]}, target=False)
+    assert schema.at_its_widest.encode({"age": [10.0]}, target=False).x.tolist() == [[1.0, 0.0]]
+    assert Schema.of(schema.at_its_widest.values()).without_ranges == schema, "what was written is found again"
+
+
+# ---------------------------------------------------------------------------------------------------- from the counts
+
+
+def test_the_shortest_interval_holds_nearly_all():
+    shares = np.zeros(64)
+    shares[20:30] = 0.1
+    assert shortest(shares, 1e-4) == (20, 30)
+    rng = np.random.default_rng(0)
+    low, high = shortest(shares + 0.003 * rng.normal(size=64), 0.003)
+    assert 19 <= low <= 21
+    assert 29 <= high <= 31
+
+
+@pytest.mark.parametrize("std", [1.0, 10.0])
+def test_noise_that_hides_everything_keeps_the_wide_range(std):
+    assert shortest(std * np.random.default_rng(1).normal(size=64), std) == (0, 64)
+    assert shortest(np.zeros(64), std) == (0, 64)
+
+
+def test_a_point_mass_is_a_range_of_one_bin():
+    shares = np.zeros(64)
+    shares[7] = 1.0
+    assert shortest(shares, 1e-4) == (7, 8)
+
+
+def test_edges_follow_the_scale_of_the_column():
+    even, log = Number(within=(0.0, 640.0)), Number(within=(0.0, 640.0), log=True)
+    assert [edge(even, k, 64) for k in (0, 1, 64)] == [0.0, 10.0, 640.0]
+    assert edge(log, 32, 64) == pytest.approx(math.sqrt(641) - 1, rel=1e-5)
+    tally = ColumnTally(2, (("x", 0, True),))
+    schema = Schema.of({"columns": {"x": {"type": "number", "within": [0, 640], "log": True}}})
+    x = schema.at_its_widest.encode({"x": [20.0, None]}, target=False).x
+    shard = Shard(torch.from_numpy(x), torch.zeros(2), torch.ones(2).double())
+    counts = tally.tally_sum(torch.zeros(1), shard, tally.clip)
+    assert float(counts.sum()) == 1, "a missing value is not counted"
+    found = found_schema(schema, tally, counts.numpy(), 1e-6)
+    low, high = found.columns["x"].range
+    assert low <= 20 <= high
