@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from sordino import wire
-from sordino.errors import StoppedError
-from sordino.federation import testing
+from sordino.cli.federate import _sentence
+from sordino.errors import SordinoError, StoppedError
+from sordino.federation import demonstration, testing
+from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence import public
 from sordino.training.verify_run import verify_run
@@ -49,6 +51,7 @@ def test_the_coordinator_learns_how_good_the_model_is(tmp_path, trust):
     verdict = verify_run(coordinator.out / "evaluation")
     assert [problem for problem in verdict.problems if "signed" not in problem] == []
     assert json.loads((coordinator.out / "evaluation" / "certificate.json").read_text())["trust"] == trust
+    assert not any("model.safetensors" in gap for gap in verdict.gaps), "the model lies in the folder above"
     known = {f"certificate.json: {field}" for field in public.SECURE}
     assert set(public.unlisted_of_evaluation(coordinator.out / "evaluation")) <= known
 
@@ -191,3 +194,33 @@ def test_a_stricter_site_refuses_later(tmp_path):
 def test_terms_are_read_again(tmp_path):
     _, terms, _ = agreed(folders(tmp_path))
     assert Terms.read(terms.json()) == terms
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e9])
+def test_a_wrong_epsilon_is_refused_at_both_sides(tmp_path, value):
+    federation = folders(tmp_path)
+    federation.configure("north", evaluation_epsilon=value)
+    with pytest.raises(SordinoError, match=r"evaluation_epsilon: .* must lie in"):
+        federation.site("north")
+    text = (federation.coordinator / "federation.toml").read_text()
+    wrong = text.replace("evaluation_epsilon = 20.0", f"evaluation_epsilon = {value}")
+    (federation.coordinator / "federation.toml").write_text(wrong)
+    with pytest.raises(SordinoError, match=r"evaluation_epsilon: .* must lie in"):
+        FederationConfig.read(federation.coordinator / "federation.toml")
+
+
+def test_the_console_shows_what_the_counts_say(tmp_path):
+    federation = folders(tmp_path)
+    federation.run()
+    (line,) = federation.progress("evaluation")
+    sentence = _sentence(line, None)
+    assert "evaluation on 15 test records of 3 sites, ε = 20: accuracy" in sentence
+    assert _sentence({"what": "evaluation", "came": [], "why": "too few sites answered"}, None).startswith(
+        "no evaluation: too few"
+    )
+
+
+def test_the_demonstration_turns_the_evaluation_on_at_both_sides(tmp_path):
+    coordinator = demonstration.prepare(tmp_path, 3, spec={}, evaluation=2.0)
+    assert FederationConfig.read(coordinator / "federation.toml").evaluation_epsilon == 2.0
+    assert SiteConfig.read(tmp_path / "sites" / "site1" / "site.toml").evaluation_epsilon == 4.0

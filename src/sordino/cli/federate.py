@@ -54,6 +54,9 @@ def _add_up(parts: Any) -> None:
     parser.add_argument(
         "--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round (default: 0)"
     )
+    parser.add_argument(
+        "--evaluate", type=float, metavar="E", help="epsilon of an evaluation on the sites' own test records at the end"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
     parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
@@ -79,6 +82,7 @@ def _up(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"--out: '{out}' is not empty; choose another folder, or --resume {out} to continue it.")
         spec = dict(parse_setting(text) for text in arguments.set)
         about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
+        about["evaluation"] = arguments.evaluate
         demonstration.prepare(out, arguments.sites, spec=spec, **about)
     began = time.monotonic()
     try:

@@ -31,6 +31,7 @@ def prepare(
     data: str = "digits",
     label: str | None = None,
     dropouts: int = 0,
+    evaluation: float | None = None,
 ) -> Path:
     """Write the folders of a coordinator and of `count` sites, each with its part of the data.
 
@@ -41,6 +42,7 @@ def prepare(
       data: a data set, as in `sordino run`.
       label: the label's column, if data is a table.
       dropouts: sites that may fail in a round.
+      evaluation: epsilon of the evaluation on the sites' test records at the end; None for none.
 
     Returns:
       The coordinator's folder.
@@ -65,11 +67,17 @@ def prepare(
     _save(coordinator / "test.npz", whole.x_test, _labels(whole, whole.y_test))
     with open(coordinator / "federation.toml", "a", encoding="utf-8") as file:
         file.write('test = "test.npz"   # the coordinator\'s own test records\n')
+        if evaluation is not None:
+            file.write(f"evaluation_epsilon = {evaluation!r}\n")
+    FederationConfig.read(coordinator / "federation.toml")  # refuses a wrong epsilon
     limit = 2 * float(values["epsilon"])
     cards = []
     for k, name in enumerate(names):
         place, mine = folder / "sites" / name, owner == k
         cards.append(make_site(place, name, data="data.npz", classes=whole.classes, epsilon=limit).card)
+        if evaluation is not None:
+            with open(place / "site.toml", "a", encoding="utf-8") as file:
+                file.write(f"evaluation_epsilon = {2 * evaluation!r}   # limit over all evaluations on test records\n")
         ensure_node_key(place / "node")
         _save(place / "data.npz", whole.x_train[mine], _labels(whole, whole.y_train[mine]))
     roster = Roster(tuple(cards))

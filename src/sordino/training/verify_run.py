@@ -62,7 +62,8 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
         name = EVALUATION_FILE if evaluation and field == "metrics_sha256" else name
         known, beside = cert.get(field), folder.public / name
         if evaluation and field == "model_sha256" and not beside.exists():
-            beside = folder.root.absolute().parent / "public" / name  # an evaluation lies in the folder of its run
+            above = folder.root.absolute().parent  # an evaluation lies in the folder of its run
+            beside = above / "public" / name if (above / "public").is_dir() else above / name
         if known and not beside.exists():
             verdict.gaps.append(f"{name}, which is not beside it")
         elif known and sha256(beside) != known:
