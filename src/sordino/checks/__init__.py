@@ -30,6 +30,7 @@ from sordino.checks.tallies import tallies
 from sordino.core import Adjacency, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
+from sordino.methods.calibration import calibrated
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
@@ -63,8 +64,9 @@ class Report(NamedTuple):
 
 
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
-MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"intervals": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
+MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
+CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
 CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))
@@ -178,8 +180,26 @@ def check_tally(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
     return check(name, trials=trials, seed=seed, models=known[name].models, method=known[name].method)
 
 
+def check_calibration(
+    name: str = CALIBRATE, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
+    """Run all contracts on DP-FedGD with calibrated intercepts, on a model of classes.
+
+    Args:
+      name: the name that reports show.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+      units: the protected units.
+
+    Returns:
+      One report per unit, noised query and adjacency.
+    """
+    methods = [calibrated(entry("dp-fedgd").at(unit), 0.1) for unit in units]
+    return [report for each in methods for report in _reports(name, each, CHECKED_MODELS[:1], trials, seed)]
+
+
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, the survival model, the tallies, and the sums that all methods use.
+    """Check every registered method, calibrated intercepts, the survival model, the tallies, and the sums.
 
     Args:
       trials: restarts of the search for one query.
@@ -191,6 +211,7 @@ def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     """
     methods = [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
     counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
+    methods += check_calibration(trials=trials, seed=seed)
     return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
@@ -265,6 +286,7 @@ __all__ = [
     "asks",
     "check",
     "check_all",
+    "check_calibration",
     "check_model",
     "check_sums",
     "check_tally",

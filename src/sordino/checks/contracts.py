@@ -83,7 +83,8 @@ def unasked(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
         return stage._replace(local=stage.local._replace(compute=compute))
 
     watching = method._replace(stages=tuple(watched(s, stage) for s, stage in enumerate(method.stages)))
-    list(reference.run(short_plan(watching), model, Space.of(model).records(np.random.default_rng(seed)), Seeded(seed)))
+    records = Space.of(model).records(np.random.default_rng(seed), method.unit)
+    list(reference.run(short_plan(watching), model, records, Seeded(seed)))
     return [
         f"asks: stage {s} declares {query.calls} calls of the {query.kind} query and asks "
         f"{most.get((s, query.kind), 0)}; all declared calls are paid for, so declare fewer"

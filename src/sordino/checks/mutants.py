@@ -186,6 +186,8 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
 
 
 OF_TALLIES = (counted_twice, weighted_by_a_feature)
+OF_PERSONS = (clips_records_not_persons, allows_a_clip_per_record)
+SHORT = (Kind.TALLY, Kind.CALIBRATION)  # a record's vector is short before it is clipped
 
 
 def breaks(mutant: Callable[..., Any], method: Method) -> bool:
@@ -196,22 +198,21 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     """
     if mutant in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.CLIENT
-    if mutant in (clips_records_not_persons, allows_a_clip_per_record) and method.unit is not Unit.PERSON:
+    if mutant in OF_PERSONS and method.unit is not Unit.PERSON:
         return False
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
     if mutant in OF_TALLIES:
-        return any(query.kind is Kind.TALLY and query.noise is not None for query in queries)
+        return any(query.kind in SHORT and query.noise is not None for query in queries)
     if all(query.kind is Kind.TALLY for query in queries):
         return mutant is half_claimed
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
 def concerns(mutant: Callable[..., Any], kind: str) -> bool:
-    """Whether a mutant of sensitivity changes answers of this kind: vectors of a tally are short before they are
-    clipped."""
-    return mutant is half_claimed or (mutant in OF_TALLIES) == (kind == Kind.TALLY)
+    """Whether a mutant of sensitivity changes answers of this kind."""
+    return mutant is half_claimed or mutant in OF_PERSONS or (mutant in OF_TALLIES) == (kind in list(SHORT))
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:

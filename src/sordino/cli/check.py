@@ -25,7 +25,10 @@ def add(commands: Any) -> None:
         "sordino check --all --json checks.json\nsordino check --sums --device cuda",
     )
     parser.add_argument(
-        "method", nargs="*", metavar="METHOD", help="methods (see 'sordino methods'), models, evaluation, statistics"
+        "method",
+        nargs="*",
+        metavar="METHOD",
+        help="methods (see 'sordino methods'), models, calibrate, evaluation, statistics",
     )
     parser.add_argument("--all", action="store_true", help="check every method, the survival model, and all sums")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
@@ -40,21 +43,21 @@ def act(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sordino import methods, plugins
-    from sordino.checks import check, check_model, check_sums, check_tally
+    from sordino.checks import CALIBRATE, check, check_calibration, check_model, check_sums, check_tally
     from sordino.checks.tallies import tallies
     from sordino.data.records import check_device
     from sordino.models import registry
 
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS)
     counted = tallies()
-    names = [*methods.REGISTRY, "hazards", *counted, *outside] if arguments.all else arguments.method
+    names = [*methods.REGISTRY, CALIBRATE, "hazards", *counted, *outside] if arguments.all else arguments.method
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
     known = {*methods.REGISTRY, *plugins.found(plugins.METHODS)}  # "auto" is a method and a model: the method is meant
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS)} - known
     for name in names:
-        if name not in counted:
+        if name not in counted and name != CALIBRATE:
             registry.entry(name) if name in models else methods.entry(name)
     shown = Console(stderr=True)
     reports = []
@@ -63,7 +66,8 @@ def act(arguments: argparse.Namespace) -> int:
             reports += check_sums(device=arguments.device)
     with bar("checking", len(names)) if names else nullcontext() as progress:
         for name in names:
-            results = (check_tally if name in counted else check_model if name in models else check)(name)
+            others = {CALIBRATE: check_calibration, **dict.fromkeys(counted, check_tally)}
+            results = others.get(name, check_model if name in models else check)(name)
             reports += results
             if name in outside:
                 plugins.remember(outside[name], ok=all(report.passed for report in results))

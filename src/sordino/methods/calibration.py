@@ -7,7 +7,7 @@ the labels and those of the predictions, and shift each intercept by the logarit
 predictions vary, the less a shift changes their mean; the second round measures that on the shift of the first.
 
 One record adds (one-hot label, probabilities). Its norm is at most sqrt(2), and two such terms have an inner product of
-at least 0, so replacing one costs 2.
+at least 0, so replacing one costs 2. At person level a person's records are added up, and clipped to twice that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sordino.lazy import Tensor, torch
 
 ROUNDS = 2
 MOST_SHARE = 0.5
+RECORDS_OF_A_PERSON = 2  # that count fully; a person with more counts as two, because more would need more noise
 LEAST_CLASS = 1e-6  # of the shares of a class
 RESPONSE = (0.3, 1.0)  # of mean predictions to a shift, in logarithms: 1 if all predictions are alike and small
 
@@ -52,7 +53,7 @@ def calibrated(method: Method, share: float) -> Method:
     if not share:
         return method
     if not 0 < share <= MOST_SHARE:
-        raise SordinoError(f"calibrate: {share} must lie in (0, {MOST_SHARE}], a part of the budget; 0.05 is usual.")
+        raise SordinoError(f"calibrate: {share} must lie in (0, {MOST_SHARE}], a part of the budget; 0.1 is usual.")
     if method.unit is Unit.CLIENT:
         raise SordinoError("calibrate: it is proved for records and persons; leave it out at client level.")
     last = method.stages[-1].rule
@@ -83,7 +84,8 @@ def calibrated(method: Method, share: float) -> Method:
         return model - theta, CalibrationState(model, labels, predicted, shift, state.std)
 
     rule = Rule(init, update, broadcast=lambda state: state.model, model=lambda theta, state: state.model)
-    query = Query(Kind.CALIBRATION, math.sqrt(2), share=share, psd=True)
+    whole = RECORDS_OF_A_PERSON if method.unit is Unit.PERSON else 1
+    query = Query(Kind.CALIBRATION, whole * math.sqrt(2), share=share, psd=True)
     stages = tuple(
         stage._replace(queries=tuple(_scaled(query, 1 - share) for query in stage.queries)) for stage in method.stages
     )

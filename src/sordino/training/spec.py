@@ -69,7 +69,7 @@ class Spec:
     adjacency: str = "replace-one"
     trust: str = "untrusted-server"
     noise: float | None = None
-    calibrate: float | None = None  # part of the budget that calibrates intercepts; by default 0.05 for tables and auto
+    calibrate: float | None = None  # part of the budget that calibrates intercepts; by default 0.1 for tables and auto
     client_epsilon: dict[str, float] = field(default_factory=dict)
     uncertified: bool = False
     # randomness

@@ -381,17 +381,29 @@ def test_all_includes_minibatches_where_they_are_certified():
         parser = argparse.ArgumentParser()
         command.add(parser.add_subparsers())
         return [
-            (job.args[0], job.args[1].adjacency, job.keywords["batch"])
+            (job.args[0], job.args[1].unit, job.args[1].adjacency, job.keywords["batch"])
             for job in command._jobs(parser.parse_args(["audit", "--all", *words]))
         ]
 
-    found = [job for job in jobs() if job[2] != "full"]
+    found = [job for job in jobs() if job[3] != "full"]
     assert found == [
-        ("dp-fedgd", "add-remove", "poisson:4"),
-        ("dp-fedgd", "replace-one", "poisson:4"),
-        ("dp-fedgd", "replace-one", "fixed:4"),
+        ("dp-fedgd", unit, *rest)
+        for unit in ("record", "person")
+        for rest in (("add-remove", "poisson:4"), ("replace-one", "poisson:4"), ("replace-one", "fixed:4"))
     ]
     names = {job[0] for job in jobs("--batch", "fixed:4")}
     assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names
     assert not names & {"dp-fednew", "dp-ftrl", "dp-fedsam"}
     assert not jobs("--batch", "fixed:4", "--adjacency", "add-remove")
+
+
+def test_survival_is_attacked_on_its_own_model():
+    """A canary that is absent or present reaches every claim: histogram, covariance and gradients."""
+    method = build("auto", Unit.RECORD, intervals=3)
+    promise = Privacy(epsilon=1.0, adjacency=Adjacency.ADD_REMOVE)
+    honest = audit("auto", promise, runs=1000, rounds=1, seed=1, method=method)
+    assert not honest.broken
+    assert honest.reach > 0.95
+    assert honest.least_claim > 0.95
+    weak = audit("auto", promise, runs=1000, rounds=1, seed=1, method=method, noise_factor=0.3)
+    assert weak.broken
