@@ -46,7 +46,7 @@ def listed(sordino, kind="method"):
 def test_an_external_method_is_found_checked_and_refused_until_then(outside):
     rows = listed(outside)
     assert set(rows) == {"dp-halved", "dp-overclaims"}
-    assert rows["dp-halved"]["certified"] == {"record": []}
+    assert rows["dp-halved"]["certified"] == {"record": [], "person": []}
     assert not rows["dp-halved"]["checked"]
     assert rows["dp-halved"]["options"] == {"clip": 1.0, "lr": 0.5}
 
