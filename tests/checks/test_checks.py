@@ -11,6 +11,7 @@ from sordino.checks import mutants
 from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Query, Rule, Stage, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.rules import chain, scale
 from sordino.rules.basic import stateless
@@ -294,3 +295,40 @@ def test_a_twin_that_passes_is_reported(monkeypatch):
 def test_a_model_whose_records_are_unknown_is_refused():
     with pytest.raises(SordinoError, match="features"):
         checks.check("dp-fedgd", models=[object()])
+
+
+def test_the_survival_model_holds_every_contract_with_gradients_and_with_its_life_table():
+    reports = checks.check_model("hazards", trials=8)
+    assert [problem for report in reports for problem in report.problems] == []
+    queries = {(report.unit, report.query.split()[-1]) for report in reports}
+    assert {("record", "gradient"), ("record", "tally"), ("record", "gram"), ("client", "delta")} == queries
+    tally = [report for report in reports if report.query.endswith("tally")]
+    assert [report.claimed for report in tally] == pytest.approx([1, 2**0.5])
+    assert all(report.worst_found == pytest.approx(report.claimed) for report in tally)
+
+
+class ForgetsConstants(Hazards):
+    """Mutant: the norm of a gradient forgets the constants of the intervals."""
+
+    def _norm(self, terms, scale):
+        return terms.length * terms.total.abs()
+
+
+class ClipsIntervals(Hazards):
+    """Mutant: a record that is at risk in several intervals is clipped in each of them."""
+
+    def clipped_sum(self, theta, shard, clip, scale=None):
+        terms = self._terms(theta.to(shard.x), shard)
+        parts = terms.residual.unsqueeze(-1) * torch.cat([terms.x, torch.ones_like(terms.x[..., :1])], -1).unsqueeze(-2)
+        parts = parts * (clip / parts.norm(dim=-1, keepdim=True).clamp_min(clip)) * shard.mask[..., None, None]
+        return torch.cat([parts[..., :-1].sum((-3, -2)), parts[..., -1].sum(-2)], -1)
+
+
+@pytest.mark.parametrize("mutant", [ForgetsConstants, ClipsIntervals])
+def test_survival_models_that_clip_wrongly_are_rejected(mutant):
+    edges = (0.0, 1.0, 2.0, 3.0)
+    method = build("dp-fedgd", clip=0.1)
+    (found,) = checks.sensitivity(method, Hazards(3, edges), Adjacency.ADD_REMOVE, trials=20)
+    assert not found.problems
+    (found,) = checks.sensitivity(method, mutant(3, edges), Adjacency.ADD_REMOVE, trials=20)
+    assert found.beyond

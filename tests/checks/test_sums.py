@@ -9,7 +9,7 @@ from sordino.core import Shard
 from sordino.models import kernel
 from sordino.models.linear import Linear, Loss
 
-QUERIES = 7
+QUERIES = 10
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -13,7 +13,7 @@ from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.doctor import doctor
 from sordino.training.artifacts import load_model
-from sordino.training.predict import predict
+from sordino.training.predict import load_run, predict
 from sordino.training.verify_run import verify_run
 
 NAMES = ("north", "south", "west")
@@ -152,3 +152,33 @@ def test_a_site_whose_schema_names_persons_refuses_a_run_for_records(federation)
     refused = [event for event in federation.events("north") if event["what"] == "refused"]
     assert "this site needs unit = person" in refused[-1]["detail"]
     assert not federation.charged("north")
+
+
+DAYS = {"column": "days", "task": "survival", "event": "died", "intervals": [0, 100, 200]}
+
+
+@pytest.mark.parametrize(
+    "target", [DAYS, {"column": "days", "task": "count", "maximum": 400}], ids=["survival", "count"]
+)
+def test_a_federation_learns_survival_and_counts(federation, tmp_path, target):
+    schema = {**SCHEMA, "target": target}
+    schema["columns"] = {**SCHEMA["columns"], **({} if "event" in target else {"died": {"type": "drop"}})}
+    rng = np.random.default_rng(1)
+    for name in NAMES:
+        age = rng.integers(20, 90, 60)
+        days = np.ceil(rng.exponential(300 * np.exp(-(age - 55) / 20))).clip(max=300)
+        lines = [f"{a},f,{int(d)},{int(d < 300)}" for a, d in zip(age, days, strict=True)]
+        (federation.place(name) / "data.csv").write_text("\n".join(["age,sex,days,died", *lines]) + "\n")
+        (federation.place(name) / "schema.toml").write_text(tomli_w.dumps(schema))
+        assert all(check.fine for check in doctor(federation.place(name) / "site.toml") if check.about == "data")
+    (federation.coordinator / "schema.toml").write_text(tomli_w.dumps(schema))
+    federation.run()
+    loaded = load_run(federation.coordinator / "run" / "model.safetensors")
+    frame = {"sex": ["f", "f"], "age": [85, 25]}
+    if target is DAYS:
+        assert loaded.predict_survival(frame).shape == (2, 2)
+        assert loaded.about["life_table"] is None, "the coordinator publishes the model alone"
+    assert np.isfinite(loaded.predict(frame)).all()
+    for name in NAMES:
+        certificates = list((federation.place(name) / "runs").rglob("certificate.json"))
+        assert [json.loads(path.read_text())["method"] for path in certificates] == ["auto"]

@@ -91,7 +91,7 @@ def test_it_holds_the_contracts_of_every_model(registered):
 @pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.reads != "text" and "lora" not in n])
 def test_every_model_is_built_from_its_shape_alone(name):
     classes = 0 if name in ("squares", "poisson", "hazards") else 2
-    options = {"intervals": (0.0, 1.0, 2.0)} if name == "hazards" else {}
+    options = {"edges": (0.0, 1.0, 2.0)} if name == "hazards" else {}
     model = registry.build(name, 64, classes, **options)
     assert model.features == 64
     assert model.init().shape == (model.size,)
@@ -106,10 +106,10 @@ def test_every_model_is_built_from_its_shape_alone(name):
         ("softmax", 4, 0, {}, "softmax does not fit labels that are quantities"),
         ("squares", 4, 3, {}, "squares does not fit labels that are classes"),
         ("poisson", 4, 3, {}, "poisson does not fit labels that are classes"),
-        ("hazards", 4, 3, {"intervals": (0.0, 1.0)}, "hazards does not fit labels that are classes"),
-        ("hazards", 4, 0, {}, "intervals: model hazards needs public edges of time; describe the table by a schema"),
-        ("hazards", 4, 0, {"intervals": (1.0, 2.0)}, "begin with 0 and rise"),
-        ("hazards", 4, 0, {"intervals": (0.0, 2.0, 2.0)}, "begin with 0 and rise"),
+        ("hazards", 4, 3, {"edges": (0.0, 1.0)}, "hazards does not fit labels that are classes"),
+        ("hazards", 4, 0, {}, "edges: model hazards needs public edges of time; describe the table by a schema"),
+        ("hazards", 4, 0, {"edges": (1.0, 2.0)}, "begin with 0 and rise"),
+        ("hazards", 4, 0, {"edges": (0.0, 2.0, 2.0)}, "begin with 0 and rise"),
         ("logistic", 4, 3, {}, "logistic is for two classes, but the data have 3"),
         ("mlp", 4, 0, {}, "mlp predicts classes"),
         ("cnn", 5, 3, {}, "these rows have 5"),

@@ -83,7 +83,14 @@ class SiteConfig(_File):
     methods: tuple[str, ...] = ()  # allowed methods; empty: all certified ones
     trust: tuple[str, ...] = (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER)
     adjacency: str = Adjacency.REPLACE_ONE  # one ledger adds up one kind of adjacency
-    models: tuple[str, ...] = ("auto", "softmax", "logistic", "squares")  # a network must be listed to be allowed
+    models: tuple[str, ...] = (
+        "auto",
+        "softmax",
+        "logistic",
+        "squares",
+        "poisson",
+        "hazards",
+    )  # networks must be listed
     most_rounds: int = 1000
     most_dropouts: int = 10_000  # more dropouts let a dishonest server open smaller sums
     colluders: int = 1  # least number of colluding sites that the noise must withstand, under secure aggregation

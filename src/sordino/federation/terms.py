@@ -78,7 +78,13 @@ def written(spec: Spec, schema: Schema | None = None) -> str:
     """The spec as sent to sites: every key is decided, and none belongs to a single party."""
     import tomli_w
 
-    flat = resolve(spec, schema=schema).spec.values()
+    resolved = resolve(spec, schema=schema)
+    flat = resolved.spec.values()
+    if resolved.model.name != spec.model:  # sites do not read a schema to know the model: the terms name it
+        flat = {key: value for key, value in flat.items() if key not in registry.entry(spec.model).options}
+        flat |= {"model": resolved.model.name} | {
+            k: list(v) for k, v in resolved.model.options.items() if v is not None
+        }
     return tomli_w.dumps({k: v for k, v in flat.items() if k not in (*PRIVATE, *LOCAL)})
 
 

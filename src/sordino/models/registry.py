@@ -159,17 +159,17 @@ _add_linear("squares", "squares", "least squares, for labels that are quantities
 _add_linear("poisson", "poisson", "Poisson regression, for labels that are counts")
 
 
-def _hazards(features: int, classes: int, *, intervals: tuple[float, ...] | None = None) -> Hazards:
+def _hazards(features: int, classes: int, *, edges: tuple[float, ...] | None = None) -> Hazards:
     from sordino.models.hazards import Hazards
 
     if classes:
         raise SordinoError("model: hazards does not fit labels that are classes; it needs times until an event.")
-    if intervals is None:
+    if edges is None:
         raise SordinoError(
-            "intervals: model hazards needs public edges of time; describe the table by a schema whose target has "
+            "edges: model hazards needs public edges of time; describe the table by a schema whose target has "
             'task = "survival".'
         )
-    return Hazards(features, tuple(intervals))
+    return Hazards(features, tuple(edges))
 
 
 register(

@@ -185,7 +185,7 @@ class ResolvedSpec:
                 f"method: {self.method_name} derives its steps for classes, and these labels are numbers; use "
                 "another method, such as dp-fedgd."
             )
-        if derived and self.source.schema is None:
+        if derived and self.source.schema is None and self.model.name not in registry.OF_TASKS.values():
             raise SordinoError(
                 "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
                 "whose target has a range, or use another method, such as dp-fedgd."
@@ -511,9 +511,9 @@ def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> 
     name = registry.OF_TASKS.get(target.task, spec.model) if target is not None and spec.model == "auto" else spec.model
     if name != "hazards" or target is None:
         return name, options
-    if options.get("intervals") is not None:
-        raise SordinoError("intervals: the target of the schema has them; leave the option out.")
-    return name, {**spec.model_options, "intervals": target.intervals}
+    if options.get("edges") not in (None, target.intervals):
+        raise SordinoError("edges: the target of the schema has other intervals; leave the option out.")
+    return name, {**spec.model_options, "edges": target.intervals}
 
 
 def _benchmark(data: str) -> bool:

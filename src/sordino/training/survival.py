@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-PAIRS_CHUNK = 2**22  # pairs of records that are compared at once
 LEAST_SHARE_SEEN = 0.05  # an edge that fewer records are followed up to has no Brier score: its weights explode
 
 
@@ -55,15 +54,33 @@ def concordance(y: np.ndarray, risk: np.ndarray) -> float:
     if np.isnan(risk).any():
         return math.nan
     time, event = np.abs(y), y > 0
-    order = np.flatnonzero(event)
-    pairs = right = 0.0
-    step = max(1, PAIRS_CHUNK // max(1, len(y)))
-    for first in range(0, len(order), step):
-        some = order[first : first + step, None]
-        comparable = (time > time[some]) | ((time == time[some]) & ~event)
-        pairs += comparable.sum()
-        right += (comparable & (risk < risk[some])).sum() + (comparable & (risk == risk[some])).sum() / 2
-    return float(right / pairs) if pairs else math.nan
+    order = np.lexsort((event, -time))  # latest first; at one time, those who are only seen first
+    time, event = time[order], event[order]
+    _, rank = np.unique(risk[order], return_inverse=True)
+    # Comparable to an event are all later times, and who is only seen at its time: a prefix of the order.
+    later = np.searchsorted(-time, -time[event], side="left")
+    same = np.searchsorted(-time, -time[event], side="right")
+    seen = np.concatenate([[0], np.cumsum(~event)])
+    prefix = later + seen[same] - seen[later]
+    below, equal = _ranks_in_prefix(rank.reshape(-1), prefix, rank.reshape(-1)[event])
+    pairs = prefix.sum()
+    return float((below.sum() + equal.sum() / 2) / pairs) if pairs else math.nan
+
+
+def _ranks_in_prefix(rank: np.ndarray, prefix: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each query, how many of the first `prefix` ranks are below its value, and how many equal it.
+
+    A wavelet matrix: one stable partition of the ranks per bit, from the highest, and one step of all queries.
+    """
+    first, last, below = np.zeros_like(prefix), prefix, np.zeros_like(prefix)
+    for bit in reversed(range(int(rank.max(initial=0)).bit_length())):
+        one = (rank >> bit) & 1 == 1
+        zeros = np.concatenate([[0], np.cumsum(~one)])
+        up = (value >> bit) & 1 == 1
+        below = below + np.where(up, zeros[last] - zeros[first], 0)
+        first, last = (np.where(up, zeros[-1] + place - zeros[place], zeros[place]) for place in (first, last))
+        rank = np.concatenate([rank[~one], rank[one]])
+    return below, last - first
 
 
 def brier_by_edge(y: np.ndarray, survival: np.ndarray, edges: Sequence[float]) -> list[float]:

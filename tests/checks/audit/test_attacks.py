@@ -395,3 +395,15 @@ def test_all_includes_minibatches_where_they_are_certified():
     assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names
     assert not names & {"dp-fednew", "dp-ftrl", "dp-fedsam"}
     assert not jobs("--batch", "fixed:4", "--adjacency", "add-remove")
+
+
+def test_survival_is_attacked_on_its_own_model():
+    """A canary that is absent or present reaches every claim: histogram, covariance and gradients."""
+    method = build("auto", Unit.RECORD, intervals=3)
+    promise = Privacy(epsilon=1.0, adjacency=Adjacency.ADD_REMOVE)
+    honest = audit("auto", promise, runs=1000, rounds=1, seed=1, method=method)
+    assert not honest.broken
+    assert honest.reach > 0.95
+    assert honest.least_claim > 0.95
+    weak = audit("auto", promise, runs=1000, rounds=1, seed=1, method=method, noise_factor=0.3)
+    assert weak.broken
