@@ -146,7 +146,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=400)
     repetitions = parser.parse_args().repetitions
     cases = [case(*each, repetitions) for each in CASES]
-    (RESULTS / "evaluation.json").write_text(json.dumps(cases, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(each) for each in cases)
+    (RESULTS / "evaluation.json").write_text(f"[\n{lines}\n]\n")
     (RESULTS / "evaluation.md").write_text(page(cases))
     print(page(cases))
 

@@ -109,7 +109,8 @@ def main() -> None:
     heart, adult = (Schema.read(SCHEMAS / f"{name}.toml") for name in ("heart_disease", "adult"))
     rows = study("Heart Disease", folder / "heart_disease.csv", heart, (1.0, 10.0), 1e-4, 10)
     rows += study("Adult", folder / "adult_train.csv.xz", adult, (1.0, 8.0), 1e-5, 3)
-    (ROOT / "results" / "statistics.json").write_text(json.dumps(rows, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (ROOT / "results" / "statistics.json").write_text(f"[\n{lines}\n]\n")
     (ROOT / "results" / "statistics.md").write_text(page(rows))
 
 
