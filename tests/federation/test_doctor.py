@@ -1,7 +1,9 @@
 """The checks of a site before it joins."""
 
+import re
 import shutil
 
+import numpy as np
 import pytest
 
 from sordino.federation import demonstration
@@ -21,6 +23,16 @@ def three(tmp_path):
 
 def problems(path, **keys):
     return [f"{check.about}: {check.says}" for check in doctor(path, **keys) if not check.fine]
+
+
+def test_the_doctor_says_how_many_records_are_held_out(three):
+    site = three / "sites" / "site1" / "site.toml"
+    told = [check.says for check in doctor(site) if check.about == "data"]
+    train, held = (int(number) for number in re.findall(r"(\d+) (?:training|more)", told[0]))
+    assert "held out for testing" in told[0]
+    with np.load(site.with_name("data.npz")) as arrays:
+        assert train + held == sum(len(arrays[name]) for name in arrays if name.startswith("y"))
+    assert held == round(0.2 * (train + held))
 
 
 def test_what_up_makes_passes_the_doctor(three):

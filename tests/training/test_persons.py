@@ -1,6 +1,7 @@
 """Runs that protect persons: from a table with several records per person to the certificate."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -127,6 +128,7 @@ def test_private_tuning_is_refused_for_persons(table, capsys):
 def test_a_ledger_does_not_add_persons_and_records(table, capsys):
     words = [*WORDS, "--ledger", "mine.db", "--limit", "20", "--set", "person_ids=per-client"]
     assert main([*words, "--out", "r"]) == 0
+    assert re.search(r"clients +3 with \d+ persons \(", capsys.readouterr().out), "sizes count persons"
     assert main([*words, "--out", "r2"]) == 0
     assert main([*words, "--unit", "record", "--out", "r3"]) == 2
     assert "unit: " in capsys.readouterr().err

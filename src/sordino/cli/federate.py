@@ -43,7 +43,7 @@ def _add_up(parts: Any) -> None:
         parts,
         "up",
         _up,
-        "run a whole federation on this machine: link, coordinator and sites as separate processes, over TLS",
+        "run a whole federation on this machine, in about a minute: link, coordinator and sites, over TLS",
         "sordino federate up --sites 3\n"
         "sordino federate up --sites 5 --dropouts 1 --set rounds=20 --out runs/trial\n"
         "sordino federate up --data patients.csv --label outcome",

@@ -229,6 +229,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     """The result. `privacy.evidence.public` lists every line that may be printed here."""
     from sordino.privacy.evidence.certificate import ranges
     from sordino.privacy.evidence.signing import fingerprint
+    from sordino.privacy.evidence.statement import unit_plural
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import beats_constant_guess, no_better
     from sordino.training.folder import RunFolder, publishable, tested_on
@@ -236,7 +237,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
     sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None
-    clients = f"{plan.clients} with {sum(sizes):,} records ({sizes[0]:,} to {sizes[-1]:,} each)"
+    clients = f"{plan.clients} with {sum(sizes):,} {unit_plural(cert)} ({sizes[0]:,} to {sizes[-1]:,} each)"
     took = f" in {total_seconds(RunFolder.find(out)):.1f} s" if prepared.resolved.source.open else ""
     tested = "" if cert["test_records"] is None else f" on {cert['test_records']:,} test records"
     rows = [

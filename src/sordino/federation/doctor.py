@@ -52,7 +52,7 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[Check]:
         data = candidate.load()
         label = f"{len(data.classes)} classes" if data.classes else "a number as label"
         persons = "" if data.person is None else f" of {candidate.records:,} persons"
-        rows = f"{len(data.y_train):,} training records{persons}"
+        rows = f"{len(data.y_train):,} training records{persons} ({len(data.y_test):,} more are held out for testing)"
         yield Check(True, "data", f"{rows}, {data.x_train.shape[1]} features, {label}")
         yield Check(True, "data", f"identity {candidate.dataset_id}")
         site = candidate
