@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from scipy.special import expit
 
+from provenance import provenance
 from sordino.core import Privacy
 from sordino.data.records import Records
 from sordino.models.linear import Linear, Loss
@@ -146,8 +147,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=400)
     repetitions = parser.parse_args().repetitions
     cases = [case(*each, repetitions) for each in CASES]
-    lines = ",\n".join(json.dumps(each) for each in cases)
-    (RESULTS / "evaluation.json").write_text(f"[\n{lines}\n]\n")
+    document = {"provenance": provenance("python benchmarks/evaluation.py"), "cases": cases}
+    (RESULTS / "evaluation.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
     (RESULTS / "evaluation.md").write_text(page(cases))
     print(page(cases))
 

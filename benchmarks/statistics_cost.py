@@ -15,6 +15,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from provenance import provenance
 from sordino.data.schema import Number, Schema
 from sordino.training import run
 from sordino.training.spec import Spec
@@ -109,8 +110,8 @@ def main() -> None:
     heart, adult = (Schema.read(SCHEMAS / f"{name}.toml") for name in ("heart_disease", "adult"))
     rows = study("Heart Disease", folder / "heart_disease.csv", heart, (1.0, 10.0), 1e-4, 10)
     rows += study("Adult", folder / "adult_train.csv.xz", adult, (1.0, 8.0), 1e-5, 3)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    (ROOT / "results" / "statistics.json").write_text(f"[\n{lines}\n]\n")
+    document = {"provenance": provenance("python benchmarks/statistics_cost.py TABLES_DIR"), "rows": rows}
+    (ROOT / "results" / "statistics.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
     (ROOT / "results" / "statistics.md").write_text(page(rows))
 
 

@@ -16,7 +16,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def records(path, label, client):
+def records(path, label, client, person):
     """One JSON object per line: `x`, `y`, and whose it is."""
     lines = rows(path)
     x = np.asarray([line["x"] for line in lines], np.float32)

@@ -68,7 +68,7 @@ def test_unknown_names_options_and_units():
         build("dp-fedsofim", rhoo=1.0)
     with pytest.raises(SordinoError, match="rho: dp-fedgd has no such option"):
         build("dp-fedgd", rho=1.0)
-    with pytest.raises(SordinoError, match="unit: dp-fedgd exists at record and client level, not 'household'"):
+    with pytest.raises(SordinoError, match="unit: dp-fedgd exists at record, person and client level, not 'household'"):
         build("dp-fedgd", "household")
 
 

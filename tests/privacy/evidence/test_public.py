@@ -16,6 +16,7 @@ COHORT = ["--unit", "client", "--participation", "poisson:0.5", "--trust", "trus
 RUNS = {
     "record": ["--data", "FILE", "--label", "label", "--partition", "by-column:site"],
     "client": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", "--unit", "client"],
+    "person": ["--data", "FILE", "--label", "label", "--partition", "iid", "--person", "weight", "--clients", "3"],
     "amplified": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", *COHORT],
     "sampled": ["--data", "FILE", "--label", "label", "--partition", "iid", "--batch", "poisson:60", "--clients", "3"],
     "stream": ["--data", "FILE", "--label", "label", "--partition", "iid", "--method", "dp-ftrl", "--clients", "3"],
