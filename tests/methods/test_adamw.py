@@ -384,7 +384,7 @@ def test_what_is_not_proved_is_refused(name, trust):
     for steps in (1, 3):  # one step too: it is a sign
         with pytest.raises(SordinoError, match="not linear in a client's noise"):
             plan_for(build(name, steps=steps), federation(), trust=trust)
-    with pytest.raises(SordinoError, match=f"unit: {name} exists at record level"):
+    with pytest.raises(SordinoError, match=f"unit: {name} exists at record and person level"):
         build(name, Unit.CLIENT)
 
 

@@ -406,7 +406,7 @@ def test_bad_options_are_named(name, options, message):
 
 def test_whole_clients_are_refused():
     for name in ("fedsgd", "fedavg-gdp", "fedhybrid", "fednewton", "fednewton-head"):
-        with pytest.raises(SordinoError, match="exists at record level"):
+        with pytest.raises(SordinoError, match="exists at record and person level"):
             build(name, "client")
 
 

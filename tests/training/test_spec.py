@@ -61,7 +61,7 @@ def test_a_wrong_key_or_value_is_named(values, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"unit": "person"}, "unit: 'person' is unknown"),
+        ({"unit": "household"}, "unit: 'household' is unknown"),
         ({"adjacency": "addremove"}, "adjacency: .*Did you mean 'add-remove'"),
         ({"divisor": "mean"}, "divisor: .*client-mean"),
         ({"participation": "fixed:11"}, "participation: fixed:11 asks for 11 clients"),

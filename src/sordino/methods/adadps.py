@@ -54,7 +54,7 @@ class Public:
     def squares(self, theta: Tensor, shapes: tuple[tuple[int, ...], ...] = ()) -> Tensor:
         """Of the mean gradient at theta; or what stands for them: its feature's second moment, 1 for a bias."""
         if self.model is not None:
-            x, y, ones, _ = self.shard
+            x, y, ones = self.shard[:3]
             sums = self.model.clipped_sum(theta, Shard(x.to(theta), y, ones.to(theta)), math.inf)
             return torch.square(sums / len(x)).to(theta)
         rows, outputs = shapes[0] if len(shapes) == 1 and len(shapes[0]) == 2 else (-1, 0)
