@@ -123,11 +123,15 @@ def _numbers(values: Any, field: str) -> Tensor:
 
 def _check_finite(values: Tensor, field: str) -> None:
     """Refuse NaN and infinity: such a record would count as one of the client's, and contribute nothing."""
-    if values.is_floating_point() and not (fine := torch.isfinite(values)).all():
-        row = int((~fine).flatten(1).any(1).nonzero()[0] if values.dim() > 1 else (~fine).nonzero()[0])
+    if not values.is_floating_point():
+        return
+    rows = values.reshape(len(values), -1)
+    blocks = torch.split(rows, 4096)  # to save memory
+    wrong = torch.cat([(~torch.isfinite(block)).sum(1) for block in blocks]) if len(rows) else rows.new_zeros(0)
+    if wrong.any():
         raise SordinoError(
-            f"{field}: {int((~fine).sum())} values are NaN, infinite or too large for {values.dtype}, the first in row "
-            f"{row} (from 0); fill or drop those records."
+            f"{field}: {int(wrong.sum())} values are NaN, infinite or too large for {values.dtype}, the first in row "
+            f"{int(wrong.nonzero()[0])} (from 0); fill or drop those records."
         )
 
 
