@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -503,6 +503,11 @@ class Stage(NamedTuple):
     rule: Rule
     queries: tuple[Query, ...]
     rounds: int | None = None  # None: all that the other stages leave
+
+    def with_part(self, part: float) -> Stage:
+        """The same stage in a method that leaves it this part of the budget: declared shares shrink in proportion."""
+        queries = (q if q.share is None else replace(q, share=part * q.share) for q in self.queries)
+        return self._replace(queries=tuple(queries))
 
 
 class Method(NamedTuple):

@@ -13,7 +13,6 @@ at least 0, so replacing one costs 2. At person level a person's records are add
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Unit
@@ -86,13 +85,6 @@ def calibrated(method: Method, share: float) -> Method:
     rule = Rule(init, update, broadcast=lambda state: state.model, model=lambda theta, state: state.model)
     whole = RECORDS_OF_A_PERSON if method.unit is Unit.PERSON else 1
     query = Query(Kind.CALIBRATION, whole * math.sqrt(2), share=share, psd=True)
-    stages = tuple(
-        stage._replace(queries=tuple(_scaled(query, 1 - share) for query in stage.queries)) for stage in method.stages
-    )
-    stages = (*stages, Stage(Local(compute), rule, (query,), ROUNDS))
+    stages = (*(stage.with_part(1 - share) for stage in method.stages), Stage(Local(compute), rule, (query,), ROUNDS))
     registered = None if method.by_hand else (stages, method.proves)
     return method._replace(stages=stages, registered=registered)
-
-
-def _scaled(query: Query, factor: float) -> Query:
-    return query if query.share is None else replace(query, share=factor * query.share)

@@ -7,7 +7,6 @@ this sum alone, and the server adds the releases up: proved at record level unde
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sordino.core import Ask, Broadcast, Facts, Kind, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
@@ -79,11 +78,7 @@ def after_tally(method: Method, of: Tally, share: float) -> Method:
 
         return stage._replace(rule=stage.rule._replace(init=init))
 
-    def scaled(stage: Stage) -> Stage:
-        queries = (q if q.share is None else replace(q, share=q.share * (1 - share)) for q in stage.queries)
-        return stage._replace(queries=tuple(queries))
-
-    first, *rest = map(scaled, method.stages)
+    first, *rest = (stage.with_part(1 - share) for stage in method.stages)
     proves = frozenset(pair for pair in method.proves if pair[0] is Unit.RECORD)
     caveat = f"{method.caveat} {CAVEAT}".strip()
     stages = (stage(of, share), fresh(first), *rest)

@@ -16,6 +16,7 @@ alone.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class Contribution(NamedTuple):
     number: Tensor | None = None
 
 
-class Tally:
+class Tally(ABC):
     """A sum of bounded vectors. Subclasses say what a record adds to each block.
 
     Attributes:
@@ -68,9 +69,9 @@ class Tally:
 
     layout: tuple[Block, ...]
 
+    @abstractmethod
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
         """What each record adds to each block."""
-        raise NotImplementedError
 
     @property
     def dimension(self) -> int:

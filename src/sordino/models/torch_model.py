@@ -312,6 +312,7 @@ class TorchModel:
             name: _unshared(gradients[name].reshape(groups * n, -1), x) for name in self.trained if name in gradients
         }
         if per_person > 1:  # from here on, one gradient per person
+            assert not later  # norms of single records must not decide
             filled = (mask > 0).view(-1, per_person, 1)
             gradients = {name: _of_persons(part.to(theta.dtype), filled) for name, part in gradients.items()}
             mask, n = shard.person_weights(), n // per_person
