@@ -61,7 +61,7 @@ def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float =
             f"quantile: {quantile} must lie in (0, 1), the part of gradients left whole; 0: a fixed clip."
         )
     if method.unit is Unit.CLIENT:
-        raise SordinoError("quantile: the clip of a user's message is fixed; leave quantile at 0.")
+        raise SordinoError("quantile: the clip of a client's message is fixed; leave quantile at 0.")
     (stage,) = method.stages
     inner = stage.rule
     within = math.log(clip) - MAX_LOG_CHANGE, math.log(clip) + MAX_LOG_CHANGE
