@@ -225,6 +225,7 @@ class Model(Protocol):
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
+    # One of trees has leaves_sum(theta, shard, clip, tree): of residuals and curvatures by leaf (`Ask.leaves`).
     # One that counts (`models.tally`) has tally_sum(theta, shard, clip): of one bounded vector per record.
 
 
@@ -245,6 +246,7 @@ class Kind(StrEnum):
     GRAM = "gram"
     COUNT = "count"
     CALIBRATION = "calibration"
+    LEAVES = "leaves"
     TALLY = "tally"
     DELTA = "delta"
 
@@ -400,6 +402,13 @@ class Ask(Protocol):
 
     def fisher(self, theta: Tensor) -> Tensor: ...
     def gram(self) -> Tensor: ...
+    def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
+        """Of all records, per leaf of a tree and output: the residuals, then the curvatures in `leaf_curvature_unit`.
+
+        `tree` is its number; beyond the last tree, trees are counted from the first one again.
+        """
+        ...
+
     def tally(self, theta: Tensor) -> Tensor:
         """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
         ...
@@ -411,6 +420,14 @@ class Ask(Protocol):
     def sample(self) -> Batch:
         """A minibatch as the plan draws them; pass it as `on` to ask about the same records again."""
         ...
+
+
+def leaf_curvature_unit(numeric: bool) -> float:
+    """What curvatures are multiplied by beside residuals: at most 1/4 of them is lost to the clip.
+
+    The curvature of a probability is at most 1/4, and that of a number is 1.
+    """
+    return 0.25 if numeric else 1.0
 
 
 def forget(theta: Tensor, before: Tree) -> Tree:

@@ -34,7 +34,7 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
-from sordino.training.spec import Spec
+from sordino.training.spec import Spec, model_of
 
 if TYPE_CHECKING:  # these need torch
     from sordino.data.records import Records
@@ -173,9 +173,9 @@ class ResolvedSpec:
           classes: number of classes; 0 where labels are quantities.
         """
         task = "" if self.source.schema is None else self.source.schema.task
-        if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name != fitting:
+        if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name not in fitting:
             raise SordinoError(
-                f"model: {self.model.name} does not learn a {task}; use {fitting}, or auto, which stands for it."
+                f"model: {self.model.name} does not learn a {task}; use {fitting[0]}, or auto, which stands for it."
             )
         derived = not classes and not self.model.entry.network and entry(self.method_name).normalize != "none"
         if derived and task == "survival" and self.options.get("intervals") == 0:
@@ -185,7 +185,7 @@ class ResolvedSpec:
                 f"method: {self.method_name} derives its steps for classes, and these labels are numbers; use "
                 "another method, such as dp-fedgd."
             )
-        if derived and self.source.schema is None and self.model.name not in registry.OF_TASKS.values():
+        if derived and self.source.schema is None and self.model.name not in registry.of_numbers():
             raise SordinoError(
                 "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
                 "whose target has a range, or use another method, such as dp-fedgd."
@@ -378,6 +378,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     >>> resolve(Spec.of({"method": "dp-fedgd"})).rounds
     70
     """
+    spec = dataclasses.replace(spec, model=model_of(spec.method, spec.model))
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
     schema = schema if spec.schema is None else Schema.read(spec.schema)
@@ -507,9 +508,15 @@ def _task_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
 
 def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Name and options of the model. `auto` stands for the model of the schema's task, whose intervals are its own."""
-    target = None if schema is None else schema.target
-    name = registry.OF_TASKS.get(target.task, spec.model) if target is not None and spec.model == "auto" else spec.model
-    if name != "hazards" or target is None:
+    target, name = None if schema is None else schema.target, spec.model
+    if schema is None or target is None:
+        return name, options
+    if name == "auto":
+        name = registry.OF_TASKS.get(target.task, (name,))[0]
+    if name == "trees":
+        loss = "poisson" if target.task == "count" else options.get("loss")
+        return name, {**options, "widths": options.get("widths") or schema.widths, "loss": loss}
+    if name != "hazards":
         return name, options
     if options.get("edges") not in (None, target.intervals):
         raise SordinoError("edges: the target of the schema has other intervals; leave the option out.")
