@@ -284,7 +284,7 @@ class Trees:
 
     def _usable(self, part: Shard) -> tuple[Tensor, Tensor]:
         """Features, zero where one of a record is not finite, and whether all are finite."""
-        fine = torch.isfinite(part.x).all(-1)
+        fine = torch.isfinite(part.x.abs().amax(-1))
         return torch.where(fine.unsqueeze(-1), part.x, part.x.new_zeros(())), fine
 
     def _parts(self, theta: Tensor) -> tuple[Tensor, Tensor]:
