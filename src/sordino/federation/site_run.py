@@ -129,6 +129,12 @@ class SiteRun:
             raise Refused("changed", "the data changed while they were read")
         return dataset
 
+    def _chooser(self) -> Source:
+        """What draws the records of persons who have more than are used: the same in every round of the run."""
+        if seed := (self.folder / "noise").read_text():
+            return Seeded(int(seed))
+        return Secure(self._derived(b"sordino choice"))
+
     @cached_property
     def data(self) -> OwnRecords:
         privacy, data = self.terms.resolved.privacy, self.dataset
@@ -138,6 +144,7 @@ class SiteRun:
             np.zeros(len(data.y_train), int),
             person=data.person,
             per_person=privacy.person_records,
+            choose=self._chooser() if privacy.person_choice == "random" else None,
             dtype=self.terms.number,
         )
         records.check_unit(privacy)
