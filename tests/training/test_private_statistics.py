@@ -204,7 +204,7 @@ def test_without_a_schema_or_without_within_it_is_refused(place, tmp_path, capsy
     plain = SCHEMA.replace("within", "range")
     (place / "plain.toml").write_text(plain)
     assert main(words(place, "--out", str(tmp_path / "r"), schema="plain.toml")) == 2
-    assert "the schema has none" in capsys.readouterr().err
+    assert "the schema has neither" in capsys.readouterr().err
     with pytest.raises(SordinoError, match="there is no schema"):
         run.prepare(Spec.of({"data": "digits", "private_statistics": 0.1}))
 

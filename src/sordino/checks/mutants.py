@@ -41,6 +41,15 @@ def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
+def weighs_beyond_the_clip(method: Method, model: Any) -> tuple[Method, Any]:
+    """Clipped terms are multiplied by the weights of their classes as they are written, the largest of which is 2."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        return sums(shard._replace(mask=2 * shard.mask), clip)
+
+    return method, careless(model, total)
+
+
 def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     """The mean over records is clipped instead of each record."""
 

@@ -85,6 +85,8 @@ def written(spec: Spec, schema: Schema | None = None) -> str:
         flat |= {"model": resolved.model.name} | {
             k: list(v) for k, v in resolved.model.options.items() if v is not None
         }
+    elif resolved.model.options.get("prevalence") is not None:  # which balanced class weights read from the schema
+        flat |= {"prevalence": list(resolved.model.options["prevalence"])}
     return tomli_w.dumps({k: v for k, v in flat.items() if k not in (*PRIVATE, *LOCAL)})
 
 

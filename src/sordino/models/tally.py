@@ -351,28 +351,34 @@ def weights(layout: Sequence[Block]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------ columns in bins
 
 
+LABELS = "[target]"  # the block that counts classes; no column of a schema can be its equal where labels are counted
+
+
 @dataclass(frozen=True)
 class ColumnTally(Tally):
-    """Histograms of some columns, each in even bins from -1 to 1; a missing value is not counted.
+    """Histograms of some columns, each in even bins from -1 to 1; a missing value is not counted. And of the labels.
 
     Args:
       features: number of features of a record.
       columns: (name, place of the feature, whether the next feature says that the value is missing).
       bins: of each column.
-      classes: number of classes of the labels; 0 for numbers. Labels are not read.
+      classes: number of classes of the labels; 0 for numbers.
+      labels: whether the classes of the labels are counted too. Otherwise labels are not read.
     """
 
     features: int
     columns: tuple[tuple[str, int, bool], ...]
     bins: int = 64
     classes: int = 0
+    labels: bool = False
 
     size = 1  # there are no parameters, but theta is never empty
     shapes = ((1,),)
 
     @property
     def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
-        return tuple(Block(name, self.bins, 1.0) for name, _, _ in self.columns)
+        counted = (Block(LABELS, self.classes, 1.0),) if self.labels else ()
+        return (*(Block(name, self.bins, 1.0) for name, _, _ in self.columns), *counted)
 
     @property
     def outputs(self) -> int:
@@ -392,4 +398,6 @@ class ColumnTally(Tally):
             cell = ((value + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
             missing = x[..., place + 1] > 0.5 if marked else torch.zeros_like(cell, dtype=torch.bool)
             given.append(Contribution(cell=torch.where(missing, -1, cell)))
+        if self.labels:
+            given.append(Contribution(cell=y.long().clamp(-1, self.classes - 1)))
         return given

@@ -165,7 +165,8 @@ FILES: Mapping[str, Mapping[str, str]] = {
     "model.safetensors": MODEL,
     "schema.toml": {
         "(text)": "Written by people from what is publicly known; the run takes nothing from the records but, with "
-        "private_statistics, the ranges of columns with `within`, which follow from noised counts."
+        "private_statistics, the ranges of columns with `within` and the shares of the classes of a target with "
+        "`find_prevalence`, which follow from noised counts."
     },
     "statement.md": {"(text)": "A function of certificate.json alone."},
     "MODEL_CARD.md": {
