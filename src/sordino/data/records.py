@@ -14,9 +14,7 @@ from torch import Tensor
 
 from sordino.core import Model, Privacy, Shard, Unit
 from sordino.errors import SordinoError
-from sordino.privacy.mechanisms.random import Address, Source
 
-CHOICE = 2**16 - 5  # the query number of draws that choose records; `engines.schedule` has others of this kind
 LOSSES_OF_NUMBERS = ("squares", "poisson", "hazards")  # for other losses, labels are class indices
 
 
@@ -84,7 +82,7 @@ def check_serves(privacy: Privacy, model: Model) -> None:
 
 
 def person_rows(
-    client: np.ndarray, person: np.ndarray, per_person: int, choose: Source | None = None
+    client: np.ndarray, person: np.ndarray, per_person: int, choose: Callable[[int], np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Where the records of each person come from, and the first row of each client.
 
@@ -97,7 +95,7 @@ def person_rows(
         client: The client of each record; -1 leaves a record out.
         person: A number per record. Equal numbers at two clients are two units, one per client.
         per_person: Rows per person. Records beyond it are left out, the last ones first.
-        choose: Draws which records are left out; None leaves out the last ones.
+        choose: Draws so many independent numbers, by which records are left out; None leaves out the last ones.
 
     Returns:
         (the record of each row, or -1; the first row of each client, and the number of rows).
@@ -111,7 +109,7 @@ def person_rows(
         raise SordinoError(f"person_records: {per_person} must be at least 1.")
     place: np.ndarray = np.arange(len(client))
     if choose is not None:
-        place = choose.uniform(Address(0, 0, CHOICE), (len(client),))
+        place = choose(len(client))
     order = np.lexsort((place, person, client))  # by client, then by person, then by position or by lot
     order = order[np.searchsorted(client[order], 0) :]
     new = np.ones(len(order), dtype=bool)
@@ -184,7 +182,7 @@ class Records:
         *,
         person: np.ndarray | None = None,
         per_person: int = 1,
-        choose: Source | None = None,
+        choose: Callable[[int], np.ndarray] | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> Records:

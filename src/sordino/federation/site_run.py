@@ -19,7 +19,7 @@ from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
-from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
 from sordino.federation import readmes
 from sordino.federation.site_data import SiteData
@@ -144,7 +144,7 @@ class SiteRun:
             np.zeros(len(data.y_train), int),
             person=data.person,
             per_person=privacy.person_records,
-            choose=self._chooser() if privacy.person_choice == "random" else None,
+            choose=record_choice(self._chooser(), privacy),
             dtype=self.terms.number,
         )
         records.check_unit(privacy)

@@ -25,7 +25,7 @@ from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
-from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import SordinoError
 from sordino.federation.terms import DRAWN, Terms
 from sordino.models.tally import Tally
@@ -95,8 +95,7 @@ class AgreedEvaluation:
 
     def answer(self, mine: int, dataset: Dataset, theta: Tensor, source: Source) -> Any:
         """A site's noised counts: a vector, or integers under secure aggregation."""
-        choose = source if self.settings.privacy.person_choice == "random" else None
-        own = OneClient(mine, dataset, self.terms.number, self.settings.privacy, choose)
+        own = OneClient(mine, dataset, self.terms.number, self.settings.privacy, source)
         model: Any = self.tally
         ask = oracle(model, own, self.round_plan, mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = self.round_plan.stage.local.compute(ask, Broadcast(theta), (), ())
@@ -134,9 +133,7 @@ class AgreedEvaluation:
 class OneClient:
     """A site's test records, at the index that the plan gives this site."""
 
-    def __init__(
-        self, mine: int, dataset: Dataset, number: torch.dtype, privacy: Privacy, choose: Source | None = None
-    ) -> None:
+    def __init__(self, mine: int, dataset: Dataset, number: torch.dtype, privacy: Privacy, source: Source) -> None:
         self.mine = mine
         self.records = Records.of(
             dataset.x_test,
@@ -144,7 +141,7 @@ class OneClient:
             np.zeros(len(dataset.y_test), int),
             person=dataset.person_test,
             per_person=privacy.person_records,
-            choose=choose,
+            choose=record_choice(source, privacy),
             dtype=number,
         )
         self.records.check_unit(privacy)

@@ -23,6 +23,7 @@ from sordino.core import Adjacency, Privacy, Trust, Unit
 from sordino.data.preprocess import preprocess
 from sordino.data.records import Records, check_person_clients
 from sordino.data.sources import labelled
+from sordino.engines.schedule import record_choice
 from sordino.errors import SordinoError, nearest
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, ranges
@@ -137,7 +138,7 @@ def prepare(
         sites,
         person=who,
         per_person=person_records,
-        choose=noise if privacy.person_choice == "random" else None,
+        choose=record_choice(noise, privacy),
         dtype=run.theta.dtype,
     )
     bins = choose_bins(task, records.sizes, privacy, threshold) if bins is None else bins

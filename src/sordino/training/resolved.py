@@ -271,6 +271,7 @@ class ResolvedSpec:
     def records(self, dataset: Dataset) -> Records:
         """The training records, divided among clients and grouped by what is protected."""
         from sordino.data.records import Records
+        from sordino.engines.schedule import record_choice
 
         return Records.of(
             dataset.x_train,
@@ -278,7 +279,7 @@ class ResolvedSpec:
             self.owners(dataset),
             person=dataset.person if self.privacy.unit is Unit.PERSON else None,
             per_person=self.privacy.person_records,
-            choose=source(self.seed) if self.privacy.person_choice == "random" else None,
+            choose=record_choice(source(self.seed), self.privacy),
             dtype=self.dtype,
             device=self.device,
         )
