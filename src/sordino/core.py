@@ -259,7 +259,7 @@ class Kind(StrEnum):
     DELTA = "delta"
 
 
-SAMPLED = (Kind.GRADIENT, Kind.COUNT)  # what is asked of minibatches, where a plan draws any; else of all records
+SAMPLED = (Kind.GRADIENT, Kind.COUNT, Kind.LEAVES)  # asked of minibatches, where a plan draws any; else of all records
 
 
 class Noise:
@@ -411,7 +411,7 @@ class Ask(Protocol):
     def fisher(self, theta: Tensor) -> Tensor: ...
     def gram(self) -> Tensor: ...
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
-        """Of all records, per leaf of a tree and output: the residuals, then the curvatures in `leaf_curvature_unit`.
+        """Per leaf of a tree and output: the residuals, then the curvatures in `leaf_curvature_unit`.
 
         `tree` is its number; beyond the last tree, trees are counted from the first one again.
         """

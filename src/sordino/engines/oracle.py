@@ -171,7 +171,8 @@ class Oracle:
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
         """The noised residuals and curvatures by leaf of one tree; see `Ask.leaves`."""
         number = int(tree.flatten()[0]) % int(self._model.trees)
-        return self._answer(Kind.LEAVES, 1, lambda clip: self._model.leaves_sum(theta, self._all(), clip, number))
+        batch = self._batches[self.sample().number]
+        return self._answer(Kind.LEAVES, 1, lambda clip: self._model.leaves_sum(theta, batch, clip, number))
 
     def tally(self, theta: Tensor) -> Tensor:
         """The mean of one bounded vector per record; see `Ask.tally`."""

@@ -39,7 +39,7 @@ def leaf_sums(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree)
     return ask.leaves(broadcast.theta, broadcast.extras)
 
 
-def boost(*, unit: Unit = Unit.RECORD, clip: float = 0.7, lr: float = 0.5, damping: float = 1.0) -> Method:
+def boost(*, unit: Unit = Unit.RECORD, clip: float = 0.7, lr: float | Tensor = 0.5, damping: float = 1.0) -> Method:
     """Boosted trees with public splits: v_leaf <- v_leaf - lr G_leaf / (H_leaf + damping sigma), one tree per round.
 
     It trains the model `trees`. Round t fits tree t (after the last tree the first one again): G and H are the noised
@@ -75,8 +75,8 @@ def boost(*, unit: Unit = Unit.RECORD, clip: float = 0.7, lr: float = 0.5, dampi
     """
     if not 0 < clip < math.inf:
         raise SordinoError(f"clip: {clip} must be a finite number above 0.")
-    if not 0 < lr <= 1:
-        raise SordinoError(f"lr: {lr} must lie in (0, 1], a part of Newton's step.")
+    if not isinstance(lr, Tensor) and not lr > 0:
+        raise SordinoError(f"lr: {lr} must be above 0.")
     if not damping >= 0:
         raise SordinoError(f"damping: {damping} must be at least 0.")
 
