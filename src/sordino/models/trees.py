@@ -50,6 +50,17 @@ class Split(NamedTuple):
     key: tuple[float, ...]
     edges: tuple[float, ...]
 
+    def words_of(self, place: int, names: Sequence[str]) -> str:
+        """Which records lie in a bin: levels of a category, or an interval of a number."""
+        own = names[self.first : self.first + len(self.key)]
+        if len(self.key) > 2:
+            return " or ".join(name for name, key in zip(own, self.key, strict=True) if key == place) or "none"
+        if len(self.key) == 2 and place == len(self.edges):
+            return own[1]
+        low = f"{self.edges[place - 1]:.6g} < " if place else ""
+        last = place == len(self.edges) - (len(self.key) == 2)
+        return f"{low}{own[0]}" + ("" if last else f" <= {self.edges[place]:.6g}")
+
 
 @dataclass(frozen=True)
 class Trees:
@@ -157,7 +168,7 @@ class Trees:
         return tuple(trees)
 
     @cached_property
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """The splits as arrays: keys (features x trees x columns) and edges (trees x columns x bins - 1)."""
         keys = np.zeros((self.features, self.trees, self.columns))
         edges = np.zeros((self.trees, self.columns, self.bins - 1))
@@ -167,11 +178,19 @@ class Trees:
                 edges[t, c] = split.edges
         return keys, edges
 
+    def words_of(self, tree: int, leaf: int, names: Sequence[str]) -> str:
+        """Where a leaf lies, in terms of the features' names."""
+        words = []
+        for split in reversed(self.splits[tree]):
+            leaf, place = divmod(leaf, self.bins)
+            words.append(split.words_of(place, names))
+        return " and ".join(reversed(words))
+
     # ------------------------------------------------------------------------------------------------- predictions
 
     def leaf(self, x: Tensor, trees: Sequence[int]) -> Tensor:
         """The leaf of each record in some trees, from 0: trees x records, with the leading axes of x."""
-        keys, edges = self._arrays
+        keys, edges = self.arrays
         chosen = np.asarray(trees, int)
         key = torch.from_numpy(keys[:, chosen].reshape(self.features, -1)).to(x)
         edge = torch.from_numpy(edges[chosen].reshape(key.shape[-1], -1)).to(x)
@@ -183,7 +202,7 @@ class Trees:
         return leaf.reshape(len(chosen), *x.shape[:-1]).movedim(0, -2)
 
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
-        values, intercepts = self._parts(theta)
+        values, intercepts = self.parts(theta)
         lead = np.broadcast_shapes(theta.shape[:-1], x.shape[:-2])
         used = values.flatten(-2).any(-1).reshape(-1, self.trees).any(0).nonzero().flatten().tolist()  # others add 0
         if not used:
@@ -287,7 +306,8 @@ class Trees:
         fine = torch.isfinite(part.x.abs().amax(-1))
         return torch.where(fine.unsqueeze(-1), part.x, part.x.new_zeros(())), fine
 
-    def _parts(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+    def parts(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """The values (trees x leaves x outputs) and the intercepts."""
         values, intercepts = theta[..., : -self.outputs], theta[..., -self.outputs :]
         return values.reshape(*theta.shape[:-1], self.trees, self.leaves, self.outputs), intercepts
 

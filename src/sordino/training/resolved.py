@@ -499,7 +499,11 @@ def _calibrate(spec: Spec, schema: Schema | None) -> float:
         return spec.calibrate
     weighted = bool(spec.model_options.get("class_weights"))  # weights ask for intercepts that are not calibrated
     classes = schema is not None and bool(schema.classes)
-    usual = spec.method == spec.model == "auto" and spec.unit != Unit.CLIENT and not weighted
+    usual = (
+        (spec.method, spec.model) in (("auto", "auto"), ("dp-boost", "trees"))
+        and spec.unit != Unit.CLIENT
+        and not weighted
+    )
     enough = spec.rounds is None or spec.rounds >= LEAST_CALIBRATED_ROUNDS
     return CALIBRATE if classes and usual and enough else 0.0
 
