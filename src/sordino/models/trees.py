@@ -329,11 +329,11 @@ def draw_split(rng: np.random.Generator, first: int, width: int, bins: int) -> S
     """A public division of one column.
 
     A column of one or two features is a number, perhaps with the indicator of a missing value, which gets a bin of its
-    own. The features of a wider column are the levels of a category.
+    own if there are more than two. The features of a wider column are the levels of a category.
     """
     if width > 2:
         deal = rng.permutation(np.arange(width) % bins)
         return Split(first, tuple(map(float, deal)), tuple(k + 0.5 for k in range(bins - 1)))
-    edges = np.sort(rng.uniform(-1, 1, size=bins - width)).tolist()
-    key = (1.0,) if width == 1 else (1.0, MISSING)
-    return Split(first, key, tuple(edges if width == 1 else [*edges, MISSING / 2]))
+    own_bin = width == 2 and bins > 2
+    edges = np.sort(rng.uniform(-1, 1, size=bins - 1 - own_bin)).tolist()
+    return Split(first, (1.0, MISSING) if own_bin else (1.0,), tuple([*edges, MISSING / 2] if own_bin else edges))

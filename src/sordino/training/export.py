@@ -326,7 +326,7 @@ class _Forest(nn.Module):
         values, constant = model.parts(run.theta.detach().cpu())
         self.register_buffer("keys", torch.from_numpy(keys).flatten(1).to(run.theta.dtype))
         self.register_buffer("edges", torch.from_numpy(edges).flatten(0, 1).to(run.theta.dtype))
-        self.register_buffer("values", values.contiguous())
+        self.register_buffer("values", values.clone())
         self.register_buffer("constant", constant.clone())
         self.kind, self.bins, self.columns, self.cap = model.kind, model.bins, model.columns, model.linear.cap
         schema = run.schema
