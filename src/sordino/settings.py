@@ -75,7 +75,7 @@ def typed(key: str, value: Any, annotation: str, *, infinite: bool = False) -> A
       key: the setting, for errors.
       value: as TOML or the command line gives it.
       annotation: `str`, `int`, `float`, `bool`, `tuple[float, ...]`, `tuple[str, ...]` or `dict[…]`, with or without
-        `| None`. Where None is allowed, the text `none` means None.
+        `| str` and `| None`. Where None is allowed, the text `none` means None.
       infinite: whether an infinite number is allowed.
 
     Raises:
@@ -87,6 +87,10 @@ def typed(key: str, value: Any, annotation: str, *, infinite: bool = False) -> A
     wanted = annotation.replace(" | None", "")
     if wanted != annotation and (value is None or value == "none"):
         return None
+    if wanted.endswith(" | str"):
+        if isinstance(value, str):
+            return value
+        wanted = wanted.removesuffix(" | str")
     if wanted == "str" and isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     if wanted == "bool" and isinstance(value, bool):

@@ -48,21 +48,30 @@ def outer(rows):
 
 
 def terms(name, model, theta, shard):
-    """One matrix a record, by automatic differentiation of the loss; Mallows' weight is a function of x alone."""
+    """One matrix per record, by automatic differentiation of the loss without class weights; Mallows' weight is a
+    function of x alone."""
     u = long(model, shard.x)
     if name == "gram":
         return outer(u)
     if name == "fisher":
         return outer(slopes(model, theta, shard))
+    model = replace(model, class_weights=None)
     mallows = (model.radius / u.norm(dim=-1)).clamp_max(1).square()
     return vmap(jacrev(grad(model.loss)), (None, 0, 0))(theta, shard.x, shard.y) * mallows[:, None, None]
 
 
-def total(matrices, clip):
-    """Each cut to Frobenius norm `clip`, then added up."""
+def relative(model, y):
+    """The weight of each record's class over the largest weight."""
+    if model.class_weights is None or model.kind in NUMERIC_LOSSES:
+        return torch.ones(y.shape, dtype=torch.float64)
+    return (model.class_weights.double() / model.class_weights.double().max())[y]
+
+
+def total(matrices, clip, weights=1.0):
+    """Each cut to Frobenius norm `clip`, then weighed by its class and added up."""
     norm = matrices.flatten(1).norm(dim=-1)
     factor = (clip * (1 - SAFETY) / norm).clamp_max(1) if math.isfinite(clip) else torch.ones_like(norm)
-    return (factor[:, None, None] * matrices).sum(0)
+    return ((factor * weights)[:, None, None] * matrices).sum(0)
 
 
 def summed(name, model, theta, shard, clip):
@@ -92,13 +101,13 @@ def test_sums_are_of_matrices_cut_one_by_one(kind, bias, options, name):
     clip = float(norms.median())  # some are cut, some are not
     assert (norms < 0.99 * clip).any()
     for bound in (clip, math.inf):
-        want = total(matrices, bound)
+        want = total(matrices, bound, relative(model, shard.y))
         assert agree(summed(name, model, theta, shard, bound), want)
         known = shard._replace(length=shard.x.norm(dim=-1))
         assert agree(summed(name, model, theta, known, bound), want), "a length computed beforehand changes nothing"
-    cut = total(matrices, clip)
+    cut = total(matrices, clip, relative(model, shard.y))
     assert not agree(summed(name, model, theta, shard, 2 * clip), cut), "doubled clip"
-    whole = matrices.sum(0)
+    whole = total(matrices, math.inf, relative(model, shard.y))
     assert not agree(whole * (clip * len(matrices) / whole.norm()).clamp_max(1), cut), "the sum cut as one"
     if options and name != "gram" and not (kind in NUMERIC_LOSSES and set(options) == {"class_weights"}):
         plain = summed(name, Linear(3, model.outputs, kind, bias), theta, shard, math.inf)
@@ -344,7 +353,8 @@ def test_sums_are_streamed(kind, bias, name, monkeypatch):
 
 
 def slopes(model, theta, shard):
-    """One gradient a record: the residual is bounded first, then Mallows' weight."""
+    """One gradient per record without class weights: the residual is bounded first, then Mallows' weight."""
+    model = replace(model, class_weights=None)
     g, length = vmap(grad(model.loss), (None, 0, 0))(theta, shard.x, shard.y), long(model, shard.x).norm(dim=-1)
     r = g.norm(dim=-1) / length  # a gradient is u (x) r
     return g * ((model.residual / r).clamp_max(1) * (model.radius / length).clamp_max(1).square()).unsqueeze(-1)
@@ -354,12 +364,12 @@ def by_autograd(model, theta, shard, clip, scale):
     rows = scale * slopes(model, theta, shard)
     bound = clip * (1 - SAFETY)
     factor = (bound / rows.norm(dim=-1, keepdim=True)).clamp_max(1) if math.isfinite(clip) else 1.0
-    return (shard.mask.unsqueeze(-1) * factor * rows).sum(0)
+    return ((shard.mask * relative(model, shard.y)).unsqueeze(-1) * factor * rows).sum(0)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @EACH
-def test_weights_and_bounds_come_before_the_clip(kind, bias, options):
+def test_bounds_come_before_the_clip_and_weights_after_it(kind, bias, options):
     model, theta, shard = problem(kind, bias, m=9, **options)
     plain = Linear(3, model.outputs, kind, bias)
     same = not options or (kind in NUMERIC_LOSSES and set(options) == {"class_weights"})

@@ -37,29 +37,37 @@ def problem(kind, bias, weighted=False, *, features=3, outputs=3, m=7, lead=(), 
 
 
 def exact(model):
-    """The model's loss; for logistic regression written anew, since softplus drops e^-z beyond logits of 20."""
+    """The model's loss without class weights; for logistic regression written anew, since softplus drops e^-z beyond
+    logits of 20."""
     if model.kind is not Loss.LOGISTIC:
-        return model.loss
+        return replace(model, class_weights=None).loss
 
     def loss(theta, x, y):
         z = model.logits(theta, x.unsqueeze(0))[0, 0]
         value = torch.logaddexp(z, torch.zeros_like(z)) - y * z
-        return value if model.class_weights is None else value * model.class_weights.double()[y]
+        return value
 
     return loss
 
 
 def gradients(model, theta, shard):
-    """One row a record, by automatic differentiation of the loss."""
+    """One row per record, by automatic differentiation of the loss without class weights."""
     return torch.stack([grad(exact(model))(theta, x, y) for x, y in zip(shard.x, shard.y, strict=True)])
 
 
 def by_autograd(model, theta, shard, clip):
-    """Clip each record's gradient, then sum those of the mask."""
+    """Clip each record's gradient, then weigh it by its class, then sum those of the mask."""
     rows = gradients(model, theta, shard)
     bound = clip * (1 - SAFETY)
     factor = (bound / rows.norm(dim=-1, keepdim=True)).clamp_max(1) if math.isfinite(clip) else 1.0
-    return (shard.mask.unsqueeze(-1) * factor * rows).sum(0)
+    return ((shard.mask * relative(model, shard.y)).unsqueeze(-1) * factor * rows).sum(0)
+
+
+def relative(model, y):
+    """The weight of each record's class over the largest weight."""
+    if model.class_weights is None or model.kind in NUMERIC_LOSSES:
+        return torch.ones(y.shape, dtype=torch.float64)
+    return (model.class_weights.double() / model.class_weights.double().max())[y]
 
 
 def agree(a, b):
@@ -106,7 +114,7 @@ def test_the_loss_can_be_vectorised(weighted):
     for kind in (Loss.SOFTMAX, Loss.LOGISTIC):
         model, theta, shard = problem(kind, True, weighted)
         rows = vmap(grad(model.loss), (None, 0, 0))(theta, shard.x, shard.y)
-        torch.testing.assert_close(rows, gradients(model, theta, shard))
+        torch.testing.assert_close(rows, relative(model, shard.y)[:, None] * gradients(model, theta, shard))
 
 
 @pytest.mark.parametrize("kind", list(Loss))
@@ -119,7 +127,7 @@ def test_other_ways_to_clip_are_told_apart(kind, bias):
     assert not agree(model.clipped_sum(theta, shard, 2 * clip), want), "doubled clip"
     assert not agree(-got, want), "wrong sign"
     assert agree(replace(model, class_weights=None).clipped_sum(theta, shard, clip), want) is (kind in NUMERIC_LOSSES)
-    rows = shard.mask.unsqueeze(-1) * gradients(model, theta, shard)
+    rows = (shard.mask * relative(model, shard.y)).unsqueeze(-1) * gradients(model, theta, shard)
     bound = clip * (1 - SAFETY)
     mean = rows.mean(0)
     assert not agree(len(rows) * mean * (bound / mean.norm()).clamp_max(1), want), "the batch mean clipped"
@@ -143,7 +151,7 @@ def test_loss_against_torch():
         theta = -theta  # one logit then lies far beyond the cap of a Poisson rate
         z = model.logits(theta, shard.x)
         got = torch.stack([model.loss(theta, x, y) for x, y in zip(shard.x, shard.y, strict=True)])
-        weight = model.class_weights.double()
+        weight = model.class_weights.double() / model.class_weights.double().max()
         if kind is Loss.SOFTMAX:
             want = torch.nn.functional.cross_entropy(z, shard.y, weight=weight, reduction="none")
         elif kind is Loss.LOGISTIC:

@@ -23,7 +23,7 @@ import torch
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
-from sordino.checks.mutants import MUTANTS, breaks, concerns
+from sordino.checks.mutants import MUTANTS, breaks, concerns, weighs_beyond_the_clip
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
@@ -66,6 +66,7 @@ class Report(NamedTuple):
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
+WEIGHTS = "weights"  # as reports and `sordino check` name class weights
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
@@ -104,13 +105,14 @@ def check(
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 
-def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` too.
+def check_model(name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = tuple(Unit)) -> list[Report]:
+    """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` at every level.
 
     Args:
       name: the model's name in the registry.
       trials: restarts of the search for one query.
       seed: seed of the search.
+      units: of survival, the levels at which `auto` is checked.
 
     Returns:
       One report per noised query and adjacency.
@@ -127,9 +129,7 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
             continue
         methods = [entry("dp-fedgd").factory(unit=Unit.RECORD)]
         if isinstance(model, Hazards):  # `auto` asks it for a tally, which no other model has
-            methods += [
-                entry("auto").factory(unit=unit, intervals=model.outputs) for unit in (Unit.RECORD, Unit.CLIENT)
-            ]
+            methods += [entry("auto").at(unit, intervals=model.outputs) for unit in units]
         return [report for method in methods for report in _reports(name, method, [model], trials, seed)]
     raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]}")
 
@@ -160,16 +160,19 @@ def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Repor
     return [r if r.query in rejected else r._replace(passed=False, problems=[*r.problems, *missed]) for r in reports]
 
 
-def check_tally(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
+def check_tally(
+    name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
     """Run all contracts, and their mutants, on a release that trains nothing: `tallies` lists them.
 
     Args:
       name: the tally's name.
       trials: restarts of the search.
       seed: seed of the search.
+      units: the protected units.
 
     Returns:
-      One report per adjacency.
+      One report per unit and adjacency.
 
     Raises:
       SordinoError: no tally has this name.
@@ -177,7 +180,10 @@ def check_tally(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
     known = tallies()
     if name not in known:
         raise SordinoError(f"check: '{name}' is no tally.{nearest(name, known)}")
-    return check(name, trials=trials, seed=seed, models=known[name].models, method=known[name].method)
+    if trials < LEAST_TRIALS:
+        raise SordinoError(f"trials: {trials} must be at least {LEAST_TRIALS}.")
+    methods, models = [known[name].at(unit) for unit in units], known[name].models
+    return [report for each in methods for report in _reports(name, each, models, trials, seed)]
 
 
 def check_calibration(
@@ -198,8 +204,34 @@ def check_calibration(
     return [report for each in methods for report in _reports(name, each, CHECKED_MODELS[:1], trials, seed)]
 
 
+def check_weights(
+    name: str = WEIGHTS, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
+    """Run all contracts on DP-FedGD with class weights. One more mutant weighs terms beyond the clip.
+
+    Args:
+      name: the name that reports show.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+      units: the protected units.
+
+    Returns:
+      One report per unit, noised query and adjacency.
+    """
+    model = Linear(3, 3, class_weights=torch.tensor([0.5, 2.0, 2.0]))
+    reports = []
+    for method in (entry("dp-fedgd").at(unit) for unit in units):
+        wrong = weighs_beyond_the_clip(method, model)
+        for report in _reports(name, method, [model], trials, seed):
+            found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
+            missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", weighs_beyond_the_clip)]
+            problems = [*report.problems, *missed]
+            reports.append(report._replace(passed=not problems, problems=problems))
+    return reports
+
+
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, calibrated intercepts, the survival model, the tallies, and the sums.
+    """Check every registered method, calibrated intercepts, class weights, survival, the tallies, and the sums.
 
     Args:
       trials: restarts of the search for one query.
@@ -211,7 +243,7 @@ def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     """
     methods = [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
     counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
-    methods += check_calibration(trials=trials, seed=seed)
+    methods += check_calibration(trials=trials, seed=seed) + check_weights(trials=trials, seed=seed)
     return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
@@ -290,6 +322,7 @@ __all__ = [
     "check_model",
     "check_sums",
     "check_tally",
+    "check_weights",
     "engines",
     "replay",
     "sensitivity",

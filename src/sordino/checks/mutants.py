@@ -41,6 +41,15 @@ def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
+def weighs_beyond_the_clip(method: Method, model: Any) -> tuple[Method, Any]:
+    """Clipped terms are multiplied by the weights of their classes as they are written, the largest of which is 2."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        return sums(shard._replace(mask=2 * shard.mask), clip)
+
+    return method, careless(model, total)
+
+
 def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     """The mean over records is clipped instead of each record."""
 
@@ -206,13 +215,15 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant in OF_TALLIES:
         return any(query.kind in SHORT and query.noise is not None for query in queries)
     if all(query.kind is Kind.TALLY for query in queries):
-        return mutant is half_claimed
+        return mutant in (half_claimed, clips_records_not_persons)
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
 def concerns(mutant: Callable[..., Any], kind: str) -> bool:
     """Whether a mutant of sensitivity changes answers of this kind."""
-    return mutant is half_claimed or mutant in OF_PERSONS or (mutant in OF_TALLIES) == (kind in list(SHORT))
+    if mutant is allows_a_clip_per_record:  # the mean of a person's vectors in a tally is short before it is clipped
+        return kind != Kind.TALLY
+    return mutant in (half_claimed, clips_records_not_persons) or (mutant in OF_TALLIES) == (kind in list(SHORT))
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:

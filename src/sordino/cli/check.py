@@ -43,21 +43,32 @@ def act(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sordino import methods, plugins
-    from sordino.checks import CALIBRATE, check, check_calibration, check_model, check_sums, check_tally
+    from sordino.checks import (
+        CALIBRATE,
+        WEIGHTS,
+        check,
+        check_calibration,
+        check_model,
+        check_sums,
+        check_tally,
+        check_weights,
+    )
     from sordino.checks.tallies import tallies
     from sordino.data.records import check_device
     from sordino.models import registry
 
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS)
     counted = tallies()
-    names = [*methods.REGISTRY, CALIBRATE, "hazards", *counted, *outside] if arguments.all else arguments.method
+    names = (
+        [*methods.REGISTRY, CALIBRATE, WEIGHTS, "hazards", *counted, *outside] if arguments.all else arguments.method
+    )
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
     known = {*methods.REGISTRY, *plugins.found(plugins.METHODS)}  # "auto" is a method and a model: the method is meant
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS)} - known
     for name in names:
-        if name not in counted and name != CALIBRATE:
+        if name not in counted and name not in (CALIBRATE, WEIGHTS):
             registry.entry(name) if name in models else methods.entry(name)
     shown = Console(stderr=True)
     reports = []
@@ -66,7 +77,7 @@ def act(arguments: argparse.Namespace) -> int:
             reports += check_sums(device=arguments.device)
     with bar("checking", len(names)) if names else nullcontext() as progress:
         for name in names:
-            others = {CALIBRATE: check_calibration, **dict.fromkeys(counted, check_tally)}
+            others = {CALIBRATE: check_calibration, WEIGHTS: check_weights, **dict.fromkeys(counted, check_tally)}
             results = others.get(name, check_model if name in models else check)(name)
             reports += results
             if name in outside:

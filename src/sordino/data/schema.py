@@ -49,7 +49,9 @@ from sordino.settings import read_toml
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null")
 TASKS = ("classes", "quantity", "count", "survival")
 MOST_INTERVALS, MOST_COUNT = 100, 1_000_000
+LEAST_PREVALENCE = 1e-5  # of a class
 LEAST_TIME = 2.0**-20  # of the last edge: stands for a time of 0, whose sign could not say whether the event happened
+PREVALENCE = "target.prevalence"
 BLANK = "FILL IN"  # what a draft leaves to people
 EPOCH = date(1970, 1, 1)
 TRUE, FALSE = ("true", "yes", "y", "t", "1"), ("false", "no", "n", "f", "0")
@@ -148,7 +150,12 @@ class Number:
 
 
 def no_range(name: str) -> SordinoError:
-    """The error for a column whose range nobody knows yet."""
+    """The error for a column whose range, or a target whose prevalence, nobody knows yet."""
+    if name == PREVALENCE:
+        return SordinoError(
+            f"{PREVALENCE}: the shares of the levels are to be found; spend a part of the budget on it by sordino run "
+            "--private-statistics 0.05, or give public ones and remove find_prevalence."
+        )
     return SordinoError(
         f"columns.{name}: it has no public range, only within; give range = [low, high], or spend a part of the budget "
         "on finding one: sordino run --private-statistics 0.05."
@@ -336,6 +343,8 @@ class Target:
         maximum: Of a count, the largest that is learnt; larger ones are clamped.
         event: Of survival, the column that says whether the event happened at that time.
         intervals: Of survival, the public edges of intervals of time, from 0, in the unit of the table.
+        prevalence: Of classes, the public share of each level, for class_weights = balanced.
+        find_prevalence: Of classes, whether noised counts find the shares (`--private-statistics`).
     """
 
     column: str
@@ -346,12 +355,14 @@ class Target:
     maximum: float | None = None
     event: str | None = None
     intervals: tuple[float, ...] = ()
+    prevalence: tuple[float, ...] = ()
+    find_prevalence: bool = False
 
     def check(self) -> None:
         if self.task not in TASKS:
             raise SordinoError(f"target.task: '{self.task}' is unknown.{nearest(self.task, TASKS)}")
         for key, tasks in KEYS_OF_TASKS.items():
-            if self.task not in tasks and getattr(self, key) not in (None, (), {}):
+            if self.task not in tasks and getattr(self, key) not in (None, (), {}, False):
                 raise SordinoError(f"target.{key}: it is for {' and '.join(tasks)}, and the task is {self.task}.")
         if self.task == "count":
             self._check_count()
@@ -361,6 +372,15 @@ class Target:
             _check_levels(self.levels, "target", least=2)
             if wrong := [level for level in self.recode.values() if level not in self.levels]:
                 raise SordinoError(f"target.recode: '{wrong[0]}' is none of the levels {', '.join(self.levels)}.")
+            if self.prevalence and (
+                len(self.prevalence) != len(self.levels)
+                or not all(LEAST_PREVALENCE <= share < 1 for share in self.prevalence)
+                or not 0.99 <= sum(self.prevalence) <= 1.01
+            ):
+                raise SordinoError(
+                    f"target.prevalence: {list(self.prevalence)} must be one share of at least {LEAST_PREVALENCE:g} "
+                    f"for each of the {len(self.levels)} levels, with a sum of 1."
+                )
         elif self.range is None or not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise SordinoError("target.range: a quantity needs a public range = [low, high].")
 
@@ -476,6 +496,8 @@ KEYS_OF_TASKS: Mapping[str, tuple[str, ...]] = {
     "maximum": ("count",),
     "event": ("survival",),
     "intervals": ("survival",),
+    "prevalence": ("classes",),
+    "find_prevalence": ("classes",),
 }
 
 
@@ -490,13 +512,15 @@ def assumption(sha256: str) -> str:
     )
 
 
-def searched_assumption(sha256: str, columns: Sequence[str]) -> str:
-    """The same where noised counts found the ranges of some columns."""
+def searched_assumption(sha256: str, columns: Sequence[str], prevalence: str | None = None) -> str:
+    """The same where noised counts found the ranges of some columns, or the shares of the levels of the target."""
+    parts = [f"the ranges of {', '.join(columns)}"] * bool(columns)
+    parts += [f"the shares of the levels of {prevalence}"] * bool(prevalence)
     return (
-        f"The schema of the table without the ranges of {', '.join(columns)} (sha256 {sha256}) is public: its ranges, "
-        "levels and fill values were not taken from the protected records. The ranges of these columns follow from "
-        "noised counts of the records, within public limits, which the account pays for. The schema is applied to each "
-        "record by itself, which costs no privacy."
+        f"The schema of the table without {' and '.join(parts)} (sha256 {sha256}) is public: its other ranges, levels "
+        "and fill values were not taken from the protected records. What it lacks follows from noised counts of the "
+        "records, within public limits, which the account pays for. The schema is applied to each record by itself, "
+        "which costs no privacy."
     )
 
 
@@ -625,8 +649,19 @@ class Schema:
 
     @property
     def unknown(self) -> list[str]:
-        """Those that have no range yet."""
-        return [name for name in self.searched if getattr(self.columns[name], "unknown", False)]
+        """Those that have no range yet, and `target.prevalence` where noised counts are to find it."""
+        columns = [name for name in self.searched if getattr(self.columns[name], "unknown", False)]
+        return [*columns, *([PREVALENCE] if self.counted and self.target and not self.target.prevalence else [])]
+
+    @property
+    def counted(self) -> bool:
+        """Whether noised counts find the shares of the target's levels."""
+        return self.target is not None and self.target.find_prevalence
+
+    def with_prevalence(self, prevalence: Sequence[float]) -> Schema:
+        """The same with other shares of the target's levels; empty: none."""
+        assert self.target is not None
+        return dataclasses.replace(self, target=dataclasses.replace(self.target, prevalence=tuple(prevalence)))
 
     def with_ranges(self, ranges: Mapping[str, tuple[float, float] | None]) -> Schema:
         """The same with other ranges of some columns; None: no range."""
@@ -640,8 +675,9 @@ class Schema:
 
     @property
     def without_ranges(self) -> Schema:
-        """What people wrote: without the ranges that noised counts found."""
-        return self.with_ranges(dict.fromkeys(self.searched))
+        """What people wrote: without the ranges and shares that noised counts found."""
+        written = self.with_ranges(dict.fromkeys(self.searched))
+        return written.with_prevalence(()) if self.counted else written
 
     @property
     def at_its_widest(self) -> Schema:

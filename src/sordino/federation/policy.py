@@ -9,6 +9,7 @@ from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms, schema_hash
 from sordino.methods import entry
 from sordino.methods.bounds import CLASS_WEIGHT
+from sordino.models.registry import balanced
 from sordino.privacy import spending
 from sordino.training.resolved import ResolvedSpec
 
@@ -87,7 +88,10 @@ def _check_options(resolved: ResolvedSpec) -> None:
             )
         if not bound.allows(value):
             raise Refused("policy", f"{name} = {value!r}; {resolved.method_name} declares {bound}")
-    for weight in resolved.model.options.get("class_weights") or ():
+    weights = resolved.model.options.get("class_weights") or ()
+    if isinstance(weights, str):
+        weights = balanced(resolved.model.options.get("prevalence") or ())
+    for weight in weights:
         if not CLASS_WEIGHT.allows(weight):
             raise Refused("policy", f"class_weights: {weight!r}; each must be {CLASS_WEIGHT}")
 

@@ -85,6 +85,8 @@ def written(spec: Spec, schema: Schema | None = None) -> str:
         flat |= {"model": resolved.model.name} | {
             k: list(v) for k, v in resolved.model.options.items() if v is not None
         }
+    elif resolved.model.options.get("prevalence") is not None:  # which balanced class weights read from the schema
+        flat |= {"prevalence": list(resolved.model.options["prevalence"])}
     return tomli_w.dumps({k: v for k, v in flat.items() if k not in (*PRIVATE, *LOCAL)})
 
 
@@ -109,7 +111,7 @@ class Terms:
     roster: str = ""  # hash of the roster, under secure aggregation
     schema: str = ""  # hash of the schema of the sites' tables, where there is one
     evaluation: float = 0.0  # epsilon of the evaluation on the sites' test records after the last round; 0: none
-    tests: tuple[int, ...] = ()  # test records, public; empty without an evaluation
+    tests: tuple[int, ...] = ()  # test records or, at person level, persons: public; empty without an evaluation
     format: int = TERMS_FORMAT
 
     def json(self) -> str:

@@ -41,7 +41,7 @@ enum { LANES = 4, VECTORS = 4 };
 #define FAR 1e300 /* a bound of this or more is none */
 enum { TILE = 16, MOST = 64, WIDE = 5, PARTS = TILE / LANES, HALF = LANES / 2 }; /* most outputs, in all, in a block */
 enum { SOFTMAX, LOGISTIC, SQUARES, POISSON };
-enum { LABEL, MASK, LENGTH, BEFORE, AFTER, FIELDS }; /* BEFORE, AFTER: factors of the residual, around its own bound */
+enum { LABEL, MASK, LENGTH, AFTER, FIELDS }; /* AFTER: factor of the residual, after its own bound */
 typedef float vf __attribute__((vector_size(4 * LANES), may_alias, aligned(4))); /* at any address, as vhi */
 typedef int32_t vi __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vhi __attribute__((vector_size(4 * HALF), may_alias, aligned(4)));
@@ -160,10 +160,10 @@ static void add_tile(const Job *job, double *memory, int64_t width, int64_t grou
     for (int p = 0; p < TILE; p += LANES) residuals(job, z + p, given[LABEL] + p);
     for (int j = 0; j < TILE; j += HALF) {
 #define DOUBLES(from) WIDEN(*(vhi *)((from) + j))
-        vd size = {0}, before = DOUBLES(given[BEFORE]), length = DOUBLES(given[LENGTH]);
+        vd size = {0}, length = DOUBLES(given[LENGTH]);
         for (int64_t i = 0; i < o; i++) size += DOUBLES(z + i * TILE) * DOUBLES(z + i * TILE);
         EACH(v, HALF) size[v] = sqrt(size[v]);
-        vd factor = before * share(size * before, job->residual) * DOUBLES(given[AFTER]);
+        vd factor = share(size, job->residual) * DOUBLES(given[AFTER]);
         size *= factor * length; /* of the gradient; not finite where a residual or the length is not */
         vd cut = DOUBLES(given[MASK]) * share(size, job->bound);
         vl ok = (size <= FAR) & (length >= 0) & (cut >= FLT_MIN) & (cut <= FLT_MAX);

@@ -42,7 +42,7 @@ COMPILE_SECONDS = 120
 HUGE_PAGE, MADV_HUGEPAGE = 2**21, 14
 
 _log = logging.getLogger("sordino")
-_pointers = ("x", "theta", "y", "mask", "length", "before", "after", "out", "scratch")
+_pointers = ("x", "theta", "y", "mask", "length", "after", "out", "scratch")
 _sizes = ("x_group", "x_row", "theta_group", "groups", "rows", "slices", "features", "outputs", "kind", "bias")
 
 
@@ -65,7 +65,6 @@ class _Options:
     kind: str
     bias: bool
     clip_bound: float
-    class_weights: Tensor | None = None
     radius: float = math.inf
     residual: float = math.inf
     cap: float = 10.0
@@ -82,7 +81,6 @@ def clipped_sum(
     kind: str,
     bias: bool,
     clip_bound: float,
-    class_weights: Tensor | None = None,
     radius: float = math.inf,
     residual: float = math.inf,
     cap: float = 10.0,
@@ -94,7 +92,7 @@ def clipped_sum(
     those of `Linear`. A record adds exactly zero if a logit, its length, its residual or its factor is not finite,
     if its factor is below the normal range of float32, or if its label is not a class.
     """
-    options = _Options(outputs, kind, bias, clip_bound, class_weights, radius, residual, cap)
+    options = _Options(outputs, kind, bias, clip_bound, radius, residual, cap)
     if os.environ.get("SORDINO_KERNEL") == "0" or not _covered(theta, x, y, mask, length, options):
         return None
     library = _library()
@@ -125,10 +123,7 @@ def _run(
     grouped, groups = bool(leads), max(leads, default=1)
     rows, features = x.shape[-2:]
     x, theta = x.expand(groups, rows, features), theta.expand(groups, theta.shape[-1])
-    before = after = None
-    if options.class_weights is not None and options.kind in ("softmax", "logistic"):
-        weights = options.class_weights.detach().to(length)
-        before = _per_row(weights[y.long().clamp(0, len(weights) - 1)], groups)
+    after = None
     if math.isfinite(options.radius):  # Mallows
         after = _per_row((options.radius / length.double().clamp_min(options.radius)).square(), groups)
     y, mask, length = (_per_row(t, groups) for t in (y, mask, length))
@@ -145,7 +140,6 @@ def _run(
         y=y.data_ptr(),
         mask=mask.data_ptr(),
         length=length.data_ptr(),
-        before=0 if before is None else before.data_ptr(),
         after=0 if after is None else after.data_ptr(),
         out=out.data_ptr(),
         scratch=scratch.data_ptr(),

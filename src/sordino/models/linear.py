@@ -64,8 +64,9 @@ class Linear:
         outputs: Number of outputs: classes, or 1.
         kind: The loss.
         bias: Whether each output has a constant.
-        class_weights: Weights of the classes. They multiply the loss of a record, and so its gradient *before* the
-            clip: the bound holds for any weights.
+        class_weights: Weights of the classes, as scikit-learn has them; only their ratios count. A record's term is
+            clipped first, and then multiplied by its class's weight over the largest one. That factor is at most 1, so
+            the term stays within the clip, and the clip does not undo the weights.
         radius: R weighs a record by min(1, R^2 / |u|^2), which depends on x alone. The estimate stays consistent,
             while clipping would bias it (Mallows).
         residual: Bounds |r|; this causes a small bias.
@@ -92,6 +93,8 @@ class Linear:
         weights = self.class_weights
         if weights is not None and not (torch.isfinite(weights) & (weights >= 0)).all():
             raise SordinoError("class_weights: they must be finite numbers of at least 0.")
+        if weights is not None and not weights.max() > 0:
+            raise SordinoError("class_weights: at least one must be above 0, because all are divided by the largest.")
         if not (self.radius > 0 and self.residual > 0 and not math.isnan(self.cap)):
             raise SordinoError("radius, residual, cap: radius and residual must be above 0, and cap must be a number.")
 
@@ -132,11 +135,8 @@ class Linear:
             value = torch.logaddexp(z[0], torch.zeros_like(z[0])) - y * z[0]
         else:
             value = torch.logsumexp(z, 0) - z.gather(0, y.unsqueeze(0))[0]
-        return (
-            value
-            if self.class_weights is None
-            else value * self.class_weights.to(value).gather(0, y.long().unsqueeze(0))[0]
-        )
+        weights = self.relative_weights
+        return value if weights is None else value * weights.to(value).gather(0, y.long().unsqueeze(0))[0]
 
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """Predicted classes as indices, or values for least squares, or rates."""
@@ -175,14 +175,14 @@ class Linear:
 
         def compiled(part: Shard) -> Tensor | None:
             length = self._length(part)
-            mask = part.mask if self.bias else torch.where(length >= MIN_NORM, part.mask, 0.0)
+            mask = self._weighed(part.mask, part)
+            mask = mask if self.bias else torch.where(length >= MIN_NORM, mask, 0.0)
             return kernel.clipped_sum(
                 *(theta, part.x, part.y, mask, length),
                 outputs=self.outputs,
                 kind=str(self.kind),
                 bias=self.bias,
                 clip_bound=bound,
-                class_weights=self.class_weights if self.kind not in NUMERIC_LOSSES else None,
                 radius=self.radius,
                 residual=self.residual,
                 cap=self.cap,
@@ -201,7 +201,8 @@ class Linear:
 
         def part_sum(part: Shard) -> Tensor:
             x, residual, length = self._finite(theta, part)
-            residual = residual * (self._factor(residual, x, length, bound, scale) * part.mask).unsqueeze(-1)
+            factor = self._weighed(self._factor(residual, x, length, bound, scale) * part.mask, part)
+            residual = residual * factor.unsqueeze(-1)
             return self._pull(x, residual)
 
         total = sum_over(shard, part_sum, self._rows(theta, shard))
@@ -247,11 +248,11 @@ class Linear:
 
     @exact_arithmetic()
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:
-        """The sum of u u^T, each clipped to Frobenius norm `clip`."""
+        """The sum of u u^T, each clipped to Frobenius norm `clip`, then weighed by its class."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
-            return outer(self._long(part, shared_bound(self._squared(part), clip, part)))
+            return outer(self._long(part, self._weighed(shared_bound(self._squared(part), clip, part), part)))
 
         return sum_over(shard, total)
 
@@ -308,7 +309,8 @@ class Linear:
             r = torch.where(r.abs() < MIN_NORM, r.new_zeros(()), r)
             norm = torch.linalg.vector_norm(r, dim=-1, dtype=torch.float64) * length.double()
             # In float64, because u times its factor may be too small for float32 while r is large.
-            u = self._long(part._replace(x=part.x.double()), shared_bound(norm.square(), clip, part))
+            factor = self._weighed(shared_bound(norm.square(), clip, part), part)
+            u = self._long(part._replace(x=part.x.double()), factor)
             return outer((u.unsqueeze(-1) * r.double().nan_to_num(0, 0, 0).unsqueeze(-2)).flatten(-2))
 
         return sum_over(shard, total)
@@ -321,6 +323,22 @@ class Linear:
         bare = self.class_weights is None and math.isinf(self.radius) and math.isinf(self.residual)
         return self.kind is Loss.SOFTMAX and self.bias and bare
 
+    @property
+    def relative_weights(self) -> Tensor | None:
+        """The weights of the classes over the largest one, in float64: at most 1. None where labels are numbers."""
+        if self.class_weights is None or self.kind in NUMERIC_LOSSES:
+            return None
+        weights = self.class_weights.detach().double()
+        return weights / weights.max()
+
+    def _weighed(self, factor: Tensor, shard: Shard, axes: int = 0) -> Tensor:
+        """Factors of the records times the relative weights of their classes. axes: that follow the records' axis."""
+        weights = self.relative_weights
+        if weights is None:
+            return factor
+        each = weights.to(factor)[shard.y.long().clamp(0, len(weights) - 1)]
+        return factor * each[(..., *(None,) * axes)]
+
     def _split(self, theta: Tensor) -> tuple[Tensor, Tensor | None]:
         n = self.features * self.outputs
         weight = theta[..., :n].reshape(*theta.shape[:-1], self.features, self.outputs)
@@ -330,7 +348,8 @@ class Linear:
         """The sum of persons' gradients (times `scale`), each clipped to norm `bound`.
 
         Every person's gradient is built, in float64, and its norm is that of the very numbers that are added. So terms
-        that cancel within a person need no margin.
+        that cancel within a person need no margin. With class weights it is the larger one of two norms, without and
+        with weights: the weighted sum stays within the bound, and the clip is that of a person without weights.
         """
         scale = None if scale is None else usable(scale).double().unsqueeze(-2)
 
@@ -339,6 +358,10 @@ class Linear:
             g = self._person_gradients(x, residual, part)
             g = g if scale is None else g * scale
             norm = torch.linalg.vector_norm(g, dim=-1)
+            if self.relative_weights is not None:
+                g = self._person_gradients(x, self._weighed(residual.double(), part, axes=1), part)
+                g = g if scale is None else g * scale
+                norm = norm.maximum(torch.linalg.vector_norm(g, dim=-1))
             fine = torch.isfinite(norm)
             factor = torch.where(fine, bound / norm.clamp_min(bound) if math.isfinite(bound) else 1.0, 0.0)
             g = torch.where(fine.unsqueeze(-1), g, 0.0)
@@ -435,12 +458,11 @@ class Linear:
             curve = {Loss.LOGISTIC: z.sigmoid() * (-z).sigmoid(), Loss.SQUARES: torch.ones_like(z)}
             weight = curve[self.kind] if self.kind in curve else self._value(z)
             weight, size = weight.nan_to_num(0), torch.ones_like(weight, dtype=torch.float64)
-        if self.class_weights is not None and self.kind not in NUMERIC_LOSSES:
-            weight = weight * self.class_weights.to(weight)[shard.y.long()]
         length = self._length(shard)
         weight = weight.double() * self._mallows(length).double()
         norm = weight * size * length.double().square()
-        return z, (weight * shared_bound(norm, clip, shard) * shard.mask).nan_to_num(0, 0, 0)
+        factor = (weight * shared_bound(norm, clip, shard) * shard.mask).nan_to_num(0, 0, 0)
+        return z, self._weighed(factor, shard)
 
     def _mallows(self, length: Tensor) -> Tensor:
         return (self.radius / length.clamp_min(self.radius)).square() if math.isfinite(self.radius) else length * 0 + 1
@@ -462,8 +484,6 @@ class Linear:
         else:
             z = self.logits(theta, shard.x)
             r = (z.sigmoid_() if self.kind is Loss.LOGISTIC else self._value(z)).sub_(shard.y.unsqueeze(-1).to(z))
-        if self.class_weights is not None and self.kind not in NUMERIC_LOSSES:
-            r.mul_(self.class_weights.to(r)[shard.y.long()].unsqueeze(-1))
         if math.isfinite(self.residual):
             norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
             r = r * (self.residual / norm.clamp_min(self.residual))

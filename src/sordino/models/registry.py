@@ -7,6 +7,7 @@ run decides. Factories raise `SordinoError` if features or classes do not fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # factories import what they build: names and options are kno
 
 BuiltModel: TypeAlias = "Linear | Hazards | TorchModel"
 OF_TASKS = {"count": "poisson", "survival": "hazards"}  # models that `auto` stands for, by the task of a schema
+LEAST_PREVALENCE = 1e-5  # of a class
 FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
 
 
@@ -130,7 +132,40 @@ def _external(name: str, make: Callable[[], Any]) -> BuiltModel:
 # ------------------------------------------------------------------------------------------------------ linear models
 
 
-def _linear(loss: str | None, features: int, classes: int, *, class_weights: tuple[float, ...] | None = None) -> Linear:
+BALANCED = "balanced"  # class weights that make every class count the same
+
+
+def balanced(prevalence: tuple[float, ...]) -> tuple[float, ...]:
+    """Class weights as scikit-learn's `class_weight="balanced"`: 1 / (classes * share of the class).
+
+    Args:
+      prevalence: the share of each class; they need not sum to 1 exactly, because only ratios count.
+
+    >>> balanced((0.75, 0.25))
+    (0.6666666666666666, 2.0)
+    """
+    return tuple(1 / (len(prevalence) * share) if share > 0 else math.inf for share in prevalence)
+
+
+def check_prevalence(prevalence: tuple[float, ...], classes: int, where: str = "prevalence") -> None:
+    """Refuse shares of classes that are not one per class, above 0, with a sum of 1."""
+    if len(prevalence) != classes:
+        raise SordinoError(f"{where}: {len(prevalence)} shares for {classes} classes; give one per class.")
+    if not all(LEAST_PREVALENCE <= share < 1 for share in prevalence) or not 0.99 <= sum(prevalence) <= 1.01:
+        raise SordinoError(
+            f"{where}: {list(prevalence)} must be shares of at least {LEAST_PREVALENCE:g}, one per class, with a sum "
+            "of 1."
+        )
+
+
+def _linear(
+    loss: str | None,
+    features: int,
+    classes: int,
+    *,
+    class_weights: tuple[float, ...] | str | None = None,
+    prevalence: tuple[float, ...] | None = None,
+) -> Linear:
     from sordino.models.linear import NUMERIC_LOSSES, Linear, Loss
 
     kind = Loss(loss) if loss else Loss.SOFTMAX if classes else Loss.SQUARES
@@ -139,6 +174,22 @@ def _linear(loss: str | None, features: int, classes: int, *, class_weights: tup
     if kind is Loss.LOGISTIC and classes != 2:
         raise SordinoError(f"model: logistic is for two classes, but the data have {classes}; use softmax.")
     weights = None
+    if prevalence is not None:
+        check_prevalence(prevalence, classes)
+    if isinstance(class_weights, str):
+        if class_weights != BALANCED:
+            raise SordinoError(
+                f"class_weights: '{class_weights}' is unknown; write {BALANCED}, or one weight per class."
+            )
+        if prevalence is None:
+            raise SordinoError(
+                "class_weights: balanced needs the share of each class; where it is public, write prevalence = "
+                "[0.9, 0.1] (of a table, under [target] in its schema). Where it is not, write find_prevalence = true "
+                "under [target], and pay for noised counts by --private-statistics 0.05."
+            )
+        class_weights = balanced(prevalence)
+    elif prevalence is not None and class_weights is not None:
+        raise SordinoError("prevalence: it is for class_weights = balanced, and other weights are given; remove one.")
     if class_weights is not None:
         if len(class_weights) != classes:
             raise SordinoError(

@@ -2,7 +2,8 @@
 
 Every client counts its training records in 64 even bins of each column's wide public range (`within`; bins are even on
 a logarithmic scale where the column has `log = true`). From the noised counts follows the shortest interval that holds
-nearly all records, which becomes the column's range. From there on the schema is one as any other.
+nearly all records, which becomes the column's range. Where the target has `find_prevalence = true`, the classes of the
+records are counted too, and their shares become its prevalence. From there on the schema is one as any other.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from sordino.data.schema import Number, Schema
-from sordino.models.tally import ColumnTally
+from sordino.models.tally import LABELS, ColumnTally
 
 COVERAGE = 0.98  # of the records that a range should hold
+LEAST_SHARE = 1e-4  # of a class
 MOST_OUTSIDE = 0.3  # of the records: a range that may leave out more is too uncertain
 
 
@@ -36,7 +38,20 @@ def found_schema(schema: Schema, tally: ColumnTally, aggregate: np.ndarray, std:
         assert column.within is not None
         low, high = shortest(counts[name], std)
         ranges[name] = (edge(column, low, tally.bins), edge(column, high, tally.bins))
-    return schema.with_ranges(ranges)
+    found = schema.with_ranges(ranges)
+    return found.with_prevalence(shares(counts[LABELS], std)) if tally.labels else found
+
+
+def shares(counts: np.ndarray, std: float) -> tuple[float, ...]:
+    """Shares of classes from noised counts. One below its noise is taken as large as its noise.
+
+    >>> shares(np.array([0.75, 0.25]), 0.001)
+    (0.75, 0.25)
+    """
+    least = max(std, LEAST_SHARE)
+    held = np.clip(counts, least, None)
+    held = np.clip(held / held.sum(), LEAST_SHARE, None)
+    return tuple(float(f"{share:.6g}") for share in held / held.sum())
 
 
 def shortest(shares: np.ndarray, std: float) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from sordino.core import Divisor, Kind, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
-from sordino.data.schema import Schema, assumption, no_range, searched_assumption
+from sordino.data.schema import PREVALENCE, Schema, assumption, no_range, searched_assumption
 from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
@@ -30,6 +30,7 @@ from sordino.methods.tally import after_tally
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
+from sordino.privacy.mechanisms.random import source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training.folder import SCHEMA
@@ -132,7 +133,7 @@ class ResolvedSpec:
 
     @property
     def statistics(self) -> ColumnTally:
-        """What private statistics count: the columns of the schema with `within`."""
+        """What private statistics count: the columns of the schema with `within`, and the classes if it says so."""
         from sordino.models.tally import ColumnTally
 
         schema = self.source.schema
@@ -141,7 +142,7 @@ class ResolvedSpec:
             (name, place, bool(getattr(schema.columns[name], "indicator", False)))
             for name, place in schema.searched.items()
         )
-        return ColumnTally(len(schema.features), columns, classes=len(schema.classes))
+        return ColumnTally(len(schema.features), columns, classes=len(schema.classes), labels=schema.counted)
 
     @property
     def noiseless(self) -> bool:
@@ -198,7 +199,11 @@ class ResolvedSpec:
         from sordino.data.records import check_serves
         from sordino.engines.preconditions import check_kinds
 
-        model = self.model.build(features, classes)
+        choice, schema = self.model, self.source.schema
+        if schema is not None and PREVALENCE in schema.unknown:  # the weights follow from the first stage
+            kept = {key: value for key, value in choice.options.items() if key != "class_weights"}
+            choice = choice._replace(options=kept)
+        model = choice.build(features, classes)
         kinds = {query.kind for stage in self.method.stages for query in stage.queries}
         if Kind.GRAM in kinds and self.method_name != "auto" and self.model.name == "hazards":
             raise SordinoError(
@@ -224,8 +229,9 @@ class ResolvedSpec:
         return dataclasses.replace(self, source=self.source._replace(schema=widest, normalize="none")).read_data()
 
     def with_schema(self, schema: Schema) -> ResolvedSpec:
-        """The same with the ranges that private statistics found."""
-        return dataclasses.replace(self, source=self.source._replace(schema=schema))
+        """The same with the ranges and shares that private statistics found."""
+        model = self.model._replace(options=_with_prevalence(self.model.options, schema))
+        return dataclasses.replace(self, source=self.source._replace(schema=schema), model=model)
 
     def read_data(self) -> Dataset:
         """The records that the run names; sentences become token ids."""
@@ -265,6 +271,7 @@ class ResolvedSpec:
     def records(self, dataset: Dataset) -> Records:
         """The training records, divided among clients and grouped by what is protected."""
         from sordino.data.records import Records
+        from sordino.engines.schedule import record_choice
 
         return Records.of(
             dataset.x_train,
@@ -272,6 +279,7 @@ class ResolvedSpec:
             self.owners(dataset),
             person=dataset.person if self.privacy.unit is Unit.PERSON else None,
             per_person=self.privacy.person_records,
+            choose=record_choice(source(self.seed), self.privacy),
             dtype=self.dtype,
             device=self.device,
         )
@@ -292,7 +300,11 @@ class ResolvedSpec:
         if self.source.schema is not None:
             written, found = self.source.schema, self.spec.private_statistics is not None
             facts.append(
-                searched_assumption(written.without_ranges.sha256(), list(written.searched))
+                searched_assumption(
+                    written.without_ranges.sha256(),
+                    list(written.searched),
+                    written.target.column if written.counted and written.target else None,
+                )
                 if found
                 else assumption(written.sha256())
             )
@@ -351,15 +363,16 @@ def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> N
         if schema is not None and schema.unknown:
             raise no_range(schema.unknown[0])
         return
-    if schema is None or not schema.searched:
+    if schema is None or not (schema.searched or schema.counted):
         raise SordinoError(
-            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], and "
-            f"{'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave it out."
+            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high] and "
+            "the shares of classes of a target with find_prevalence = true, and "
+            f"{'there is no schema' if schema is None else 'the schema has neither'}; give --schema, or leave it out."
         )
-    if unit != Unit.RECORD:
+    if unit == Unit.CLIENT:
         raise SordinoError(
-            f"private_statistics: counts bound what one record adds, and nothing is proved for unit = {unit}; use "
-            "unit = record, or give public ranges."
+            "private_statistics: counts bound what one record or one person adds, and nothing is proved for unit = "
+            "client; use unit = record or person, or give public ranges."
         )
 
 
@@ -401,7 +414,8 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     if normalize is None:
         normalize = f"table:{schema.used}" if schema is not None and known.normalize == "record" else known.normalize
     seed = spec.seed if spec.seed is not None else secrets.randbits(126)
-    model_options = {key: option.default for key, option in registry.entry(spec.model).options.items()}
+    known_options = registry.entry(spec.model).options.items()
+    model_options = {key: option.default for key, option in known_options if option.default is not None}
     model_options |= spec.model_options
     weights = model_options.get("weights")
     if weights:
@@ -433,10 +447,11 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         _client_epsilon(spec),
         spec.person_records,
         spec.person_clients,
+        spec.person_choice,
     )
     if spec.divisor not in list(Divisor):
         raise SordinoError(f"divisor: '{spec.divisor}' is unknown.{nearest(spec.divisor, Divisor)}")
-    source = DataSource(
+    records_source = DataSource(
         name=written.data,
         folder=spec.data_dir,
         label=spec.label,
@@ -457,7 +472,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     )
     return ResolvedSpec(
         spec=written,
-        source=source,
+        source=records_source,
         partition=partition,
         clients=written.clients,
         model=ModelChoice(*_model_of(spec, schema, model_options), spec.split_seed, spec.dtype == "bfloat16"),
@@ -509,11 +524,22 @@ def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> 
     """Name and options of the model. `auto` stands for the model of the schema's task, whose intervals are its own."""
     target = None if schema is None else schema.target
     name = registry.OF_TASKS.get(target.task, spec.model) if target is not None and spec.model == "auto" else spec.model
+    options = _with_prevalence(options, schema)
     if name != "hazards" or target is None:
         return name, options
     if options.get("edges") not in (None, target.intervals):
         raise SordinoError("edges: the target of the schema has other intervals; leave the option out.")
     return name, {**spec.model_options, "edges": target.intervals}
+
+
+def _with_prevalence(options: Mapping[str, Any], schema: Schema | None) -> Mapping[str, Any]:
+    """The options of a model, where balanced class weights read the shares of classes from the schema."""
+    shares = schema.target.prevalence if schema is not None and schema.target is not None else ()
+    if options.get("class_weights") != registry.BALANCED or not shares:
+        return options
+    if options.get("prevalence") not in (None, shares):
+        raise SordinoError("prevalence: the target of the schema has other shares; leave the option out.")
+    return {**options, "prevalence": shares}
 
 
 def _benchmark(data: str) -> bool:

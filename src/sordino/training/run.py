@@ -102,6 +102,13 @@ class PreparedRun:
             records, schema = self.unscaled, schema.without_ranges
         if schema is not None:
             digest.update(schema.sha256().encode())
+        if self.plan.privacy.person_choice == "random":  # a resumed run draws again, from the same records
+            if Path(self.resolved.spec.data).is_file():
+                digest.update(shared_ledger.file_digest(self.resolved.spec.data))
+            else:
+                for array in (self.dataset.x_train, self.dataset.y_train, self.dataset.person):
+                    digest.update(np.ascontiguousarray(array).data)
+            return digest.digest()
         filled = [] if records.filled is None else [records.filled]
         for part in (records.x, records.y, *filled):
             digest.update(part.contiguous().cpu().numpy().data)
