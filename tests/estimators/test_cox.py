@@ -107,6 +107,12 @@ def test_who_is_there_at_the_last_edge_is_last_seen_then():
     assert (late.coef_ == cut.coef_).all()
 
 
+def test_persons_are_protected():
+    x, time, event = patients(200)
+    cert = fast(random_state=None, clients=2).fit(x, target(time, event), persons=np.arange(200) // 2).certificate_
+    assert (cert["unit"], cert["certified"]) == ("person", True)
+
+
 def test_scores_warn_where_risks_are_turned_round():
     x, time, event = patients()
     model = fast(epsilon=GENEROUS).fit(x, target(time, event))
@@ -160,5 +166,3 @@ def test_other_mistakes():
         fast().fit(x[:10], target(time, event))
     with pytest.raises(NotFittedError):
         fast().predict(x)
-    with pytest.raises(SordinoError, match="person"):
-        fast().fit(x, target(time, event), persons=np.arange(20))

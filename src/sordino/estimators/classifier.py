@@ -23,7 +23,7 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
 
     `fit(X, y, groups=site)` makes one client per group; at client level the groups are the protected clients. Without
     groups the records are divided at random among `clients` simulated clients. `fit(X, y, persons=patient)` protects
-    all records of a person together (options `person_records`, `person_clients`, `person_ids`). In a `Pipeline` pass
+    all records of a person together (options `person_records` and others). In a `Pipeline` pass
     `model__groups=site`, or route it: `set_fit_request(groups=True)`. The groups of a search reach only its splitter,
     unless they are routed.
 
@@ -56,9 +56,10 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
       divisor: `pooled` or `client-mean`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R); by default as the
         method needs it.
-      options: options of the method, as in `{"lr": 0.5, "clip": 2.0}`; and of the model (`class_weights`);
+      options: options of the method, as in `{"lr": 0.5, "clip": 2.0}`; and of the model (`class_weights`,
+        `prevalence`);
         also the keys `batch`, `calibrate`, `client_epsilon`, `dtype`, `participation`, `person_records`,
-        `person_clients`, `person_ids` and `uncertified` of a run.
+        `person_clients`, `person_ids`, `person_choice` and `uncertified` of a run.
       classes: all labels that may occur, even if `y` lacks some.
       ledger: a file that adds up the fits and runs on the same data, as `sordino run --ledger` does; None for none. The
         same data are the same arrays X and y, so that parts of them, as in cross-validation, are other data.
