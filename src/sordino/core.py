@@ -40,6 +40,7 @@ else:
 
 MOST_EPSILON, MOST_DELTA = 1e4, 1e-2  # beyond these a number is a slip, not a promise
 MOST_PERSON_RECORDS, MOST_PERSON_CLIENTS = 1000, 1000
+PERSON_CHOICES = ("first", "random")
 
 
 class Unit(StrEnum):
@@ -110,6 +111,8 @@ class Privacy:
         client_epsilon: Stricter values that single clients request, by client index.
         person_records: At most so many records of one person are used, at each client; for the unit `person`.
         person_clients: At most so many clients hold records of one person; for the unit `person`.
+        person_choice: Which records of a person are used where it has more: the `first`, or `random` ones, drawn from
+            the secret source.
 
     Raises:
         SordinoError: A value is unknown or out of its range.
@@ -127,8 +130,13 @@ class Privacy:
     client_epsilon: dict[int, float] = field(default_factory=dict)
     person_records: int = 4
     person_clients: int = 1
+    person_choice: str = "first"
 
     def __post_init__(self) -> None:
+        if self.person_choice not in PERSON_CHOICES:
+            raise SordinoError(
+                f"person_choice: '{self.person_choice}' is unknown.{nearest(self.person_choice, PERSON_CHOICES)}"
+            )
         for name, kind in (("unit", Unit), ("adjacency", Adjacency), ("trust", Trust)):
             value = str(getattr(self, name))
             if value not in list(kind):

@@ -307,13 +307,22 @@ def test_a_model_whose_records_are_unknown_is_refused():
 
 
 def test_the_survival_model_holds_every_contract_with_gradients_and_with_its_life_table():
-    reports = checks.check_model("hazards", trials=8)
+    reports = checks.check_model("hazards", trials=8, units=(Unit.RECORD, Unit.CLIENT))
     assert [problem for report in reports for problem in report.problems] == []
     queries = {(report.unit, report.query.split()[-1]) for report in reports}
     assert {("record", "gradient"), ("record", "tally"), ("record", "gram"), ("client", "delta")} == queries
     tally = [report for report in reports if report.query.endswith("tally")]
     assert [report.claimed for report in tally] == pytest.approx([1, 2**0.5])
     assert all(report.worst_found == pytest.approx(report.claimed) for report in tally)
+
+
+@pytest.mark.soak
+def test_the_survival_model_holds_every_contract_for_persons():
+    reports = checks.check_model("hazards", trials=12, units=(Unit.PERSON,))
+    assert [problem for report in reports for problem in report.problems] == []
+    assert {("person", "gradient"), ("person", "tally"), ("person", "gram")} <= {
+        (report.unit, report.query.split()[-1]) for report in reports
+    }
 
 
 class ForgetsConstants(Hazards):

@@ -4,20 +4,21 @@ import pytest
 
 from sordino.checks import check, check_tally
 from sordino.checks.audit.tallies import audit
-from sordino.checks.mutants import counted_twice, weighted_by_a_feature
+from sordino.checks.mutants import clips_records_not_persons, counted_twice, weighted_by_a_feature
 from sordino.checks.search import sensitivity
 from sordino.checks.tallies import tallies
-from sordino.core import Adjacency, Privacy, Trust
+from sordino.core import Adjacency, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.methods import build
+from tests.support import tiers
 
 RUNS = 3000
 
 
 @pytest.mark.parametrize("name", list(tallies()))
 def test_every_tally_passes(name):
-    reports = check_tally(name, trials=20)
-    assert len(reports) == 2
+    reports = check_tally(name, trials=12)
+    assert [str(report.unit) for report in reports] == ["record", "record", "person", "person"]
     for report in reports:
         assert report.passed, report.problems
         assert report.worst_found > 0.98 * report.claimed, "the bound is exact"
@@ -31,11 +32,29 @@ def test_the_search_rejects_a_tally_that_counts_wrongly(mutant, adjacency):
     assert found.beyond
 
 
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+def test_the_search_rejects_a_tally_that_counts_every_record_of_a_person(adjacency):
+    checked = tallies()["statistics"]
+    wrong = clips_records_not_persons(checked.at(Unit.PERSON), checked.models[0])
+    (found,) = sensitivity(*wrong, adjacency, trials=10)
+    assert found.beyond
+    assert found.worst > 1.9 * found.claimed, "three records count three times"
+
+
+def test_the_attack_finds_a_tally_that_counts_every_record_of_a_person():
+    checked, privacy = tallies()["evaluation"], Privacy(1.0, 1e-5, unit="person")
+    honest = audit("evaluation", checked, privacy, runs=500, seed=1)
+    assert not honest.broken
+    assert honest.reach == pytest.approx(1.0, abs=1e-3)
+    _, wrong = clips_records_not_persons(checked.method, checked.models[0])
+    assert audit("evaluation", checked._replace(models=(wrong,)), privacy, runs=500, seed=1).broken
+
+
 def test_a_mutant_of_tallies_does_not_apply_to_gradients():
     assert all(report.passed for report in check("dp-fedgd", trials=10, method=build("dp-fedgd")))
 
 
-@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("trust", tiers(Trust, (Trust.UNTRUSTED_SERVER,)))
 def test_an_attack_does_not_break_the_promise_and_finds_halved_noise(trust):
     name, checked = "evaluation", tallies()["evaluation"]
     privacy = Privacy(1.0, 1e-5, trust=trust)

@@ -8,7 +8,9 @@ from sordino import Dataset, Privacy, split
 from sordino.data.records import Lazy, Records, check_person_clients, person_rows, rows_of
 from sordino.data.sources import load
 from sordino.data.splits import generator, hold_out_persons
+from sordino.engines.schedule import record_choice
 from sordino.errors import SordinoError
+from sordino.privacy.mechanisms.random import Secure, Seeded
 
 CLIENT = np.array([1, 0, 0, 1, 0, 1, 0, -1])
 PERSON = np.array([5, 7, 2, 5, 7, 9, 7, 7])
@@ -24,6 +26,31 @@ def test_rows_of_persons_lie_together_and_more_than_the_most_are_left_out():
     assert held.shard(0).x[:, 0].tolist() == [4, 0, 2, 8]
     assert held.shard(1).mask.tolist() == [1, 1, 1, 0]
     assert held.shard(0).per_person == 2
+
+
+def drawn(source):
+    return record_choice(source, Privacy(unit="person", person_choice="random"))
+
+
+def test_records_drawn_at_random_are_a_uniform_choice_within_each_person():
+    client, person = np.zeros(6, int), np.array([0, 0, 0, 0, 1, 1])
+    counts = np.zeros(6)
+    for seed in range(600):
+        rows, _ = person_rows(client, person, 2, drawn(Seeded(seed)))
+        assert set(person[rows[:2]]) == {0}
+        assert sorted(rows[2:]) == [4, 5], "a person with few records keeps all of them"
+        counts[rows] += 1
+    assert np.abs(counts[:4] - 300).max() < 4 * np.sqrt(600 / 4), counts
+    rows, _ = person_rows(client, person, 2, drawn(Secure()))
+    assert len(set(rows)) == 4
+
+
+def test_the_choice_within_one_person_does_not_depend_on_others():
+    """The draw of a record has an address of its own: another number of records of person 0 changes nothing for 1."""
+    person = np.array([1, 1, 1, 1, 0, 0, 0])
+    alone, _ = person_rows(np.zeros(4, int), person[:4], 2, drawn(Seeded(5)))
+    both, _ = person_rows(np.zeros(7, int), person, 2, drawn(Seeded(5)))
+    assert set(alone) == set(both[2:])
 
 
 def test_a_person_has_one_weight():

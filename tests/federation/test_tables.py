@@ -140,6 +140,23 @@ def test_a_federation_protects_persons(tiny, trust):
         assert not verify_run(path, against_terms=against_terms).problems
 
 
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_a_federation_of_persons_is_evaluated_and_may_draw_their_records(tiny, trust):
+    federation = tables(tiny("dp-fedgd", trust, normalize="table:2", person_choice="random", person_records=1))
+    with_persons(federation)
+    path = federation.coordinator / "federation.toml"
+    path.write_text("evaluation_epsilon = 20.0\n" + path.read_text())
+    for name in NAMES:
+        configure(federation, name, evaluation_epsilon=30.0)
+    federation.run()
+    out = federation.coordinator / "run" / "evaluation"
+    found = json.loads((out / "evaluation.json").read_text())
+    assert (found["unit"], found["records"]) == ("person", 3 * 6)
+    assert not [problem for problem in verify_run(out).problems if "signed" not in problem]
+    cert = json.loads((out / "certificate.json").read_text())
+    assert cert["person"] == {"records": 1, "clients": 1, "choice": "random"}
+
+
 def test_a_site_whose_schema_names_persons_refuses_a_run_for_records(federation):
     with_persons(federation)
     about = federation.coordinator / "federation.toml"

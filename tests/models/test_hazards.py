@@ -115,6 +115,32 @@ def test_the_histogram_counts_what_labels_say():
     assert MODEL.tally_sum(ZERO, shard, 0.25).tolist() == [0.5, 0.25, 0, 0.25, 0.125, 0, 0.5]
 
 
+def of_persons(shard):
+    """Persons of two rows each, the second of which is empty now and then."""
+    filled = torch.arange(ROWS) % 8 != 3
+    return shard._replace(x=shard.x * filled.unsqueeze(-1), mask=shard.mask * filled, per_person=2)
+
+
+@pytest.mark.parametrize("clip", [0.5, 3.0, math.inf])
+def test_the_gradients_of_a_person_are_added_up_and_clipped_once(shard, theta, clip):
+    persons = of_persons(shard)
+    g = (gradients(shard, theta) * persons.mask.unsqueeze(-1)).view(-1, 2, MODEL.size).sum(1)
+    found = MODEL.clipped_sum(theta, persons, clip)
+    torch.testing.assert_close(found, g.sum(0) if math.isinf(clip) else clipped(g, clip))
+    scale = torch.linspace(0, 3, MODEL.size, dtype=torch.float64)
+    scaled = MODEL.clipped_sum(theta, persons, clip, scale)
+    torch.testing.assert_close(scaled, (g * scale).sum(0) if math.isinf(clip) else clipped(g * scale, clip))
+    below = ((g * scale).norm(dim=1) <= 1).double() - 0.5
+    assert MODEL.count_sum(theta, persons, scale).item() == below.sum()
+
+
+def test_a_person_has_one_count_in_the_histogram():
+    y = torch.tensor([0.5, -0.5, -4.0, 7.0, 1.5, math.nan])
+    shard = Shard(torch.zeros(6, 4), y, torch.tensor([1.0, 1, 1, 0, 1, 1]), per_person=2)
+    found = MODEL.tally_sum(ZERO, shard, 1.0)
+    assert found.tolist() == [0.5, 0.5, 0, 0.5, 0, 0, 1], "the empty row of the second person is not counted"
+
+
 def test_runs_and_clients_are_one_more_axis(shard):
     rng = np.random.default_rng(2)
     theta = torch.from_numpy(rng.normal(size=(3, 5, MODEL.size)))

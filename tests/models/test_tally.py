@@ -70,6 +70,43 @@ def test_sums_are_exact_in_any_order_and_for_many_records(monkeypatch):
     assert torch.equal(whole - without, counted.tally_sum(ONE, shard(z[:1], y[:1]), counted.clip))
 
 
+def by_person(z, y, counts, per_person):
+    """Persons with so many records each, in `per_person` rows."""
+    rows = np.full((len(counts), per_person), -1)
+    at = 0
+    for k, count in enumerate(counts):
+        rows[k, :count] = np.arange(at, at + count)
+        at += count
+    rows = rows.reshape(-1)
+    whole = shard(np.asarray(z, float)[rows], np.asarray(y)[rows])
+    return whole._replace(mask=torch.from_numpy((rows >= 0).astype(float)), per_person=per_person)
+
+
+def test_a_person_adds_the_mean_of_its_records():
+    counted = ScoreTally(LOGISTIC, score_edges(4))
+    z, y, counts = [-5.0, 5.0, 5.0, -5.0], [0, 1, 1, 0], [3, 1]
+    found = counted.split(counted.tally_sum(ONE, by_person(z, y, counts, 3), counted.clip))
+    assert found["cells"].numpy() == pytest.approx([1 / 3 + 1, 0, 0, 0, 0, 0, 0, 2 / 3], abs=2 * tally.GRID)
+    assert float(found["cells"].sum()) <= 2, "rounding down keeps the total within the number of persons"
+    assert float(found["predicted"][0]) == pytest.approx(expit(np.array(z))[:3].mean() + expit(-5), abs=6 * tally.GRID)
+
+
+def test_sums_over_persons_are_exact_and_within_the_bound(monkeypatch):
+    counted, rng = ScoreTally(LOGISTIC, score_edges(16)), np.random.default_rng(0)
+    counts = rng.integers(1, 8, 500)
+    z, y = 10 * rng.normal(size=counts.sum()), rng.integers(2, size=counts.sum())
+    whole = counted.tally_sum(ONE, by_person(z, y, counts, 7), counted.clip)
+    each = [
+        counted.tally_sum(ONE, by_person(z[end - n : end], y[end - n : end], [n], 7), counted.clip)
+        for n, end in zip(counts, counts.cumsum(), strict=True)
+    ]
+    assert torch.equal(whole, torch.stack(each).sum(0))
+    assert max(float(one.norm()) for one in each) <= counted.clip
+    assert float(torch.cdist(torch.stack(each), torch.stack(each)).max()) <= counted.bound(1, Adjacency.REPLACE_ONE)
+    monkeypatch.setattr(tally, "CHUNK_NUMBERS", 1000)
+    assert torch.equal(whole, counted.tally_sum(ONE, by_person(z, y, counts, 7), counted.clip))
+
+
 def test_bounds_follow_from_the_blocks():
     scores, errors = ScoreTally(LOGISTIC, score_edges(16)), ErrorTally(Linear(1, 1, Loss.SQUARES))
     safety = 1 - 2.0**-14

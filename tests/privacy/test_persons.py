@@ -95,7 +95,7 @@ def test_all_that_is_seen_moves_by_mu_when_a_person_at_two_clients_changes(trust
 def test_certificates_of_persons(tmp_path):
     cert = so.certificate(plan(person_clients=2), so.source(None), version="1")
     assert cert["unit"] == "person"
-    assert cert["person"] == {"records": 4, "clients": 2}
+    assert cert["person"] == {"records": 4, "clients": 2, "choice": "first"}
     assert cert["records"] == sum(SIZES)
     assert verify(cert).problems == []
     assert any("at most 2 clients hold records of the same person" in line for line in cert["assumes"])

@@ -1,10 +1,12 @@
 """Runs that protect persons: from a table with several records per person to the certificate."""
 
+import dataclasses
 import json
 import re
 
 import numpy as np
 import pytest
+import torch
 
 from sordino import FederatedClassifier
 from sordino.cli import main
@@ -50,7 +52,7 @@ def test_a_schema_with_a_person_column_protects_persons(table, capsys):
     assert main([*WORDS, "--set", "person_clients=2", "--out", "r", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     cert = json.loads((table / "r" / "public" / "certificate.json").read_text())
-    assert (cert["unit"], cert["person"]) == ("person", {"records": 4, "clients": 2})
+    assert (cert["unit"], cert["person"]) == ("person", {"records": 4, "clients": 2, "choice": "first"})
     assert 240 <= cert["records"] <= 270
     assert document["records"] == cert["records"]
     assert not verify_run(table / "r").problems
@@ -88,6 +90,26 @@ def test_a_person_column_without_a_schema(table, capsys):
     assert cert["clients"] == 3
 
 
+def test_records_of_a_person_may_be_drawn_at_random(table, capsys):
+    """The cap takes other records in every run; noise, sizes and epsilon are those of the first records."""
+    keys = ["--set", "person_clients=2", "--set", "person_records=2"]
+    assert main([*WORDS, *keys, "--out", "first"]) == 0
+    assert main([*WORDS, *keys, "--set", "person_choice=random", "--out", "random"]) == 0
+    certs = [json.loads((table / out / "public" / "certificate.json").read_text()) for out in ("first", "random")]
+    assert [cert["person"]["choice"] for cert in certs] == ["first", "random"]
+    for key in ("epsilon", "mu", "records", "groups", "queries", "noise", "certified"):
+        assert certs[0][key] == certs[1][key], key
+    assert not verify_run(table / "random").problems
+    assert "drawn at random" in (table / "random" / "public" / "statement.md").read_text()
+    spec = Spec.of({"data": "t.csv", "schema": "schema.toml", "rounds": 6, "person_clients": 2, "person_records": 2})
+    spec = dataclasses.replace(spec, schedule_seed=1)
+    drawn = [run.prepare(dataclasses.replace(spec, person_choice="random")) for _ in range(2)]
+    assert not torch.equal(drawn[0].records.x, drawn[1].records.x)
+    assert drawn[0].identity(b"key") == drawn[1].identity(b"key"), "a resumed run draws again from the same data"
+    again = [run.prepare(dataclasses.replace(spec, person_choice="random", seed=3)).records for _ in range(2)]
+    assert torch.equal(again[0].x, again[1].x)
+
+
 def test_no_person_is_in_both_parts(table):
     job = run.prepare(Spec.of({"data": "t.csv", "schema": "schema.toml", "rounds": 6, "person_clients": 2}))
     used = len(np.unique(job.dataset.person))
@@ -109,6 +131,7 @@ def test_other_persons_are_other_data(table):
         ({"unit": "person"}, r"^person: unit = person needs the column"),
         ({"schema": "schema.toml", "person": "site"}, r"^person: 'site', but the schema names 'patient'"),
         ({"schema": "schema.toml", "person_ids": "local"}, r"^person_ids: 'local' is unknown"),
+        ({"schema": "schema.toml", "person_choice": "last"}, r"^person_choice: 'last' is unknown"),
         ({"schema": "schema.toml", "person_records": 0}, r"^person_records: 0 must lie"),
         ({"schema": "schema.toml", "person_clients": 0}, r"^person_clients: 0 must lie"),
         ({"schema": "schema.toml", "unit": "record", "person_clients": 2}, r"^person_clients: 2 clients per person"),
@@ -142,7 +165,8 @@ def test_estimators_take_persons():
     model = FederatedClassifier(epsilon=8.0, rounds=8, clients=4, options={"person_records": 3})
     model.fit(x, y, persons=person.astype(str))
     cert = model.certificate_
-    assert (cert["unit"], cert["records"], cert["person"]) == ("person", 200, {"records": 3, "clients": 1})
+    assert (cert["unit"], cert["records"]) == ("person", 200)
+    assert cert["person"] == {"records": 3, "clients": 1, "choice": "first"}
     assert model.score(x, y) > 0.8
     with pytest.raises(SordinoError, match=r"^persons: shape \(3,\) for 600 records"):
         model.fit(x, y, persons=[1, 2, 3])

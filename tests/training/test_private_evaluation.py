@@ -11,7 +11,7 @@ from scipy.special import expit
 from sordino.cli import main
 from sordino.core import Privacy, Trust
 from sordino.errors import OverspentError, SordinoError
-from sordino.privacy import spending
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence import public
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.training import private_evaluation
@@ -208,8 +208,72 @@ def test_a_label_that_the_model_does_not_know_is_refused(place, tmp_path, capsys
 
 def test_units_that_are_not_proved_are_refused():
     settings = Settings(Task.TWO_CLASSES, 32, 0.5, Privacy(1.0, 1e-6, unit="client"))
-    with pytest.raises(SordinoError, match="protects single records"):
+    with pytest.raises(SordinoError, match="protects records or persons"):
         plan_of(settings, (100, 100))
+
+
+def persons_table(path, seed, persons=900):
+    """One to five records per patient; patients with more records are sicker."""
+    rng = np.random.default_rng(seed)
+    patient = np.repeat(np.arange(persons), rng.integers(1, 6, persons))
+    often = np.bincount(patient)[patient]
+    age, dose = rng.uniform(20, 90, len(patient)), rng.uniform(0, 10, len(patient))
+    died = rng.random(len(patient)) < expit((age - 60) / 8 + (often - 4) / 1.5)
+    rows = [
+        f"{a:.2f},{d:.2f},{'yes' if y else 'no'},h{p % 3},p{p}"
+        for a, d, y, p in zip(age, dose, died, patient, strict=True)
+    ]
+    path.write_text("\n".join(["age,dose,died,hospital,patient", *rows]) + "\n")
+    return patient, died
+
+
+@pytest.fixture(scope="module")
+def persons(tmp_path_factory):
+    """A run that protects persons, and test records of other persons."""
+    place = tmp_path_factory.mktemp("persons")
+    (place / "schema.toml").write_text('person = "patient"\n' + SCHEMA)
+    persons_table(place / "train.csv", 0)
+    words = ["--data", str(place / "train.csv"), "--schema", str(place / "schema.toml"), "--rounds", "5"]
+    assert main(["run", *words, "--epsilon", "4", "--method", "dp-fedadam", "--out", str(place / "run")]) == 0
+    return place, persons_table(place / "test.csv", 1)
+
+
+@pytest.mark.parametrize("choice", ["first", "random"])
+def test_persons_are_protected_where_the_schema_names_them(persons, tmp_path, capsys, choice):
+    place, _ = persons
+    assert evaluate(place, tmp_path / "e", "--person-records", "3", "--person-choice", choice) == 0
+    out = capsys.readouterr().out
+    for words in ("900 persons, whose records share one count", "one person moves the counts by at most 1.732"):
+        assert words in out
+    cert = json.loads((tmp_path / "e" / "public" / "certificate.json").read_text())
+    assert (cert["unit"], cert["records"], cert["certified"]) == ("person", 900, True)
+    assert cert["person"] == {"records": 3, "clients": 1, "choice": choice}
+    verdict = verify_run(tmp_path / "e")
+    assert verdict.problems == []
+    assert public.unlisted_of_evaluation(tmp_path / "e" / "public") == []
+    assert "share one count" in (tmp_path / "e" / "public" / "statement.md").read_text()
+
+
+def test_the_figures_are_those_of_a_person_drawn_at_random(persons, tmp_path):
+    place, (patient, died) = persons
+    found = private_evaluation.evaluate_privately(
+        place / "run", place / "test.csv", tmp_path / "e", epsilon=50.0, seed=1, person_records=5
+    )
+    by_person = np.bincount(patient, died) / np.bincount(patient)
+    assert found["observed"]["estimate"] == pytest.approx(by_person.mean(), abs=0.01)
+    assert abs(by_person.mean() - died.mean()) > 0.03, "those with many records do not weigh more"
+
+
+def test_a_person_at_two_clients_must_be_declared_in_an_evaluation(persons, tmp_path):
+    place, _ = persons
+    text = (place / "test.csv").read_text()
+    (tmp_path / "t.csv").write_text(text + "50,5,yes,h1,p0\n")
+    with pytest.raises(SordinoError, match="more than 1 clients"):
+        private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0)
+    two = private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0, person_clients=2)
+    one = private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0, person_ids="per-client")
+    noises = [calibration.aggregate_std(prepared.plan, 0) for prepared in (one, two)]
+    assert noises[1] == pytest.approx(2**0.5 * noises[0]), "two releases see the person"
 
 
 def test_a_model_of_numbers_without_a_range_is_refused(tmp_path):

@@ -105,13 +105,14 @@ def check(
     return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
 
 
-def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` too.
+def check_model(name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = tuple(Unit)) -> list[Report]:
+    """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` at every level.
 
     Args:
       name: the model's name in the registry.
       trials: restarts of the search for one query.
       seed: seed of the search.
+      units: of survival, the levels at which `auto` is checked.
 
     Returns:
       One report per noised query and adjacency.
@@ -128,9 +129,7 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
             continue
         methods = [entry("dp-fedgd").factory(unit=Unit.RECORD)]
         if isinstance(model, Hazards):  # `auto` asks it for a tally, which no other model has
-            methods += [
-                entry("auto").factory(unit=unit, intervals=model.outputs) for unit in (Unit.RECORD, Unit.CLIENT)
-            ]
+            methods += [entry("auto").at(unit, intervals=model.outputs) for unit in units]
         return [report for method in methods for report in _reports(name, method, [model], trials, seed)]
     raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]}")
 
@@ -161,16 +160,19 @@ def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Repor
     return [r if r.query in rejected else r._replace(passed=False, problems=[*r.problems, *missed]) for r in reports]
 
 
-def check_tally(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
+def check_tally(
+    name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
     """Run all contracts, and their mutants, on a release that trains nothing: `tallies` lists them.
 
     Args:
       name: the tally's name.
       trials: restarts of the search.
       seed: seed of the search.
+      units: the protected units.
 
     Returns:
-      One report per adjacency.
+      One report per unit and adjacency.
 
     Raises:
       SordinoError: no tally has this name.
@@ -178,7 +180,10 @@ def check_tally(name: str, *, trials: int = TRIALS, seed: int = 0) -> list[Repor
     known = tallies()
     if name not in known:
         raise SordinoError(f"check: '{name}' is no tally.{nearest(name, known)}")
-    return check(name, trials=trials, seed=seed, models=known[name].models, method=known[name].method)
+    if trials < LEAST_TRIALS:
+        raise SordinoError(f"trials: {trials} must be at least {LEAST_TRIALS}.")
+    methods, models = [known[name].at(unit) for unit in units], known[name].models
+    return [report for each in methods for report in _reports(name, each, models, trials, seed)]
 
 
 def check_calibration(

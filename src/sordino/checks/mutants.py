@@ -215,13 +215,15 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant in OF_TALLIES:
         return any(query.kind in SHORT and query.noise is not None for query in queries)
     if all(query.kind is Kind.TALLY for query in queries):
-        return mutant is half_claimed
+        return mutant in (half_claimed, clips_records_not_persons)
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
 def concerns(mutant: Callable[..., Any], kind: str) -> bool:
     """Whether a mutant of sensitivity changes answers of this kind."""
-    return mutant is half_claimed or mutant in OF_PERSONS or (mutant in OF_TALLIES) == (kind in list(SHORT))
+    if mutant is allows_a_clip_per_record:  # the mean of a person's vectors in a tally is short before it is clipped
+        return kind != Kind.TALLY
+    return mutant in (half_claimed, clips_records_not_persons) or (mutant in OF_TALLIES) == (kind in list(SHORT))
 
 
 def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sordino.core import Method
+from sordino.core import Method, Unit
 from sordino.methods.tally import STATISTICS, tally_method
 from sordino.models.linear import Linear, Loss
 from sordino.models.tally import ColumnTally, ErrorTally, ScoreTally, score_edges
@@ -19,6 +19,10 @@ class CheckedTally(NamedTuple):
 
     method: Method
     models: tuple[Any, ...]
+
+    def at(self, unit: Unit) -> Method:
+        """The method for records, or for persons."""
+        return tally_method(self.method.name, self.models[0], unit)
 
 
 def _scores(*models: Linear) -> CheckedTally:

@@ -148,18 +148,20 @@ def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) 
     """Audits of a release that trains nothing, such as an evaluation."""
     from sordino.checks.audit import tallies as attack
     from sordino.checks.tallies import tallies
+    from sordino.methods.tally import UNITS
 
     if arguments.one_run or arguments.batch or arguments.set or arguments.rounds:
         raise SordinoError(
             f"audit: {name} is one release of all records; leave --one-run, --batch, --set, --rounds out."
         )
-    chosen = {key: getattr(arguments, key) for key in ("unit", "trust") if getattr(arguments, key)}
-    for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
-        privacy = Privacy(arguments.epsilon, arguments.delta, adjacency=adjacency, **chosen)
-        if privacy.unit is not Unit.RECORD:
-            raise SordinoError(f"unit: {name} protects single records; leave --unit out.")
-        options = {key: value for key, value in rest.items() if key != "dtype"}
-        yield partial(attack.audit, name, tallies()[name], privacy, **options)
+    chosen = {"trust": arguments.trust} if arguments.trust else {}
+    options = {key: value for key, value in rest.items() if key != "dtype"}
+    for unit in [arguments.unit] if arguments.unit else UNITS:
+        for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
+            privacy = Privacy(arguments.epsilon, arguments.delta, unit=unit, adjacency=adjacency, **chosen)
+            if privacy.unit not in UNITS:
+                raise SordinoError(f"unit: {name} protects records and persons, not a {unit}; leave --unit out.")
+            yield partial(attack.audit, name, tallies()[name], privacy, **options)
 
 
 def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method: Method) -> list[str]:

@@ -16,6 +16,8 @@ NUMBERS = (
     ("--bins", "bins", int, "bins of the score (default: 16, 32 or 64, as many as the noise allows)"),
     ("--threshold", "threshold", float, "a record counts as positive above this probability (default: 0.5)"),
     ("--confidence", "confidence", float, "of each interval (default: 0.95)"),
+    ("--person-records", "person_records", int, "records of one person that each client uses (default: 4)"),
+    ("--person-clients", "person_clients", int, "at most so many clients hold records of one person (default: 1)"),
     ("--seed", "seed", int, "reproducible noise, for experiments; the result is not private"),
 )
 WORDS = (
@@ -23,6 +25,9 @@ WORDS = (
     ("--adjacency", "adjacency", "add-remove or replace-one (default: replace-one)"),
     ("--label", "label", "label column of a table, for a model without a schema"),
     ("--client", "client", "column that says whose a record is, for a model without a schema"),
+    ("--person", "person", "column that says whom a record is about, for a model without a schema"),
+    ("--person-ids", "person_ids", "global, or per-client: equal ids at two clients are two persons (default: global)"),
+    ("--person-choice", "person_choice", "which records of a person are used: first or random (default: first)"),
 )
 
 
@@ -96,7 +101,8 @@ def default_folder(model: Path) -> Path:
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What an evaluation found, line by line."""
     level = f"{found['confidence']:.0%}"
-    lines = [("evaluation", f"{found['records']:,} test records; intervals of {level} cover sampling and noise")]
+    tested = "persons, whose records share one count" if found["unit"] == "person" else "test records"
+    lines = [("evaluation", f"{found['records']:,} {tested}; intervals of {level} cover sampling and noise")]
 
     def line(name: str, key: str, text: str = "") -> None:
         if key in found:

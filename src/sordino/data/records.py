@@ -81,13 +81,21 @@ def check_serves(privacy: Privacy, model: Model) -> None:
         )
 
 
-def person_rows(client: np.ndarray, person: np.ndarray, per_person: int) -> tuple[np.ndarray, np.ndarray]:
+def person_rows(
+    client: np.ndarray, person: np.ndarray, per_person: int, choose: Callable[[int], np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Where the records of each person come from, and the first row of each client.
+
+    With `choose`, every record draws a number of its own, and the smallest ones of each person are used. The draws are
+    independent of each other and of all records, so what is used of a person depends on that person's records alone.
+    Given the draws of all others, a run is one in which the choice is fixed: its account holds for every choice, and so
+    for the mixture over choices (the divergences that define the promise are jointly convex).
 
     Args:
         client: The client of each record; -1 leaves a record out.
         person: A number per record. Equal numbers at two clients are two units, one per client.
         per_person: Rows per person. Records beyond it are left out, the last ones first.
+        choose: Draws so many independent numbers, by which records are left out; None leaves out the last ones.
 
     Returns:
         (the record of each row, or -1; the first row of each client, and the number of rows).
@@ -99,7 +107,10 @@ def person_rows(client: np.ndarray, person: np.ndarray, per_person: int) -> tupl
         raise SordinoError("person: give one whole number per record, equal for all records of a person.")
     if per_person < 1:
         raise SordinoError(f"person_records: {per_person} must be at least 1.")
-    order = np.lexsort((np.arange(len(client)), person, client))  # by client, then by person, then by position
+    place: np.ndarray = np.arange(len(client))
+    if choose is not None:
+        place = choose(len(client))
+    order = np.lexsort((place, person, client))  # by client, then by person, then by position or by lot
     order = order[np.searchsorted(client[order], 0) :]
     new = np.ones(len(order), dtype=bool)
     new[1:] = (np.diff(client[order]) != 0) | (np.diff(person[order]) != 0)
@@ -171,13 +182,14 @@ class Records:
         *,
         person: np.ndarray | None = None,
         per_person: int = 1,
+        choose: Callable[[int], np.ndarray] | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> Records:
         """Sort records by client. A client of -1 leaves its record out.
 
         With `person`, a number per record, the records of a person at a client lie together, in `per_person` rows. Of a
-        person with more records the first `per_person` are used.
+        person with more records the first `per_person` are used, or as many that `choose` draws.
         """
         here = check_device(str(device))
         x, y = _numbers(x, "x"), _numbers(y, "y")
@@ -206,7 +218,7 @@ class Records:
             )
         y = y if y.is_floating_point() else y.long()
         if person is not None:
-            rows, starts = person_rows(client, np.asarray(person), per_person)
+            rows, starts = person_rows(client, np.asarray(person), per_person, choose)
             filled = torch.from_numpy(rows >= 0)
             at = torch.from_numpy(np.maximum(rows, 0))
             x = x[at].masked_fill_(~filled.unsqueeze(-1), 0)

@@ -486,9 +486,7 @@ class Target:
             )
         if wrong := int((time < 0).sum()):
             raise SordinoError(f"target: {wrong} times in column '{self.column}' are below 0; drop those records.")
-        end = self.intervals[-1]
-        happened = (index >= len(no)) & (time < end)
-        return np.asarray(np.where(happened, 1, -1) * np.clip(time, LEAST_TIME * end, end), np.float32)
+        return signed_times(time, index >= len(no), self.intervals[-1])
 
     def _absent(self, count: int, column: str) -> SordinoError:
         return SordinoError(f"target: {count} cells of column '{column}' are missing; drop those records.")
@@ -500,6 +498,12 @@ class Target:
         if self.task == "survival":
             return f"survival: event in {self.event}, {len(self.intervals) - 1} intervals up to {self.intervals[-1]:g}"
         return f"classes: {', '.join(self.levels)}" if self.task == "classes" else self.task
+
+
+def signed_times(time: np.ndarray, event: np.ndarray, end: float) -> np.ndarray:
+    """Survival as one number: the time, negative where no event happened before `end`, at most `end`."""
+    happened = event & (time < end)
+    return np.asarray(np.where(happened, 1, -1) * np.clip(time, LEAST_TIME * end, end), np.float32)
 
 
 KEYS_OF_TASKS: Mapping[str, tuple[str, ...]] = {

@@ -38,6 +38,7 @@ class Dataset(NamedTuple):
         public: Mean and covariance that x was whitened by, where they were given.
         schema: The public schema by which a table was encoded, where there was one.
         person: Whom each training record is about, as numbers; None where the source does not say.
+        person_test: Whom each test record is about; None where nothing says.
 
     Example:
         >>> import sordino as so
@@ -57,6 +58,7 @@ class Dataset(NamedTuple):
     public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov that x was whitened by
     schema: Schema | None = None  # by which a table was encoded
     person: np.ndarray | None = None  # whom each training record is about; equal numbers for one person
+    person_test: np.ndarray | None = None  # whom each test record is about, where persons were held out as a whole
 
     @property
     def unit(self) -> float:
@@ -144,6 +146,7 @@ def load(
     if raw.person is not None:
         check_same_length(x, "x", raw.person, "person")
     who = None if raw.person is None else np.unique(raw.person, return_inverse=True)[1].astype(np.int64)
+    who_test: np.ndarray | None = None
     if x_test is None or y_test is None:
         # By position, never by label: which records are for testing must not depend on what a record says.
         whose = np.zeros(len(y), np.int64) if site is None else np.unique(site, return_inverse=True)[1]
@@ -155,6 +158,7 @@ def load(
         else:
             out = hold_out(whose, test_fraction, rng)
         x, x_test, y, y_test = x[~out], x[out], y[~out], y[out]
+        who_test = None if who is None else who[out]
         site, who = (None if part is None else part[~out] for part in (site, who))
     else:
         x_test = check_features(x_test, "x_test", raw.features)
@@ -169,7 +173,7 @@ def load(
     public = None if public_stats is None else read_public_statistics(Path(public_stats).expanduser(), x.shape[1])
     x, x_test = preprocess(x, public, normalize), preprocess(x_test, public, normalize)
     names = tuple(raw.features or ())
-    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who)
+    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test)
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:
@@ -196,6 +200,15 @@ def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray
     return x
 
 
+class Labelled(NamedTuple):
+    """Records of a file, to test a model on."""
+
+    x: np.ndarray
+    y: np.ndarray
+    site: np.ndarray | None
+    person: np.ndarray | None
+
+
 def labelled(
     source: str,
     classes: Sequence[str],
@@ -204,7 +217,8 @@ def labelled(
     schema: Schema | None = None,
     label: str | None = None,
     client: str | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    person: str | None = None,
+) -> Labelled:
     """All records of a file with their labels and clients, to test a model on; nothing is held out or scaled.
 
     Args:
@@ -215,23 +229,26 @@ def labelled(
         schema: What the columns mean; it names label, clients and classes.
         label: The label's column, where there is no schema.
         client: The column that says whose a record is, where there is no schema.
+        person: The column that says whom a record is about, where there is no schema.
 
     Returns:
-        Features, labels as the model learns them, and clients (None where nothing says).
+        Features, labels as the model learns them, clients and persons (None where nothing says).
 
     Raises:
         SordinoError: The file cannot be read, or does not fit the model.
     """
     if schema is not None:
-        if label is not None or client is not None:
-            raise SordinoError("label, client: the model's schema names them; leave both out.")
+        if label is not None or client is not None or person is not None:
+            raise SordinoError("label, client, person: the model's schema names them; leave them out.")
         path = _table_path(source)
         if schema.client is not None and schema.client not in tables.column_names(path, schema.dialect):
             schema = schema.at_site()
-        x, y, site, _ = schema.open(path)
-        return x, schema.to_model(np.asarray(y)), site
-    raw = _read(source, label, client, None, 0.2, 0, None)
+        x, y, site, who = schema.open(path)
+        return Labelled(x, schema.to_model(np.asarray(y)), site, who)
+    raw = _read(source, label, client, person, 0.2, 0, None)
     if raw.x_test is not None and raw.y_test is not None:
+        if person is not None:
+            raise SordinoError(f"person: '{source}' does not say whom its test records are about; give a table.")
         raw = raw._replace(x=raw.x_test, y=raw.y_test, site=None)
     elif reader_of(Path(source)) is None:
         raise SordinoError(f"data: '{source}' has no test part of its own; save its test records in a file.")
@@ -245,7 +262,8 @@ def labelled(
         raise SordinoError(f"data: '{source}' has {x.shape[1]} features, the model was trained on {count}.")
     check_same_length(x, "x", raw.y, "y")
     y, _, found = (raw.y, None, raw.classes) if raw.classes else encode_labels(raw.y, None)
-    return x, by_public_classes(y, found, classes) if classes else quantities(raw.y), raw.site
+    y = by_public_classes(y, found, classes) if classes else quantities(raw.y)
+    return Labelled(x, y, raw.site, raw.person)
 
 
 def encode_file(source: str, schema: Schema) -> np.ndarray:

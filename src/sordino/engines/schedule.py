@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Checkpoint, Facts, Model, Stage, Tree, keep
+from sordino.core import Checkpoint, Facts, Model, Privacy, Stage, Tree, Unit, keep
 from sordino.errors import SordinoError
 from sordino.models.linear import NUMERIC_LOSSES, Loss
 from sordino.privacy import calibration
@@ -20,8 +20,9 @@ from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan, continues_stream
 
 # Query numbers above those of any method. They address draws that are not noise: which records enter a minibatch,
-# dropout, the dither of integer rounding, and which slot of the minibatch each drawn record takes.
-SAMPLING, DROPOUT, ROUNDING, SLOT_ORDER = 2**16 - 1, 2**16 - 2, 2**16 - 3, 2**16 - 4
+# dropout, the dither of integer rounding, which slot of the minibatch each drawn record takes, and which records are
+# used of a person with more.
+SAMPLING, DROPOUT, ROUNDING, SLOT_ORDER, CHOICE = (2**16 - k for k in range(1, 6))
 
 
 class RoundPlan(NamedTuple):
@@ -184,6 +185,13 @@ def assign_slots(source: Source, at: Address, round_plan: RoundPlan, size: int) 
 def dropout_seed(source: Source, client: int, t: int, call: int) -> int:
     """The seed of the randomness inside a model, such as dropout."""
     return int(source.uniform(Address(client, t, DROPOUT, call), (1,))[0] * 2**52)
+
+
+def record_choice(source: Source, privacy: Privacy) -> Callable[[int], np.ndarray] | None:
+    """What draws the records that are used of persons with more, for `Records.of`; None where the first ones are."""
+    if privacy.unit is not Unit.PERSON or privacy.person_choice != "random":
+        return None
+    return lambda count: source.uniform(Address(0, 0, CHOICE), (count,))
 
 
 def check_stream(plan: Plan, t: int, source: Source) -> None:

@@ -116,14 +116,15 @@ class SiteData:
 
     @cached_property
     def _counted(self) -> tuple[tuple[int, int], int]:
-        """(training records, features) and test records."""
+        """(training records, features) and test records; persons, where the schema names them."""
         data = self.load()
         units = len(data.x_train) if data.person is None else len(np.unique(data.person))
-        return (int(units), int(data.x_train.shape[1])), len(data.y_test)
+        tests = len(data.y_test) if data.person_test is None else len(np.unique(data.person_test))
+        return (int(units), int(data.x_train.shape[1])), int(tests)
 
     @property
     def tests(self) -> int:
-        """Number of test records, which is public."""
+        """Number of test records, or of persons among them, which is public."""
         return self._counted[1]
 
     @property

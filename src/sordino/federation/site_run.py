@@ -19,7 +19,7 @@ from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
-from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
 from sordino.federation import readmes
 from sordino.federation.site_data import SiteData
@@ -129,6 +129,12 @@ class SiteRun:
             raise Refused("changed", "the data changed while they were read")
         return dataset
 
+    def _chooser(self) -> Source:
+        """What draws the records of persons who have more than are used: the same in every round of the run."""
+        if seed := (self.folder / "noise").read_text():
+            return Seeded(int(seed))
+        return Secure(self._derived(b"sordino choice"))
+
     @cached_property
     def data(self) -> OwnRecords:
         privacy, data = self.terms.resolved.privacy, self.dataset
@@ -138,6 +144,7 @@ class SiteRun:
             np.zeros(len(data.y_train), int),
             person=data.person,
             per_person=privacy.person_records,
+            choose=record_choice(self._chooser(), privacy),
             dtype=self.terms.number,
         )
         records.check_unit(privacy)

@@ -111,7 +111,7 @@ class Terms:
     roster: str = ""  # hash of the roster, under secure aggregation
     schema: str = ""  # hash of the schema of the sites' tables, where there is one
     evaluation: float = 0.0  # epsilon of the evaluation on the sites' test records after the last round; 0: none
-    tests: tuple[int, ...] = ()  # test records, public; empty without an evaluation
+    tests: tuple[int, ...] = ()  # test records or, at person level, persons: public; empty without an evaluation
     format: int = TERMS_FORMAT
 
     def json(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 
 from sordino import files
-from sordino.core import Broadcast, Privacy, Unit
+from sordino.core import Broadcast, Privacy
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
-from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import SordinoError
 from sordino.federation.terms import DRAWN, Terms
 from sordino.models.tally import Tally
@@ -63,12 +64,7 @@ class AgreedEvaluation:
     def __init__(self, terms: Terms, label_unit: float = 1.0) -> None:
         self.terms = terms
         spec = terms.resolved.privacy
-        if spec.unit is Unit.PERSON:
-            raise SordinoError(
-                "evaluation_epsilon: an evaluation counts single records, and these runs protect persons, who may have "
-                "several; remove evaluation_epsilon."
-            )
-        privacy = Privacy(terms.evaluation, spec.delta, Unit.RECORD, spec.adjacency, spec.trust)
+        privacy = replace(spec, epsilon=terms.evaluation, client_epsilon={})
         task = task_of(terms.model)
         if task is Task.QUANTITIES and not terms.schema:
             raise SordinoError(
@@ -99,7 +95,7 @@ class AgreedEvaluation:
 
     def answer(self, mine: int, dataset: Dataset, theta: Tensor, source: Source) -> Any:
         """A site's noised counts: a vector, or integers under secure aggregation."""
-        own = OneClient(mine, dataset, self.terms.number)
+        own = OneClient(mine, dataset, self.terms.number, self.settings.privacy, source)
         model: Any = self.tally
         ask = oracle(model, own, self.round_plan, mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = self.round_plan.stage.local.compute(ask, Broadcast(theta), (), ())
@@ -137,9 +133,18 @@ class AgreedEvaluation:
 class OneClient:
     """A site's test records, at the index that the plan gives this site."""
 
-    def __init__(self, mine: int, dataset: Dataset, number: torch.dtype) -> None:
-        one = np.zeros(len(dataset.y_test), int)
-        self.mine, self.records = mine, Records.of(dataset.x_test, dataset.y_test, one, dtype=number)
+    def __init__(self, mine: int, dataset: Dataset, number: torch.dtype, privacy: Privacy, source: Source) -> None:
+        self.mine = mine
+        self.records = Records.of(
+            dataset.x_test,
+            dataset.y_test,
+            np.zeros(len(dataset.y_test), int),
+            person=dataset.person_test,
+            per_person=privacy.person_records,
+            choose=record_choice(source, privacy),
+            dtype=number,
+        )
+        self.records.check_unit(privacy)
         self.x = self.records.x
 
     def shard(self, i: int) -> Any:

@@ -1,8 +1,9 @@
 """One noised tally: the release of evaluations and of private statistics.
 
-Guarantee: each client sends the noised sum of one bounded vector per record (`models.tally`), once. A record moves the
-sum by at most `Tally.bound`, which is proved there. There is one release, which depends on the data of a client through
-this sum alone, and the server adds the releases up: proved at record level under every trust model.
+Guarantee: each client sends the noised sum of one bounded vector per record, or per person (`models.tally`), once. A
+record, or a person with all of its records, moves the sum by at most `Tally.bound`, which is proved there. There is one
+release, which depends on the data of a client through this sum alone, and the server adds the releases up: proved at
+record and person level under every trust model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ if TYPE_CHECKING:  # it needs torch
 
 STATISTICS = "statistics"
 LEMMA = "one cell per block, and numbers from 0 to 1"
-CAVEAT = "A tally bounds what one record adds; a person or client with several records adds more."
+CAVEAT = "A tally bounds what one record or one person adds; a client with several adds more."
+UNITS = (Unit.RECORD, Unit.PERSON)
 
 
 def tally(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
@@ -46,22 +48,23 @@ def stage(of: Tally, share: float | None = None) -> Stage:
     return Stage(Local(tally), Rule(init, update, model=handed_out), (query,), rounds=1)
 
 
-def tally_method(name: str, of: Tally) -> Method:
+def tally_method(name: str, of: Tally, unit: Unit = Unit.RECORD) -> Method:
     """A method that releases one tally and trains nothing.
 
     Args:
       name: as certificates state it.
       of: what is counted.
+      unit: whose presence is hidden; nothing is proved for clients.
     """
-    proves, stages = frozenset((Unit.RECORD, trust) for trust in Trust), (stage(of),)
-    return Method(name, Unit.RECORD, stages, proves, CAVEAT, registered=(stages, proves))
+    proves, stages = frozenset((unit, trust) for trust in Trust if unit in UNITS), (stage(of),)
+    return Method(name, unit, stages, proves, CAVEAT, registered=(stages, proves))
 
 
 def after_tally(method: Method, of: Tally, share: float) -> Method:
     """The method, with a tally as its first stage that spends a share of mu squared.
 
     The tally is a release of its own, on which the rest of the run depends through what it released alone: adaptive
-    composition. What the method proves at record level stays proved; nothing is proved for other units.
+    composition. What the method proves for records and persons stays proved; nothing is proved for clients.
 
     Args:
       method: what trains.
@@ -79,7 +82,7 @@ def after_tally(method: Method, of: Tally, share: float) -> Method:
         return stage._replace(rule=stage.rule._replace(init=init))
 
     first, *rest = (stage.with_part(1 - share) for stage in method.stages)
-    proves = frozenset(pair for pair in method.proves if pair[0] is Unit.RECORD)
+    proves = frozenset(pair for pair in method.proves if pair[0] in UNITS)
     caveat = f"{method.caveat} {CAVEAT}".strip()
     stages = (stage(of, share), fresh(first), *rest)
     registered = None if method.by_hand else (stages, proves)

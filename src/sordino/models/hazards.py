@@ -11,7 +11,8 @@ m_k log(1 + exp z_k) - d_k z_k. Its gradient has the residuals r_k = m_k h_k - d
 
     d loss / d w = s x,  s = sum of r_k,      d loss / d b_k = r_k,      norm^2 = s^2 |x|^2 + sum of r_k^2
 
-so a sum of clipped gradients needs no per-example gradients. For small hazards exp(w) is a hazard ratio, as in Cox's
+so a sum of clipped gradients needs no per-example gradients. Where a person has several records, their gradients are
+added up and the sum is clipped, once per person. For small hazards exp(w) is a hazard ratio, as in Cox's
 model for grouped times. Sums are float64, and every shape depends only on public numbers: docs/numerics.md has the
 proof that one record moves a computed sum by at most the clip.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ from torch import Tensor
 from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError
 from sordino.models.arithmetic import exact_arithmetic, product_rows
-from sordino.models.linear import MATRIX_CHUNK_RECORDS, MIN_NORM, bounded, outer, sum_over, usable
+from sordino.models.linear import MATRIX_CHUNK_RECORDS, MIN_NORM, outer, shared_bound, sum_over, usable
+from sordino.models.tally import person_means
 from sordino.rules.life_table import first_hazard
 
 KIND = "hazards"
@@ -73,6 +75,8 @@ class Hazards:
 
     features: int
     intervals: tuple[float, ...]
+
+    serves_persons: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         edges = self.intervals
@@ -145,18 +149,23 @@ class Hazards:
 
     @exact_arithmetic()
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
-        """The sum of gradients (times `scale`), each clipped to norm `clip`: one record moves it by at most `clip`."""
+        """The sum of gradients (times `scale`), each clipped to norm `clip`: one record moves it by at most `clip`.
+
+        Where a shard has several rows per person, the gradients of a person are added up, and the sum is clipped.
+        """
         theta, bound = theta.to(shard.x), clip * (1 - SAFETY)
         scale = None if scale is None else usable(scale).double()
 
         def part_sum(part: Shard) -> Tensor:
             terms = self._terms(theta, part)
+            if part.per_person > 1:
+                return self._clipped_persons(terms, part, bound, scale)
             norm = self._norm(terms, scale)
             factor = torch.ones_like(norm) if math.isinf(bound) else bound / norm.clamp_min(bound)
             return self._pull(terms, factor * part.mask)
 
         total = sum_over(shard, part_sum, self._rows(shard))
-        return total if scale is None else total * scale
+        return total if scale is None or shard.per_person > 1 else total * scale
 
     @exact_arithmetic()
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
@@ -164,8 +173,14 @@ class Hazards:
         theta, scale = theta.to(shard.x), usable(scale).double()
 
         def part_sum(part: Shard) -> Tensor:
-            below = self._norm(self._terms(theta, part), scale) <= 1
-            return ((below.double() - 0.5) * part.mask).sum(-1, keepdim=True)
+            terms, weights = self._terms(theta, part), part.mask
+            if part.per_person > 1:
+                norm = torch.linalg.vector_norm(self._person_gradients(terms, part) * scale.unsqueeze(-2), dim=-1)
+                weights = part.person_weights()
+            else:
+                norm = self._norm(terms, scale)
+            signs: Tensor = norm.le(1).double() - 0.5
+            return (signs * weights).sum(-1, keepdim=True)
 
         return sum_over(shard, part_sum, self._rows(shard))
 
@@ -176,7 +191,8 @@ class Hazards:
         def total(part: Shard) -> Tensor:
             x, length, fine = self._usable(part)
             u = torch.cat([x, fine.expand(x.shape[:-1]).unsqueeze(-1)], -1)
-            return outer(u * (bounded(length.square() + 1, clip).sqrt() * part.mask).unsqueeze(-1))
+            factor = shared_bound(length.square() + 1, clip, part)
+            return outer(u * (factor.sqrt() * part.mask).unsqueeze(-1))
 
         return sum_over(shard, total)
 
@@ -185,7 +201,8 @@ class Hazards:
         """Records by what their label says: censored in interval 0, event in 0, censored in 1, …, beyond the last edge.
 
         A record adds min(1, clip) to one cell, so it moves the sum by at most `clip`, and by sqrt(2) clip if another
-        record replaces it. The sums are exact, and theta does not matter. A label that is not finite adds nothing.
+        record replaces it. The sums are exact, and theta does not matter. A label that is not finite adds nothing. A
+        person adds the mean of its records, which keeps both bounds: `models.tally` has the proof.
         """
 
         def total(part: Shard) -> Tensor:
@@ -193,8 +210,10 @@ class Hazards:
             whole = torch.bucketize(time, self._edges.to(part.y.device), right=True)
             cell = 2 * whole + ((part.y > 0) & (whole < self.outputs))
             one = (torch.arange(2 * self.outputs + 1, device=cell.device) == cell.unsqueeze(-1)).double()
-            weight = min(1.0, clip) * part.mask.double() * torch.isfinite(time)
-            return (weight.unsqueeze(-1) * one).sum(-2)
+            one, mask = one * torch.isfinite(time).unsqueeze(-1), part.mask.double()
+            if part.per_person > 1:
+                one, mask = person_means(one, mask, part.per_person)
+            return ((min(1.0, clip) * mask).unsqueeze(-1) * one).sum(-2)
 
         cells = sum_over(shard, total, self._rows(shard))
         return cells + theta.new_zeros(*theta.shape[:-1], 1).double()
@@ -232,7 +251,8 @@ class Hazards:
 
         def total(part: Shard) -> Tensor:
             terms = self._terms(theta.to(part.x), part)
-            root = (bounded(self._norm(terms, None).square(), clip).sqrt() * part.mask).unsqueeze(-1)
+            factor = shared_bound(self._norm(terms, None).square(), clip, part)
+            root = (factor.sqrt() * part.mask).unsqueeze(-1)
             return outer(torch.cat([terms.x * (terms.total.unsqueeze(-1) * root), terms.residual * root], -1))
 
         return sum_over(shard, total)
@@ -277,6 +297,23 @@ class Hazards:
         bias = (terms.residual.square() * squares[..., self.features :]).sum(-1).sqrt()
         return torch.hypot(length, bias).nan_to_num(math.inf, math.inf)
 
+    def _person_gradients(self, terms: _Terms, part: Shard) -> Tensor:
+        """The gradient of every person, summed over the person's records, in float64."""
+        held = (part.mask > 0).unsqueeze(-1)
+        g = torch.cat([terms.x * terms.total.unsqueeze(-1), terms.residual.expand(*terms.total.shape, -1)], -1)
+        g = torch.where(held, g, 0.0)
+        return g.reshape(*g.shape[:-2], -1, part.per_person, g.shape[-1]).sum(-2)
+
+    def _clipped_persons(self, terms: _Terms, part: Shard, bound: float, scale: Tensor | None) -> Tensor:
+        """The sum of persons' gradients (times `scale`), each clipped; its norm is that of the numbers added."""
+        g = self._person_gradients(terms, part)
+        g = g if scale is None else g * scale.unsqueeze(-2)
+        norm = torch.linalg.vector_norm(g, dim=-1)
+        fine = torch.isfinite(norm)
+        factor = torch.where(fine, bound / norm.clamp_min(bound) if math.isfinite(bound) else 1.0, 0.0)
+        g = torch.where(fine.unsqueeze(-1), g, 0.0)
+        return ((factor * part.person_weights()).unsqueeze(-2) @ g).squeeze(-2)
+
     def _pull(self, terms: _Terms, factor: Tensor) -> Tensor:
         """The sum over records of factor times gradient."""
         along = (terms.total * factor).unsqueeze(-2)
@@ -291,4 +328,5 @@ class Hazards:
         squares, weight = q.square().sum(-1), q.sum(-1)
         cross = math.sqrt(2) * length * squares.sqrt()
         norm = torch.hypot(torch.hypot(weight * length.square(), cross), squares.sqrt())
-        return x, q * (bounded(norm.nan_to_num(math.inf, math.inf), clip) * part.mask).unsqueeze(-1)
+        factor = shared_bound(norm.nan_to_num(math.inf, math.inf), clip, part)
+        return x, q * (factor * part.mask).unsqueeze(-1)

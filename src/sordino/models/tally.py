@@ -11,6 +11,16 @@ at most the root of the sum of squared weights. Hence, for the sum over records:
 Weights are powers of two and numbers are multiples of 2^-20, so the sum in float64 is exact for up to 2^30 records: the
 bound holds for what is computed. What a record's vector is depends on public numbers (theta, edges) and on the record
 alone.
+
+Persons. Where a person has several records, the person's vector is the mean of their vectors, rounded down to multiples
+of 2^-20. In a block of cells it has no negative entry, and its entries add up to at most w; a number stays between 0
+and w. So both bounds above hold for a whole person as they do for one record, however many records it has: such a block
+has norm at most w, two of them have an inner product of at least 0, so they differ by at most sqrt(2) w.
+
+Every person then counts once: a share is the probability of a cell for a person who is drawn at random and, of that
+person, a record that is drawn at random. The total of a block is the number of persons, which is public. Counting every
+record fully instead would need k times the noise for k records per person, have an unknown total, and give the few
+persons with many records the most weight.
 """
 
 from __future__ import annotations
@@ -19,7 +29,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +78,7 @@ class Tally(ABC):
     """
 
     layout: tuple[Block, ...]
+    serves_persons: ClassVar[bool] = True
 
     @abstractmethod
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
@@ -84,21 +95,26 @@ class Tally(ABC):
         return self.bound(1, Adjacency.ADD_REMOVE)
 
     def bound(self, records: int, adjacency: Adjacency) -> float:
-        """How far one record moves the sum; the module's text has the proof."""
+        """How far one record, or one person, moves the sum; the module's text has the proof."""
         replaced = adjacency is Adjacency.REPLACE_ONE
         squares = (block.weight**2 * (2 if replaced and block.cells > 1 else 1) for block in self.layout)
         return math.sqrt(sum(squares)) / (1 - SAFETY)
 
     def tally_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """The sum of the records' vectors, each shortened to norm `clip` (a no-op for `self.clip` and above)."""
+        """The sum of the records' vectors, each shortened to norm `clip` (a no-op for `self.clip` and above).
+
+        Where a shard has several rows per person, these are persons' vectors: the means over their records.
+        """
         rows = shard.x.shape[-2]
         lead = math.prod(shard.x.shape[:-2])
-        step = max(1, CHUNK_NUMBERS // max(1, lead * self.dimension))
+        step = shard.per_person * max(1, CHUNK_NUMBERS // max(1, lead * self.dimension * shard.per_person))
         total: Tensor | float = 0.0
         for start in range(0, max(rows, 1), step):
             part = slice(start, start + step)
             x, y, mask = shard.x[..., part, :], shard.y[..., part], shard.mask[..., part]
             vectors = self._vectors(theta, x, y)
+            if shard.per_person > 1:
+                vectors, mask = person_means(vectors, mask, shard.per_person)
             norm = torch.linalg.vector_norm(vectors, dim=-1)
             bound = clip * (1 - SAFETY)
             factor = torch.where(norm > bound * (1 + 1e-12), bound / norm.clamp_min(1e-300), 1.0)
@@ -130,6 +146,25 @@ class Tally(ABC):
             found[block.name] = vector[..., at : at + block.cells] / block.weight
             at += block.cells
         return found
+
+
+def person_means(vectors: Tensor, mask: Tensor, per_person: int) -> tuple[Tensor, Tensor]:
+    """The mean vector of each person, rounded down to the grid, and the person's weight.
+
+    The mean of k multiples of the grid is at least 1/k of it away from the multiple above, where it is none itself. A
+    quotient in float64 is nearer to the mean than that, so it is never rounded to a larger multiple.
+
+    Args:
+      vectors: of each row, in float64, multiples of the grid without negative entries.
+      mask: of each row; 0 where a person has no further record.
+      per_person: rows per person.
+    """
+    mask = mask.expand(vectors.shape[:-1])
+    weights = mask.double().reshape(*mask.shape[:-1], -1, per_person)
+    held = (weights > 0).unsqueeze(-1)
+    rows = torch.where(held, vectors.reshape(*weights.shape, vectors.shape[-1]), 0.0)
+    mean = rows.sum(-2) / held.sum(-2).clamp_min(1)
+    return GRID * torch.floor(mean / GRID), weights.amax(-1)
 
 
 # ------------------------------------------------------------------------------------------------------ scores by label

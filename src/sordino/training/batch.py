@@ -121,7 +121,7 @@ class _Loader:
 
     def records(self, run: ResolvedSpec) -> tuple[Records, Tensor, Tensor]:
         dataset = self.data(run)
-        unit = run.privacy.unit, run.privacy.person_records
+        unit = run.privacy.unit, run.privacy.person_records, run.privacy.person_choice
         key = (id(dataset), run.partition, run.clients, run.source.split_seed, run.dtype, unit)
         if self._records is None or self._records[0] != key:
             records = run.records(dataset)

@@ -30,6 +30,7 @@ from sordino.training.noised_metrics import Released
 # Bins that the noise on one share allows: more of them make the AUC noisier, fewer make its bins coarser.
 BINS_BY_NOISE = ((0.0005, 64), (0.004, 32))
 FEWEST_BINS = 16
+PERSON_KEYS = ("person_records", "person_clients", "person_choice")  # of a promise to persons
 
 
 class Settings(NamedTuple):
@@ -59,6 +60,8 @@ class Settings(NamedTuple):
             **{"epsilon": privacy.epsilon, "delta": privacy.delta},
             **{"unit": str(privacy.unit), "adjacency": str(privacy.adjacency), "trust": str(privacy.trust)},
         }
+        if privacy.unit is Unit.PERSON:
+            values |= {key: getattr(privacy, key) for key in PERSON_KEYS}
         masked = {"dropouts": self.dropouts, "colluders": self.colluders}
         return tomli_w.dumps(values | {key: value for key, value in masked.items() if value is not None})
 
@@ -67,6 +70,8 @@ class Settings(NamedTuple):
         """From the keys of an evaluation's spec.toml."""
         try:
             promise = {key: values[key] for key in ("epsilon", "delta", "unit", "adjacency", "trust")}
+            if promise["unit"] == Unit.PERSON:
+                promise |= {key: values[key] for key in PERSON_KEYS}
             numbers = int(values["bins"]), float(values["threshold"])
             found = Settings(Task(values[EVALUATION]), *numbers, Privacy(**promise), float(values["confidence"]))
             found = found._replace(label_unit=float(values["label_unit"]))
@@ -93,21 +98,21 @@ def tally_of(settings: Settings, model: Any = None) -> Tally:
 
 
 def plan_of(settings: Settings, sizes: Sequence[int]) -> Plan:
-    """The plan of an evaluation on clients with so many test records: one round, one release.
+    """The plan of an evaluation on clients with so many test records, or persons: one round, one release.
 
     Raises:
-      SordinoError: the unit is not a record, or epsilon is infinite.
+      SordinoError: the unit is a client, or epsilon is infinite.
     """
     privacy = settings.privacy
-    if privacy.unit is not Unit.RECORD:
+    if privacy.unit is Unit.CLIENT:
         raise SordinoError(
-            f"unit: an evaluation protects single records, not {privacy.unit}: nothing is proved for more records; "
-            "use unit = record."
+            "unit: an evaluation protects records or persons, and nothing is proved for whole clients; use unit = "
+            "record or person."
         )
     if not privacy.epsilon < float("inf"):
         raise SordinoError("epsilon: an evaluation needs noise; set a finite epsilon, such as 0.5.")
     tally = tally_of(settings)
-    plan = Plan(tally_method(EVALUATION, tally), 1, tuple(int(size) for size in sizes), privacy)
+    plan = Plan(tally_method(EVALUATION, tally, privacy.unit), 1, tuple(int(size) for size in sizes), privacy)
     if settings.dropouts is None or settings.colluders is None:
         return plan
     return replace(plan, integers=Integers(tally.dimension, settings.dropouts, settings.colluders))
@@ -121,7 +126,7 @@ def choose_bins(task: Task, sizes: Sequence[int], privacy: Privacy, threshold: f
 
 
 def release(plan: Plan, tally: Any, theta: Tensor, records: Records, noise: Source) -> np.ndarray:
-    """The noised tally of all clients, divided by the number of records."""
+    """The noised tally of all clients, divided by the number of records, or of persons."""
     (only,) = reference.run(plan, tally, records, noise, theta=theta)
     assert isinstance(only.aggregate, Tensor)
     return np.asarray(only.aggregate.double().cpu().numpy())

@@ -1,8 +1,9 @@
 """How good a model is on test records that are protected themselves: `sordino evaluate`.
 
 Every client counts its own test records by label and by score, in public bins, and only the noised counts leave it: one
-release, under any of the three trust models, with a certificate of its own. Accuracy, AUC, calibration and their
-intervals are computed from the noised counts (`noised_metrics`).
+release, under any of the three trust models, with a certificate of its own. Where persons are protected, the records of
+a person share one count: figures are those of a person drawn at random, and of that person a record drawn at random.
+Accuracy, AUC, calibration and their intervals are computed from the noised counts (`noised_metrics`).
 
 An evaluation has a folder of its own: what may be published in `public/`, keys and ledger in `private/`.
 """
@@ -20,9 +21,10 @@ import numpy as np
 
 from sordino.core import Adjacency, Privacy, Trust, Unit
 from sordino.data.preprocess import preprocess
-from sordino.data.records import Records
+from sordino.data.records import Records, check_person_clients
 from sordino.data.sources import labelled
-from sordino.errors import SordinoError
+from sordino.engines.schedule import record_choice
+from sordino.errors import SordinoError, nearest
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, ranges
 from sordino.privacy.evidence.ledger import Charge, Ledger
@@ -37,6 +39,7 @@ from sordino.training.folder import EVALUATION_FILE, RunFolder
 from sordino.training.metrics import Task
 from sordino.training.predict import LoadedRun, load_run
 from sordino.training.shared_ledger import SharedLedger
+from sordino.training.spec import PERSON_IDS
 from sordino.version import __version__
 
 # ------------------------------------------------------------------------------------------------------ one evaluation
@@ -73,6 +76,11 @@ def prepare(
     confidence: float = noised_metrics.CONFIDENCE,
     label: str | None = None,
     client: str | None = None,
+    person: str | None = None,
+    person_records: int = 4,
+    person_clients: int = 1,
+    person_ids: str = "global",
+    person_choice: str = "first",
     seed: int | None = None,
 ) -> PreparedEvaluation:
     """Read a model and labelled test records, and calibrate the noise of their evaluation.
@@ -89,6 +97,12 @@ def prepare(
       confidence: of each interval.
       label: the label's column, where the model has no schema.
       client: the column that says whose a record is, where the model has no schema.
+      person: the column that says whom a record is about, where the model has no schema. With it, or with the schema's
+        person column, all records of a person are protected together.
+      person_records: of one person that each client uses. More of them need no more noise.
+      person_clients: at most so many hold records of one person.
+      person_ids: `global`, or `per-client`: equal ids at two clients are two persons.
+      person_choice: which records are used of a person with more: the `first`, or `random` ones.
       seed: reproducible noise, for experiments; the result is not private.
 
     Raises:
@@ -103,17 +117,30 @@ def prepare(
             "model: it predicts numbers without a public range, so its errors have no bound; train it with a schema "
             "whose target has a range."
         )
-    if run.schema is not None and run.schema.person is not None:
-        raise SordinoError(
-            "person: an evaluation counts single records, and the schema says that a person may have several; nothing "
-            "is proved for that yet."
-        )
-    x, y, site = labelled(str(data), run.classes, run.features, int(run.about["features"]), run.schema, label, client)
+    if person_ids not in PERSON_IDS:
+        raise SordinoError(f"person_ids: '{person_ids}' is unknown.{nearest(person_ids, PERSON_IDS)}")
+    columns = label, client, person
+    x, y, site, who = labelled(str(data), run.classes, run.features, int(run.about["features"]), run.schema, *columns)
     x = preprocess(x, None if run.schema is not None else run.public, run.normalize)
     sites = np.zeros(len(y), int) if site is None else np.unique(site, return_inverse=True)[1]
     names = () if site is None else tuple(str(name) for name in np.unique(site))
-    records = Records.of(x, y, sites.reshape(-1), dtype=run.theta.dtype)
-    privacy = Privacy(epsilon, delta, Unit.RECORD, adjacency, trust)  # type: ignore[arg-type]
+    sites, promised = sites.reshape(-1), (epsilon, delta, Unit.RECORD if who is None else Unit.PERSON, adjacency, trust)
+    of_persons = {} if who is None else {"person_clients": person_clients, "person_choice": person_choice}
+    privacy = Privacy(*promised, person_records=person_records, **of_persons)  # type: ignore[arg-type]
+    noise = source(seed)
+    if who is not None:
+        who = np.unique(who, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        if person_ids == "global":
+            check_person_clients(sites, who, person_clients)
+    records = Records.of(
+        x,
+        y,
+        sites,
+        person=who,
+        per_person=person_records,
+        choose=record_choice(noise, privacy),
+        dtype=run.theta.dtype,
+    )
     bins = choose_bins(task, records.sizes, privacy, threshold) if bins is None else bins
     settings = Settings(task, bins, threshold, privacy, confidence, 1.0 if run.schema is None else run.schema.unit)
     path = Path(model)
@@ -123,7 +150,7 @@ def prepare(
         records=records,
         settings=settings,
         plan=plan_of(settings, records.sizes),
-        source=source(seed),
+        source=noise,
         names=names,
         model_sha256=sha256(weights),
         data=str(data),
@@ -206,7 +233,8 @@ def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **o
       model: the directory of a run, its public/, or a model.safetensors.
       data: labelled test records, which training did not use.
       out: a new folder.
-      options: epsilon (required), delta, trust, adjacency, bins, threshold, confidence, label, client, seed.
+      options: epsilon (required), delta, trust, adjacency, bins, threshold, confidence, label, client, person,
+        person_records, person_clients, person_ids, person_choice, seed.
 
     Returns:
       The metrics: accuracy, AUC, calibration and Brier score, each with an interval.

@@ -30,6 +30,7 @@ from sordino.methods.tally import after_tally
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
+from sordino.privacy.mechanisms.random import source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training.folder import SCHEMA
@@ -289,6 +290,7 @@ class ResolvedSpec:
     def records(self, dataset: Dataset) -> Records:
         """The training records, divided among clients and grouped by what is protected."""
         from sordino.data.records import Records
+        from sordino.engines.schedule import record_choice
 
         return Records.of(
             dataset.x_train,
@@ -296,6 +298,7 @@ class ResolvedSpec:
             self.owners(dataset),
             person=dataset.person if self.privacy.unit is Unit.PERSON else None,
             per_person=self.privacy.person_records,
+            choose=record_choice(source(self.seed), self.privacy),
             dtype=self.dtype,
             device=self.device,
         )
@@ -387,10 +390,10 @@ def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> N
             "the shares of classes of a target with find_prevalence = true, and "
             f"{'there is no schema' if schema is None else 'the schema has neither'}; give --schema, or leave it out."
         )
-    if unit != Unit.RECORD:
+    if unit == Unit.CLIENT:
         raise SordinoError(
-            f"private_statistics: counts bound what one record adds, and nothing is proved for unit = {unit}; use "
-            "unit = record, or give public ranges."
+            "private_statistics: counts bound what one record or one person adds, and nothing is proved for unit = "
+            "client; use unit = record or person, or give public ranges."
         )
 
 
@@ -465,10 +468,11 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         _client_epsilon(spec),
         spec.person_records,
         spec.person_clients,
+        spec.person_choice,
     )
     if spec.divisor not in list(Divisor):
         raise SordinoError(f"divisor: '{spec.divisor}' is unknown.{nearest(spec.divisor, Divisor)}")
-    source = DataSource(
+    records_source = DataSource(
         name=written.data,
         folder=spec.data_dir,
         label=spec.label,
@@ -489,7 +493,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     )
     return ResolvedSpec(
         spec=written,
-        source=source,
+        source=records_source,
         partition=partition,
         clients=written.clients,
         model=ModelChoice(*_model_of(spec, schema, model_options), spec.split_seed, spec.dtype == "bfloat16"),

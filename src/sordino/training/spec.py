@@ -66,6 +66,7 @@ class Spec:
     unit: str | None = None  # by default person where a person column is named, else record
     person_records: int = 4  # of one person that each client uses
     person_clients: int = 1  # at most so many hold records of one person
+    person_choice: str = "first"  # or random: which records are used of a person with more
     adjacency: str = "replace-one"
     trust: str = "untrusted-server"
     noise: float | None = None

@@ -1,8 +1,9 @@
 """Attacks on tallies: the same attack as on methods, with the canary that moves a tally furthest.
 
-The two neighbouring data sets differ in one record of one client, the victim: a search over extreme records chooses the
-pair whose tallies, before noise, lie furthest apart. The engine's own client code answers, with the noise that ships.
-The release is one Gaussian vector, so the log likelihood ratio is the best score there is.
+The two neighbouring data sets differ in one record of one client, the victim, or in all records of one of its persons:
+a search over extreme records chooses the pair whose tallies, before noise, lie furthest apart. The engine's own client
+code answers, with the noise that ships. The release is one Gaussian vector, so the log likelihood ratio is the best
+score there is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.attacks import MAX_TRIES, RUNS, Audit, check_arguments
 from sordino.checks.fixtures import Space
 from sordino.checks.tallies import CheckedTally
-from sordino.core import Adjacency, Broadcast, Privacy, Shard
+from sordino.core import Adjacency, Broadcast, Privacy, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.engines.schedule import RoundPlan, round_plans
@@ -58,11 +59,11 @@ def audit(
     privacy = Privacy() if privacy is None else privacy
     check_arguments("runs", runs, noise_factor, seed)
     tally: Any = checked.models[0]
-    plan = Plan(checked.method, 1, SIZES, privacy)
+    plan = Plan(checked.at(privacy.unit), 1, SIZES, privacy)
     round_plan = next(round_plans(plan, tally))
     theta = tally.init().double()
     theta = theta + torch.linspace(1.0, 2.0, len(theta), dtype=torch.float64)
-    zero, one = _neighbours(tally, theta, privacy.adjacency)
+    zero, one = _neighbours(tally, theta, privacy)
     means = [_before_noise(plan, round_plan, tally, theta, records) for records in (zero, one)]
     gap = means[1] - means[0]
     std = _std(plan, round_plan)
@@ -103,7 +104,7 @@ def audit(
         false_negative_rate=sharp.false_negative_rate,
         reach=reach,
         least_claim=reach,
-        canary="one record of another cell",
+        canary=f"one {privacy.unit} of another cell",
         runs=runs,
         rounds=1,
         confidence=confidence,
@@ -114,12 +115,13 @@ def audit(
     )
 
 
-def _neighbours(tally: Any, theta: Tensor, adjacency: Adjacency) -> tuple[Records, Records]:
-    """Two data sets that differ in the victim's first record."""
+def _neighbours(tally: Any, theta: Tensor, privacy: Privacy) -> tuple[Records, Records]:
+    """Two data sets that differ in the victim's first record, or in all records of its first person."""
     rng, space = np.random.default_rng(0), Space.of(tally)
-    client = np.repeat(np.arange(len(SIZES)), SIZES)
-    x, y = space.records(rng).x[: len(client)], space.labels(rng, len(client)).clamp(-3, 3)
-    x = x.repeat(-(-len(client) // len(x)), 1)[: len(client)]
+    most = privacy.person_records if privacy.unit is Unit.PERSON else None
+    person = np.repeat(np.arange(sum(SIZES)), most or 1)
+    client = np.repeat(np.arange(len(SIZES)), SIZES)[person]
+    x, y = torch.from_numpy(rng.normal(size=(len(client), space.features))), space.labels(rng, len(client)).clamp(-3, 3)
     many, labels = space.draw(rng, CANARIES)
     vectors = torch.stack(
         [
@@ -127,29 +129,29 @@ def _neighbours(tally: Any, theta: Tensor, adjacency: Adjacency) -> tuple[Record
             for k in range(CANARIES)
         ]
     )
-    if adjacency is Adjacency.ADD_REMOVE:
-        best = int(vectors.norm(dim=-1).argmax())
-        there = _with(x, y, client, many[best], labels[best])
-        return _Absent(there.x, there.y, there.starts), there
+
+    def data(k: int) -> Records:
+        mine, own = x.clone(), y.clone()
+        mine[: most or 1], own[: most or 1] = many[k], labels[k]  # every record of a person lies in the same cells
+        who = None if most is None else person
+        return Records.of(mine, own, client, person=who, per_person=most or 1, dtype=torch.float64)
+
+    if privacy.adjacency is Adjacency.ADD_REMOVE:
+        there = data(int(vectors.norm(dim=-1).argmax()))
+        return _Absent(there.x, there.y, there.starts, there.filled, there.per_person), there
     a, b = divmod(int(torch.cdist(vectors, vectors).argmax()), CANARIES)
-    return _with(x, y, client, many[a], labels[a]), _with(x, y, client, many[b], labels[b])
-
-
-def _with(x: Tensor, y: Tensor, client: np.ndarray, record: Tensor, label: Tensor) -> Records:
-    x, y = x.clone(), y.clone()
-    x[0], y[0] = record, label
-    return Records.of(x, y, client, dtype=torch.float64)
+    return data(a), data(b)
 
 
 class _Absent(Records):
-    """Without the victim's first record; its place is masked."""
+    """Without the victim's first record or person; its place is masked."""
 
     def shard(self, i: int) -> Shard:
         shard = super().shard(i)
         if i != VICTIM:
             return shard
         mask = shard.mask.clone()
-        mask[0] = 0
+        mask[: self.per_person] = 0
         return shard._replace(mask=mask)
 
 

@@ -223,11 +223,12 @@ def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
     return parsed
 
 
-def _person(plan: Plan) -> dict[str, int] | None:
-    """For the unit person: records of one person that each client uses, and clients that may hold some."""
+def _person(plan: Plan) -> dict[str, int | str] | None:
+    """For the unit person: records of one person that each client uses, which ones, and clients that may hold some."""
     if plan.privacy.unit is not Unit.PERSON:
         return None
-    return {"records": plan.privacy.person_records, "clients": plan.privacy.person_clients}
+    privacy = plan.privacy
+    return {"records": privacy.person_records, "clients": privacy.person_clients, "choice": privacy.person_choice}
 
 
 def _counted(number: int, noun: str) -> str:

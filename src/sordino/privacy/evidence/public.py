@@ -42,6 +42,7 @@ CERTIFICATE: Mapping[str, str] = {
     "person": "Null unless persons are protected.",
     "person.records": SETTING,
     "person.clients": SETTING,
+    "person.choice": SETTING,
     "adjacency": SETTING,
     "trust": SETTING,
     "method": SETTING,
@@ -117,7 +118,15 @@ SPEC: Mapping[str, str] = {
             *("clients", "partition", "sizes", "split_seed", "participation", "batch", "divisor", "model", "length"),
             *("method", "rounds", "dtype", "normalize", "private_statistics"),
             *("evaluate_every", "threshold", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
-            *("test_fraction", "public_data", "person_ids", "person_records", "person_clients", "calibrate"),
+            *(
+                "test_fraction",
+                "public_data",
+                "person_ids",
+                "person_records",
+                "person_clients",
+                "person_choice",
+                "calibrate",
+            ),
         ),
         SETTING,
     ),
@@ -171,7 +180,7 @@ EVALUATION_METRICS = (*INTERVALS, "predicted_minus_observed", "mae", "mse", "r2"
 OF_A_METRIC = ("estimate", "low", "high")
 EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
     "task": NAMES_ARE_PUBLIC,
-    "records": "At record level the number of test records of each client is public and fixed.",
+    "records": "The number of test records, or of persons, of each client is public and fixed.",
     **dict.fromkeys(("confidence", "bins", "threshold", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
     **{f"{name}.{part}": FROM_RELEASES for name in EVALUATION_METRICS for part in OF_A_METRIC},
     "auc.binning": FROM_RELEASES,
@@ -190,6 +199,7 @@ EVALUATION_SPEC: Mapping[str, str] = {  # spec.toml of an evaluation
     "label_unit": "Half of the public range of a quantity; 1 for classes.",
     **dict.fromkeys(("bins", "threshold", "confidence", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
     **dict.fromkeys(("dropouts", "colluders"), "Of a federation that adds up integers: a setting."),
+    **dict.fromkeys(("person_records", "person_clients", "person_choice"), "Where persons are protected: a setting."),
 }
 EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluation
     "evaluation.json": EVALUATION,

@@ -279,7 +279,7 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
     sampler = cert["sampler"]
     person = cert.get("person")
     return [
-        *([_added_up(person)] if person else []),
+        *([_added_up(person, cert["queries"])] if person else []),
         *bounds,
         _noise(cert),
         f"Clients in each round: {sampler['clients']}. {_of_each_client(cert)} in a round: {sampler['records']}. "
@@ -288,12 +288,17 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _added_up(person: Mapping[str, int]) -> str:
+def _added_up(person: Mapping[str, Any], queries: Sequence[Mapping[str, Any]]) -> str:
     used = "One record" if person["records"] == 1 else f"Up to {person['records']} records"
-    return (
-        f"{used} of each person were used at each client, the first ones in its table. What they contribute was "
-        "added up before it was shortened, so that all of them together count as one."
+    which = "drawn at random" if person["choice"] == "random" else "the first ones in its table"
+    counted = [query["query"].endswith(" tally") for query in queries]
+    added = (
+        " What they contribute was added up before it was shortened, so that all of them together count as one."
+        if not all(counted)
+        else ""
     )
+    shared = " In tables of counts, the records of a person share one count." if any(counted) else ""
+    return f"{used} of each person were used at each client, {which}.{added}{shared}"
 
 
 def unit_plural(cert: Mapping[str, Any]) -> str:
