@@ -676,11 +676,6 @@ class Schema:
         return dataclasses.replace(self, expansion=Expansion())
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """The number of features of each column that has any."""
-        return tuple(width for name, column in self.columns.items() if (width := len(column.features(name))))
-
-    @property
     def searched(self) -> dict[str, int]:
         """Number columns with `within`, whose range noised counts find; each with the place of its first feature."""
         places, at = {}, 0

@@ -555,8 +555,10 @@ def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> 
     if name == "auto":
         name = registry.OF_TASKS.get(target.task, (name,))[0]
     if name == "trees":
+        if schema.features != schema.unexpanded.features:
+            raise SordinoError("features: trees divide the columns themselves; leave features out of the schema.")
         loss = "poisson" if target.task == "count" else options.get("loss")
-        return name, {**options, "widths": options.get("widths") or schema.widths, "loss": loss}
+        return name, {**options, "widths": tuple(len(block.features) for block in schema.blocks), "loss": loss}
     if name != "hazards":
         return name, options
     if options.get("edges") not in (None, target.intervals):
