@@ -96,9 +96,9 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Features made of a schema's columns",
         "",
-        "`python benchmarks/features.py TABLES_DIR`. Method `auto` (trees: `dp-boost`) with its defaults, record level, "
-        "replace-one, untrusted server; Adult: one site, δ = 1e-5; Heart Disease: four hospitals, δ = 1e-4. Mean over splits and "
-        "draws of noise ± standard error; every setting sees the same ones.",
+        "`python benchmarks/features.py TABLES_DIR`. Method `auto` (trees: `dp-boost`) with its defaults, record "
+        "level, replace-one, untrusted server; Adult: one site, δ = 1e-5; Heart Disease: four hospitals, δ = 1e-4. "
+        "Mean over splits and draws of noise ± standard error; every setting sees the same ones.",
         "",
         "| data | features | width | ε | AUC | log loss | accuracy | seeds |",
         "|---|---|---|---|---|---|---|---|",
