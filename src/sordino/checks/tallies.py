@@ -32,7 +32,7 @@ def _scores(*models: Linear) -> CheckedTally:
 
 def tallies() -> Mapping[str, CheckedTally]:
     """What is checked and audited, by the name that reports show."""
-    columns = ColumnTally(4, (("age", 0, True), ("dose", 2, False)), BINS, classes=2)
+    columns = ColumnTally(5, (("age", 0, True),), BINS, classes=2, labels=True, levels=(("ward", 2, 3),))
     errors = ErrorTally(Linear(3, 1, Loss.SQUARES))
     return {
         EVALUATION: _scores(Linear(3, 1, Loss.LOGISTIC), Linear(3, 3)),

@@ -356,7 +356,8 @@ LABELS = "[target]"  # the block that counts classes; no column of a schema can 
 
 @dataclass(frozen=True)
 class ColumnTally(Tally):
-    """Histograms of some columns, each in even bins from -1 to 1; a missing value is not counted. And of the labels.
+    """Histograms of some columns, each in even bins from -1 to 1 or by level; a missing value is not counted. And of
+    the labels.
 
     Args:
       features: number of features of a record.
@@ -364,6 +365,8 @@ class ColumnTally(Tally):
       bins: of each column.
       classes: number of classes of the labels; 0 for numbers.
       labels: whether the classes of the labels are counted too. Otherwise labels are not read.
+      levels: of categories: (name, place of the feature of the first level, number of levels). Another level is not
+        counted.
     """
 
     features: int
@@ -371,6 +374,7 @@ class ColumnTally(Tally):
     bins: int = 64
     classes: int = 0
     labels: bool = False
+    levels: tuple[tuple[str, int, int], ...] = ()
 
     size = 1  # there are no parameters, but theta is never empty
     shapes = ((1,),)
@@ -378,7 +382,8 @@ class ColumnTally(Tally):
     @property
     def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
         counted = (Block(LABELS, self.classes, 1.0),) if self.labels else ()
-        return (*(Block(name, self.bins, 1.0) for name, _, _ in self.columns), *counted)
+        levels = (Block(name, count, 1.0) for name, _, count in self.levels)
+        return (*(Block(name, self.bins, 1.0) for name, _, _ in self.columns), *levels, *counted)
 
     @property
     def outputs(self) -> int:
@@ -398,6 +403,9 @@ class ColumnTally(Tally):
             cell = ((value + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
             missing = x[..., place + 1] > 0.5 if marked else torch.zeros_like(cell, dtype=torch.bool)
             given.append(Contribution(cell=torch.where(missing, -1, cell)))
+        for _, place, count in self.levels:
+            which = x[..., place : place + count].double().nan_to_num(0.0).max(-1)
+            given.append(Contribution(cell=torch.where(which.values > 0.5, which.indices, -1)))
         if self.labels:
             given.append(Contribution(cell=y.long().clamp(-1, self.classes - 1)))
         return given

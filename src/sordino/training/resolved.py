@@ -133,16 +133,11 @@ class ResolvedSpec:
 
     @property
     def statistics(self) -> ColumnTally:
-        """What private statistics count: the columns of the schema with `within`, and the classes if it says so."""
-        from sordino.models.tally import ColumnTally
+        """What private statistics count."""
+        from sordino.training.private_statistics import statistics_tally
 
-        schema = self.source.schema
-        assert schema is not None
-        columns = tuple(
-            (name, place, bool(getattr(schema.columns[name], "indicator", False)))
-            for name, place in schema.searched.items()
-        )
-        return ColumnTally(len(schema.features), columns, classes=len(schema.classes), labels=schema.counted)
+        assert self.source.schema is not None
+        return statistics_tally(self.source.schema)
 
     @property
     def noiseless(self) -> bool:
@@ -304,6 +299,7 @@ class ResolvedSpec:
                     written.without_ranges.sha256(),
                     list(written.searched),
                     written.target.column if written.counted and written.target else None,
+                    list(written.merged),
                 )
                 if found
                 else assumption(written.sha256())
@@ -363,11 +359,12 @@ def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> N
         if schema is not None and schema.unknown:
             raise no_range(schema.unknown[0])
         return
-    if schema is None or not (schema.searched or schema.counted):
+    if schema is None or not (schema.searched or schema.merged or schema.counted):
         raise SordinoError(
-            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high] and "
-            "the shares of classes of a target with find_prevalence = true, and "
-            f"{'there is no schema' if schema is None else 'the schema has neither'}; give --schema, or leave it out."
+            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], the "
+            "levels of categories that have candidates, and the shares of classes of a target with find_prevalence = "
+            f"true, and {'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave "
+            "it out."
         )
     if unit == Unit.CLIENT:
         raise SordinoError(
