@@ -284,7 +284,7 @@ def test_records_in_memory_sweeps_and_federations_are_refused(place):
         run.prepare(spec, whole)
     with pytest.raises(SordinoError, match="by sordino run alone"):
         run_many([spec])
-    with pytest.raises(SordinoError, match="a federation does not find ranges"):
+    with pytest.raises(SordinoError, match="a federation finds ranges in a run of its own"):
         federated({"private_statistics": 0.1})
 
 

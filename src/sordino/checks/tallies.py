@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sordino.core import Method, Unit
-from sordino.methods.tally import STATISTICS, tally_method
+from sordino.methods.tally import tally_method
 from sordino.models.linear import Linear, Loss
 from sordino.models.tally import ColumnTally, ErrorTally, ScoreTally, score_edges
-from sordino.privacy.evidence.certificate import EVALUATION
+from sordino.privacy.evidence.certificate import EVALUATION, STATISTICS
 
 BINS = 8
 

@@ -149,6 +149,9 @@ class FederationConfig(_File):
     evaluation_epsilon: float | None = (
         None  # ask the sites for noised counts of their test records after the last round
     )
+    statistics_epsilon: float | None = (
+        None  # find what the schema leaves open, in a run of its own, instead of training
+    )
     label: str | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +165,16 @@ class FederationConfig(_File):
             raise SordinoError(
                 f"evaluation_epsilon: {self.evaluation_epsilon} must lie in (0, {MOST_EPSILON:g}); leave it out for no "
                 "evaluation."
+            )
+        if self.statistics_epsilon is not None and not 0 < self.statistics_epsilon < MOST_EPSILON:
+            raise SordinoError(
+                f"statistics_epsilon: {self.statistics_epsilon} must lie in (0, {MOST_EPSILON:g}); leave it out to "
+                "train."
+            )
+        if self.statistics_epsilon and self.evaluation_epsilon:
+            raise SordinoError(
+                "evaluation_epsilon: a run that finds statistics trains no model; remove statistics_epsilon or "
+                "evaluation_epsilon."
             )
         if not (self.deadline > 0 and self.patience > 0):
             raise SordinoError(f"deadline, patience: {self.deadline:g} and {self.patience:g}; both must be above 0 s.")

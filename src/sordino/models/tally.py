@@ -351,6 +351,42 @@ def weights(layout: Sequence[Block]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------ columns in bins
 
 
+@dataclass(frozen=True)
+class CellTally(Tally):
+    """The public side of a `ColumnTally`: how many cells each block has. It knows bounds and sizes, and counts nothing.
+
+    Args:
+      features: number of features of a record.
+      cells: of each block.
+      classes: number of classes of the labels; 0 for numbers.
+    """
+
+    features: int
+    cells: tuple[int, ...]
+    classes: int = 0
+
+    size = 1
+    shapes = ((1,),)
+
+    @property
+    def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
+        return tuple(Block(str(k), cells, 1.0) for k, cells in enumerate(self.cells))
+
+    @property
+    def outputs(self) -> int:
+        return max(1, self.classes)
+
+    @property
+    def kind(self) -> Any:
+        return Loss.SOFTMAX if self.classes else Loss.SQUARES
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(1)
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        raise SordinoError("cells: these are only the sizes of blocks; count with ColumnTally.")
+
+
 LABELS = "[target]"  # the block that counts classes; no column of a schema can be its equal where labels are counted
 
 

@@ -161,12 +161,13 @@ class ResolvedSpec:
             self.sampling,
         )
 
-    def build_model(self, features: int, classes: int) -> BuiltModel:
+    def build_model(self, features: int, classes: int, *, described: bool = False) -> BuiltModel:
         """The model for records of this shape, checked against the method.
 
         Args:
           features: numbers per record.
           classes: number of classes; 0 where labels are quantities.
+          described: the tables have a schema that is not at hand: sites hold it, and the terms its hash.
         """
         task = "" if self.source.schema is None else self.source.schema.task
         if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name != fitting:
@@ -181,7 +182,8 @@ class ResolvedSpec:
                 f"method: {self.method_name} derives its steps for classes, and these labels are numbers; use "
                 "another method, such as dp-fedgd."
             )
-        if derived and self.source.schema is None and self.model.name not in registry.OF_TASKS.values():
+        described = described or self.source.schema is not None
+        if derived and not described and self.model.name not in registry.OF_TASKS.values():
             raise SordinoError(
                 "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
                 "whose target has a range, or use another method, such as dp-fedgd."
