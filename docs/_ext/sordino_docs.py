@@ -36,7 +36,14 @@ MORE = {  # public names outside `sordino` itself, by the reader that they are f
         "sordino.privacy.spending:epsilon_after",
     ),
     "Checks": ("sordino.checks:check",),
-    "scikit-learn": ("sordino.estimators:FederatedClassifier", "sordino.estimators:UnpaidSearchWarning"),
+    "scikit-learn": (
+        "sordino.estimators:FederatedClassifier",
+        "sordino.estimators:FederatedRegressor",
+        "sordino.estimators:FederatedCox",
+        "sordino.estimators:certificate_of",
+        "sordino.estimators:UnpaidSearchWarning",
+        "sordino.estimators:UnpaidStepWarning",
+    ),
 }
 
 

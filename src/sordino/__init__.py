@@ -20,13 +20,13 @@ A run in Python, from data to a certificate:
 - engines: `simulate` (fast), `reference` (plain)
 - evidence: `certificate`, `statement`, `verify`
 - a finished run: `load_run` (its model with `predict`; `load` reads data), `evaluate_privately` (noised test results)
-- scikit-learn: `FederatedClassifier`
+- scikit-learn: `FederatedClassifier`, `FederatedRegressor`, `FederatedCox`; `certificate_of` a fitted pipeline
 
 On the command line: `sordino --help`. Tutorials and the whole reference: `make docs`.
 
 Every name is imported when it is first used: `import sordino` itself imports neither torch nor numpy. The names in
 `__all__` need torch, numpy and scipy alone (`load_run`, when called, also safetensors and cryptography);
-`FederatedClassifier` and `UnpaidSearchWarning` also need scikit-learn.
+what `sordino.estimators` holds (`FederatedClassifier`, …) also needs scikit-learn.
 """
 
 from importlib import import_module
@@ -57,7 +57,11 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
     from sordino.engines import reference, simulate
     from sordino.errors import OverspentError, SordinoError
     from sordino.estimators import FederatedClassifier as FederatedClassifier
+    from sordino.estimators import FederatedCox as FederatedCox
+    from sordino.estimators import FederatedRegressor as FederatedRegressor
     from sordino.estimators import UnpaidSearchWarning as UnpaidSearchWarning
+    from sordino.estimators import UnpaidStepWarning as UnpaidStepWarning
+    from sordino.estimators import certificate_of as certificate_of
     from sordino.methods import build
     from sordino.models.linear import Linear
     from sordino.privacy.accounting import gaussian
@@ -113,7 +117,8 @@ _HOME = {
     "sordino.data.sources": "Dataset load",
     "sordino.engines": "reference simulate",
     "sordino.errors": "OverspentError SordinoError",
-    "sordino.estimators": "FederatedClassifier UnpaidSearchWarning",
+    "sordino.estimators": "FederatedClassifier FederatedCox FederatedRegressor UnpaidSearchWarning UnpaidStepWarning "
+    "certificate_of",
     "sordino.methods": "build",
     "sordino.models.linear": "Linear",
     "sordino.privacy.accounting": "gaussian",

@@ -14,11 +14,12 @@ import pytest
 import sordino
 
 ROOT = Path(__file__).parents[2]
-NAMES = [*sordino.__all__, "FederatedClassifier", "UnpaidSearchWarning"]
+ESTIMATORS = sordino._SKLEARN
+NAMES = [*sordino.__all__, *ESTIMATORS]
 
 
 def public(name):
-    if name in ("FederatedClassifier", "UnpaidSearchWarning"):
+    if name in ESTIMATORS:
         pytest.importorskip("sklearn", reason="scikit-learn is an extra")
     return getattr(sordino, name)
 

@@ -24,7 +24,7 @@ so applying it costs no privacy. Every feature it makes is bounded, so one recor
 
 Types: `number` (range, or mean and std; `log = true` for amounts), `category`, `ordinal` (levels in order), `boolean`,
 `date` (range of two dates), `drop`. A column that the schema does not name is an error at every site, so that no id
-becomes a feature by accident.
+becomes a feature by accident. `features = "bins:8"` and others make more of them (`data.expansion`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
-from sordino.data import tables
+from sordino.data import expansion, tables
+from sordino.data.expansion import Block, Expansion
 from sordino.data.tables import Dialect
 from sordino.errors import SordinoError, nearest
 from sordino.settings import read_toml
@@ -138,6 +139,17 @@ class Number:
         values = np.clip(values, low, high) - low
         part = np.log1p(values) / math.log1p(high - low) if self.log else values / (high - low)
         return 2 * part - 1
+
+    def knot(self, part: float) -> str:
+        """The value at this part of the range, in the unit of the table."""
+        if self.unknown:
+            return f"{part:.0%} of its range"
+        if self.range is None:
+            assert self.mean is not None and self.std is not None  # noqa: PT018 - `check` did
+            return f"{self.mean + (2 * part - 1) * self.limit * self.std:.6g}"
+        low, high = self.range
+        value = math.expm1(part * math.log1p(high - low)) if self.log else part * (high - low)
+        return f"{low + value:.6g}"
 
     def says(self) -> str:
         """What a value becomes, for people."""
@@ -297,6 +309,11 @@ class Date:
 
     def says(self) -> str:
         return f"{self.range[0]} … {self.range[1]} becomes -1 … 1; beyond is clamped"
+
+    def knot(self, part: float) -> str:
+        """The date at this part of the range."""
+        first, last = (_day(text, "range") for text in self.range)
+        return (EPOCH + timedelta(days=round(first + part * (last - first)))).isoformat()
 
 
 @dataclass(frozen=True)
@@ -484,9 +501,7 @@ class Target:
             )
         if wrong := int((time < 0).sum()):
             raise SordinoError(f"target: {wrong} times in column '{self.column}' are below 0; drop those records.")
-        end = self.intervals[-1]
-        happened = (index >= len(no)) & (time < end)
-        return np.asarray(np.where(happened, 1, -1) * np.clip(time, LEAST_TIME * end, end), np.float32)
+        return signed_times(time, index >= len(no), self.intervals[-1])
 
     def _absent(self, count: int, column: str) -> SordinoError:
         return SordinoError(f"target: {count} cells of column '{column}' are missing; drop those records.")
@@ -498,6 +513,12 @@ class Target:
         if self.task == "survival":
             return f"survival: event in {self.event}, {len(self.intervals) - 1} intervals up to {self.intervals[-1]:g}"
         return f"classes: {', '.join(self.levels)}" if self.task == "classes" else self.task
+
+
+def signed_times(time: np.ndarray, event: np.ndarray, end: float) -> np.ndarray:
+    """Survival as one number: the time, negative where no event happened before `end`, at most `end`."""
+    happened = event & (time < end)
+    return np.asarray(np.where(happened, 1, -1) * np.clip(time, LEAST_TIME * end, end), np.float32)
 
 
 KEYS_OF_TASKS: Mapping[str, tuple[str, ...]] = {
@@ -558,6 +579,7 @@ class Schema:
         person: The column that says whom a record is about.
         missing: Cells that mean that a value is missing.
         dialect: How a text file is written.
+        expansion: Which features are made of the columns, beyond those that each column has.
 
     Example:
         >>> schema = Schema.of({
@@ -576,6 +598,7 @@ class Schema:
     person: str | None = None
     missing: tuple[str, ...] = MISSING
     dialect: Dialect = field(default_factory=Dialect)
+    expansion: Expansion = field(default_factory=Expansion)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -591,7 +614,8 @@ class Schema:
         Raises:
             SordinoError: A key is unknown, absent, or out of its range; the message begins with it.
         """
-        _check_keys(values, ("columns", "target", "client", "person", "missing", "file"), "schema")
+        keys = ("columns", "target", "client", "person", "missing", "file", *expansion.KEYS)
+        _check_keys(values, keys, "schema")
         described = values.get("columns") or {}
         if not isinstance(described, Mapping) or not described:
             raise SordinoError("schema: there are no columns; describe each one under [columns.NAME].")
@@ -613,7 +637,10 @@ class Schema:
             raise SordinoError('missing: give a list of texts, such as ["", "?", "NA"].')
         file = values.get("file", {})
         _check_keys(file, Dialect._fields, "file")
-        return Schema(columns, target, special["client"], special["person"], tuple(missing), Dialect(**file))
+        made = Expansion.of(values, [name for name, column in columns.items() if column.features(name)])
+        schema = Schema(columns, target, special["client"], special["person"], tuple(missing), Dialect(**file), made)
+        made.check_width(schema.blocks)
+        return schema
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -621,6 +648,7 @@ class Schema:
         """The same as a dict, complete, for files and hashes."""
         document: dict[str, Any] = {key: value for key in ("client", "person") if (value := getattr(self, key))}
         document["missing"] = list(self.missing)
+        document |= self.expansion.values()
         if self.dialect != Dialect():
             document["file"] = {key: value for key, value in self.dialect._asdict().items() if value is not None}
         if self.target is not None:
@@ -649,7 +677,21 @@ class Schema:
     @property
     def features(self) -> list[str]:
         """Names of the features, in order."""
-        return [feature for name, column in self.columns.items() for feature in column.features(name)]
+        return self.expansion.features(self.blocks)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The columns that have features, before these are expanded."""
+        return [
+            Block(name, made, getattr(column, "knot", None))
+            for name, column in self.columns.items()
+            if (made := column.features(name))
+        ]
+
+    @property
+    def unexpanded(self) -> Schema:
+        """The same with the features of the columns alone."""
+        return dataclasses.replace(self, expansion=Expansion())
 
     @property
     def searched(self) -> dict[str, int]:
@@ -726,15 +768,15 @@ class Schema:
 
     @property
     def at_its_widest(self) -> Schema:
-        """With every searched column scaled by the whole of `within`, and all candidates as levels."""
+        """Searched columns scaled by the whole of `within`, all candidates as levels, features of columns alone."""
         columns = self.columns.items()
         widest = {name: each.within for name, each in columns if isinstance(each, Number) and each.within is not None}
-        return self.with_ranges(widest).with_levels(self._candidates)
+        return self.with_ranges(widest).with_levels(self._candidates).unexpanded
 
     @property
     def used(self) -> int:
-        """Number of columns that become features."""
-        return sum(not isinstance(column, Drop) for column in self.columns.values())
+        """Number of columns that become features; what is made of them counts as the columns that its norm is worth."""
+        return self.expansion.extent(sum(not isinstance(column, Drop) for column in self.columns.values()))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -830,12 +872,13 @@ class Schema:
         table = tables.of_frame(frame)
         needed = self.reads(target=target)
         tables.check_columns(table.column_names, list(needed), "data")
-        x = np.empty((table.num_rows, len(self.features)), np.float32)
-        at = 0
+        blocks, at = self.blocks, 0
+        x = np.empty((table.num_rows, sum(len(block.features) for block in blocks)), np.float32)
         for name, column in self.columns.items():
             if width := len(column.features(name)):
                 column.encode(table.column(name), name, self.missing, x[:, at : at + width])
                 at += width
+        x = self.expansion.apply(x, blocks)
         if not target or self.target is None:
             return Encoded(x, None, None, None)
         y = self.target.encode(table, self.missing)
@@ -850,12 +893,12 @@ class Schema:
         return np.asarray(text.to_numpy(zero_copy_only=False)).astype(str)
 
     def explain(self) -> list[tuple[str, str, list[str]]]:
-        """For people: each column, what its values become, and the names of its features."""
+        """For people: each column, what its values become, and its features; then what is made of these."""
         blank = "; one more feature is 1 where the cell is missing"
         return [
             (name, column.says() + blank * getattr(column, "indicator", False), column.features(name))
             for name, column in self.columns.items()
-        ]
+        ] + self.expansion.says(self.blocks)
 
 
 # -------------------------------------------------------------------------------------------------------------- drafts

@@ -12,6 +12,7 @@ from sordino import plugins
 from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError, nearest
+from sordino.federation import counting
 from sordino.federation.terms import SITE_NAME
 from sordino.methods import REGISTRY
 from sordino.models import registry
@@ -59,7 +60,8 @@ def _by_schema(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     schema = Schema.read(path)
     if schema.target is None:
         raise SordinoError(f"schema: '{path}' has no [target]; add its column and task.")
-    known = {"label": schema.target.column, "classes": schema.classes, "features": len(schema.features)}
+    features = (counting.filled(schema) if schema.unknown else schema).features
+    known = {"label": schema.target.column, "classes": schema.classes, "features": len(features)}
     for key, value in known.items():
         if values.get(key, value) != value:
             raise SordinoError(f"{key}: the schema says {value!r}, not {values[key]!r}; remove the key.")

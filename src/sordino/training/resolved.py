@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # these need torch
     from sordino.models.tally import ColumnTally
 
 
+MOST_COVARIANCE = 1500  # features that a schema may make of columns for methods that release a covariance
 CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.1, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
 
@@ -188,6 +189,7 @@ class ResolvedSpec:
                 "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
                 "whose target has a range, or use another method, such as dp-fedgd."
             )
+        self._check_expansion(features)
         reads_text = self.model.entry.reads == "text"
         if reads_text and self.source.name not in glue.TASKS and not self.source.name.endswith(".npz"):
             raise SordinoError(
@@ -218,6 +220,22 @@ class ResolvedSpec:
                 "here; set calibrate = 0."
             )
         return model
+
+    def _check_expansion(self, features: int) -> None:
+        """Refuse features of a schema that a method or model cannot use."""
+        if self.source.schema is None or not self.source.schema.expansion:
+            return
+        if self.model.name == "trees":
+            raise SordinoError(
+                "features: trees split the columns themselves; leave features out of the schema, or use another model."
+            )
+        kinds = {query.kind for stage in self.method.stages for query in stage.queries}
+        if Kind.GRAM in kinds and features > MOST_COVARIANCE:
+            raise SordinoError(
+                f"features: the schema makes {features:,} of them, and {self.method_name} releases their covariance, "
+                f"{features:,} x {features:,} numbers; at most {MOST_COVARIANCE:,} are served. Name fewer pairs under "
+                "`interactions`, take fewer bins or random features, or use a method such as dp-fedadam."
+            )
 
     def read_unscaled(self) -> Dataset:
         """The table for private statistics: searched columns are scaled by `within`, and records are not normalised."""
@@ -306,6 +324,8 @@ class ResolvedSpec:
                 if found
                 else assumption(written.sha256())
             )
+            if written.expansion.rff:
+                facts.append(f"Random features are drawn from the public seed {written.expansion.rff_seed}.")
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
         if self.source.open and self.partition.reads_labels:

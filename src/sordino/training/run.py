@@ -337,7 +337,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     if progress.theta is None:
         raise SordinoError(f"out: no round of '{out}' is done yet; train it first.")
     path = folder.public / "model.safetensors"
-    save_model(path, resolved, run.dataset, run.model, progress.theta, _life_table(run, progress.checkpoint))
+    save_model(path, resolved, run.dataset, run.model, progress.theta, life_table(run, progress.checkpoint))
     title = f"{resolved.method_name} on {run.dataset.name}, {run.plan.clients} clients"
     curve, adapter = folder.public / "curve.png", folder.public / "adapter"
     drawn = draw_curve(curve, title, run.plan.privacy.delta, history)
@@ -369,7 +369,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     return cert
 
 
-def _life_table(run: PreparedRun, checkpoint: Any) -> list[dict[str, float]] | None:
+def life_table(run: PreparedRun, checkpoint: Any) -> list[dict[str, float]] | None:
     """The life table that `auto` released, from the state of its rule; None if the run released none."""
     if not isinstance(run.model, Hazards) or run.resolved.method_name != "auto":
         return None

@@ -1,4 +1,4 @@
-"""The estimator: scikit-learn's manners, the promise of each fit, and what is not paid for."""
+"""The classifier: scikit-learn's manners, the promise of each fit, and what is not paid for."""
 
 import json
 import math
@@ -335,8 +335,8 @@ def test_where_scikit_learn_is_absent_the_remedy_is_named():
     done = run(code + "from sordino import *\nsordino.FederatedClassifier")
     assert done.stdout.split() == ["False"]
     assert "ImportError: FederatedClassifier needs scikit-learn: pip install 'sordino[sklearn]'" in done.stderr
-    with pytest.raises(AttributeError, match="no attribute 'FederatedRegressor'"):
-        sordino.FederatedRegressor  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'FederatedOracle'"):
+        sordino.FederatedOracle  # noqa: B018
 
 
 def test_a_useless_model_is_called_one():

@@ -1,0 +1,297 @@
+"""Frames with a schema, for every estimator: columns by name, target, clients and persons from the frame."""
+
+import json
+import pickle
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+
+import sordino
+from sordino import FederatedClassifier, FederatedCox, FederatedRegressor, Schema, SordinoError
+from sordino.estimators.pipelines import PREPARED
+
+SCHEMA = {
+    "client": "hospital",
+    "person": "patient",
+    "target": {"column": "died", "levels": ["no", "yes"]},
+    "columns": {
+        "age": {"type": "number", "range": [20, 90]},
+        "sex": {"type": "category", "levels": ["f", "m"]},
+        "id": {"type": "drop"},
+    },
+}
+
+
+def table(n=300, seed=0):
+    rng = np.random.default_rng(seed)
+    age, sex = rng.uniform(20, 90, n), rng.choice(["f", "m"], n)
+    risk = 1 / (1 + np.exp(-(age - 55) / 8))
+    age[::17] = np.nan
+    return pd.DataFrame(
+        {
+            "id": np.arange(n),
+            "hospital": rng.choice(["north", "south", "west"], n),
+            "patient": [f"p{k // 2:04}" for k in range(n)],
+            "age": age,
+            "sex": sex,
+            "died": np.where(rng.random(n) < risk, "yes", "no"),
+        }
+    )
+
+
+def without(*keys, **target):
+    return {
+        **{key: value for key, value in SCHEMA.items() if key not in keys},
+        **({"target": target} if target else {}),
+    }
+
+
+def fast(schema=None, kind=FederatedClassifier, **settings):
+    schema = without("person") if schema is None else schema
+    usual = {"method": "dp-fedgd", "epsilon": 50.0, "rounds": 10, "random_state": 0, "options": {"lr": 1.0}}
+    return kind(schema=schema, **{**usual, **settings})
+
+
+def test_a_frame_says_everything():
+    frame = table()
+    model = FederatedClassifier(epsilon=8.0, schema=SCHEMA, options={"person_records": 2})
+    cert = model.fit(frame.drop(columns="hospital").assign(hospital="one")).certificate_
+    assert (cert["unit"], cert["clients"], cert["client_names"]) == ("person", 1, ["one"])
+    assert cert["certified"]
+    assert (cert["person"]["records"], cert["person"]["clients"]) == (2, 1)
+    assert any(f"sha256 {Schema.of(SCHEMA).sha256()}" in fact for fact in cert["assumes"])
+    assert PREPARED not in cert["assumes"], "the schema says how features were made"
+    assert sordino.verify(json.loads(json.dumps(cert))).problems == []
+    assert model.classes_.tolist() == ["no", "yes"]
+    assert model.feature_names_in_.tolist() == ["age", "sex"]
+    assert model.n_features_in_ == 2
+    assert model.features_.tolist() == Schema.of(SCHEMA).features
+    assert model.coef_.shape == (1, 6)
+    assert model.score(table(seed=1)) > 0.7
+
+
+def test_frames_of_all_kinds_are_one():
+    frame = table()
+    forms = [
+        frame,
+        pa.Table.from_pandas(frame),
+        frame.to_dict("list"),
+        frame[frame.columns[::-1]],
+    ]
+    first, *others = [fast().fit(form) for form in forms]
+    for model, form in zip(others, forms[1:], strict=True):
+        assert (model.coef_ == first.coef_).all()
+        assert (model.predict(form) == first.predict(frame)).all()
+
+
+def test_polars():
+    polars = pytest.importorskip("polars")
+    frame = table()
+    other, model = polars.from_pandas(frame), fast().fit(frame)
+    assert (fast().fit(other).coef_ == model.coef_).all()
+    assert (model.predict(other.select("sex", "age")) == model.predict(frame)).all()
+
+
+def test_a_schema_is_a_file_a_dict_or_a_schema(tmp_path):
+    schema = Schema.of(without("person"))
+    (tmp_path / "schema.toml").write_text(schema.toml())
+    forms = [schema, schema.values(), tmp_path / "schema.toml", str(tmp_path / "schema.toml")]
+    first, *others = [fast(form).fit(table()) for form in forms]
+    assert all((each.coef_ == first.coef_).all() for each in others)
+    assert (clone(first).fit(table()).coef_ == first.coef_).all()
+    assert (pickle.loads(pickle.dumps(first)).predict(table()) == first.predict(table())).all()
+
+
+def test_the_schema_encodes_as_everywhere():
+    """The same records, encoded by hand, give the same model."""
+    frame, schema = table(), Schema.of(without("person"))
+    encoded = schema.encode(frame)
+    by_hand = fast(model="auto").set_params(schema=None, normalize="table:2", method="auto", options=None)
+    by_schema = clone(by_hand).set_params(schema=schema, normalize=None, options={"calibrate": 0.0})
+    by_hand.fit(encoded.x, np.array(schema.classes)[encoded.y], groups=encoded.client)
+    assert np.allclose(by_schema.fit(frame).coef_, by_hand.coef_)
+    assert by_schema.normalize_ == "table:2"
+
+
+def test_tables_of_classes_are_calibrated():
+    queries = [
+        {query["query"] for query in model.fit(table()).certificate_["queries"]}
+        for model in (fast(method="auto", rounds=30, options=calibrate) for calibrate in (None, {"calibrate": 0.0}))
+    ]
+    assert len(queries[0]) > len(queries[1])
+
+
+def test_predictions_need_the_columns_alone():
+    frame = table()
+    model = fast().fit(frame)
+    assert (model.predict(frame[["sex", "age"]]) == model.predict(frame)).all(), "found by name, whatever their order"
+    assert (model.predict_proba(frame.assign(more=1)) == model.predict_proba(frame)).all()
+    with pytest.raises(SordinoError, match=r"lacks the column 'sex'"):
+        model.predict(frame[["age"]])
+    with pytest.raises(SordinoError, match=r"^data: a ndarray is no table; give a pandas or polars frame"):
+        model.predict(frame[["age"]].to_numpy())
+
+
+def test_a_given_target_replaces_the_column():
+    frame = table()
+    in_frame = fast().fit(frame)
+    for y in (frame["died"], frame["died"].tolist(), frame["died"].to_numpy()):
+        assert (fast().fit(frame.drop(columns="died"), y).coef_ == in_frame.coef_).all()
+        assert (fast().fit(frame.assign(died="no"), y).coef_ == in_frame.coef_).all()
+    assert in_frame.score(frame) == in_frame.score(frame.drop(columns="died"), frame["died"])
+    numbers = without("person", column="died", levels=["0", "1"])
+    zero_or_one = (frame["died"] == "yes").astype(int)
+    model = fast(numbers).fit(frame, zero_or_one)
+    assert (model.coef_ == in_frame.coef_).all()
+    assert model.score(frame, zero_or_one) == in_frame.score(frame)
+
+
+def test_groups_and_persons_fill_what_the_schema_lacks():
+    frame = table()
+    named = fast().fit(frame)
+    given = fast(without("person", "client")).fit(frame, groups=frame["hospital"])
+    assert (given.coef_ == named.coef_).all()
+    assert given.certificate_["client_names"] == ["north", "south", "west"]
+    options = {"person_records": 2, "person_clients": 3, "lr": 1.0}
+    by_column = fast(SCHEMA, options=options).fit(frame)
+    by_argument = fast(options=options).fit(frame, persons=frame["patient"])
+    assert (by_column.coef_ == by_argument.coef_).all()
+    assert by_column.certificate_["unit"] == by_argument.certificate_["unit"] == "person"
+    sha = Schema.of(without("person")).sha256()
+    assert any(sha in fact for fact in by_argument.certificate_["assumes"]), "the schema as it was written"
+    assert fast(SCHEMA, unit="record").fit(frame).certificate_["unit"] == "record"
+    arrays = FederatedClassifier(method="dp-fedgd", rounds=2, options={"person_ids": "per-client"}, epsilon=50.0)
+    cert = arrays.fit(frame[["age"]].fillna(50) / 90, frame["died"], persons=frame["patient"]).certificate_
+    assert any("Persons are numbered by each client" in fact for fact in cert["assumes"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_search_over_a_frame():
+    frame = table()
+    for given in ((frame,), (frame, frame["died"])):
+        search = GridSearchCV(fast(), {"epsilon": [20.0, 50.0]}, cv=2).fit(*given)
+        assert search.best_score_ > 0.6
+
+
+def test_quantities_counts_and_survival_of_a_frame():
+    frame = table(600)
+    age = frame["age"].fillna(55)
+    rng = np.random.default_rng(0)
+    frame["days"] = age / 10 + rng.normal(0, 0.5, len(age))
+    frame["visits"] = rng.poisson(np.exp(age / 40))
+    frame["time"], frame["dead"] = rng.exponential(100 / age), rng.choice(["Y", "N"], len(age))
+    quantity = without("person", column="days", task="quantity", range=[0, 12])
+    model = fast(quantity, FederatedRegressor, method="auto", options=None).fit(frame)
+    assert model.score(frame) > 0.7
+    assert model.score(frame, frame["days"]) == pytest.approx(model.score(frame))
+    assert ((model.predict(frame) >= 0) & (model.predict(frame) <= 12)).all()
+    count = without("person", column="visits", task="count", maximum=40)
+    assert fast(count, FederatedRegressor, method="auto", options=None).fit(frame).score(frame) > 0.2
+    lives = without("person", column="time", task="survival", event="dead", levels=["N", "Y"], intervals=[0, 1, 2, 4])
+    cox = fast(lives, FederatedCox, method="auto", options=None).fit(frame)
+    y = np.stack([frame["time"], frame["dead"] == "Y"], 1)
+    assert cox.score(frame) == cox.score(frame.drop(columns=["time", "dead"]), y) > 0.5
+    again = fast(lives, FederatedCox, method="auto", options=None).fit(frame.drop(columns=["time", "dead"]), y)
+    assert (again.coef_ == cox.coef_).all()
+    assert cox.edges_.tolist() == [1, 2, 4]
+
+
+def test_the_same_frame_shares_a_ledger(tmp_path):
+    frame = table()
+    settings = {"ledger": tmp_path / "mine.db", "random_state": None, "epsilon": 1.0}
+    fast(**settings, limit=1.2).fit(frame)
+    with pytest.raises(sordino.OverspentError):
+        fast(**settings).fit(frame[frame.columns[::-1]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "settings", "message"),
+    [
+        (FederatedClassifier, 3, {}, r"^schema: 3 must be the path"),
+        (FederatedClassifier, "absent.toml", {}, r"absent.toml"),
+        (FederatedClassifier, without("target"), {}, r"^schema: it names no target"),
+        (FederatedRegressor, SCHEMA, {}, r"^schema: its target has the task classes, .* use FederatedClassifier"),
+        (FederatedCox, SCHEMA, {}, r"^schema: its target has the task classes, and FederatedCox learns survival"),
+        (
+            FederatedClassifier,
+            without("person", column="died", task="count", maximum=3),
+            {},
+            r"^schema: its target has the task count, .* use FederatedRegressor",
+        ),
+        (FederatedClassifier, without("person"), {"classes": ["no"]}, r"^classes: the target of the schema"),
+        (
+            FederatedRegressor,
+            without("person", column="age", task="quantity", range=[0, 1]),
+            {"target_range": (0, 1)},
+            r"^columns.age: age is the target|^target_range: the target of the schema",
+        ),
+        (FederatedClassifier, without("person"), {"options": {"private_statistics": 0.1}}, r"^options: 'private_stat"),
+        (
+            FederatedClassifier,
+            {**without("person"), "columns": {"age": {"type": "number", "within": [0, 200]}}},
+            {},
+            r"^columns.age: it has no public range",
+        ),
+    ],
+)
+def test_bad_schemas_are_named(kind, schema, settings, message):
+    with pytest.raises(SordinoError, match=message):
+        fast(schema, kind, **settings).fit(table(40))
+
+
+def test_bad_frames_are_named():
+    frame = table(40)
+    for wrong, message in [
+        (frame.drop(columns="died"), r"lacks the column 'died'"),
+        (frame.drop(columns="hospital"), r"lacks the column 'hospital'"),
+        (frame.assign(died="perhaps"), r"^target: 'perhaps' in column 'died' is none of the levels"),
+        (frame.assign(died=None), r"^target: 40 cells of column 'died' are missing"),
+        (frame.assign(hospital=None), r"^client: 40 cells"),
+        (frame.assign(age="old"), r"column 'age' holds 'old', which is no number"),
+        (frame[:0], r"^X: the frame has no records"),
+        (frame.to_numpy(), r"^data: a ndarray is no table"),
+    ]:
+        with pytest.raises(SordinoError, match=message):
+            fast().fit(wrong)
+    with pytest.raises(SordinoError, match=r"^y: shape \(3,\) for 40 records"):
+        fast().fit(frame, ["no", "yes", "no"])
+    with pytest.raises(SordinoError, match=r"^groups: the schema names the column 'hospital' for it"):
+        fast().fit(frame, groups=frame["hospital"])
+    with pytest.raises(SordinoError, match=r"^persons: the schema names the column 'patient' for it"):
+        fast(SCHEMA).fit(frame, persons=frame["patient"])
+    with pytest.raises(SordinoError, match=r"^groups: shape \(3,\)"):
+        fast(without("client", "person")).fit(frame, groups=[1, 2, 3])
+
+
+def test_weights_of_records_are_refused():
+    x, y = np.eye(4), [0, 1, 0, 1]
+    with pytest.raises(SordinoError, match=r"^sample_weight: no bound is proved"):
+        FederatedClassifier().fit(x, y, sample_weight=np.ones(4))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
+        FederatedClassifier().fit(x, y, weights=np.ones(4))
+
+
+def test_balanced_weights_from_public_shares():
+    frame = table()
+    weights = {"class_weights": "balanced", "prevalence": [0.8, 0.2], "lr": 1.0}
+    plain, balanced = fast().fit(frame), fast(options=weights).fit(frame)
+    assert balanced.predict_proba(frame)[:, 1].mean() > plain.predict_proba(frame)[:, 1].mean()
+    with pytest.raises(SordinoError, match=r"^class_weights: balanced needs the share"):
+        fast(options={"class_weights": "balanced"}).fit(frame)
+
+
+def test_a_network():
+    x = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)
+    y = (x[:, 0] * x[:, 1] > 0).astype(int)  # no line separates them
+    model = FederatedClassifier(
+        model="mlp", method="dp-fedadam", rounds=60, clients=2, epsilon=1e4, random_state=0, options={"lr": 0.05}
+    ).fit(x, y)
+    assert model.score(x, y) > 0.85
+    assert not hasattr(model, "coef_")
+    assert model.predict_proba(x).shape == (200, 2)
+    assert (pickle.loads(pickle.dumps(model)).predict(x) == model.predict(x)).all()
+    assert hasattr(model.set_params(model="auto", method="auto", options=None, rounds=10).fit(x, y), "coef_")
