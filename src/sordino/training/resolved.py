@@ -134,17 +134,11 @@ class ResolvedSpec:
 
     @property
     def statistics(self) -> ColumnTally:
-        """What private statistics count: the columns of the schema with `within`, and the classes if it says so."""
-        from sordino.models.tally import ColumnTally
+        """What private statistics count."""
+        from sordino.training.private_statistics import statistics_tally
 
-        schema = self.source.schema
-        assert schema is not None
-        columns = tuple(
-            (name, place, bool(getattr(schema.columns[name], "indicator", False)))
-            for name, place in schema.searched.items()
-        )
-        width = len(schema.unexpanded.features)
-        return ColumnTally(width, columns, classes=len(schema.classes), labels=schema.counted)
+        assert self.source.schema is not None
+        return statistics_tally(self.source.schema)
 
     @property
     def noiseless(self) -> bool:
@@ -168,12 +162,13 @@ class ResolvedSpec:
             self.sampling,
         )
 
-    def build_model(self, features: int, classes: int) -> BuiltModel:
+    def build_model(self, features: int, classes: int, *, described: bool = False) -> BuiltModel:
         """The model for records of this shape, checked against the method.
 
         Args:
           features: numbers per record.
           classes: number of classes; 0 where labels are quantities.
+          described: the tables have a schema that is not at hand: sites hold it, and the terms its hash.
         """
         task = "" if self.source.schema is None else self.source.schema.task
         if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name not in fitting:
@@ -188,7 +183,8 @@ class ResolvedSpec:
                 f"method: {self.method_name} derives its steps for classes, and these labels are numbers; use "
                 "another method, such as dp-fedgd."
             )
-        if derived and self.source.schema is None and self.model.name not in registry.of_numbers():
+        described = described or self.source.schema is not None
+        if derived and not described and self.model.name not in registry.of_numbers():
             raise SordinoError(
                 "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
                 "whose target has a range, or use another method, such as dp-fedgd."
@@ -323,6 +319,7 @@ class ResolvedSpec:
                     written.without_ranges.sha256(),
                     list(written.searched),
                     written.target.column if written.counted and written.target else None,
+                    list(written.merged),
                 )
                 if found
                 else assumption(written.sha256())
@@ -384,11 +381,12 @@ def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> N
         if schema is not None and schema.unknown:
             raise no_range(schema.unknown[0])
         return
-    if schema is None or not (schema.searched or schema.counted):
+    if schema is None or not (schema.searched or schema.merged or schema.counted):
         raise SordinoError(
-            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high] and "
-            "the shares of classes of a target with find_prevalence = true, and "
-            f"{'there is no schema' if schema is None else 'the schema has neither'}; give --schema, or leave it out."
+            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], the "
+            "levels of categories that have candidates, and the shares of classes of a target with find_prevalence = "
+            f"true, and {'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave "
+            "it out."
         )
     if unit == Unit.CLIENT:
         raise SordinoError(
@@ -555,8 +553,6 @@ def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> 
     if name == "auto":
         name = registry.OF_TASKS.get(target.task, (name,))[0]
     if name == "trees":
-        if schema.features != schema.unexpanded.features:
-            raise SordinoError("features: trees divide the columns themselves; leave features out of the schema.")
         loss = "poisson" if target.task == "count" else options.get("loss")
         return name, {**options, "widths": tuple(len(block.features) for block in schema.blocks), "loss": loss}
     if name != "hazards":
