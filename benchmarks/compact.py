@@ -4,8 +4,8 @@
 
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to. Estimation keeps
-the sum of a prediction; subsampling leaves out what was tried. Other documents only lose white space and digits. What
-is dropped is made again by the command in the document.
+the sum of a prediction, and no medians; subsampling leaves out what was tried. Other documents only lose white space
+and digits. What is dropped is made again by the command in the document.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def estimation(document: dict[str, Any]) -> dict[str, Any]:
         else point
         for point in points
     ]
+    for point in points:  # no page shows medians
+        point["methods"] = {
+            name: {key: value for key, value in found.items() if key != "median"}
+            for name, found in point["methods"].items()
+        }
     return {**document, "points": points}
 
 

@@ -175,9 +175,15 @@ DAYS = {"column": "days", "task": "survival", "event": "died", "intervals": [0, 
 
 
 @pytest.mark.parametrize(
-    "target", [DAYS, {"column": "days", "task": "count", "maximum": 400}], ids=["survival", "count"]
+    "target",
+    [
+        DAYS,
+        {"column": "days", "task": "count", "maximum": 400},
+        {"column": "days", "task": "quantity", "range": [0, 400]},
+    ],
+    ids=["survival", "count", "quantity"],
 )
-def test_a_federation_learns_survival_and_counts(federation, tmp_path, target):
+def test_a_federation_learns_survival_counts_and_quantities(federation, tmp_path, target):
     schema = {**SCHEMA, "target": target}
     schema["columns"] = {**SCHEMA["columns"], **({} if "event" in target else {"died": {"type": "drop"}})}
     rng = np.random.default_rng(1)

@@ -100,7 +100,8 @@ def _check(arguments: argparse.Namespace) -> int:
         page.print()
         if schema.target is not None:
             page.print(f"target     {schema.target.column} ({schema.target.says()})", markup=False)
-        page.print(f"features   {len(schema.features)} numbers per record, each between -1 and 1", markup=False)
+        size = "" if schema.expansion.rff else ", each between -1 and 1"
+        page.print(f"features   {len(schema.features)} numbers per record{size}", markup=False)
         page.print("privacy    applied to each record by itself: it costs nothing", markup=False)
         if arguments.file:
             page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)

@@ -24,7 +24,7 @@ so applying it costs no privacy. Every feature it makes is bounded, so one recor
 
 Types: `number` (range, or mean and std; `log = true` for amounts), `category`, `ordinal` (levels in order), `boolean`,
 `date` (range of two dates), `drop`. A column that the schema does not name is an error at every site, so that no id
-becomes a feature by accident.
+becomes a feature by accident. `features = "bins:8"` and others make more of them (`data.expansion`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
-from sordino.data import tables
+from sordino.data import expansion, tables
+from sordino.data.expansion import Block, Expansion
 from sordino.data.tables import Dialect
 from sordino.errors import SordinoError, nearest
 from sordino.settings import read_toml
@@ -139,6 +140,17 @@ class Number:
         part = np.log1p(values) / math.log1p(high - low) if self.log else values / (high - low)
         return 2 * part - 1
 
+    def knot(self, part: float) -> str:
+        """The value at this part of the range, in the unit of the table."""
+        if self.unknown:
+            return f"{part:.0%} of its range"
+        if self.range is None:
+            assert self.mean is not None and self.std is not None  # noqa: PT018 - `check` did
+            return f"{self.mean + (2 * part - 1) * self.limit * self.std:.6g}"
+        low, high = self.range
+        value = math.expm1(part * math.log1p(high - low)) if self.log else part * (high - low)
+        return f"{low + value:.6g}"
+
     def says(self) -> str:
         """What a value becomes, for people."""
         if self.unknown and self.within is not None:
@@ -157,8 +169,8 @@ def no_range(name: str) -> SordinoError:
             "--private-statistics 0.05, or give public ones and remove find_prevalence."
         )
     return SordinoError(
-        f"columns.{name}: it has no public range, only within; give range = [low, high], or spend a part of the budget "
-        "on finding one: sordino run --private-statistics 0.05."
+        f"columns.{name}: it has no public range or levels yet, only within or candidates; give range = [low, high] or "
+        "levels, or spend a part of the budget on finding them: sordino run --private-statistics 0.05."
     )
 
 
@@ -169,17 +181,30 @@ class Category:
     levels: tuple[Any, ...] = ()
     other: bool = True
     indicator: bool = True
+    candidates: tuple[Any, ...] = ()  # public levels, of which noised counts keep those that are not rare
 
     reads: ClassVar[str] = "text"
 
     def check(self, where: str) -> None:
-        _check_levels(self.levels, where)
+        if not self.candidates:
+            _check_levels(self.levels, where)
+            return
+        _check_levels(self.candidates, where, key="candidates")
+        if unlisted := [level for level in self.levels if level not in self.candidates]:
+            raise SordinoError(f"{where}.levels: '{unlisted[0]}' is none of the candidates; leave levels out.")
+
+    @property
+    def unknown(self) -> bool:
+        """Whether noised counts must find its levels."""
+        return bool(self.candidates) and not self.levels
 
     def features(self, name: str) -> list[str]:
         extra = ["other"] * self.other + ["missing"] * self.indicator
-        return [f"{name} = {level}" for level in (*self.levels, *extra)]
+        return [f"{name} = {level}" for level in (*(self.levels or self.candidates), *extra)]
 
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
+        if self.unknown:
+            raise no_range(name)
         index = level_index(column, self.levels, missing)
         width = out.shape[1]
         unknown = len(self.levels) if self.other else width  # a column beyond the last: nothing is set
@@ -191,6 +216,8 @@ class Category:
 
     def says(self) -> str:
         rest = " or other" if self.other else ""
+        if self.unknown:
+            return f"0 or 1 for those of {len(self.candidates)} candidates that noised counts do not find rare{rest}"
         return f"0 or 1 for each of {', '.join(map(str, self.levels[:6]))}{' …' if len(self.levels) > 6 else ''}{rest}"
 
 
@@ -282,6 +309,11 @@ class Date:
 
     def says(self) -> str:
         return f"{self.range[0]} … {self.range[1]} becomes -1 … 1; beyond is clamped"
+
+    def knot(self, part: float) -> str:
+        """The date at this part of the range."""
+        first, last = (_day(text, "range") for text in self.range)
+        return (EPOCH + timedelta(days=round(first + part * (last - first)))).isoformat()
 
 
 @dataclass(frozen=True)
@@ -512,9 +544,12 @@ def assumption(sha256: str) -> str:
     )
 
 
-def searched_assumption(sha256: str, columns: Sequence[str], prevalence: str | None = None) -> str:
-    """The same where noised counts found the ranges of some columns, or the shares of the levels of the target."""
+def searched_assumption(
+    sha256: str, columns: Sequence[str], prevalence: str | None = None, merged: Sequence[str] = ()
+) -> str:
+    """The same where noised counts found ranges or levels of some columns, or the shares of the target's levels."""
     parts = [f"the ranges of {', '.join(columns)}"] * bool(columns)
+    parts += [f"the levels of {', '.join(merged)} that are kept"] * bool(merged)
     parts += [f"the shares of the levels of {prevalence}"] * bool(prevalence)
     return (
         f"The schema of the table without {' and '.join(parts)} (sha256 {sha256}) is public: its other ranges, levels "
@@ -544,6 +579,7 @@ class Schema:
         person: The column that says whom a record is about.
         missing: Cells that mean that a value is missing.
         dialect: How a text file is written.
+        expansion: Which features are made of the columns, beyond those that each column has.
 
     Example:
         >>> schema = Schema.of({
@@ -562,6 +598,7 @@ class Schema:
     person: str | None = None
     missing: tuple[str, ...] = MISSING
     dialect: Dialect = field(default_factory=Dialect)
+    expansion: Expansion = field(default_factory=Expansion)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -577,7 +614,8 @@ class Schema:
         Raises:
             SordinoError: A key is unknown, absent, or out of its range; the message begins with it.
         """
-        _check_keys(values, ("columns", "target", "client", "person", "missing", "file"), "schema")
+        keys = ("columns", "target", "client", "person", "missing", "file", *expansion.KEYS)
+        _check_keys(values, keys, "schema")
         described = values.get("columns") or {}
         if not isinstance(described, Mapping) or not described:
             raise SordinoError("schema: there are no columns; describe each one under [columns.NAME].")
@@ -599,7 +637,10 @@ class Schema:
             raise SordinoError('missing: give a list of texts, such as ["", "?", "NA"].')
         file = values.get("file", {})
         _check_keys(file, Dialect._fields, "file")
-        return Schema(columns, target, special["client"], special["person"], tuple(missing), Dialect(**file))
+        made = Expansion.of(values, [name for name, column in columns.items() if column.features(name)])
+        schema = Schema(columns, target, special["client"], special["person"], tuple(missing), Dialect(**file), made)
+        made.check_width(schema.blocks)
+        return schema
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -607,6 +648,7 @@ class Schema:
         """The same as a dict, complete, for files and hashes."""
         document: dict[str, Any] = {key: value for key in ("client", "person") if (value := getattr(self, key))}
         document["missing"] = list(self.missing)
+        document |= self.expansion.values()
         if self.dialect != Dialect():
             document["file"] = {key: value for key, value in self.dialect._asdict().items() if value is not None}
         if self.target is not None:
@@ -635,22 +677,67 @@ class Schema:
     @property
     def features(self) -> list[str]:
         """Names of the features, in order."""
-        return [feature for name, column in self.columns.items() for feature in column.features(name)]
+        return self.expansion.features(self.blocks)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The columns that have features, before these are expanded."""
+        return [
+            Block(name, made, getattr(column, "knot", None))
+            for name, column in self.columns.items()
+            if (made := column.features(name))
+        ]
+
+    @property
+    def unexpanded(self) -> Schema:
+        """The same with the features of the columns alone."""
+        return dataclasses.replace(self, expansion=Expansion())
 
     @property
     def searched(self) -> dict[str, int]:
-        """Number columns with `within`, whose range noised counts find; each with the place of its first feature."""
+        """Number columns with `within`, whose range noised counts find; each with its first feature's place.
+
+        The place is that in records that are encoded with all candidates (`at_its_widest`).
+        """
         places, at = {}, 0
-        for name, column in self.columns.items():
+        for name, column in self.at_its_widest.columns.items():
             if isinstance(column, Number) and column.within is not None:
                 places[name] = at
             at += len(column.features(name))
         return places
 
     @property
+    def merged(self) -> dict[str, int]:
+        """Category columns with `candidates`, of which noised counts keep some; each with its first feature's place.
+
+        The place is that in records that are encoded with all candidates (`at_its_widest`).
+        """
+        places, at = {}, 0
+        for name, column in self.at_its_widest.columns.items():
+            if isinstance(column, Category) and column.candidates:
+                places[name] = at
+            at += len(column.features(name))
+        return places
+
+    def with_levels(self, levels: Mapping[str, Sequence[Any]]) -> Schema:
+        """The same with other levels of some columns that have candidates; empty: none yet."""
+        columns = {
+            name: dataclasses.replace(column, levels=tuple(levels[name]))
+            if name in levels and isinstance(column, Category)
+            else column
+            for name, column in self.columns.items()
+        }
+        return dataclasses.replace(self, columns=columns)
+
+    @property
+    def _candidates(self) -> dict[str, tuple[Any, ...]]:
+        columns = self.columns.items()
+        return {name: each.candidates for name, each in columns if isinstance(each, Category) and each.candidates}
+
+    @property
     def unknown(self) -> list[str]:
-        """Those that have no range yet, and `target.prevalence` where noised counts are to find it."""
-        columns = [name for name in self.searched if getattr(self.columns[name], "unknown", False)]
+        """Columns without range or levels yet, and `target.prevalence` where noised counts are to find it."""
+        columns = [name for name, column in self.columns.items() if getattr(column, "unknown", False)]
         return [*columns, *([PREVALENCE] if self.counted and self.target and not self.target.prevalence else [])]
 
     @property
@@ -675,20 +762,21 @@ class Schema:
 
     @property
     def without_ranges(self) -> Schema:
-        """What people wrote: without the ranges and shares that noised counts found."""
-        written = self.with_ranges(dict.fromkeys(self.searched))
+        """What people wrote: without the ranges, levels and shares that noised counts found."""
+        written = self.with_ranges(dict.fromkeys(self.searched)).with_levels(dict.fromkeys(self._candidates, ()))
         return written.with_prevalence(()) if self.counted else written
 
     @property
     def at_its_widest(self) -> Schema:
-        """With every searched column scaled by the whole of `within`."""
-        widest = {name: self.columns[name].within for name in self.searched}  # type: ignore[union-attr]
-        return self.with_ranges(widest)
+        """Searched columns scaled by the whole of `within`, all candidates as levels, features of columns alone."""
+        columns = self.columns.items()
+        widest = {name: each.within for name, each in columns if isinstance(each, Number) and each.within is not None}
+        return self.with_ranges(widest).with_levels(self._candidates).unexpanded
 
     @property
     def used(self) -> int:
-        """Number of columns that become features."""
-        return sum(not isinstance(column, Drop) for column in self.columns.values())
+        """Number of columns that become features; what is made of them counts as the columns that its norm is worth."""
+        return self.expansion.extent(sum(not isinstance(column, Drop) for column in self.columns.values()))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -784,12 +872,13 @@ class Schema:
         table = tables.of_frame(frame)
         needed = self.reads(target=target)
         tables.check_columns(table.column_names, list(needed), "data")
-        x = np.empty((table.num_rows, len(self.features)), np.float32)
-        at = 0
+        blocks, at = self.blocks, 0
+        x = np.empty((table.num_rows, sum(len(block.features) for block in blocks)), np.float32)
         for name, column in self.columns.items():
             if width := len(column.features(name)):
                 column.encode(table.column(name), name, self.missing, x[:, at : at + width])
                 at += width
+        x = self.expansion.apply(x, blocks)
         if not target or self.target is None:
             return Encoded(x, None, None, None)
         y = self.target.encode(table, self.missing)
@@ -804,12 +893,12 @@ class Schema:
         return np.asarray(text.to_numpy(zero_copy_only=False)).astype(str)
 
     def explain(self) -> list[tuple[str, str, list[str]]]:
-        """For people: each column, what its values become, and the names of its features."""
+        """For people: each column, what its values become, and its features; then what is made of these."""
         blank = "; one more feature is 1 where the cell is missing"
         return [
             (name, column.says() + blank * getattr(column, "indicator", False), column.features(name))
             for name, column in self.columns.items()
-        ]
+        ] + self.expansion.says(self.blocks)
 
 
 # -------------------------------------------------------------------------------------------------------------- drafts
@@ -994,11 +1083,11 @@ def _check_keys(values: Any, known: Sequence[str], where: str) -> None:
         raise SordinoError(f"{where}: the key '{unknown[0]}' is unknown.{nearest(unknown[0], known)}")
 
 
-def _check_levels(levels: Sequence[Any], where: str, least: int = 1) -> None:
+def _check_levels(levels: Sequence[Any], where: str, least: int = 1, key: str = "levels") -> None:
     if len(levels) < least:
-        raise SordinoError(f"{where}.levels: list at least {least} public level{'s' if least > 1 else ''}.")
+        raise SordinoError(f"{where}.{key}: list at least {least} public level{'s' if least > 1 else ''}.")
     if len(set(levels)) < len(levels):
-        raise SordinoError(f"{where}.levels: a level stands there twice.")
+        raise SordinoError(f"{where}.{key}: a level stands there twice.")
 
 
 def _day(text: str, where: str) -> float:

@@ -16,15 +16,18 @@ from torch import Tensor
 from sordino import files, secagg, wire
 from sordino.core import Broadcast, Tree, nothing
 from sordino.data.records import Records
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
-from sordino.federation import readmes
+from sordino.federation import counting, readmes
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.federation.testing import AgreedEvaluation
+from sordino.models.tally import ColumnTally
+from sordino.privacy import calibration
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import of_site, sha256
@@ -33,6 +36,8 @@ from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
+from sordino.training.folder import SCHEMA
+from sordino.training.private_statistics import found_schema
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
@@ -53,6 +58,9 @@ class SiteRun:
         self.site, self.folder = site, site.runs / name
         self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
         self.plan, self.model = self.terms.plan, self.terms.model
+        if self.terms.cells:
+            counts: Any = counting.tally_of(site.config.table_schema)
+            self.model = counts
         self.mine = self.terms.names.index(site.config.name)
         self._caches: tuple[int, Tree] = (-1, ())
         if (self.folder / "data").read_text() != site.dataset_id:
@@ -124,7 +132,7 @@ class SiteRun:
     def dataset(self) -> Dataset:
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data changed while the site was running")
-        dataset = self.site.load(self.terms.resolved.source.normalize)
+        dataset = self.site.load("none" if self.terms.cells else self.terms.resolved.source.normalize)
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data changed while they were read")
         return dataset
@@ -158,9 +166,11 @@ class SiteRun:
     # ------------------------------------------------------------------------------------------------------- a round
 
     def vector(self, message: wire.Message, name: str) -> Tensor:
-        array = message.arrays.get(name)
-        if array is None or array.shape != (self.model.size,):
-            raise Refused("malformed", f"{name} does not have the model's size, {self.model.size}")
+        array, size = message.arrays.get(name), self.model.size
+        if self.terms.cells and message.kind == "finish":  # the sum of all counts, in place of a model
+            size = self.terms.dimension
+        if array is None or array.shape != (size,):
+            raise Refused("malformed", f"{name} does not have the model's size, {size}")
         vector = torch.from_numpy(array.copy())
         if vector.dtype != self.terms.number:
             raise Refused("malformed", f"{name} is {vector.dtype}, and the terms say {self.terms.number}")
@@ -264,6 +274,8 @@ class SiteRun:
 
     def look(self, t: int, broadcast: Broadcast) -> None:
         """Evaluate the model on the site's own test records. The scores stay at the site."""
+        if self.terms.cells:
+            return
         scores = evaluate(self.model, broadcast.theta, *self._test, unit=self.dataset.unit)
         files.append(self.folder / "metrics.jsonl", json.dumps({"round": t, **scores}) + "\n")
 
@@ -299,14 +311,18 @@ class SiteRun:
         if (self.folder / "certificate.json").exists():
             (self.folder / "secret").unlink(missing_ok=True)  # a kill may have come between the two
             return
-        save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
+        if self.terms.cells:
+            files.write(self.folder / SCHEMA, self.completed(theta).toml().encode())
+        else:
+            save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
         with self.site.ledger() as ledger:
             cert = certificate(
                 self.plan,
                 self.source(),
                 version=__version__,
                 spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
-                model_sha256=sha256(self.folder / "model.safetensors"),
+                model_sha256="" if self.terms.cells else sha256(self.folder / "model.safetensors"),
+                schema_sha256=sha256(self.folder / SCHEMA) if self.terms.cells else "",
                 ledger_head=ledger.head(),
                 ledger_rows=len(ledger),
                 names=self.terms.names,
@@ -328,8 +344,16 @@ class SiteRun:
         (self.folder / "secret").unlink(missing_ok=True)
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
 
+    def completed(self, counts: Tensor) -> Schema:
+        """The site's schema with what the noised counts of all sites show."""
+        schema, tally = self.site.config.table_schema, self.model
+        assert schema is not None and isinstance(tally, ColumnTally)  # noqa: PT018 - the terms were checked
+        return found_schema(schema, tally, counts.double().numpy(), calibration.aggregate_std(self.plan, 0))
+
     def _hint(self, theta: Tensor) -> dict[str, str]:
         """A hint for the site if the model is useless on its test records."""
+        if self.terms.cells:
+            return {"schema": str(self.folder / SCHEMA)}
         x, y = self._test
         if not self.terms.classes or not len(y):
             return {}

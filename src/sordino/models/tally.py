@@ -351,12 +351,49 @@ def weights(layout: Sequence[Block]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------ columns in bins
 
 
+@dataclass(frozen=True)
+class CellTally(Tally):
+    """The public side of a `ColumnTally`: how many cells each block has. It knows bounds and sizes, and counts nothing.
+
+    Args:
+      features: number of features of a record.
+      cells: of each block.
+      classes: number of classes of the labels; 0 for numbers.
+    """
+
+    features: int
+    cells: tuple[int, ...]
+    classes: int = 0
+
+    size = 1
+    shapes = ((1,),)
+
+    @property
+    def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
+        return tuple(Block(str(k), cells, 1.0) for k, cells in enumerate(self.cells))
+
+    @property
+    def outputs(self) -> int:
+        return max(1, self.classes)
+
+    @property
+    def kind(self) -> Any:
+        return Loss.SOFTMAX if self.classes else Loss.SQUARES
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(1)
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        raise SordinoError("cells: these are only the sizes of blocks; count with ColumnTally.")
+
+
 LABELS = "[target]"  # the block that counts classes; no column of a schema can be its equal where labels are counted
 
 
 @dataclass(frozen=True)
 class ColumnTally(Tally):
-    """Histograms of some columns, each in even bins from -1 to 1; a missing value is not counted. And of the labels.
+    """Histograms of some columns, each in even bins from -1 to 1 or by level; a missing value is not counted. And of
+    the labels.
 
     Args:
       features: number of features of a record.
@@ -364,6 +401,8 @@ class ColumnTally(Tally):
       bins: of each column.
       classes: number of classes of the labels; 0 for numbers.
       labels: whether the classes of the labels are counted too. Otherwise labels are not read.
+      levels: of categories: (name, place of the feature of the first level, number of levels). Another level is not
+        counted.
     """
 
     features: int
@@ -371,6 +410,7 @@ class ColumnTally(Tally):
     bins: int = 64
     classes: int = 0
     labels: bool = False
+    levels: tuple[tuple[str, int, int], ...] = ()
 
     size = 1  # there are no parameters, but theta is never empty
     shapes = ((1,),)
@@ -378,7 +418,8 @@ class ColumnTally(Tally):
     @property
     def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
         counted = (Block(LABELS, self.classes, 1.0),) if self.labels else ()
-        return (*(Block(name, self.bins, 1.0) for name, _, _ in self.columns), *counted)
+        levels = (Block(name, count, 1.0) for name, _, count in self.levels)
+        return (*(Block(name, self.bins, 1.0) for name, _, _ in self.columns), *levels, *counted)
 
     @property
     def outputs(self) -> int:
@@ -398,6 +439,9 @@ class ColumnTally(Tally):
             cell = ((value + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
             missing = x[..., place + 1] > 0.5 if marked else torch.zeros_like(cell, dtype=torch.bool)
             given.append(Contribution(cell=torch.where(missing, -1, cell)))
+        for _, place, count in self.levels:
+            which = x[..., place : place + count].double().nan_to_num(0.0).max(-1)
+            given.append(Contribution(cell=torch.where(which.values > 0.5, which.indices, -1)))
         if self.labels:
             given.append(Contribution(cell=y.long().clamp(-1, self.classes - 1)))
         return given

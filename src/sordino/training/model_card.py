@@ -162,6 +162,9 @@ def _data(about: Mapping[str, Any], schema: Schema | None) -> str:
     rows = "".join(
         f"| {_cell(name)} | {kinds[type(column)]} | {_cell(column.says())} |\n" for name, column in used[:MOST_COLUMNS]
     )
+    rows += "".join(
+        f"| {name} | features | {_cell(what)} |\n" for name, what, _ in schema.expansion.says(schema.blocks)
+    )
     more = f"\n{len(used) - MOST_COLUMNS} further columns are in the schema.\n" if len(used) > MOST_COLUMNS else ""
     dropped = sum(isinstance(column, Drop) for column in schema.columns.values())
     task = "" if schema.target is None else f" The target is `{_cell(schema.target.column)}` ({schema.target.task})."

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # these need torch
     from sordino.models.tally import ColumnTally
 
 
+MOST_COVARIANCE = 1500  # features that a schema may make of columns for methods that release a covariance
 CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.1, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
 
@@ -133,16 +134,11 @@ class ResolvedSpec:
 
     @property
     def statistics(self) -> ColumnTally:
-        """What private statistics count: the columns of the schema with `within`, and the classes if it says so."""
-        from sordino.models.tally import ColumnTally
+        """What private statistics count."""
+        from sordino.training.private_statistics import statistics_tally
 
-        schema = self.source.schema
-        assert schema is not None
-        columns = tuple(
-            (name, place, bool(getattr(schema.columns[name], "indicator", False)))
-            for name, place in schema.searched.items()
-        )
-        return ColumnTally(len(schema.features), columns, classes=len(schema.classes), labels=schema.counted)
+        assert self.source.schema is not None
+        return statistics_tally(self.source.schema)
 
     @property
     def noiseless(self) -> bool:
@@ -166,12 +162,13 @@ class ResolvedSpec:
             self.sampling,
         )
 
-    def build_model(self, features: int, classes: int) -> BuiltModel:
+    def build_model(self, features: int, classes: int, *, described: bool = False) -> BuiltModel:
         """The model for records of this shape, checked against the method.
 
         Args:
           features: numbers per record.
           classes: number of classes; 0 where labels are quantities.
+          described: the tables have a schema that is not at hand: sites hold it, and the terms its hash.
         """
         task = "" if self.source.schema is None else self.source.schema.task
         if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name != fitting:
@@ -186,11 +183,13 @@ class ResolvedSpec:
                 f"method: {self.method_name} derives its steps for classes, and these labels are numbers; use "
                 "another method, such as dp-fedgd."
             )
-        if derived and self.source.schema is None and self.model.name not in registry.OF_TASKS.values():
+        described = described or self.source.schema is not None
+        if derived and not described and self.model.name not in registry.OF_TASKS.values():
             raise SordinoError(
                 "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
                 "whose target has a range, or use another method, such as dp-fedgd."
             )
+        self._check_expansion(features)
         reads_text = self.model.entry.reads == "text"
         if reads_text and self.source.name not in glue.TASKS and not self.source.name.endswith(".npz"):
             raise SordinoError(
@@ -221,6 +220,22 @@ class ResolvedSpec:
                 "here; set calibrate = 0."
             )
         return model
+
+    def _check_expansion(self, features: int) -> None:
+        """Refuse features of a schema that a method or model cannot use."""
+        if self.source.schema is None or not self.source.schema.expansion:
+            return
+        if self.model.name == "trees":
+            raise SordinoError(
+                "features: trees split the columns themselves; leave features out of the schema, or use another model."
+            )
+        kinds = {query.kind for stage in self.method.stages for query in stage.queries}
+        if Kind.GRAM in kinds and features > MOST_COVARIANCE:
+            raise SordinoError(
+                f"features: the schema makes {features:,} of them, and {self.method_name} releases their covariance, "
+                f"{features:,} x {features:,} numbers; at most {MOST_COVARIANCE:,} are served. Name fewer pairs under "
+                "`interactions`, take fewer bins or random features, or use a method such as dp-fedadam."
+            )
 
     def read_unscaled(self) -> Dataset:
         """The table for private statistics: searched columns are scaled by `within`, and records are not normalised."""
@@ -304,10 +319,13 @@ class ResolvedSpec:
                     written.without_ranges.sha256(),
                     list(written.searched),
                     written.target.column if written.counted and written.target else None,
+                    list(written.merged),
                 )
                 if found
                 else assumption(written.sha256())
             )
+            if written.expansion.rff:
+                facts.append(f"Random features are drawn from the public seed {written.expansion.rff_seed}.")
         if self.source.public_stats:
             facts.append("The statistics that features were centred and whitened by are public.")
         if self.source.open and self.partition.reads_labels:
@@ -363,11 +381,12 @@ def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> N
         if schema is not None and schema.unknown:
             raise no_range(schema.unknown[0])
         return
-    if schema is None or not (schema.searched or schema.counted):
+    if schema is None or not (schema.searched or schema.merged or schema.counted):
         raise SordinoError(
-            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high] and "
-            "the shares of classes of a target with find_prevalence = true, and "
-            f"{'there is no schema' if schema is None else 'the schema has neither'}; give --schema, or leave it out."
+            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], the "
+            "levels of categories that have candidates, and the shares of classes of a target with find_prevalence = "
+            f"true, and {'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave "
+            "it out."
         )
     if unit == Unit.CLIENT:
         raise SordinoError(
