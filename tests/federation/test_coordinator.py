@@ -275,7 +275,7 @@ def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
             gone = said.seeds.pop("d")
             said = said._replace(keys={"d": gone})
         else:
-            said = said._replace(offers_sha256="00" * 32)
+            said = said._replace(shown_sha256="00" * 32)
         signed = np.frombuffer(write_reveal(run.member, t, said), np.uint8)
         return altered(reply, arrays={"reveal": signed})
 
