@@ -51,6 +51,7 @@ from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.trees import Trees
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
@@ -75,6 +76,7 @@ RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
+TREES_MODEL = Trees(3, 1, Loss.SQUARES, trees=2, depth=1)  # for methods that ask for sums by leaf
 EVENT_LABEL = 0.5  # an event in the first interval, whose gradient is opposite to that of a late or absent one
 
 
@@ -349,9 +351,11 @@ def plan_for(
     )
 
 
-def audited_model(method: Method) -> Linear | Hazards:
+def audited_model(method: Method) -> Linear | Hazards | Trees:
     """The model that a method is attacked on."""
     kinds = {query.kind for stage in method.stages for query in stage.queries}
+    if Kind.LEAVES in kinds:
+        return TREES_MODEL
     return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
 
 
