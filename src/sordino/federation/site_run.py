@@ -108,7 +108,8 @@ class SiteRun:
 
     @cached_property
     def evaluation(self) -> AgreedEvaluation:
-        return AgreedEvaluation(self.terms)
+        schema = self.site.config.table_schema
+        return AgreedEvaluation(self.terms, 1.0 if schema is None else schema.unit)
 
     @cached_property
     def member(self) -> secagg.Member:

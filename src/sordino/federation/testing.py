@@ -28,6 +28,7 @@ from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import SordinoError
 from sordino.federation.terms import DRAWN, Terms
+from sordino.models.hazards import Hazards
 from sordino.models.tally import Tally
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.signing import sha256
@@ -66,13 +67,14 @@ class AgreedEvaluation:
         spec = terms.resolved.privacy
         privacy = replace(spec, epsilon=terms.evaluation, client_epsilon={})
         task = task_of(terms.model)
-        if task is Task.QUANTITIES and not terms.schema:
+        intervals = terms.model.outputs if isinstance(terms.model, Hazards) else 0
+        if task in (Task.QUANTITIES, Task.COUNTS) and not terms.schema:
             raise SordinoError(
                 "evaluation_epsilon: the labels are numbers without a public range, so errors have no bound; describe "
                 "the tables by a schema whose target has a range, or remove evaluation_epsilon."
             )
-        bins = evaluation_plan.choose_bins(task, terms.tests, privacy)
-        self.settings = Settings(task, bins, 0.5, privacy, label_unit=label_unit)
+        bins = evaluation_plan.choose_bins(task, terms.tests, privacy, intervals=intervals)
+        self.settings = Settings(task, bins, 0.5, privacy, label_unit=label_unit, intervals=intervals)
         if terms.secure:
             self.settings = self.settings._replace(dropouts=terms.dropouts, colluders=terms.colluders)
 
