@@ -112,7 +112,7 @@ class AgreedEvaluation:
         found = evaluation_plan.measure(self.settings, self.plan, aggregate, came)
         found |= {"tally": np.asarray(aggregate, float).tolist(), "came": list(came)}
         out.mkdir(exist_ok=True)
-        spec = self.settings.toml(sha256(model))
+        spec = self.spec(sha256(model))
         files.write(out / "spec.toml", spec.encode())
         files.write(out / EVALUATION_FILE, (json.dumps(found, indent=2) + "\n").encode())
         cert = certificate(
@@ -130,6 +130,10 @@ class AgreedEvaluation:
         files.write(out / "statement.md", text.encode())
         files.write(out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         return found
+
+    def spec(self, model_sha256: str) -> str:
+        """The content of spec.toml in the folder of the evaluation."""
+        return self.settings.toml(model_sha256)
 
 
 class OneClient:

@@ -215,7 +215,8 @@ def of_counts(released: Released, unit: float, confidence: float = CONFIDENCE) -
     found, z, n = of_errors(released, unit**2 / 2, confidence), float(ndtri((1 + confidence) / 2)), released.records
     std = released.std
     deviance, square = _mean(released, DEVIANCE), _mean(released, SQUARED_DEVIANCE)
-    spread = _between(square - deviance**2, 0.0, max(deviance * (1 - deviance), 0.0))
+    # The square has much noise. Deviances spread about as widely as they are large, or wider.
+    spread = _between(square - deviance**2, deviance**2, max(deviance * (1 - deviance), 0.0))
     found["deviance"] = _times(_normal(deviance, std[DEVIANCE] ** 2 + spread / n, z), MOST_DEVIANCE).document()
     found["most_deviance"] = MOST_DEVIANCE
     predicted, value, squared = (_mean(released, name) for name in (PREDICTED, VALUE, SQUARED))
