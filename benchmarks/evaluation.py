@@ -205,7 +205,12 @@ def other_page(cases: list[dict[str, Any]]) -> list[str]:
             fields = [f"{each['records']:,}", f"{each['epsilon']:g}", each["trust"]]
             lines.append(f"| {' | '.join([*fields, *cells])} |")
         about = some[0]["truth"]
-        lines += ["", "Truth: " + ", ".join(f"{name.replace('_', ' ')} {about[name]:.3g}" for name in names) + "."]
+        lines += [
+            "",
+            f"{some[0]['repetitions']:,} repetitions. Truth: "
+            + ", ".join(f"{name.replace('_', ' ')} {about[name]:.3g}" for name in names)
+            + ".",
+        ]
     lines.append(
         f"With times as they are, and risks that are not binned: concordance {about['concordance_of_times']:.3f}, "
         f"Brier score {about['brier_of_times']:.4f}."
@@ -253,7 +258,7 @@ def main() -> None:
     arguments = parser.parse_args()
     stored = json.loads((RESULTS / "evaluation.json").read_text()) if arguments.others else {}
     cases = stored["cases"] if stored else [case(*each, arguments.repetitions) for each in CASES]
-    others = [other_case(*each, arguments.repetitions) for each in OTHERS]
+    others = [other_case(*each, arguments.repetitions * (5 if each[0] is Task.COUNTS else 1)) for each in OTHERS]
     made = provenance("python benchmarks/evaluation.py")
     document = {"provenance": stored.get("provenance", made), "cases": cases}
     document |= {"provenance_of_others": made, "others": others}
