@@ -92,6 +92,7 @@ class SiteConfig(_File):
         "squares",
         "poisson",
         "hazards",
+        "trees",
     )  # networks must be listed
     most_rounds: int = 1000
     most_dropouts: int = 10_000  # more dropouts let a dishonest server open smaller sums

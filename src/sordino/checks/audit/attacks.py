@@ -51,6 +51,7 @@ from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.trees import Trees
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
@@ -76,6 +77,7 @@ LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is f
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
 CLASS_MODEL = Linear(3, 2)  # for methods that calibrate intercepts
+TREES_MODEL = Trees(3, 1, Loss.SQUARES, trees=2, depth=1)  # for methods that ask for sums by leaf
 EVENT_LABEL = 0.5  # an event in the first interval, whose gradient is opposite to that of a late or absent one
 
 
@@ -350,11 +352,13 @@ def plan_for(
     )
 
 
-def audited_model(method: Method) -> Linear | Hazards:
+def audited_model(method: Method) -> Linear | Hazards | Trees:
     """The model that a method is attacked on."""
     kinds = {query.kind for stage in method.stages for query in stage.queries}
     if Kind.CALIBRATION in kinds:
         return CLASS_MODEL
+    if Kind.LEAVES in kinds:
+        return TREES_MODEL
     return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
 
 
