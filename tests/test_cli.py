@@ -249,7 +249,7 @@ def test_where_results_go_is_checked_before_training(capsys, tmp_path, monkeypat
         (["--json", "d.json"], "--json: 'd.json' is a directory; name a file"),
         (["--out", "patients.csv"], "--out: 'patients.csv' is a file, not a folder; name a folder"),
         (["--out", "patients.csv/x"], "patients.csv' is a file, not a folder; name a folder"),
-        (["patients.csv"], "spec: 'patients.csv' holds data, not settings; write --data patients.csv"),
+        (["none.csv"], "data: there is no file 'none.csv'"),
         (["d.json"], "spec: 'd.json' is a directory; name a TOML file"),
         (["run"], "spec: 'run' is the folder of a run; continue it with --resume run"),
     ):

@@ -233,6 +233,7 @@ class Model(Protocol):
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
+    # One of trees has leaves_sum(theta, shard, clip, tree): of residuals and curvatures by leaf (`Ask.leaves`).
     # One that counts (`models.tally`) has tally_sum(theta, shard, clip): of one bounded vector per record.
 
 
@@ -253,11 +254,12 @@ class Kind(StrEnum):
     GRAM = "gram"
     COUNT = "count"
     CALIBRATION = "calibration"
+    LEAVES = "leaves"
     TALLY = "tally"
     DELTA = "delta"
 
 
-SAMPLED = (Kind.GRADIENT, Kind.COUNT)  # what is asked of minibatches, where a plan draws any; else of all records
+SAMPLED = (Kind.GRADIENT, Kind.COUNT, Kind.LEAVES)  # asked of minibatches, where a plan draws any; else of all records
 
 
 class Noise:
@@ -408,6 +410,13 @@ class Ask(Protocol):
 
     def fisher(self, theta: Tensor) -> Tensor: ...
     def gram(self) -> Tensor: ...
+    def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
+        """Per leaf of a tree and output: the residuals, then the curvatures in `leaf_curvature_unit`.
+
+        `tree` is its number; beyond the last tree, trees are counted from the first one again.
+        """
+        ...
+
     def tally(self, theta: Tensor) -> Tensor:
         """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
         ...
@@ -419,6 +428,14 @@ class Ask(Protocol):
     def sample(self) -> Batch:
         """A minibatch as the plan draws them; pass it as `on` to ask about the same records again."""
         ...
+
+
+def leaf_curvature_unit(numeric: bool) -> float:
+    """What curvatures are multiplied by beside residuals: at most 1/4 of them is lost to the clip.
+
+    The curvature of a probability is at most 1/4, and that of a number is 1.
+    """
+    return 0.25 if numeric else 1.0
 
 
 def forget(theta: Tensor, before: Tree) -> Tree:

@@ -74,8 +74,8 @@ def typed(key: str, value: Any, annotation: str, *, infinite: bool = False) -> A
     Args:
       key: the setting, for errors.
       value: as TOML or the command line gives it.
-      annotation: `str`, `int`, `float`, `bool`, `tuple[float, ...]`, `tuple[str, ...]` or `dict[…]`, with or without
-        `| str` and `| None`. Where None is allowed, the text `none` means None.
+      annotation: `str`, `int`, `float`, `bool`, `tuple[int, ...]`, `tuple[float, ...]`, `tuple[str, ...]` or `dict[…]`,
+        with or without `| str` and `| None`. Where None is allowed, the text `none` means None.
       infinite: whether an infinite number is allowed.
 
     Raises:
@@ -103,6 +103,8 @@ def typed(key: str, value: Any, annotation: str, *, infinite: bool = False) -> A
         return tuple(value)
     if wanted.startswith("tuple[float") and isinstance(value, list | tuple):
         return tuple(_number(key, part, infinite) for part in value)
+    if wanted.startswith("tuple[int") and isinstance(value, list | tuple):
+        return tuple(typed(key, part, "int") for part in value)
     if wanted.startswith("dict") and isinstance(value, dict):
         return {str(k): v for k, v in value.items()}
     lists = "a list of texts" if "str" in wanted else "a list of numbers"

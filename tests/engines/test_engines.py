@@ -15,6 +15,7 @@ from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
+from sordino.models.trees import Trees
 from sordino.privacy import calibration
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
@@ -25,6 +26,7 @@ from sordino.rules import scale
 from sordino.tree import pack, unpack
 
 MODEL = Linear(2, 3)
+TREES = Trees(2, 3, trees=3, depth=2)
 ROUNDS = 5
 SOFTMAX, LOGISTIC, SQUARES = (Linear(2, 3), Linear(2, 1, Loss.LOGISTIC), Linear(2, 1, Loss.SQUARES))
 
@@ -54,6 +56,10 @@ def plan_for(
     )
 
 
+def model_of(name):
+    return TREES if REGISTRY[name].model == "trees" else MODEL
+
+
 def alike(a, b):
     """The same rounds, cohorts, aggregates, iterates and models."""
     for one, other in itertools.zip_longest(a, b):
@@ -79,25 +85,27 @@ PROVED = [(name, unit, trust) for name, unit in METHODS for trust in Trust if (u
 @pytest.mark.parametrize("divisor", list(Divisor))
 @pytest.mark.parametrize(("name", "unit", "trust"), PROVED)
 def test_engines_agree(name, unit, trust, divisor, participation, records):
+    model = model_of(name)
     plan = plan_for(build(name, unit), records, trust, divisor, participation)
-    slow = list(reference.run(plan, MODEL, records, Seeded(1)))
+    slow = list(reference.run(plan, model, records, Seeded(1)))
     assert [r.t for r in slow] == list(range(ROUNDS))
-    assert alike(slow, list(simulate.run(plan, MODEL, records, Seeded(1), shares=True)))
+    assert alike(slow, list(simulate.run(plan, model, records, Seeded(1), shares=True)))
 
 
 @pytest.mark.parametrize(("name", "unit"), METHODS)
 def test_a_difference_would_be_seen(name, unit, records):
+    model = model_of(name)
     plan = plan_for(build(name, unit), records, "untrusted-server", "client-mean", "fixed:2")
-    slow = list(reference.run(plan, MODEL, records, Seeded(1)))
+    slow = list(reference.run(plan, model, records, Seeded(1)))
     assert alike(slow, slow)
     assert not alike(slow, slow[:-1])
-    assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(2), shares=True)))
-    stage, theta = plan.method.stages[0], torch.zeros(MODEL.size)
+    assert not alike(slow, list(simulate.run(plan, model, records, Seeded(2), shares=True)))
+    stage, theta = plan.method.stages[0], torch.zeros(model.size)
     broadcast = Broadcast(theta, stage.rule.broadcast(stage.rule.init(theta, calibration.stage_facts(plan, 0), ())))
     if only_asks_for_the_gradient(stage, broadcast) and name != "dp-ftrl":  # clients that come and go: own draws
-        assert not alike(slow, list(simulate.run(plan, MODEL, records, Seeded(1), shares=False)))
+        assert not alike(slow, list(simulate.run(plan, model, records, Seeded(1), shares=False)))
     louder = replace(plan, noise=1.001 * calibration.summed_noise(plan)[0])
-    assert not alike(slow, list(simulate.run(louder, MODEL, records, Seeded(1), shares=True)))
+    assert not alike(slow, list(simulate.run(louder, model, records, Seeded(1), shares=True)))
 
 
 OPTIONS = [
@@ -113,10 +121,11 @@ OPTIONS = [
 @pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
 def test_engines_agree_on_options(name, options, unit, records):
+    model = model_of(name)
     for participation in ("full", "poisson:0.4"):
         plan = plan_for(build(name, unit, **options), records, "secure-aggregation", participation=participation)
-        slow = list(reference.run(plan, MODEL, records, Seeded(1)))
-        assert alike(slow, list(simulate.run(plan, MODEL, records, Seeded(1), shares=True)))
+        slow = list(reference.run(plan, model, records, Seeded(1)))
+        assert alike(slow, list(simulate.run(plan, model, records, Seeded(1), shares=True)))
 
 
 @pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])
@@ -240,14 +249,15 @@ def test_a_realised_cohort_differs_from_the_expected_one(records):
 @pytest.mark.parametrize(("name", "unit"), METHODS)
 def test_nobody_came(engine, name, unit, records):
     """An empty cohort leaves everything as it was, though noise and momentum would have moved it."""
+    model = model_of(name)
     plan = replace(plan_for(build(name, unit), records, participation="poisson:0.1"), rounds=12)
     plans = (replace(plan, schedule_seed=seed) for seed in range(99))
     plan = next(plan for plan in plans if not len(plan.cohorts[0]))  # a first round may send covariances only
-    rounds_done = list(engine.run(plan, MODEL, records, Seeded(1)))
+    rounds_done = list(engine.run(plan, model, records, Seeded(1)))
     empty = [t for t, cohort in enumerate(plan.cohorts) if not len(cohort)]
     assert 0 < len(empty) < 12
     for t in range(12):
-        before = rounds_done[t - 1].checkpoint[0] if t else torch.zeros(9, dtype=torch.float64)
+        before = rounds_done[t - 1].checkpoint[0] if t else torch.zeros(model.size, dtype=torch.float64)
         assert torch.equal(rounds_done[t].checkpoint[0], before) == (t in empty)
         assert (rounds_done[t].aggregate == ()) if t in empty else len(rounds_done[t].aggregate)
 
@@ -270,34 +280,36 @@ def test_nobody_came_to_the_warm_start(engine, records):
 @pytest.mark.parametrize("participation", ["full", "poisson:0.4"])
 @pytest.mark.parametrize(("name", "unit"), METHODS)
 def test_a_simulation_resumes_where_it_stopped(name, unit, participation, records):
+    model = model_of(name)
     options = {"tail": 0.6} if "tail" in REGISTRY[name].options else {}
     plan = plan_for(build(name, unit, **options), records, participation=participation)
-    whole = list(simulate.run(plan, MODEL, records, Seeded(1)))
+    whole = list(simulate.run(plan, model, records, Seeded(1)))
     for t in range(ROUNDS - 1):
         kept = unpack(pack(whole[t].checkpoint))
-        rest = list(simulate.run(plan, MODEL, records, Seeded(1), start=t + 1, checkpoint=kept))
+        rest = list(simulate.run(plan, model, records, Seeded(1), start=t + 1, checkpoint=kept))
         assert [r.t for r in rest] == list(range(t + 1, ROUNDS))
         for a, b in zip(rest, whole[t + 1 :], strict=True):
             assert torch.equal(a.model, b.model)
             assert torch.equal(a.checkpoint[0], b.checkpoint[0])
-    forgetful = list(simulate.run(plan, MODEL, records, Seeded(1), start=2, checkpoint=whole[0].checkpoint))
+    forgetful = list(simulate.run(plan, model, records, Seeded(1), start=2, checkpoint=whole[0].checkpoint))
     assert not torch.equal(forgetful[-1].model, whole[-1].model)
 
 
 @pytest.mark.parametrize(("name", "unit"), METHODS)
 def test_a_run_with_a_ledger_says_again_what_it_said(name, unit, records, tmp_path):
     """Stopped after three rounds and begun anew with another noise: what was said stays, and is paid for once."""
+    model = model_of(name)
     plan = plan_for(build(name, unit), records)
     with Ledger(tmp_path / "ledger", epsilon=4.0, delta=1e-5) as ledger:
-        first = list(itertools.islice(reference.run(plan, MODEL, records, Seeded(1), ledger=ledger, run_id="r"), 3))
+        first = list(itertools.islice(reference.run(plan, model, records, Seeded(1), ledger=ledger, run_id="r"), 3))
         paid = [len(charges(plan, 0, t, "r")) * plan.clients for t in range(ROUNDS)]
         assert len(ledger) == sum(paid[:3])
-        second = list(reference.run(plan, MODEL, records, Seeded(2), ledger=ledger, run_id="r"))
-        third = list(reference.run(plan, MODEL, records, Seeded(3), ledger=ledger, run_id="r"))
+        second = list(reference.run(plan, model, records, Seeded(2), ledger=ledger, run_id="r"))
+        third = list(reference.run(plan, model, records, Seeded(3), ledger=ledger, run_id="r"))
         assert len(ledger) == sum(paid)
     assert alike(first, second[:3])
     assert alike(second, third)
-    assert not alike(second, list(reference.run(plan, MODEL, records, Seeded(1)))), "later rounds had new noise"
+    assert not alike(second, list(reference.run(plan, model, records, Seeded(1)))), "later rounds had new noise"
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -305,13 +317,14 @@ def test_a_run_with_a_ledger_says_again_what_it_said(name, unit, records, tmp_pa
 
 @pytest.mark.parametrize(("name", "unit"), METHODS)
 def test_runs_side_by_side_are_single_runs(name, unit, records):
+    model = model_of(name)
     plan = plan_for(build(name, unit), records, participation="poisson:0.4")
-    theta = torch.randn(3, MODEL.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    theta = torch.randn(3, model.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for shares in (True, False):
         sources = [Seeded(s) for s in range(3)]
-        many = list(simulate.run(plan, MODEL, records, sources, theta=theta, shares=shares))
+        many = list(simulate.run(plan, model, records, sources, theta=theta, shares=shares))
         for r in range(3):
-            one = list(simulate.run(plan, MODEL, records, Seeded(r), theta=theta[r], shares=shares))
+            one = list(simulate.run(plan, model, records, Seeded(r), theta=theta[r], shares=shares))
             for a, b in zip(many, one, strict=True):
                 torch.testing.assert_close(a.model[r], b.model, rtol=1e-9, atol=1e-12)
         assert not torch.allclose(many[-1].model[0] - theta[0], many[-1].model[1] - theta[1])
@@ -321,16 +334,17 @@ def test_runs_side_by_side_are_single_runs(name, unit, records):
 @pytest.mark.parametrize("name", REGISTRY)
 def test_engines_agree_on_minibatches(name, batch, records):
     """Every method that is proved for them, the fused and the batched path, clients smaller than a minibatch too."""
+    model = model_of(name)
     method = build(name)
     if name in ("dp-ftrl", "fednew", "dp-fednew", "dp-fednew-fc"):
         with pytest.raises(SordinoError, match=r"batch:|bounds nothing"):
             plan_for(method, records, batch=batch)
         return
     plan = plan_for(method, records, batch=batch)
-    slow = list(reference.run(plan, MODEL, records, Seeded(1)))
-    assert alike(slow, simulate.run(plan, MODEL, records, Seeded(1), shares=True))
+    slow = list(reference.run(plan, model, records, Seeded(1)))
+    assert alike(slow, simulate.run(plan, model, records, Seeded(1), shares=True))
     whole = plan_for(method, records)
-    assert not alike(slow, simulate.run(whole, MODEL, records, Seeded(1), shares=True))
+    assert not alike(slow, simulate.run(whole, model, records, Seeded(1), shares=True))
 
 
 def test_a_minibatch_is_divided_by_its_expected_size(records):

@@ -94,10 +94,10 @@ def test_predictions_and_targets_stay_in_the_public_range():
 
 def test_counts_have_rates():
     x, y = counts()
-    model = fast(task="count", target_range=(0, 30), random_state=None).fit(x, y)
+    model = fast(task="count", target_range=(0, 30), random_state=None, rounds=70).fit(x, y)
     new, truth = counts(seed=1)
-    assert model.score(new, truth) > 0.15
-    assert model.predict(new).mean() == pytest.approx(truth.mean(), rel=0.15)
+    assert model.score(new, truth) > 0.25
+    assert model.predict(new).mean() == pytest.approx(truth.mean(), rel=0.25)
     assert model.certificate_["certified"]
 
 

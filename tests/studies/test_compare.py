@@ -210,13 +210,101 @@ def test_a_comparison_ranks_by_the_metric_asked_for(patients, capsys):
     assert "%" not in told.splitlines()[1]
 
 
+TARGETS = {
+    "quantity": 'column = "days"\ntask = "quantity"\nrange = [0, 20]',
+    "count": 'column = "visits"\ntask = "count"\nmaximum = 20',
+    "survival": 'column = "time"\ntask = "survival"\nevent = "dead"\nintervals = [0, 1, 2, 3]',
+}
+
+
+@pytest.fixture(scope="module")
+def wards(tmp_path_factory):
+    """One table with a quantity, a count and survival times, and a schema for each."""
+    folder, rng = tmp_path_factory.mktemp("wards"), np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (900, 2))
+    time = rng.exponential(3 * np.exp(-1.5 * x[:, 0]))
+    columns = {
+        "a": x[:, 0],
+        "b": x[:, 1],
+        "days": 10 + 5 * x[:, 0] + rng.normal(0, 1, 900),
+        "visits": rng.poisson(np.exp(1 + x[:, 0])),
+        "time": np.minimum(time, 4),
+        "dead": (time < 4).astype(int),
+    }
+    rows = [",".join(f"{value:.4g}" for value in row) for row in zip(*columns.values(), strict=True)]
+    (folder / "wards.csv").write_text("\n".join([",".join(columns), *rows]) + "\n")
+    for task, target in TARGETS.items():
+        used = {"quantity": ("days",), "count": ("visits",), "survival": ("time", "dead")}[task]
+        drops = [f'[columns.{name}]\ntype = "drop"' for name in ("days", "visits", "time", "dead") if name not in used]
+        numbers = [f'[columns.{name}]\ntype = "number"\nrange = [-1, 1]' for name in "ab"]
+        (folder / f"{task}.toml").write_text("\n".join([f"[target]\n{target}", *numbers, *drops]) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "metric"),
+    [("quantity", None, "r2"), ("quantity", "mae", "mae"), ("count", None, "d2"), ("survival", None, "concordance")],
+)
+def test_other_tasks_are_compared_by_their_metric(wards, tmp_path, capsys, task, asked, metric):
+    words = ["compare", "--data", str(wards / "wards.csv"), "--schema", str(wards / f"{task}.toml"), "--seeds", "1"]
+    words += [
+        "--methods",
+        "auto,dp-fedadam:lr=0.1",
+        "--epsilons",
+        "8,inf",
+        "--rounds",
+        "12",
+        "--clients",
+        "3",
+        "--json",
+    ]
+    assert main([*words, "--out", str(tmp_path / "out"), *(["--metric", asked] if asked else [])]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["metric"], document["data"]["task"], document["pairs"]) == (metric, task, [])
+    for run in document["runs"]:
+        assert (run["accuracy"], run["correct"], run["per_class"]) == ([], None, None)
+        assert len(run["scores"]) == 12
+        assert len(run["per_client"]) == 3
+    last = {(run["label"], run["epsilon"]): run["scores"][-1] for run in document["runs"]}
+    if metric == "mae":
+        assert 0.7 < last["auto", None] < 1.5, "in days, the unit of the table"
+        assert last["auto", None] < last["dp-fedadam (lr 0.1)", None] * 1.5
+    else:
+        assert last["auto", None] > {"r2": 0.8, "d2": 0.2, "concordance": 0.65}[metric]
+    kind = "survival" if task == "survival" else "calibration"
+    points = np.array(next(run[kind] for run in document["runs"] if run["epsilon"] is None))
+    assert points.shape[1] == (5 if task == "survival" else 4)
+    if task == "quantity":
+        assert 0 < points[:, 0].min() < 10 < points[:, 0].max() < 20, "predictions are days"
+    assert "accuracy" not in (tmp_path / "out" / "report.md").read_text().lower()
+    assert document["partition"]["1"] == [[240], [240], [240]]
+
+
+def test_methods_that_cannot_learn_the_task_are_left_out(wards):
+    base = {"data": str(wards / "wards.csv"), "schema": str(wards / "survival.toml"), "clients": 3}
+    assert "dp-fedfc" not in {each.method for each in compare.contestants(["all"], base)}
+    with pytest.raises(SordinoError, match=r"^method: dp-fedfc"):
+        compare.contestants(["dp-fedfc"], base)
+    with pytest.raises(SordinoError, match="labels that are survival times have no auc; use one of concordance"):
+        compare.check_metric("auc", base)
+
+
+def test_tuning_ranks_by_the_metric_of_the_task(wards):
+    base = {"data": str(wards / "wards.csv"), "schema": str(wards / "quantity.toml"), "clients": 3, "rounds": 5}
+    tuning = compare.settle(compare.contestants(["dp-fedgd"], base), base, [8.0], grid="paper-coarse")
+    assert tuning["metric"] == "r2"
+    runs = compare.lineup(compare.contestants(["dp-fedgd"], base), base, [8.0], [1], tuning)
+    assert runs[0].values["lr"] == tuning["settings"][0]["options"]["lr"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["sweep"], "nothing to try"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--metric", "acu"], "'acu' is unknown"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--metric", "auc"], "many classes have no auc"),
-        (["compare", "--metric", "r2"], "methods are compared on classes, which have no r2"),
+        (["compare", "--metric", "r2"], "labels that are many classes have no r2; use one of accuracy, log_loss"),
+        (["compare", "--metric", "acurracy"], "'acurracy' is unknown. Did you mean 'accuracy'?"),
         (["sweep", "--grid", "lr"], "key=a,b,c"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,1"], "twice"),
         (["sweep", "--grid", "seed=1,2"], "--seeds"),

@@ -118,7 +118,7 @@ def test_the_metric_asked_for_has_a_table_and_ranks(document):
     document["metric"] = "log_loss"
     table = report.by_metric(document)
     assert texts(table) == [["a", "0.6 ± 0.1", "not defined"], [ODD, "0.35 ± 0.05", "–"]]
-    assert [[cell.mark for cell in row] for row in table.rows] == [["", "", "best"], ["", "best", ""]]
+    assert [[cell.mark for cell in row] for row in table.rows] == [["", "", ""], ["", "best", ""]]
     assert table.note.startswith("Log loss, less is better, mean ± standard deviation over 2 seeds")
     assert f"Best at the last round by log loss: {ODD} at ε = 1 (0.35 ± 0.05)" in report.summary(document)[-1]
     assert "## By log loss, at the last round" in report.text(document)
@@ -127,6 +127,47 @@ def test_the_metric_asked_for_has_a_table_and_ranks(document):
     assert report.by_metric(document).rows[0][1].mark == "best"
     document["tuning"]["metric"] = "auc"
     assert report.tuning(document).head[3] == "validation AUC"
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "values", "name"),
+    [
+        ("quantity", "mae", [4.0, 3.0, 2.5, 2.25], "mean absolute error"),
+        ("survival", "concordance", [0.5, 0.6, 0.65, 0.7], "concordance index"),
+    ],
+)
+def test_other_tasks_are_shown_by_their_metric(document, task, metric, values, name, tmp_path):
+    points = [[1.0, 1.1, 0.9, 1.3], [2.0, 1.9, 1.7, 2.1]]
+    for k, each in enumerate(document["runs"]):
+        curve = (
+            {"calibration": points} if task == "quantity" else {"survival": [[0, 1, 1, 1, 1], [2, 0.7, 0.6, 0.5, 0.8]]}
+        )
+        changed = {"accuracy": [], "per_class": None, "correct": None, "scores": [v * (1 + k / 100) for v in values]}
+        document["runs"][k] = {**each, **changed, **curve}
+    document |= {"metric": metric, "pairs": [], "partition": {"1": [[3], [7]]}}
+    document["data"] |= {"classes": [], "task": task}
+    document["tuning"]["metric"] = metric
+    first = report.final(document)
+    mean, std = report.score([values[-1], values[-1] * 1.01])
+    assert first.rows[0][1].text == f"{mean:.4g} ± {std:.2g}"
+    assert first.rows[0][1].mark == ("best" if metric == "mae" else ""), "of a loss the least is best"
+    assert ("less is better" in first.note) == (metric == "mae")
+    assert report.by_metric(document) is None
+    assert report.to_target(document) is None
+    assert report.by_class(document) == {}
+    text = report.text(document)
+    assert f"## {name[0].upper()}{name[1:]} at the last round" in text
+    assert "ccuracy" not in text
+    assert f"Best at the last round by {name}" in text
+    view = report.view(document)
+    assert view["measure"]["factor"] == 1
+    assert view["curves"][0]["mean"][-1] == pytest.approx(values[-1] * 1.005, rel=1e-3)
+    assert view["classes"] == ["records"]
+    kind = "calibration" if task == "quantity" else "survival"
+    assert {line["label"] for line in view["model_curves"][kind]["1"]} == {"a", ODD}
+    assert view["model_curves"]["roc"] == {}
+    names = {path.name for path in report.write(document, tmp_path)}
+    assert {f"{metric}_epsilon_1.png", f"{kind}_epsilon_1.svg"} <= names
 
 
 def test_one_seed_has_no_deviation(document):

@@ -308,6 +308,46 @@ def test_the_legend_shows_every_value_of_a_round(browser, pages):
     assert not browser.complaints()
 
 
+def of_survival():
+    """A comparison whose runs have another metric, a survival curve, and no classes."""
+    document = made_up(methods=2, epsilons=(1.0, None), seeds=(1, 2), rounds=6, clients=3, classes=2)
+    points = [[0, 1, 1, 1, 1], [365, 0.8, 0.75, 0.7, 0.8], [730, 0.6, 0.62, 0.55, 0.69]]
+    for run in document["runs"]:
+        curve = {"scores": run["accuracy"], "survival": points}
+        run |= {**curve, "accuracy": [], "per_class": None, "correct": None}
+    document["data"] |= {"classes": [], "task": "survival"}
+    document["partition"] = {seed: [[sum(row)] for row in rows] for seed, rows in document["partition"].items()}
+    document["tuning"]["metric"] = "concordance"
+    return document | {"metric": "concordance", "pairs": []}
+
+
+def test_a_page_of_another_task(browser, tmp_path):
+    (tmp_path / "survival.html").write_text(report.page(report.view(of_survival())))
+    browser.see(tmp_path / "survival.html", 1280, dark=False)
+    assert browser.do("document.querySelector('#trajectories h2').textContent") == "Concordance index by round"
+    assert browser.do("document.querySelectorAll('#survival .line').length") == 3, "two methods and what was observed"
+    assert browser.do("document.querySelector('#classes') === null && document.querySelector('#target') === null")
+    assert browser.do("document.querySelector('#survival .legend').textContent.includes('0.62 (0.55 … 0.69)')")
+    assert "ccuracy" not in browser.do("document.querySelector('#main').textContent")
+    assert browser.complaints() == []
+
+
+def test_curves_of_two_classes(browser, tmp_path):
+    document = made_up(methods=2, epsilons=(1.0, None), seeds=(1,), rounds=6, clients=3, classes=2)
+    for run in document["runs"]:
+        run |= {"calibration": [[0.1, 0.2, 0.1, 0.3], [0.6, 0.5, 0.4, 0.6]], "roc": [[0, 0], [0.2, 0.7], [1, 1]]}
+    (tmp_path / "two.html").write_text(report.page(report.view(document)))
+    browser.see(tmp_path / "two.html", 360, dark=True)
+    home = "dispatchEvent(new KeyboardEvent('keydown', {key: 'Home'}))"
+    for kind, first in (("roc", "1 − specificity 0"), ("calibration", "predicted 0.1")):
+        assert browser.do(f"document.querySelectorAll('#{kind} .line').length") == 2
+        browser.do(f"document.querySelector('#{kind} svg[role=slider]').{home}")
+        said = browser.do(f"document.querySelector('#{kind} .legend').textContent")
+        assert first in said
+    assert said.count("0.2 (0.1 … 0.3)") == 2, "every line says its nearest point"
+    assert browser.complaints() == []
+
+
 def test_labels_are_words(browser, pages):
     browser.see(pages / "full" / "report.html", 1280, dark=False)
     assert browser.do("[...document.querySelectorAll('#final tbody th')].map(th => th.textContent)")[3] == ODD

@@ -40,8 +40,10 @@ RUNS = {
     "short": ["--data", "two.npz", "--public-stats", "stats.npz"],
     "network": ["--data", "two.npz", "--model", "mlp", "--method", "dp-fedgd", "--set", "normalize=l2"],
     "images": ["--data", "digits", "--model", "cnn", "--method", "dp-fedgd"],
+    "trees": ["--data", "patients.csv", "--schema", "schema.toml", "--method", "dp-boost", "--set", "columns=2"],
+    "trees of numbers": ["--data", "value.npz", "--method", "dp-boost"],
 }
-LINEAR = [name for name in RUNS if name not in ("network", "images")]
+LINEAR = [name for name in RUNS if name.split()[0] not in ("network", "images", "trees")]
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +179,27 @@ def test_coefficients_agree(runs, name, tmp_path):
     assert exporting.preparation(run).words in comments[1] or name == "whitened"
 
 
+def test_leaves_agree(runs, tmp_path):
+    """Trees of one column: a record's logit is the intercept plus the value of one leaf per tree."""
+    run = runs("trees of numbers")
+    export(run, "coefficients", tmp_path / "leaves.csv")
+    _, rows = read_coefficients(tmp_path / "leaves.csv")
+    x = records(run)
+    found = np.zeros(len(x))
+    for row in rows:
+        leaf, value = row["leaf"], float(row["value"])
+        if leaf == "(intercept)":
+            found += value
+            continue
+        parts = leaf.replace("<=", "<").split(" < ")
+        place = next(k for k, part in enumerate(parts) if part.startswith("x"))
+        column = x[:, int(parts[place][1:])]
+        low = float(parts[0]) if place else -np.inf
+        high = float(parts[-1]) if place < len(parts) - 1 else np.inf
+        found += value * ((low < column) & (column <= high))
+    np.testing.assert_allclose(found, run.predict(x), rtol=1e-4, atol=1e-5)
+
+
 def test_the_json_beside_it(runs, tmp_path):
     run = runs("table")
     assert export(run, "torch", tmp_path / "m.pt2") == [tmp_path / "m.pt2", tmp_path / "m.pt2.json"]
@@ -199,6 +222,7 @@ def test_the_json_beside_it(runs, tmp_path):
         ("network", "coefficients", "coefficients is for linear models, and this is a network (mlp); use --to torch"),
         ("network", "onnx", "onnx is for linear models, and this is a network (mlp); use --to torch"),
         ("network", "sklearn", "sklearn is for linear models, and this is a network (mlp); use --to torch"),
+        ("trees", "onnx", "onnx is for linear models, and this is a model of trees; use --to torch"),
         ("half", "coefficients", "a weight belongs to no single feature; use --to torch or --to onnx"),
         ("short", "coefficients", "a weight belongs to no single feature; use --to torch or --to onnx"),
         ("plain", "onx", "'onx' is unknown. Did you mean 'onnx'?"),

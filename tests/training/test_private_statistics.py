@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from sordino.privacy.plan import Plan
 from sordino.training import run
 from sordino.training.batch import run_many
 from sordino.training.predict import load_run
-from sordino.training.private_statistics import edge, found_schema, shortest
+from sordino.training.private_statistics import edge, found_schema, frequent, shortest, statistics_tally
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
 
@@ -181,6 +182,73 @@ def test_the_total_stays_epsilon_for_methods_of_several_stages(method, trust):
         assert calibration.query_noises(plan)[0].query.bound is not None
 
 
+def test_rare_levels_of_a_category_are_merged(place, tmp_path):
+    """The levels that noised counts do not find rare are kept; others fall under `other`."""
+    rng = np.random.default_rng(3)
+    lines = (place / "data.csv").read_text().splitlines()
+    wards = rng.choice(["a", "b", "c", "d"], size=len(lines) - 1, p=[0.6, 0.3975, 0.002, 0.0005])
+    moved = [
+        ",".join([*line.split(",")[:2], ward, line.split(",")[3]]) for line, ward in zip(lines[1:], wards, strict=True)
+    ]
+    (tmp_path / "data.csv").write_text("\n".join([lines[0], *moved]) + "\n")
+    text = SCHEMA.replace('levels = ["a", "b"]', 'candidates = ["d", "b", "nobody", "a", "c"]')
+    (tmp_path / "schema.toml").write_text(text)
+    out = tmp_path / "run"
+    assert main(words(tmp_path, "--out", str(out))) == 0
+    found = Schema.read(out / "public" / "schema.toml")
+    assert found.columns["ward"].levels == ("b", "a")
+    assert found.features[-4:] == ["ward = b", "ward = a", "ward = other", "ward = missing"]
+    assert found.without_ranges == Schema.of(tomllib.loads(text))
+    cert = json.loads((out / "public" / "certificate.json").read_text())
+    assert cert["certified"]
+    assert any("the levels of ward that are kept" in fact for fact in cert["assumes"])
+    assert verify_run(out).problems == []
+    assert load_run(out).predict(str(tmp_path / "data.csv")).shape == (3000,)
+
+
+def test_levels_below_their_noise_are_not_kept():
+    assert frequent(("a", "b", "c"), np.array([0.5, 0.02, 0.004]), 0.001) == ("a", "b")
+    assert frequent(("a", "b", "c"), np.array([0.5, 0.02, 0.004]), 0.01) == ("a",)
+    assert frequent(("a", "b"), np.array([-0.1, 0.001]), 0.1) == ("b",), "one level is left"
+
+
+@pytest.mark.parametrize(
+    ("about", "complaint"),
+    [
+        ({"candidates": ["a", "a"]}, "candidates: a level stands there twice"),
+        ({"candidates": ["a"], "levels": ["b"]}, "'b' is none of the candidates"),
+        ({}, "levels: list at least 1"),
+    ],
+)
+def test_wrong_candidates_are_refused(about, complaint):
+    with pytest.raises(SordinoError, match=complaint):
+        Schema.of({"columns": {"ward": {"type": "category", **about}}})
+
+
+def test_a_category_without_levels_encodes_nothing():
+    schema = Schema.of({"columns": {"ward": {"type": "category", "candidates": ["a", "b"]}}})
+    with pytest.raises(SordinoError, match="no public range or levels yet"):
+        schema.encode({"ward": ["a"]}, target=False)
+    tally = statistics_tally(schema)
+    x = schema.at_its_widest.encode({"ward": ["b", "b", None, "z"]}, target=False).x
+    shard = Shard(torch.from_numpy(x), torch.zeros(4), torch.ones(4).double())
+    assert tally.tally_sum(torch.zeros(1), shard, tally.clip).tolist() == [0, 2], "other and missing are not counted"
+
+
+@pytest.mark.parametrize("unit", ["record", "person"])
+def test_persons_pay_for_statistics_as_records_do(place, tmp_path, unit):
+    lines = (place / "data.csv").read_text().splitlines()
+    text = "\n".join([f"{lines[0]},patient", *(f"{line},p{k // 3}" for k, line in enumerate(lines[1:]))]) + "\n"
+    (tmp_path / "data.csv").write_text(text)
+    (tmp_path / "schema.toml").write_text('person = "patient"\n' + SCHEMA)
+    out = tmp_path / "run"
+    assert main(words(tmp_path, "--unit", unit, "--out", str(out))) == 0
+    cert = json.loads((out / "public" / "certificate.json").read_text())
+    assert (cert["unit"], cert["certified"]) == (unit, True)
+    assert verify_run(out).problems == []
+    assert Schema.read(out / "public" / "schema.toml").unknown == []
+
+
 # ------------------------------------------------------------------------------------------------------- wrong inputs
 
 
@@ -204,7 +272,7 @@ def test_without_a_schema_or_without_within_it_is_refused(place, tmp_path, capsy
     plain = SCHEMA.replace("within", "range")
     (place / "plain.toml").write_text(plain)
     assert main(words(place, "--out", str(tmp_path / "r"), schema="plain.toml")) == 2
-    assert "the schema has neither" in capsys.readouterr().err
+    assert "the schema has none" in capsys.readouterr().err
     with pytest.raises(SordinoError, match="there is no schema"):
         run.prepare(Spec.of({"data": "digits", "private_statistics": 0.1}))
 
@@ -216,7 +284,7 @@ def test_records_in_memory_sweeps_and_federations_are_refused(place):
         run.prepare(spec, whole)
     with pytest.raises(SordinoError, match="by sordino run alone"):
         run_many([spec])
-    with pytest.raises(SordinoError, match="a federation does not find ranges"):
+    with pytest.raises(SordinoError, match="a federation finds ranges in a run of its own"):
         federated({"private_statistics": 0.1})
 
 

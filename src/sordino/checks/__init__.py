@@ -27,13 +27,14 @@ from sordino.checks.mutants import MUTANTS, breaks, concerns, weighs_beyond_the_
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
-from sordino.core import Adjacency, Method, Unit
+from sordino.core import Adjacency, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.methods.calibration import calibrated
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.trees import Trees
 
 
 class Report(NamedTuple):
@@ -71,6 +72,7 @@ CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated interc
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
 CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))
+CHECKED_TREES = (Trees(3, 3, trees=2, depth=2), Trees(3, 1, Loss.SQUARES, trees=3, depth=2, columns=2))
 
 
 def check(
@@ -78,7 +80,7 @@ def check(
     *,
     trials: int = TRIALS,
     seed: int = 0,
-    models: Sequence[core.Model] = CHECKED_MODELS,
+    models: Sequence[core.Model] | None = None,
     method: Method | None = None,
 ) -> list[Report]:
     """Run all contracts, and their mutants, on a method.
@@ -87,7 +89,7 @@ def check(
       name: the method's name in the registry, or the name that reports show.
       trials: restarts of the search for one query, at least `LEAST_TRIALS`.
       seed: seed of the search.
-      models: the models on which the method runs.
+      models: the models on which the method runs; by default small ones that it can train.
       method: the method to check. By default it is the registered one, for each of its units.
 
     Returns:
@@ -102,7 +104,15 @@ def check(
         )
     # Use the factory: `build` removes all claims from an external method that was not checked yet.
     subjects = [entry(name).at(unit) for unit in entry(name).protects] if method is None else [method]
-    return [report for subject in subjects for report in _reports(name, subject, models, trials, seed)]
+    return [
+        report for subject in subjects for report in _reports(name, subject, models or models_of(subject), trials, seed)
+    ]
+
+
+def models_of(method: Method) -> Sequence[core.Model]:
+    """Small models that a method can train."""
+    boosts = any(query.kind is Kind.LEAVES for stage in method.stages for query in stage.queries)
+    return CHECKED_TREES if boosts else CHECKED_MODELS
 
 
 def check_model(name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = tuple(Unit)) -> list[Report]:

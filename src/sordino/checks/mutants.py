@@ -15,7 +15,16 @@ from sordino.checks.fixtures import Through
 from sordino.core import Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
-SUMS = ("clipped_sum", "curvature_sum", "curvature_times", "fisher_sum", "gram_sum", "calibration_sum", "tally_sum")
+SUMS = (
+    "clipped_sum",
+    "curvature_sum",
+    "curvature_times",
+    "fisher_sum",
+    "gram_sum",
+    "calibration_sum",
+    "leaves_sum",
+    "tally_sum",
+)
 ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from sordino.core import Adjacency, Shard
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.trees import Trees
 
 ROWS = (10_000, 100_000, 1_000_000)
 BLOCKS = (1, 384)  # records per nonzero record: kernels that add up blocks of records round between blocks
@@ -65,11 +66,19 @@ def kinds(model: Callable[[Any], Any], device: str) -> Iterator[tuple[str, bool,
     yield "fisher", True, lambda shard: pair.fisher_sum(three, doubled(shard), SUM_CLIP)
     hazards = model(Hazards(1, (0.0, 1.0)))
     yield "hazards gradient", False, lambda shard: hazards.clipped_sum(two, timed(shard), SUM_CLIP)
+    trees = model(Trees(1, 1, Loss.SQUARES, trees=1, depth=1))
+    yield "leaves", False, lambda shard: trees.leaves_sum(three, in_first_leaf(shard), SUM_CLIP, 0)
 
 
 def timed(shard: Shard) -> Shard:
     """Labels of survival: an event for 0, none for 1. Their gradients have opposite signs."""
     return shard._replace(y=0.5 - 1.5 * shard.y.to(shard.x))
+
+
+def in_first_leaf(shard: Shard) -> Shard:
+    """Numbers as labels: the feature with the sign that the label chooses; all features lie below every edge."""
+    sign = 1.0 - 2.0 * shard.y.to(shard.x)
+    return shard._replace(x=torch.full_like(shard.x, -2.0), y=sign * shard.x[..., 0])
 
 
 def doubled(shard: Shard) -> Shard:
@@ -161,7 +170,7 @@ def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
 class OneAccumulator:
     """Mutant: a linear model that adds up records one by one in one float32 accumulator."""
 
-    def __init__(self, model: Linear | Hazards) -> None:
+    def __init__(self, model: Linear | Hazards | Trees) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
@@ -173,7 +182,7 @@ class OneAccumulator:
             one = Shard(x, y, mask, None, per_person)  # one client per record, or per person
             parts = [part.unsqueeze(-2) if isinstance(part, Tensor) and part.dim() > 1 else part for part in arguments]
             each = getattr(self._model, name)(*parts[:at], one, *arguments[at + 1 :]).float()
-            axis = each.dim() - (1 if name == "clipped_sum" else 2) - 1
+            axis = each.dim() - (1 if name in ("clipped_sum", "leaves_sum") else 2) - 1
             path = np.cumsum(each.cpu().numpy(), axis, dtype=np.float32)  # torch would keep a float64 accumulator
             return torch.from_numpy(path.take(-1, axis))
 

@@ -26,7 +26,8 @@ def add(commands: Any) -> None:
         "sordino compare --methods dp-fedgd,dp-fedsofim,auto --epsilons 2,8 --seeds 3\n"
         "sordino compare --data features.npz --methods paper,auto --epsilons 0.5,1,5,10 --tune --device cuda\n"
         "sordino compare --methods dp-fedsofim,dp-fedsofim:apply_to=momentum --epsilons 8 --ablation --sensitivity\n"
-        "sordino compare --methods all --epsilons 4,inf --settings results/settings.json --out runs/all",
+        "sordino compare --methods all --epsilons 4,inf --settings results/settings.json --out runs/all\n"
+        "sordino compare --data stays.csv --schema schema.toml --methods auto,dp-fedadam --metric mae",
     )
     add_keys(parser)
     parser.add_argument(
@@ -45,7 +46,11 @@ def add(commands: Any) -> None:
         metavar="N",
         help="number of seeds; each changes partition and noise (default: 3)",
     )
-    parser.add_argument("--metric", metavar="NAME", help="rank by accuracy, auc, log_loss or brier (default: accuracy)")
+    parser.add_argument(
+        "--metric",
+        metavar="NAME",
+        help="rank by it: accuracy, auc, log_loss, brier; r2, mse, mae; d2, deviance; concordance (default: by task)",
+    )
     parser.add_argument("--tune", action="store_true", help="tune each method once per budget, on validation records")
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
     parser.add_argument(
@@ -93,7 +98,7 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError("--tune: --settings names the settings already; leave out one of the two.")
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
-    metric = compare.check_metric(arguments.metric)
+    metric = compare.check_metric(arguments.metric, base)
     who = compare.contestants(arguments.methods.split(","), base)
     epsilons, seeds = budgets(arguments.epsilons), range(1, arguments.seeds + 1)
     if not seeds:

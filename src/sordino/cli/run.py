@@ -61,14 +61,18 @@ def add(commands: Any) -> None:
         "train one model over many clients",
         "sordino run\n"
         "sordino run --method dp-fedadam --epsilon 2 --set lr=0.1 --out runs/adam\n"
-        "sordino run --data patients.csv --label outcome --partition by-column:hospital --trust secure-aggregation\n"
+        "sordino run patients.csv --schema schema.toml --trust secure-aggregation\n"
+        "sordino run patients.csv --label outcome --partition by-column:hospital\n"
         "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.02 --set evaluate_every=10\n"
         "sordino run spec.toml --json result.json\n"
-        "sordino run --data patients.csv --epsilon 1 --ledger patients.db --limit 4\n"
+        "sordino run patients.csv --epsilon 1 --ledger patients.db --limit 4\n"
         "sordino run --resume runs/adam",
     )
     parser.add_argument(
-        "spec", nargs="?", metavar="SPEC.toml", help="settings of the run; flags and --set override them"
+        "spec",
+        nargs="?",
+        metavar="SPEC.toml|DATA",
+        help="settings of the run, which flags and --set override; or a table, as --data",
     )
     for flag, key, text in RUN_FLAGS:
         parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=text)
@@ -149,9 +153,10 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
         path = Path(arguments.spec)
         if path.is_dir() and (path / "public" / "spec.toml").is_file():
             raise SordinoError(f"spec: '{path}' is the folder of a run; continue it with --resume {path}.")
-        if path.suffix.lower() in DATA_SUFFIXES:
-            raise SordinoError(f"spec: '{path}' holds data, not settings; write --data {path}.")
-        values |= read_toml(path)
+        if set(map(str.lower, path.suffixes)) & set(DATA_SUFFIXES):
+            values["data"] = str(path)
+        else:
+            values |= read_toml(path)
     for _, key, _ in RUN_FLAGS:
         if (flag := getattr(arguments, f"key_{key}")) is not None:
             values |= dict([parse_setting(f"{key}={flag}")])

@@ -170,8 +170,8 @@ def no_range(name: str) -> SordinoError:
             "--private-statistics 0.05, or give public ones and remove find_prevalence."
         )
     return SordinoError(
-        f"columns.{name}: it has no public range, only within; give range = [low, high], or spend a part of the budget "
-        "on finding one: sordino run --private-statistics 0.05."
+        f"columns.{name}: it has no public range or levels yet, only within or candidates; give range = [low, high] or "
+        "levels, or spend a part of the budget on finding them: sordino run --private-statistics 0.05."
     )
 
 
@@ -182,17 +182,30 @@ class Category:
     levels: tuple[Any, ...] = ()
     other: bool = True
     indicator: bool = True
+    candidates: tuple[Any, ...] = ()  # public levels, of which noised counts keep those that are not rare
 
     reads: ClassVar[str] = "level"
 
     def check(self, where: str) -> None:
-        _check_levels(self.levels, where)
+        if not self.candidates:
+            _check_levels(self.levels, where)
+            return
+        _check_levels(self.candidates, where, key="candidates")
+        if unlisted := [level for level in self.levels if level not in self.candidates]:
+            raise SordinoError(f"{where}.levels: '{unlisted[0]}' is none of the candidates; leave levels out.")
+
+    @property
+    def unknown(self) -> bool:
+        """Whether noised counts must find its levels."""
+        return bool(self.candidates) and not self.levels
 
     def features(self, name: str) -> list[str]:
         extra = ["other"] * self.other + ["missing"] * self.indicator
-        return [f"{name} = {level}" for level in (*self.levels, *extra)]
+        return [f"{name} = {level}" for level in (*(self.levels or self.candidates), *extra)]
 
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
+        if self.unknown:
+            raise no_range(name)
         index = level_index(column, self.levels, missing)
         width = out.shape[1]
         unknown = len(self.levels) if self.other else width  # a column beyond the last: nothing is set
@@ -204,6 +217,8 @@ class Category:
 
     def says(self) -> str:
         rest = " or other" if self.other else ""
+        if self.unknown:
+            return f"0 or 1 for those of {len(self.candidates)} candidates that noised counts do not find rare{rest}"
         return f"0 or 1 for each of {', '.join(map(str, self.levels[:6]))}{' …' if len(self.levels) > 6 else ''}{rest}"
 
 
@@ -536,9 +551,12 @@ def assumption(sha256: str) -> str:
     )
 
 
-def searched_assumption(sha256: str, columns: Sequence[str], prevalence: str | None = None) -> str:
-    """The same where noised counts found the ranges of some columns, or the shares of the levels of the target."""
+def searched_assumption(
+    sha256: str, columns: Sequence[str], prevalence: str | None = None, merged: Sequence[str] = ()
+) -> str:
+    """The same where noised counts found ranges or levels of some columns, or the shares of the target's levels."""
     parts = [f"the ranges of {', '.join(columns)}"] * bool(columns)
+    parts += [f"the levels of {', '.join(merged)} that are kept"] * bool(merged)
     parts += [f"the shares of the levels of {prevalence}"] * bool(prevalence)
     return (
         f"The schema of the table without {' and '.join(parts)} (sha256 {sha256}) is public: its other ranges, levels "
@@ -684,18 +702,49 @@ class Schema:
 
     @property
     def searched(self) -> dict[str, int]:
-        """Number columns with `within`, whose range noised counts find; each with the place of its first feature."""
+        """Number columns with `within`, whose range noised counts find; each with its first feature's place.
+
+        The place is that in records that are encoded with all candidates (`at_its_widest`).
+        """
         places, at = {}, 0
-        for name, column in self.columns.items():
+        for name, column in self.at_its_widest.columns.items():
             if isinstance(column, Number) and column.within is not None:
                 places[name] = at
             at += len(column.features(name))
         return places
 
     @property
+    def merged(self) -> dict[str, int]:
+        """Category columns with `candidates`, of which noised counts keep some; each with its first feature's place.
+
+        The place is that in records that are encoded with all candidates (`at_its_widest`).
+        """
+        places, at = {}, 0
+        for name, column in self.at_its_widest.columns.items():
+            if isinstance(column, Category) and column.candidates:
+                places[name] = at
+            at += len(column.features(name))
+        return places
+
+    def with_levels(self, levels: Mapping[str, Sequence[Any]]) -> Schema:
+        """The same with other levels of some columns that have candidates; empty: none yet."""
+        columns = {
+            name: dataclasses.replace(column, levels=tuple(levels[name]))
+            if name in levels and isinstance(column, Category)
+            else column
+            for name, column in self.columns.items()
+        }
+        return dataclasses.replace(self, columns=columns)
+
+    @property
+    def _candidates(self) -> dict[str, tuple[Any, ...]]:
+        columns = self.columns.items()
+        return {name: each.candidates for name, each in columns if isinstance(each, Category) and each.candidates}
+
+    @property
     def unknown(self) -> list[str]:
-        """Those that have no range yet, and `target.prevalence` where noised counts are to find it."""
-        columns = [name for name in self.searched if getattr(self.columns[name], "unknown", False)]
+        """Columns without range or levels yet, and `target.prevalence` where noised counts are to find it."""
+        columns = [name for name, column in self.columns.items() if getattr(column, "unknown", False)]
         return [*columns, *([PREVALENCE] if self.counted and self.target and not self.target.prevalence else [])]
 
     @property
@@ -720,15 +769,16 @@ class Schema:
 
     @property
     def without_ranges(self) -> Schema:
-        """What people wrote: without the ranges and shares that noised counts found."""
-        written = self.with_ranges(dict.fromkeys(self.searched))
+        """What people wrote: without the ranges, levels and shares that noised counts found."""
+        written = self.with_ranges(dict.fromkeys(self.searched)).with_levels(dict.fromkeys(self._candidates, ()))
         return written.with_prevalence(()) if self.counted else written
 
     @property
     def at_its_widest(self) -> Schema:
-        """With every searched column scaled by the whole of `within`, and no features but those of columns."""
-        widest = {name: self.columns[name].within for name in self.searched}  # type: ignore[union-attr]
-        return self.with_ranges(widest).unexpanded
+        """Searched columns scaled by the whole of `within`, all candidates as levels, features of columns alone."""
+        columns = self.columns.items()
+        widest = {name: each.within for name, each in columns if isinstance(each, Number) and each.within is not None}
+        return self.with_ranges(widest).with_levels(self._candidates).unexpanded
 
     @property
     def used(self) -> int:
@@ -1045,11 +1095,11 @@ def _check_keys(values: Any, known: Sequence[str], where: str) -> None:
         raise SordinoError(f"{where}: the key '{unknown[0]}' is unknown.{nearest(unknown[0], known)}")
 
 
-def _check_levels(levels: Sequence[Any], where: str, least: int = 1) -> None:
+def _check_levels(levels: Sequence[Any], where: str, least: int = 1, key: str = "levels") -> None:
     if len(levels) < least:
-        raise SordinoError(f"{where}.levels: list at least {least} public level{'s' if least > 1 else ''}.")
+        raise SordinoError(f"{where}.{key}: list at least {least} public level{'s' if least > 1 else ''}.")
     if len(set(levels)) < len(levels):
-        raise SordinoError(f"{where}.levels: a level stands there twice.")
+        raise SordinoError(f"{where}.{key}: a level stands there twice.")
 
 
 def _day(text: str, where: str) -> float:

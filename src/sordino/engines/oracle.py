@@ -168,6 +168,12 @@ class Oracle:
         """The mean of x x^T over clipped records."""
         return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._all(), clip)))
 
+    def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
+        """The noised residuals and curvatures by leaf of one tree; see `Ask.leaves`."""
+        number = int(tree.flatten()[0]) % int(self._model.trees)
+        batch = self._batches[self.sample().number]
+        return self._answer(Kind.LEAVES, 1, lambda clip: self._model.leaves_sum(theta, batch, clip, number))
+
     def tally(self, theta: Tensor) -> Tensor:
         """The mean of one bounded vector per record; see `Ask.tally`."""
         return self._answer(Kind.TALLY, 1, lambda clip: self._model.tally_sum(theta, self._all(), clip))

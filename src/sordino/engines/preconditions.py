@@ -75,6 +75,8 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
     name = name or type(model).__name__
     if lacking[0] == Kind.TALLY:
         raise SordinoError(f"intervals: model {name} has none; leave the option out.")
+    if lacking[0] == Kind.LEAVES:
+        raise SordinoError(f"model: {method.name} boosts trees, and {name} has none; use model trees.")
     what = f"{lacking[0]} matrix" if lacking[0] in list(MATRICES) else lacking[0]
     raise SordinoError(
         f"method: {method.name} asks for a {what}, which {name} cannot compute; use a linear model, or a method such "

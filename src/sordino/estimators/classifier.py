@@ -46,8 +46,8 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
     Args:
       schema: what the columns of a frame mean: the path of a schema.toml, a dict with its keys, or a `Schema`. None for
         arrays.
-      model: `auto` (softmax regression), `logistic`, or a network such as `mlp`, for which a method such as dp-fedadam
-        is needed.
+      model: `auto` (softmax regression), `logistic`, `trees` (for method dp-boost, which implies it), or a network such
+        as `mlp`, for which a method such as dp-fedadam is needed.
       method: a name that `sordino methods` lists.
       epsilon, delta, unit, adjacency, trust: the guarantee, as in `sordino.Privacy`. epsilon = inf: no noise.
       rounds: number of rounds; by default that of the method.
@@ -69,8 +69,8 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
         knows it can subtract the noise. The certificate states this.
 
     Attributes:
-      classes_, n_features_in_, feature_names_in_, coef_, intercept_: as in scikit-learn's linear classifiers; a network
-        has no coefficients. With a schema, `classes_` are its levels, and the features are columns of the frame.
+      classes_, n_features_in_, feature_names_in_, coef_, intercept_: as in scikit-learn's linear classifiers. Networks
+        and trees have no coefficients. With a schema, `classes_` are its levels, and features are columns of the frame.
       features_: names of the features that `coef_` is of, where there are names.
       normalize_: how records are scaled before they are used.
       certificate_: all numbers of the guarantee, for `sordino.verify`. statement_: the same in words, as Markdown.

@@ -12,6 +12,7 @@ from sordino import plugins
 from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError, nearest
+from sordino.federation import counting
 from sordino.federation.terms import SITE_NAME
 from sordino.methods import REGISTRY
 from sordino.models import registry
@@ -59,7 +60,8 @@ def _by_schema(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     schema = Schema.read(path)
     if schema.target is None:
         raise SordinoError(f"schema: '{path}' has no [target]; add its column and task.")
-    known = {"label": schema.target.column, "classes": schema.classes, "features": len(schema.features)}
+    features = (counting.filled(schema) if schema.unknown else schema).features
+    known = {"label": schema.target.column, "classes": schema.classes, "features": len(features)}
     for key, value in known.items():
         if values.get(key, value) != value:
             raise SordinoError(f"{key}: the schema says {value!r}, not {values[key]!r}; remove the key.")
@@ -90,6 +92,7 @@ class SiteConfig(_File):
         "squares",
         "poisson",
         "hazards",
+        "trees",
     )  # networks must be listed
     most_rounds: int = 1000
     most_dropouts: int = 10_000  # more dropouts let a dishonest server open smaller sums
@@ -149,6 +152,9 @@ class FederationConfig(_File):
     evaluation_epsilon: float | None = (
         None  # ask the sites for noised counts of their test records after the last round
     )
+    statistics_epsilon: float | None = (
+        None  # find what the schema leaves open, in a run of its own, instead of training
+    )
     label: str | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +168,16 @@ class FederationConfig(_File):
             raise SordinoError(
                 f"evaluation_epsilon: {self.evaluation_epsilon} must lie in (0, {MOST_EPSILON:g}); leave it out for no "
                 "evaluation."
+            )
+        if self.statistics_epsilon is not None and not 0 < self.statistics_epsilon < MOST_EPSILON:
+            raise SordinoError(
+                f"statistics_epsilon: {self.statistics_epsilon} must lie in (0, {MOST_EPSILON:g}); leave it out to "
+                "train."
+            )
+        if self.statistics_epsilon and self.evaluation_epsilon:
+            raise SordinoError(
+                "evaluation_epsilon: a run that finds statistics trains no model; remove statistics_epsilon or "
+                "evaluation_epsilon."
             )
         if not (self.deadline > 0 and self.patience > 0):
             raise SordinoError(f"deadline, patience: {self.deadline:g} and {self.patience:g}; both must be above 0 s.")

@@ -26,14 +26,14 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import readmes
+from sordino.federation import counting, readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.terms import DRAWN
 from sordino.federation.testing import AgreedEvaluation
-from sordino.privacy import spending
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.signing import sha256
 from sordino.privacy.evidence.statement import issue
@@ -41,6 +41,8 @@ from sordino.privacy.mechanisms.random import Secure
 from sordino.training import evaluation_plan
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate, no_better
+from sordino.training.folder import SCHEMA
+from sordino.training.private_statistics import found_schema
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
@@ -104,7 +106,8 @@ class Coordinator:
                 theta, state = self._step(round_plan, aggregate, theta, state)
             model = round_plan.stage.rule.model(theta, state)
             self._store(round_plan.t + 1, theta, state)
-            scores = evaluate(self.model, model, *self._test, unit=self._unit) if self._test else {}
+            tested = self._test is not None and not terms.cells
+            scores = evaluate(self.model, model, *self._test, unit=self._unit) if tested and self._test else {}
             seconds = round(time.perf_counter() - began, 3)
             self.tell(
                 "round",
@@ -119,7 +122,11 @@ class Coordinator:
                     f"sites: {lost} rounds in a row had no result, so the run stops before it spends more. Read the "
                     f"sites' logs and start again: the run continues with round {round_plan.t + 2}."
                 )
-        self._finish(model if start < self.plan.rounds else self._last_model(theta, state))
+        last = model if start < self.plan.rounds else self._last_model(theta, state)
+        if terms.cells:
+            self._finish_statistics(last, lost > 0)
+        else:
+            self._finish(last)
 
     def _step(self, round_plan: RoundPlan, aggregate: Tree, theta: Tensor, state: Tree) -> tuple[Tensor, Tree]:
         """Apply the server's rule. If it fails on what sites sent, the model and the state stay as they are."""
@@ -282,26 +289,50 @@ class Coordinator:
         data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes, schema=self.config.table_schema)
         save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         self._evaluate(model)  # before the sites delete the secret of the run
-        request = wire.encode("finish", about(self.terms, done=self.plan.rounds), {"theta": model.numpy()})
+        done = self._tell_sites(model)
+        cert = self._certify(model_sha256=sha256(self.out / "model.safetensors"))
+        self.tell("finished", epsilon=cert["epsilon"], sites=done, **self._useless(data, model))
+
+    def _finish_statistics(self, counts: Tensor, lost: bool) -> None:
+        """Write the schema that the noised counts complete, and send the sites these counts: they write it too."""
+        if lost:
+            raise StoppedError("sites: too few answered with counts, so nothing was found. Read the sites' logs.")
+        schema = self.config.table_schema
+        assert schema is not None
+        std = calibration.aggregate_std(self.plan, 0)
+        found = found_schema(schema, counting.tally_of(schema), counts.double().numpy(), std)
+        files.write(self.out / SCHEMA, found.toml().encode())
+        done = self._tell_sites(counts)
+        cert = self._certify(schema_sha256=sha256(self.out / SCHEMA))
+        self.tell("finished", epsilon=cert["epsilon"], sites=done, schema=str(self.out / SCHEMA))
+
+    def _tell_sites(self, result: Tensor) -> list[str]:
+        """Send the sites what the run found. Returns those that have their certificate."""
+        request = wire.encode("finish", about(self.terms, done=self.plan.rounds), {"theta": result.numpy()})
         done: set[str] = set()
         for _ in range(MOST_LOST_ROUNDS):  # a site that misses this message has no certificate
             missing = [name for name in self.messenger.nodes if name not in done]
             done |= self.messenger.ask(dict.fromkeys(missing, request), "finished").keys()
+        return sorted(done)
+
+    def _certify(self, model_sha256: str = "", schema_sha256: str = "") -> dict[str, Any]:
+        """Write the coordinator's certificate, which names these files by their hashes, and its statement."""
         cert = certificate(
             self.plan,
             Secure(),  # the sites draw the noise; the coordinator draws none
             version=__version__,
             spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
-            model_sha256=sha256(self.out / "model.safetensors"),
             names=self.terms.names,
             execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
             assumes=[DRAWN, *self.terms.assumptions],
+            model_sha256=model_sha256,
+            schema_sha256=schema_sha256,
         )
         cert, text = issue(cert)
         files.write(self.out / "statement.md", text.encode())
         files.write(self.out / "README.txt", readmes.of_run(cert, readmes.COORDINATOR_RUN).encode())
         files.write(self.out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
-        self.tell("finished", epsilon=cert["epsilon"], sites=sorted(done), **self._useless(data, model))
+        return cert
 
     @property
     def _unit(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from sordino import files, secagg, wire
 from sordino.core import MOST_EPSILON, Trust
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import messenger
+from sordino.federation import counting, messenger
 from sordino.federation.config import FederationConfig
 from sordino.federation.messenger import Messenger, read
 from sordino.federation.terms import Terms, federated, schema_hash, written
@@ -110,7 +111,16 @@ class Enrolment:
         if self.path.exists():
             return Terms.read(self.path.read_text(encoding="utf-8"))
         config = self.config
-        spec = federated(read_toml(config.path(config.spec)))
+        spec, schema = federated(read_toml(config.path(config.spec))), config.table_schema
+        cells: tuple[int, ...] = ()
+        if config.statistics_epsilon is not None:
+            cells = counting.cells_of(schema)
+            spec = replace(spec, epsilon=config.statistics_epsilon)
+        elif schema is not None and schema.unknown:
+            raise SordinoError(
+                f"schema: '{schema.unknown[0]}' is left open; find it first, by a run with statistics_epsilon in "
+                "federation.toml, or give public values."
+            )
         names, roster = tuple(config.sites), ""
         if spec.trust == Trust.SECURE_AGGREGATION:
             names, roster = tuple(self.roster.names), self.roster.sha256()
@@ -122,7 +132,7 @@ class Enrolment:
         requested = {name: met[name].requested_epsilon for name in names}
         terms = Terms(
             run=secrets.token_hex(16),
-            spec=written(spec, config.table_schema),
+            spec=written(spec, counting.filled(schema) if cells and schema is not None else schema),
             names=names,
             sizes=tuple(met[name].records for name in names),
             requested_epsilons={name: e for name, e in requested.items() if e is not None and e < spec.epsilon},
@@ -131,7 +141,9 @@ class Enrolment:
             dropouts=config.dropouts,
             colluders=config.colluders,
             roster=roster,
-            schema=schema_hash(config.table_schema),
+            schema=schema_hash(schema),
+            found=counting.found_in(schema),
+            cells=cells,
             evaluation=config.evaluation_epsilon or 0.0,
             tests=self._tests(met, names),
         )

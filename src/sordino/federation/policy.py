@@ -5,6 +5,7 @@ from __future__ import annotations
 from sordino import secagg
 from sordino.core import Unit
 from sordino.errors import Refused, SordinoError
+from sordino.federation import counting
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms, schema_hash
 from sordino.methods import entry
@@ -57,6 +58,11 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
             terms.schema == schema_hash(config.table_schema),
             "the schema of the terms is not this site's schema.toml: columns, ranges and levels must be the same",
         ),
+        (terms.found == counting.found_in(config.table_schema),
+         "the terms say of other parts of the schema that noised counts found them"),
+        (bool(terms.cells) == bool(config.table_schema is not None and config.table_schema.unknown)
+         and (not terms.cells or terms.cells == counting.cells_of(config.table_schema)),
+         "the schema leaves other ranges, levels or shares open than the terms say: a training needs a complete one"),
         (terms.classes == config.classes, "the classes of the terms are not those of site.toml"),
         (model in config.models, f"model {model}; site.toml allows {models}"),
         (privacy.adjacency == config.adjacency, f"adjacency {privacy.adjacency}; site.toml has {config.adjacency}"),

@@ -17,6 +17,7 @@ from sordino import files, secagg
 from sordino.core import Adjacency, Unit
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
+from sordino.federation import counting
 from sordino.federation.config import SiteConfig
 from sordino.privacy.evidence.ledger import Ledger
 
@@ -93,10 +94,11 @@ class SiteData:
         """Read the data with the site's own list of classes, never with the coordinator's."""
         config = self.config
         schema = config.table_schema
+        readable = counting.filled(schema) if schema is not None and schema.unknown else schema
         dataset = load(
             self._source,
             label=config.label,
-            schema=schema and schema.at_site(),
+            schema=readable and readable.at_site(),
             test_fraction=config.test_fraction,
             normalize=normalize,
             classes=config.classes,

@@ -7,6 +7,7 @@ import json
 import secrets
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,23 +17,30 @@ from torch import Tensor
 from sordino import files, secagg, wire
 from sordino.core import Broadcast, Tree, nothing
 from sordino.data.records import Records
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
-from sordino.federation import readmes
+from sordino.federation import counting, readmes, testing
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.federation.testing import AgreedEvaluation
+from sordino.models.tally import ColumnTally
+from sordino.privacy import calibration
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import of_site, sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
+from sordino.privacy.plan import Plan
+from sordino.training import evaluation_plan
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
+from sordino.training.folder import SCHEMA
+from sordino.training.private_statistics import found_schema
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
@@ -53,6 +61,9 @@ class SiteRun:
         self.site, self.folder = site, site.runs / name
         self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
         self.plan, self.model = self.terms.plan, self.terms.model
+        if self.terms.cells:
+            counts: Any = counting.tally_of(site.config.table_schema)
+            self.model = counts
         self.mine = self.terms.names.index(site.config.name)
         self._caches: tuple[int, Tree] = (-1, ())
         if (self.folder / "data").read_text() != site.dataset_id:
@@ -100,7 +111,8 @@ class SiteRun:
 
     @cached_property
     def evaluation(self) -> AgreedEvaluation:
-        return AgreedEvaluation(self.terms)
+        schema = self.site.config.table_schema
+        return AgreedEvaluation(self.terms, 1.0 if schema is None else schema.unit)
 
     @cached_property
     def member(self) -> secagg.Member:
@@ -124,7 +136,7 @@ class SiteRun:
     def dataset(self) -> Dataset:
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data changed while the site was running")
-        dataset = self.site.load(self.terms.resolved.source.normalize)
+        dataset = self.site.load("none" if self.terms.cells else self.terms.resolved.source.normalize)
         if self.site.dataset_id != self.site.identify():
             raise Refused("changed", "the data changed while they were read")
         return dataset
@@ -158,9 +170,11 @@ class SiteRun:
     # ------------------------------------------------------------------------------------------------------- a round
 
     def vector(self, message: wire.Message, name: str) -> Tensor:
-        array = message.arrays.get(name)
-        if array is None or array.shape != (self.model.size,):
-            raise Refused("malformed", f"{name} does not have the model's size, {self.model.size}")
+        array, size = message.arrays.get(name), self.model.size
+        if self.terms.cells and message.kind == "finish":  # the sum of all counts, in place of a model
+            size = self.terms.dimension
+        if array is None or array.shape != (size,):
+            raise Refused("malformed", f"{name} does not have the model's size, {size}")
         vector = torch.from_numpy(array.copy())
         if vector.dtype != self.terms.number:
             raise Refused("malformed", f"{name} is {vector.dtype}, and the terms say {self.terms.number}")
@@ -264,6 +278,8 @@ class SiteRun:
 
     def look(self, t: int, broadcast: Broadcast) -> None:
         """Evaluate the model on the site's own test records. The scores stay at the site."""
+        if self.terms.cells:
+            return
         scores = evaluate(self.model, broadcast.theta, *self._test, unit=self.dataset.unit)
         files.append(self.folder / "metrics.jsonl", json.dumps({"round": t, **scores}) + "\n")
 
@@ -299,37 +315,101 @@ class SiteRun:
         if (self.folder / "certificate.json").exists():
             (self.folder / "secret").unlink(missing_ok=True)  # a kill may have come between the two
             return
-        save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
-        with self.site.ledger() as ledger:
-            cert = certificate(
-                self.plan,
-                self.source(),
-                version=__version__,
-                spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
-                model_sha256=sha256(self.folder / "model.safetensors"),
-                ledger_head=ledger.head(),
-                ledger_rows=len(ledger),
-                names=self.terms.names,
-                execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
-                assumes=self.terms.assumptions,
-            )
-            spent = ledger.spent_epsilon(self.site.dataset_id, self.site.config.delta)
-            paid = len({row.round for row in ledger.rows() if row.plan == self.terms.run})
-        limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
-        limit |= {"rounds": paid}
-        cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
-        signer = None
-        with suppress(SordinoError):  # without a key of its own, the site's certificate stays unsigned
-            signer = of_site(self.site.identity)
-        cert, text = issue(cert, signer)
-        files.write(self.folder / "statement.md", text.encode())
+        if self.terms.cells:
+            files.write(self.folder / SCHEMA, self.completed(theta).toml().encode())
+        else:
+            save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
+        if self.terms.evaluation:
+            self._certify_evaluation()
+        cert = self._certify(
+            self.folder,
+            self.plan,
+            self.terms.run,
+            self.site.dataset_id,
+            self.site.config.epsilon,
+            spec=self.terms.spec,
+            schema=self.folder / SCHEMA if self.terms.cells else None,
+            assumes=self.terms.assumptions,
+        )
         files.write(self.folder / "README.txt", readmes.of_run(cert, readmes.SITE_RUN).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         (self.folder / "secret").unlink(missing_ok=True)
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
 
+    def _certify_evaluation(self) -> None:
+        """The site's own certificate of the evaluation that it answered, in evaluation/; none if it answered none."""
+        name, who = testing.plan_name(self.terms.run), testing.account(self.site.dataset_id)
+        with self.site.ledger() as ledger:
+            if ledger.release(name, who, 0) is None:
+                return
+        out, limit = self.folder / "evaluation", self.site.config.evaluation_epsilon or self.terms.evaluation
+        out.mkdir(mode=0o700, exist_ok=True)
+        spec = self.evaluation.spec(sha256(self.folder / "model.safetensors"))
+        assumes = evaluation_plan.assumptions(self.site.config.table_schema)
+        cert = self._certify(out, self.evaluation.plan, name, who, limit, spec=spec, schema=None, assumes=assumes)
+        files.write(out / "spec.toml", spec.encode())
+        files.write(out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+
+    def _certify(
+        self,
+        out: Path,
+        plan: Plan,
+        name: str,
+        who: str,
+        limit: float,
+        *,
+        spec: str,
+        schema: Path | None,
+        assumes: list[str],
+    ) -> dict[str, Any]:
+        """The site's certificate of what it released, signed by its key, with its statement in `out`.
+
+        Args:
+          out: where the statement is written.
+          plan: what was released.
+          name: of the plan in the ledger.
+          who: the account that paid.
+          limit: of epsilon over all plans of this account.
+          spec: the settings.
+          schema: a file that the certificate names.
+          assumes: what the certificate assumes beside what the plan assumes.
+        """
+        model, site = self.folder / "model.safetensors", self.site
+        with site.ledger() as ledger:
+            cert = certificate(
+                plan,
+                self.source(),
+                version=__version__,
+                spec_sha256=hashlib.sha256(spec.encode()).hexdigest(),
+                model_sha256="" if self.terms.cells else sha256(model),
+                schema_sha256="" if schema is None else sha256(schema),
+                ledger_head=ledger.head(),
+                ledger_rows=len(ledger),
+                names=self.terms.names,
+                execution=f"as a federation of {plan.clients} sites; this is what {site.config.name} states",
+                assumes=assumes,
+            )
+            spent = ledger.spent_epsilon(who, site.config.delta)
+            paid = len({row.round for row in ledger.rows() if row.plan == name})
+        about = {"epsilon": limit, "delta": site.config.delta, "spent": spent, "rounds": paid}
+        cert |= {"site": {"name": site.config.name, "client": self.mine, "data": site.dataset_id, **about}}
+        signer = None
+        with suppress(SordinoError):  # without a key of its own, the site's certificate stays unsigned
+            signer = of_site(site.identity)
+        cert, text = issue(cert, signer)
+        files.write(out / "statement.md", text.encode())
+        return cert
+
+    def completed(self, counts: Tensor) -> Schema:
+        """The site's schema with what the noised counts of all sites show."""
+        schema, tally = self.site.config.table_schema, self.model
+        assert schema is not None and isinstance(tally, ColumnTally)  # noqa: PT018 - the terms were checked
+        return found_schema(schema, tally, counts.double().numpy(), calibration.aggregate_std(self.plan, 0))
+
     def _hint(self, theta: Tensor) -> dict[str, str]:
         """A hint for the site if the model is useless on its test records."""
+        if self.terms.cells:
+            return {"schema": str(self.folder / SCHEMA)}
         x, y = self._test
         if not self.terms.classes or not len(y):
             return {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,9 +20,11 @@ from sordino.engines.schedule import round_plans
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
+from sordino.methods.tally import tally_method
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
-from sordino.privacy.evidence.certificate import certificate
+from sordino.models.tally import CellTally
+from sordino.privacy.evidence.certificate import STATISTICS, certificate
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.plan import Plan
@@ -53,7 +55,7 @@ PRIVATE = (
 )
 LOCAL = ("person", "person_ids", "clients", "partition", "sizes", "client_epsilon", "evaluate_every", "threshold")
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
-MOST_SITES, MOST_CLASSES = 10_000, 100_000
+MOST_SITES, MOST_CLASSES, MOST_BLOCKS = 10_000, 100_000, 10_000
 
 
 def federated(values: Mapping[str, Any]) -> Spec:
@@ -66,8 +68,8 @@ def federated(values: Mapping[str, Any]) -> Spec:
         if key in values:
             if key == "private_statistics":
                 raise SordinoError(
-                    "private_statistics: a federation does not find ranges yet; find them in a run of its own, or give "
-                    "public ranges."
+                    "private_statistics: a federation finds ranges in a run of its own; set statistics_epsilon in "
+                    "federation.toml, or give public ranges."
                 )
             other = ' Scale the files at the sites, or use normalize = "l2".' if key == "public_stats" else ""
             raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
@@ -111,6 +113,8 @@ class Terms:
     roster: str = ""  # hash of the roster, under secure aggregation
     schema: str = ""  # hash of the schema of the sites' tables, where there is one
     evaluation: float = 0.0  # epsilon of the evaluation on the sites' test records after the last round; 0: none
+    found: tuple[str, ...] = ()  # parts of the schema that an earlier run found from noised counts
+    cells: tuple[int, ...] = ()  # of the counts of a run that finds such parts; empty for a training
     tests: tuple[int, ...] = ()  # test records or, at person level, persons: public; empty without an evaluation
     format: int = TERMS_FORMAT
 
@@ -189,6 +193,20 @@ class Terms:
                 "a site's number of test records is not a positive integer",
             ),
             (isinstance(self.schema, str) and len(self.schema) in (0, 64), "schema is not a SHA-256 hash"),
+            (
+                isinstance(self.cells, tuple) and len(self.cells) <= MOST_BLOCKS,
+                f"cells must be a list of at most {MOST_BLOCKS}",
+            ),
+            (
+                all(type(cells) is int and 0 < cells <= MOST_CLASSES for cells in self.cells),
+                f"a number of cells is not an integer from 1 to {MOST_CLASSES}",
+            ),
+            (not (self.cells and self.evaluation), "a run that finds statistics has no model to evaluate"),
+            (
+                isinstance(self.found, tuple) and len(self.found) <= MOST_BLOCKS,
+                f"found must be a list of at most {MOST_BLOCKS}",
+            ),
+            (all(isinstance(name, str) and len(name) < 256 for name in self.found), "found is not a list of names"),
         ):
             if not fine:
                 raise SordinoError(f"terms: {what}.")
@@ -205,7 +223,16 @@ class Terms:
     @property
     def assumptions(self) -> list[str]:
         """What the certificates of the run assume beside what the plan assumes."""
-        return [assumption(self.schema)] if self.schema else []
+        if not self.schema:
+            return []
+        if not self.found:
+            return [assumption(self.schema)]
+        return [
+            f"The schema of the table (sha256 {self.schema}) is public but for {', '.join(self.found)}, which follow "
+            "from noised counts of the records. An earlier run released these and paid for them: what it revealed adds "
+            "up with this, and every site's ledger holds both. The schema is applied to each record by itself, which "
+            "costs no privacy."
+        ]
 
     @cached_property
     def resolved(self) -> ResolvedSpec:
@@ -249,21 +276,37 @@ class Terms:
 
     @cached_property
     def model(self) -> BuiltModel:
-        return self.resolved.build_model(self.features, len(self.classes))
+        if self.cells:
+            counts: Any = CellTally(self.features, self.cells, len(self.classes))
+            return cast(BuiltModel, counts)
+        return self.resolved.build_model(self.features, len(self.classes), described=bool(self.schema))
+
+    @property
+    def dimension(self) -> int:
+        """Numbers in a message that is one vector."""
+        return CellTally(self.features, self.cells).dimension if self.cells else self.model.size
 
     @cached_property
     def plan(self) -> Plan:
         requested = {
             i: float(self.requested_epsilons[n]) for i, n in enumerate(self.names) if n in self.requested_epsilons
         }
-        epsilon = self.resolved.privacy.epsilon
-        plan = self.resolved.plan(self.sizes, {i: e for i, e in requested.items() if e < epsilon})
+        privacy = self.resolved.privacy
+        stricter = {i: e for i, e in requested.items() if e < privacy.epsilon}
+        if self.cells:
+            counts: Any = self.model
+            plan = Plan(
+                tally_method(STATISTICS, counts, privacy.unit), 1, self.sizes, replace(privacy, client_epsilon=stricter)
+            )
+        else:
+            plan = self.resolved.plan(self.sizes, stricter)
         if plan.noiseless:
             raise SordinoError("epsilon: a federation needs noise; set a finite epsilon.")
         if not self.secure:
             return plan
-        plan = replace(plan, integers=Integers(self.model.size, self.dropouts, self.colluders))
-        _check_messages(plan, self.model)
+        plan = replace(plan, integers=Integers(self.dimension, self.dropouts, self.colluders))
+        if not self.cells:
+            _check_messages(plan, self.model)
         return plan
 
 

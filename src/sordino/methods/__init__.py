@@ -15,6 +15,7 @@ from sordino.methods.adadps import adadps
 from sordino.methods.adamw import fedadamw
 from sordino.methods.adaptive import adambc, fedadam, fedyogi
 from sordino.methods.auto import auto
+from sordino.methods.boost import boost
 from sordino.methods.bounds import Bound, declare
 from sordino.methods.covariance import dp_fednew_fc, fedfc
 from sordino.methods.fedavg import fedavg, fedavg_ls
@@ -40,6 +41,7 @@ class MethodEntry(NamedTuple):
     rounds: int = 70  # of a run that does not say
     batch: tuple[str, ...] = ("lr",)  # options in which runs trained side by side may differ
     normalize: str = "none"  # of records, in a run that does not say
+    model: str = "auto"  # that a run trains if it does not say
     bounds: Mapping[str, Bound] = MappingProxyType({})  # of every option: a site refuses one that is not declared
 
     @property
@@ -86,6 +88,14 @@ REGISTRY: dict[str, MethodEntry] = {
         "first order",
         "DP-FedSOFIM (arXiv 2601.09166), section 3.3; DP-FedNew (PoPETs 2025)",
         bounds=declare(clips="clip", step_sizes="lr", weights="tail quantile"),
+    ),
+    "dp-boost": MethodEntry(
+        boost,
+        "trees",
+        "this library; docs/methods.md",
+        rounds=60,
+        model="trees",
+        bounds=declare(clips="clip", step_sizes="lr", weights="damping"),
     ),
     "dp-fedsofim": MethodEntry(
         sofim,

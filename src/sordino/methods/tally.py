@@ -16,7 +16,6 @@ from sordino.lazy import Tensor, torch
 if TYPE_CHECKING:  # it needs torch
     from sordino.models.tally import Tally
 
-STATISTICS = "statistics"
 LEMMA = "one cell per block, and numbers from 0 to 1"
 CAVEAT = "A tally bounds what one record or one person adds; a client with several adds more."
 UNITS = (Unit.RECORD, Unit.PERSON)

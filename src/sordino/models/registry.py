@@ -23,9 +23,11 @@ if TYPE_CHECKING:  # factories import what they build: names and options are kno
     from sordino.models.hazards import Hazards
     from sordino.models.linear import Linear
     from sordino.models.torch_model import TorchModel
+    from sordino.models.trees import Trees
 
-BuiltModel: TypeAlias = "Linear | Hazards | TorchModel"
-OF_TASKS = {"count": "poisson", "survival": "hazards"}  # models that `auto` stands for, by the task of a schema
+BuiltModel: TypeAlias = "Linear | Hazards | Trees | TorchModel"
+# Models that learn the task of a schema; `auto` stands for the first.
+OF_TASKS = {"count": ("poisson", "trees"), "survival": ("hazards",)}
 LEAST_PREVALENCE = 1e-5  # of a class
 FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
 
@@ -52,6 +54,11 @@ class ModelEntry:
 
 
 REGISTRY: dict[str, ModelEntry] = {}
+
+
+def of_numbers() -> set[str]:
+    """The models that learn counts or times by name; `auto` learns a quantity by its range."""
+    return {name for names in OF_TASKS.values() for name in names}
 
 
 def register(name: str, entry: ModelEntry) -> None:
@@ -226,6 +233,34 @@ def _hazards(features: int, classes: int, *, edges: tuple[float, ...] | None = N
 register(
     "hazards",
     ModelEntry(_hazards, "hazards in public intervals of time, for survival", network=False, shared_batch=True),
+)
+
+
+def _trees(
+    features: int,
+    classes: int,
+    *,
+    seed: int = 0,
+    trees: int = 60,
+    depth: int = 4,
+    columns: int = 1,
+    loss: str | None = None,
+    widths: tuple[int, ...] | None = None,
+) -> Trees:
+    from sordino.models.linear import NUMERIC_LOSSES, Loss
+    from sordino.models.trees import Trees
+
+    if loss is not None and loss not in list(Loss):
+        raise SordinoError(f"loss: '{loss}' is unknown.{nearest(loss, list(Loss))}")
+    kind = Loss(loss) if loss else Loss.SOFTMAX if classes else Loss.SQUARES
+    if (kind in NUMERIC_LOSSES) != (not classes):
+        raise SordinoError(f"loss: {kind} does not fit labels that are {'classes' if classes else 'numbers'}.")
+    return Trees(features, classes or 1, kind, trees, depth, columns, widths, seed)
+
+
+register(
+    "trees",
+    ModelEntry(_trees, "trees with public splits, for dp-boost", network=False, shared_batch=True),
 )
 
 

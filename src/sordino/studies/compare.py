@@ -1,8 +1,9 @@
 """Compare methods under exactly equal budgets: tune each once, train with every seed, collect all in one document.
 
-Each method is tuned once per budget, by accuracy (or another metric) of its last round on validation records. The same
-setting serves the results of all rounds. A seed changes partition and noise. `report` turns the document into a page,
-Markdown and figures.
+Each method is tuned once per budget, by a metric of its last round on validation records: accuracy for classes, R² for
+quantities, explained deviance for counts and concordance for survival, or the one that is asked for. The same setting
+serves the results of all rounds. A seed changes partition and noise. `report` turns the document into a page, Markdown
+and figures.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from sordino.data.partition import describe
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
@@ -27,12 +29,13 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.settings import parse_setting
-from sordino.studies import private_tuning
+from sordino.studies import curves, private_tuning
 from sordino.studies.grids import UNTUNED, preset
 from sordino.studies.statistics import mcnemar, pack, unpack
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
-from sordino.training.metrics import RANKING, Task
+from sordino.training.evaluate import edges_of, in_units, predictions, task_of, task_of_data
+from sordino.training.metrics import NAMES, TASKS, Task, ranking_metric, score, task_of_classes
 from sordino.training.resolved import DataSource, resolve
 from sordino.training.spec import RUN_KEYS, Spec
 from sordino.version import __version__
@@ -91,9 +94,7 @@ def contestants(requests: Sequence[str], base: dict[str, Any]) -> list[Contestan
             chosen += [each for each in map(_contestant, REGISTRY) if _proved(each.values(base, 1.0))]
         else:
             chosen.append(_contestant(request))
-            resolve(Spec.of(chosen[-1].values(base, 1.0))).plan(
-                (10,) * int(base.get("clients", 10))
-            )  # fails here if the options are wrong
+            _check(chosen[-1].values(base, 1.0), int(base.get("clients", 10)))
     return list({each.label: each for each in chosen}.values())
 
 
@@ -108,9 +109,17 @@ def _contestant(text: str) -> Contestant:
     return Contestant(f"{name} ({about})" if about else name, name, options)
 
 
+def _check(values: dict[str, Any], clients: int) -> None:
+    """Fail here, before anything is trained, if the options are wrong or do not fit the task of a schema."""
+    resolved = resolve(Spec.of(values))
+    resolved.plan((10,) * clients)
+    if (schema := resolved.source.schema) is not None:
+        resolved.build_model(len(schema.features), len(schema.classes))
+
+
 def _proved(values: dict[str, Any]) -> bool:
     try:
-        resolve(Spec.of(values)).plan((10, 10))
+        _check(values, 2)
     except SordinoError:
         return False
     return True
@@ -145,6 +154,7 @@ def settle(
             cases.append((each, epsilon, TuningCase({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
     tunable = [case for case in cases if case[2].grid]
     dataset = validated(resolve(Spec.of(tunable[0][2].values)).read_data(), validation) if tunable else None
+    metric = ranking_metric(metric, task_of_data(dataset)) if dataset else metric
     tuned = tune([case for *_, case in tunable], dataset, how=how, metric=metric, **search) if dataset else []
     settings = [
         {
@@ -244,27 +254,24 @@ def document(
 ) -> dict[str, Any]:
     """Train all runs, and collect what a report needs.
 
-    pairs: labels for McNemar's test, on the first seed.
-    metric: what to rank by, beside accuracy; one of classes.
+    pairs: labels for McNemar's test, on the first seed; for classes only.
+    metric: what to rank by; by default that of the task.
     """
-    metric = check_metric(metric)
     specs = [Spec.of(entrant.values) for entrant in entrants]
     trained = run_many(specs, device=device, metric=metric, tick=tick)
-    data: dict[DataSource, Dataset] = {}
+    metric = ranking_metric(metric, task_of(trained[0].model))
+    read: tuple[DataSource, Dataset] | None = None
     runs, partition = [], dict[str, list[list[int]]]()
     for entrant, spec, each in zip(entrants, specs, trained, strict=True):
-        key = each.resolved.source
-        if key not in data:
-            data = {key: each.resolved.read_data()}
-        client = each.resolved.owners(data[key])
-        runs.append(_filed(entrant, spec, each, data[key], client))
-        if metric != "accuracy":
-            runs[-1]["scores"] = [finite(float(f"{each.scores[t]:.6g}")) for t in sorted(each.scores)]
+        if read is None or read[0] != each.resolved.source:
+            read = each.resolved.source, each.resolved.read_data()
+        data = read[1]
+        client = each.resolved.owners(data)
+        runs.append(_filed(entrant, spec, each, data, client, metric))
         if str(spec.seed) not in partition:
-            label_counts = describe(data[key].y_train, client, len(data[key].classes))
-            partition[str(spec.seed)] = [list(map(int, client.counts)) for client in label_counts]
-    rounds = max(len(run["accuracy"]) for run in runs)
-    first = next(iter(data.values()))
+            partition[str(spec.seed)] = _held(data, client, each.plan.clients)
+    assert read is not None
+    rounds, first = max(len(each.scores) for each in trained), read[1]
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
     promise = {key: value for key, value in trained[0].resolved.spec.values().items() if key in PROMISE}
     return {
@@ -277,6 +284,7 @@ def document(
             "train": len(first.y_train),
             "test": len(first.y_test),
             "features": first.x_train.shape[1],
+            "task": first.task,
             "classes": list(first.classes),
             "clients": trained[0].plan.clients,
         },
@@ -295,35 +303,43 @@ def document(
     }
 
 
-def check_metric(name: str | None) -> str:
-    """The metric to compare by. Quantities are refused: the report counts correct records."""
-    classes = RANKING[Task.TWO_CLASSES]
-    if name is not None and name not in classes:
-        raise SordinoError(f"--metric: methods are compared on classes, which have no {name}.{nearest(name, classes)}")
-    return name or "accuracy"
+def check_metric(name: str | None, base: dict[str, Any]) -> str | None:
+    """Refuse a metric that no task has, or not the one of the schema. None: that of the task."""
+    if name is not None and name not in NAMES:
+        raise SordinoError(f"--metric: '{name}' is unknown.{nearest(name, NAMES)}")
+    schema = Schema.read(base["schema"]) if base.get("schema") else None
+    if schema is not None and schema.target is not None:
+        return ranking_metric(name, TASKS.get(schema.task) or task_of_classes(len(schema.classes)))
+    return name
+
+
+def _held(data: Dataset, client: np.ndarray, clients: int) -> list[list[int]]:
+    """Training records of each client, by class where there are classes."""
+    if not data.classes:
+        return [[int(count)] for count in np.bincount(client[client >= 0], minlength=clients)]
+    return [list(map(int, each.counts)) for each in describe(data.y_train, client, len(data.classes))]
 
 
 PROMISE = ("unit", "adjacency", "trust", "delta", "divisor", "partition", "participation", "rounds", "clients")
 
 
-def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, client: np.ndarray) -> dict[str, Any]:
-    plan, theta, model = trained.plan, trained.theta, trained.model
-    right = model.predict(theta, dataset.x_test).numpy() == dataset.y_test
-    classes = len(dataset.classes)
-    class_sizes = np.bincount(dataset.y_test, minlength=classes)
-    by_class = np.bincount(dataset.y_test, weights=right, minlength=classes) / np.maximum(class_sizes, 1)
-    rounds = max(trained.scores)
+def _filed(
+    entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, client: np.ndarray, metric: str
+) -> dict[str, Any]:
+    plan, model = trained.plan, trained.model
+    sizes_public = plan.privacy.unit.sizes_public
     cert = certificate(
         plan,
         Seeded(spec.seed or 0),
         version=__version__,
         spec_sha256=trained.resolved.spec.sha256(),
-        tested=len(dataset.y_test) if plan.privacy.unit.sizes_public else None,
+        tested=len(dataset.y_test) if sizes_public else None,
     )
     client_epsilons = np.zeros(plan.clients)
     for group in spending.groups(plan):
         client_epsilons[list(group.clients)] = spending.epsilon_of(plan, group)
     noise = calibration.aggregate_std(plan, 0) * math.sqrt(model.size)
+    rounds = max(trained.scores)
     filed = {
         "label": entrant.label,
         "method": spec.method,
@@ -334,21 +350,55 @@ def _filed(entrant: Entrant, spec: Spec, trained: Trained, dataset: Dataset, cli
         "accuracy": [round(trained.accuracy[t], 6) for t in sorted(trained.accuracy)],
         "signal": [float(f"{value:.4g}") for value in trained.signal] or None,
         "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
-        "per_class": [round(float(value), 4) for value in by_class],
-        "per_client": None if trained.resolved.partition.by_site else _per_client(trained, dataset, client),
+        **_by_class(trained, dataset),
+        "per_client": None if trained.resolved.partition.by_site else _per_client(trained, dataset, client, metric),
         "client_epsilon": [finite(float(f"{value:.6g}")) for value in client_epsilons],
-        "correct": pack(right),
         "seconds": round(trained.seconds, 4),
         "bytes_up": 4 * trained.traffic[0],
         "bytes_down": 4 * trained.traffic[1],
         "command": as_command(spec),
         "certificate": cert,
     }
+    if metric != "accuracy":
+        filed["scores"] = [finite(float(f"{trained.scores[t]:.6g}")) for t in sorted(trained.scores)]
+    if sizes_public:  # the intervals tell how many test records there are
+        filed |= _curves(trained, dataset)
     return filed if entrant.vary is None else {**filed, "vary": entrant.vary[0], "value": entrant.vary[1]}
 
 
-def _per_client(trained: Trained, dataset: Dataset, client: np.ndarray) -> list[float]:
-    """Accuracy on each client's own training records. Only a simulation may compute it."""
+def _by_class(trained: Trained, dataset: Dataset) -> dict[str, Any]:
+    """Which test records are classified correctly, and the share of each class; None for other tasks."""
+    if not dataset.classes:
+        return {"per_class": None, "correct": None}
+    right = trained.model.predict(trained.theta, dataset.x_test).numpy() == dataset.y_test
+    sizes = np.bincount(dataset.y_test, minlength=len(dataset.classes))
+    shares = np.bincount(dataset.y_test, weights=right, minlength=len(dataset.classes)) / np.maximum(sizes, 1)
+    return {"per_class": [round(float(value), 4) for value in shares], "correct": pack(right)}
+
+
+def _predicted(trained: Trained, x: np.ndarray, y: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and predictions as metrics take them."""
+    found = predictions(trained.model, trained.theta, torch.from_numpy(x).to(trained.theta))
+    return in_units(task_of(trained.model), torch.from_numpy(y), found, unit)
+
+
+def _curves(trained: Trained, dataset: Dataset) -> dict[str, Any]:
+    """The curves of the last model on the test records; numbers as `predict` gives them, within the public range."""
+    task = task_of(trained.model)
+    y, found = _predicted(trained, dataset.x_test, dataset.y_test, 1.0)
+    if task in (Task.QUANTITIES, Task.COUNTS) and dataset.schema is not None:
+        y, found = dataset.schema.to_people(y), dataset.schema.to_people(found)
+    return curves.of_model(task, y, found, edges_of(trained.model))
+
+
+def _per_client(trained: Trained, dataset: Dataset, client: np.ndarray, metric: str) -> list[float | None]:
+    """Accuracy, or the metric of another task, on each client's own training records. Only a simulation may do that."""
+    if not dataset.classes:
+        y, found = _predicted(trained, dataset.x_train, dataset.y_train, dataset.unit)
+        task, edges = task_of(trained.model), edges_of(trained.model)
+        each = (client == i for i in range(trained.plan.clients))
+        values = (score(task, y[mine], found[mine], (metric,), edges=edges)[metric] for mine in each)
+        return [None if value is None else float(f"{value:.4g}") for value in values]
     right = trained.model.predict(trained.theta, dataset.x_train).numpy() == dataset.y_train
     inside = client >= 0
     totals = np.bincount(client[inside], weights=right[inside], minlength=trained.plan.clients)
@@ -356,7 +406,7 @@ def _per_client(trained: Trained, dataset: Dataset, client: np.ndarray) -> list[
 
 
 def _pairs(runs: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], tested: int) -> list[dict[str, Any]]:
-    compared = [run for run in runs if run["group"] == "comparison"]
+    compared = [run for run in runs if run["group"] == "comparison" and run["correct"] is not None]
     seed = min((run["seed"] for run in compared), default=None)
     by = {(run["label"], run["epsilon"]): unpack(run["correct"], tested) for run in compared if run["seed"] == seed}
     tests = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def style(i: int) -> dict[str, Any]:
 
 def _figures(view: dict[str, Any], figure_of: Any) -> Iterator[tuple[str, Any]]:
     for name in view["names"]:
-        yield f"accuracy_epsilon_{'infinity' if name == '∞' else name}", _trajectories(view, name, figure_of)
+        yield f"{view['measure']['key']}_epsilon_{_filed(name)}", _trajectories(view, name, figure_of)
     if len(view["names"]) > 1:
         yield "frontier", _frontier(view, figure_of)
     noisy = [curve for curve in view["curves"] if curve["noise"] and any(curve["noise"])]
@@ -61,7 +62,20 @@ def _figures(view: dict[str, Any], figure_of: Any) -> Iterator[tuple[str, Any]]:
     if view["partition"]:
         yield "partition", _partition(view, figure_of)
     for k, sweep in enumerate(view["sensitivity"]):
-        yield f"sensitivity_{k}", _sensitivity(sweep, figure_of)
+        yield f"sensitivity_{k}", _sensitivity(view, sweep, figure_of)
+    for kind, name in itertools.product(("calibration", "roc", "survival"), view["names"]):
+        if lines := _first_seed(view, kind, name):
+            yield f"{kind}_epsilon_{_filed(name)}", _model_curves(view, kind, name, lines, figure_of)
+
+
+def _filed(name: str) -> str:
+    return "infinity" if name == "∞" else name
+
+
+def _first_seed(view: dict[str, Any], kind: str, name: str) -> list[dict[str, Any]]:
+    """The curves of the first seed at one ε."""
+    lines: list[dict[str, Any]] = next(iter(view["model_curves"][kind].values()), [])
+    return [line for line in lines if line["epsilon"] == name]
 
 
 def _panel(figure_of: Any, title: str = "", size: tuple[float, float] = (5.5, 3.6)) -> tuple[Any, Any]:
@@ -77,8 +91,9 @@ def _safe(label: str) -> str:
     return label.replace("$", r"\$")
 
 
-def _percent(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if v is None else 100 * v for v in values]
+def _shown(view: dict[str, Any], values: Sequence[float | None]) -> list[float]:
+    factor = view["measure"]["factor"]
+    return [math.nan if v is None else factor * v for v in values]
 
 
 def _trajectories(view: dict[str, Any], name: str, figure_of: Any) -> Any:
@@ -87,13 +102,13 @@ def _trajectories(view: dict[str, Any], name: str, figure_of: Any) -> Any:
         for curve in view["curves"]:
             if (curve["label"], curve["epsilon"]) != (label, name):
                 continue
-            mean, std = _percent(curve["mean"]), _percent(curve["std"])
+            mean, std = _shown(view, curve["mean"]), _shown(view, curve["std"])
             t = range(1, len(mean) + 1)
             marks = [r - 1 for r in view["rounds"] if r <= len(mean)]
             panel.plot(t, mean, label=_safe(label), markevery=marks, **style(i))
             low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
             panel.fill_between(t, low, high, color=style(i)["color"], alpha=0.15, linewidth=0)
-    panel.set(xlabel="round", ylabel="test accuracy, %")
+    panel.set(xlabel="round", ylabel=view["measure"]["label"])
     _legend(figure)
     return figure
 
@@ -105,9 +120,9 @@ def _frontier(view: dict[str, Any], figure_of: Any) -> Any:
     at = dict(zip(view["names"], (beyond if e is None else e for e in view["epsilons"]), strict=True))
     for i, label in enumerate(view["labels"]):
         curves = [curve for curve in view["curves"] if curve["label"] == label]
-        ends, bars = (_percent([c[key][-1] for c in curves]) for key in ("mean", "std"))
+        ends, bars = (_shown(view, [c[key][-1] for c in curves]) for key in ("mean", "std"))
         panel.errorbar([at[c["epsilon"]] for c in curves], ends, bars, label=_safe(label), capsize=2, **style(i))
-    panel.set(xscale="log", xlabel="ε", ylabel="test accuracy at the last round, %")
+    panel.set(xscale="log", xlabel="ε", ylabel=_last(view))
     panel.set_xticks(list(at.values()), list(at))
     panel.minorticks_off()
     if "∞" in at and budgets:
@@ -156,15 +171,56 @@ def _partition(view: dict[str, Any], figure_of: Any) -> Any:
     return figure
 
 
-def _sensitivity(sweep: dict[str, Any], figure_of: Any) -> Any:
+def _last(view: dict[str, Any]) -> str:
+    name, comma, unit = view["measure"]["label"].partition(",")
+    return f"{name} at the last round{comma}{unit}"
+
+
+def _sensitivity(view: dict[str, Any], sweep: dict[str, Any], figure_of: Any) -> Any:
     figure, panel = _panel(figure_of)
     for i, line in enumerate(sweep["lines"]):
-        mean, std = _percent(line["mean"]), _percent(line["std"])
+        mean, std = _shown(view, line["mean"]), _shown(view, line["std"])
         panel.errorbar(range(len(mean)), mean, std, label=_safe(line["label"]), capsize=2, **style(i))
     panel.set_xticks(range(len(sweep["values"])), [_safe(value) for value in sweep["values"]])
-    panel.set(xlabel=_safe(sweep["vary"]), ylabel="test accuracy at the last round, %")
+    panel.set(xlabel=_safe(sweep["vary"]), ylabel=_last(view))
     _legend(figure)
     return figure
+
+
+AXES = {
+    "calibration": ("predicted", "observed"),
+    "roc": ("1 − specificity", "sensitivity"),
+    "survival": ("time", "share without the event"),
+}
+
+
+def _model_curves(view: dict[str, Any], kind: str, name: str, lines: Sequence[dict[str, Any]], figure_of: Any) -> Any:
+    """Predicted against observed, ROC or survival of the last models, with 95 % intervals where there are any."""
+    figure, panel = _panel(figure_of, f"ε = {name}, seed {next(iter(view['model_curves'][kind]))}")
+    for line in lines:
+        columns, look = list(zip(*line["points"], strict=True)), style(view["labels"].index(line["label"]))
+        if kind == "calibration":
+            bars = _bars(columns[1], columns[2], columns[3])
+            panel.errorbar(columns[0], columns[1], bars, label=_safe(line["label"]), capsize=2, **look)
+        else:
+            shape = {**look, "marker": ""} if kind == "roc" else look
+            panel.plot(columns[0], columns[1], label=_safe(line["label"]), **shape)
+    if kind == "survival":
+        time, _, observed, low, high = zip(*lines[0]["points"], strict=True)
+        panel.errorbar(time, observed, _bars(observed, low, high), label="observed", capsize=2, color="#777777")
+    else:
+        panel.axline((0, 0), slope=1, color="#777777", linestyle=":", linewidth=1)
+    panel.set(xlabel=AXES[kind][0], ylabel=AXES[kind][1])
+    _legend(figure)
+    return figure
+
+
+def _bars(middle: Sequence[float], low: Sequence[float], high: Sequence[float]) -> list[list[float]]:
+    """Lengths of error bars; rounding may put an end beyond the middle."""
+    return [
+        [max(0.0, m - a) for m, a in zip(middle, low, strict=True)],
+        [max(0.0, b - m) for m, b in zip(middle, high, strict=True)],
+    ]
 
 
 def _legend(figure: Any) -> None:

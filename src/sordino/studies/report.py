@@ -29,11 +29,30 @@ NONE = "–"
 
 
 class Score(NamedTuple):
-    mean: float
+    mean: float  # NaN where the metric of a run is not defined
     std: float | None  # population standard deviation over seeds; None with one seed
 
-    def __str__(self) -> str:
-        return f"{100 * self.mean:.1f}" + ("" if self.std is None else f" ± {100 * self.std:.1f}")
+
+class Measure(NamedTuple):
+    """What the curves and tables of a comparison show: accuracy for classes, the metric of the task for others."""
+
+    key: str
+    name: str
+    label: str  # of an axis
+    factor: float  # from a stored value to a shown one
+    bound: tuple[float, float] | None  # of shown values
+
+    def said(self, value: Score | None) -> str:
+        """A score for people."""
+        if value is None:
+            return NONE
+        if self.key != "accuracy":
+            return written(self.key, value.mean) + ("" if value.std is None else f" ± {value.std:.2g}")
+        return f"{100 * value.mean:.1f}" + ("" if value.std is None else f" ± {100 * value.std:.1f}")
+
+
+ACCURACY = Measure("accuracy", "accuracy", "test accuracy, %", 100, (0, 100))
+SHARES = ("auc", "brier", "concordance")  # metrics between 0 and 1
 
 
 class TableCell(NamedTuple):
@@ -78,7 +97,27 @@ def epsilons(runs: Sequence[Document]) -> list[Epsilon]:
     return sorted({run["epsilon"] for run in runs}, key=lambda e: math.inf if e is None else e)
 
 
-def score(values: Sequence[float]) -> Score:
+def measure_of(document: Document) -> Measure:
+    """What the curves show. Another metric of classes has a table of its own (`by_metric`)."""
+    if document["data"]["classes"]:
+        return ACCURACY
+    name = NAMES[key := metric_of(document)]
+    return Measure(key, name, f"test {name}", 1, (0, 1) if key in SHARES else None)
+
+
+def series(run: Document) -> list[float | None]:
+    """The measure of a run, by round."""
+    return run["accuracy"] or run.get("scores") or []
+
+
+def score(values: Sequence[float | None]) -> Score:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return Score(math.nan, None)
+    return _score(known)
+
+
+def _score(values: Sequence[float]) -> Score:
     return Score(statistics.fmean(values), statistics.pstdev(values) if len(values) > 1 else None)
 
 
@@ -91,20 +130,20 @@ def by_label(runs: Sequence[Document], epsilon: Epsilon) -> dict[str, list[Docum
     return runs_of
 
 
-def curve(runs: Sequence[Document], key: str = "accuracy") -> list[Score]:
-    """Mean and standard deviation over the runs, by round."""
-    return [score(values) for values in zip(*(run[key] for run in runs), strict=True)]
+def curve(runs: Sequence[Document]) -> list[Score]:
+    """Mean and standard deviation of the measure over the runs, by round."""
+    return [score(values) for values in zip(*(series(run) for run in runs), strict=True)]
 
 
-def marked(scores: Sequence[Score | None]) -> list[TableCell]:
+def marked(scores: Sequence[Score | None], measure: Measure = ACCURACY) -> list[TableCell]:
     """Mark the best score, and those within its standard deviation."""
-    known = [s for s in scores if s is not None]
-    if not known:
-        return [TableCell(NONE)] * len(scores)
-    best = max(s.mean for s in known)
-    slack = max(s.std or 0.0 for s in known if s.mean == best)
-    marks = ("" if s is None else "best" if s.mean == best else "near" * (s.mean >= best - slack) for s in scores)
-    return [TableCell(NONE if s is None else str(s), mark) for s, mark in zip(scores, marks, strict=True)]
+    good = [-math.inf if s is None else goodness(measure.key, s.mean) for s in scores]
+    best = max(good, default=-math.inf)
+    slack = max((s.std or 0.0 for s, g in zip(scores, good, strict=True) if s is not None and g == best), default=0.0)
+    return [
+        TableCell(measure.said(s), "" if g == -math.inf else "best" if g == best else "near" * (g >= best - slack))
+        for s, g in zip(scores, good, strict=True)
+    ]
 
 
 def mean_of(rows: Iterable[Sequence[float | None]]) -> list[float | None]:
@@ -114,7 +153,7 @@ def mean_of(rows: Iterable[Sequence[float | None]]) -> list[float | None]:
 
 
 def parts(runs: Sequence[Document], key: str) -> dict[tuple[str, Epsilon], list[float | None]]:
-    """Accuracy per class or per client of every method and ε, mean over the seeds of `runs`."""
+    """The measure per class or per client of every method and ε, mean over the seeds of `runs`."""
     means = {}
     for epsilon in epsilons(runs):
         for label, some in by_label(runs, epsilon).items():
@@ -148,28 +187,34 @@ def table(head: list[str], names: Sequence[str], columns: Sequence[Sequence[Tabl
     return Table(head, rows, note)
 
 
-def _note(runs: Sequence[Document]) -> str:
+def _note(runs: Sequence[Document], measure: Measure) -> str:
     seeds = len({run["seed"] for run in runs})
+    least = "less is better" if measure.key in LOWER_IS_BETTER else "more is better"
+    what = "Accuracy in %" if measure.key == "accuracy" else f"{_capital(measure.name)}, {least}"
     if seeds == 1:
-        return "Accuracy in %, one seed; the best is bold."
+        return f"{what}, one seed; the best is bold."
     return (
-        f"Accuracy in %, mean ± standard deviation over {seeds} seeds; the best is bold, ≈ marks those within its "
-        "standard deviation."
+        f"{what}, mean ± standard deviation over {seeds} seeds; the best is bold, ≈ marks those within its standard "
+        "deviation."
     )
 
 
-def _final(runs: Sequence[Document]) -> Table:
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _final(runs: Sequence[Document], measure: Measure) -> Table:
     names, columns = labels(runs), []
     for epsilon in epsilons(runs):
         runs_of = by_label(runs, epsilon)
-        columns.append(marked([curve(runs_of[name])[-1] if name in runs_of else None for name in names]))
+        columns.append(marked([curve(runs_of[name])[-1] if name in runs_of else None for name in names], measure))
     head = ["method", *(f"ε = {named(epsilon)}" for epsilon in epsilons(runs))]
-    return table(head, names, columns, _note(runs))
+    return table(head, names, columns, _note(runs, measure))
 
 
 def final(document: Document) -> Table:
-    """Accuracy at the last round."""
-    return _final(of_group(document))
+    """The measure at the last round."""
+    return _final(of_group(document), measure_of(document))
 
 
 def metric_of(document: Document) -> str:
@@ -178,47 +223,38 @@ def metric_of(document: Document) -> str:
 
 
 def by_metric(document: Document) -> Table | None:
-    """The metric asked for at the last round; None if it is accuracy, which has its own table."""
+    """The metric asked for at the last round; None if it is the measure, which has its own table."""
     runs, metric = of_group(document), metric_of(document)
-    if metric == "accuracy":
+    if metric == measure_of(document).key:
         return None
+    measure = Measure(metric, NAMES[metric], NAMES[metric], 1, None)
     names, columns = labels(runs), []
     for epsilon in epsilons(runs):
         ends = _ends_by(metric, by_label(runs, epsilon))
-        good = {name: goodness(metric, ends[name].mean) for name in ends}
-        best = max(good.values())
-        slack = max(ends[name].std or 0.0 for name in ends if good[name] == best)
-        marks = {name: "best" if good[name] == best else "near" * (good[name] >= best - slack) for name in ends}
-        columns.append(
-            [
-                TableCell(written(metric, *ends[name]), marks[name]) if name in ends else TableCell(NONE)
-                for name in names
-            ]
-        )
+        columns.append(marked([ends.get(name) for name in names], measure))
     head = ["method", *(f"ε = {named(epsilon)}" for epsilon in epsilons(runs))]
-    least = "less is better" if metric in LOWER_IS_BETTER else "more is better"
-    note = _note(runs).replace("Accuracy in %", f"{NAMES[metric]}, {least}")
-    return table(head, names, columns, note[:1].upper() + note[1:])
+    return table(head, names, columns, _note(runs, measure))
 
 
 def _ends_by(metric: str, runs_of: dict[str, list[Document]]) -> dict[str, Score]:
     """The metric of every method at the last round, over seeds. NaN where one of them is not defined."""
     key = "accuracy" if metric == "accuracy" else "scores"
-    lasts = {name: [run[key][-1] for run in runs] for name, runs in runs_of.items()}
-    return {name: Score(math.nan, None) if None in values else score(values) for name, values in lasts.items()}
+    return {name: score([run[key][-1] for run in runs]) for name, runs in runs_of.items()}
 
 
 def by_round(document: Document) -> dict[str, Table]:
-    """For each ε, accuracy at the printed rounds."""
-    runs = of_group(document)
+    """For each ε, the measure at the printed rounds."""
+    runs, measure = of_group(document), measure_of(document)
     names, printed = labels(runs), document["rounds"]
     tables = {}
     for epsilon in epsilons(runs):
         curves = {name: curve(some) for name, some in by_label(runs, epsilon).items()}
         columns = [
-            marked([curves[name][t - 1] if t <= len(curves.get(name, ())) else None for name in names]) for t in printed
+            marked([curves[name][t - 1] if t <= len(curves.get(name, ())) else None for name in names], measure)
+            for t in printed
         ]
-        tables[named(epsilon)] = table(["method", *(f"round {t}" for t in printed)], names, columns, _note(runs))
+        head = ["method", *(f"round {t}" for t in printed)]
+        tables[named(epsilon)] = table(head, names, columns, _note(runs, measure))
     return tables
 
 
@@ -229,8 +265,10 @@ def reached(means: Sequence[float], goal: float, rounds: Iterable[int] | None = 
 
 
 def to_target(document: Document) -> Table | None:
-    """Rounds until the mean reaches a share of the reference's last accuracy; None without a reference."""
+    """Rounds until the mean reaches a share of the reference's last accuracy; None without classes or a reference."""
     runs, target = of_group(document), document["target"]
+    if not document["data"]["classes"]:
+        return None
     names, columns, head = labels(runs), [], ["method"]
     for epsilon in epsilons(runs):
         means = {name: [s.mean for s in curve(some)] for name, some in by_label(runs, epsilon).items()}
@@ -260,7 +298,7 @@ def costs(document: Document) -> Table:
     rows = []
     for name in labels(runs):
         runs_of_method = [run for run in runs if run["label"] == name]
-        rounds = statistics.fmean(len(run["accuracy"]) for run in runs_of_method)
+        rounds = statistics.fmean(len(series(run)) for run in runs_of_method)
         sent = [
             statistics.fmean(values)
             if (values := [run[key] for run in runs_of_method if run.get(key) is not None])
@@ -360,9 +398,9 @@ def client_epsilon(document: Document) -> dict[str, dict[str, Table]]:
 
 
 def ablation(document: Document) -> Table | None:
-    """Accuracy at the last round of the whole methods and of their ablations."""
+    """The measure at the last round of the whole methods and of their ablations."""
     some = _ablated(document)
-    return _final(some) if some else None
+    return _final(some, measure_of(document)) if some else None
 
 
 def _ablated(document: Document) -> list[Document]:
@@ -373,7 +411,7 @@ def _ablated(document: Document) -> list[Document]:
 
 
 class Sweep(NamedTuple):
-    """Accuracy at the last round against one option, one line per method and ε."""
+    """The measure at the last round against one option, one line per method and ε."""
 
     vary: str
     values: list[Any]
@@ -386,11 +424,11 @@ def sweeps(document: Document) -> list[Sweep]:
     for vary in dict.fromkeys(run["vary"] for run in runs):
         varied = [run for run in runs if run["vary"] == vary]
         values = [v for v in document["varied"][vary] if any(run["value"] == v for run in varied)]
-        lines: dict[tuple[str, str, Epsilon], dict[Any, list[float]]] = {}
+        lines: dict[tuple[str, str, Epsilon], dict[Any, list[float | None]]] = {}
         for run in varied:
             others = _options({key: v for key, v in run["options"].items() if key != vary})
             line = lines.setdefault((run["method"], others, run["epsilon"]), {})
-            line.setdefault(run["value"], []).append(run["accuracy"][-1])
+            line.setdefault(run["value"], []).append(series(run)[-1])
         known = [(method, epsilon) for method, _, epsilon in lines]
         named_lines = {
             f"{method}{f' ({others})' * (others != '' and known.count((method, epsilon)) > 1)}, ε = {named(epsilon)}": [
@@ -403,12 +441,13 @@ def sweeps(document: Document) -> list[Sweep]:
 
 
 def sensitivity(document: Document) -> dict[str, Table]:
-    """For each varied option, accuracy at the last round by value."""
-    note = _note(of_group(document, "sensitivity")) if of_group(document, "sensitivity") else ""
+    """For each varied option, the measure at the last round by value."""
+    runs, measure = of_group(document, "sensitivity"), measure_of(document)
+    note = _note(runs, measure) if runs else ""
     return {
         sweep.vary: Table(
             ["method", *(_value(v) for v in sweep.values)],
-            [[TableCell(name), *marked(line)] for name, line in sweep.lines.items()],
+            [[TableCell(name), *marked(line, measure)] for name, line in sweep.lines.items()],
             note,
         )
         for sweep in sweeps(document)
@@ -452,15 +491,20 @@ def _value(value: Any) -> str:
 def summary(document: Document) -> list[str]:
     """What was compared, under which guarantee, what tuning cost, and the best method."""
     runs, data, setting = of_group(document), document["data"], document["setting"]
-    seeds, rounds = sorted({run["seed"] for run in runs}), max(len(run["accuracy"]) for run in runs)
+    seeds, rounds = sorted({run["seed"] for run in runs}), max(len(series(run)) for run in runs)
     partition = f" (partition {setting['partition']})" if setting.get("partition") else ""
     compared = (
         f"{_several(len(labels(runs)), 'method')} on {data['name']}: {data['train']:,} training and "
-        f"{data['test']:,} test records, {data['features']} features, {len(data['classes'])} classes, "
+        f"{data['test']:,} test records, {data['features']} features, {_task(data)}, "
         f"{_several(data['clients'], 'client')}{partition}, {_several(rounds, 'round')}, "
         f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
     )
     return [compared, _promise(document), _certified(document), _tuned(document["tuning"]), _best(document)]
+
+
+def _task(data: Document) -> str:
+    named = {"quantity": "a quantity", "count": "a count", "survival": "survival"}
+    return f"{len(data['classes'])} classes" if data["classes"] else f"to predict {named[data['task']]}"
 
 
 def _promise(document: Document) -> str:
@@ -496,7 +540,8 @@ def _best(document: Document) -> str:
     for epsilon in epsilons(runs):
         ends = _ends_by(metric, by_label(runs, epsilon))
         name = max(ends, key=lambda name: goodness(metric, ends[name].mean))
-        end = f"{ends[name]} %" if metric == "accuracy" else written(metric, *ends[name])
+        said = Measure(metric, NAMES[metric], "", 1, None).said(ends[name])
+        end = f"{said} %" if metric == "accuracy" else said
         winners.append(f"{name} at ε = {named(epsilon)} ({end})")
     by = "" if metric == "accuracy" else f" by {NAMES[metric]}"
     return f"Best at the last round{by}: {'; '.join(winners)}."
@@ -529,8 +574,9 @@ def text(document: Document, drawn: Sequence[str] = ()) -> str:
             sections.append(markdown([*map(_plain, one.head)], ([_bold(cell) for cell in row] for row in one.rows)))
 
     add(f"By {NAMES[metric_of(document)]}, at the last round", by_metric(document))
-    add("Accuracy at the last round", final(document))
-    add("Accuracy by round", by_round(document), "ε = ")
+    measure = _capital(measure_of(document).name)
+    add(f"{measure} at the last round", final(document))
+    add(f"{measure} by round", by_round(document), "ε = ")
     add("Rounds to the target", to_target(document))
     add("Costs", costs(document))
     add("McNemar's tests", pairs(document), "ε = ")
@@ -595,6 +641,11 @@ def view(document: Document) -> Document:
         "names": [named(epsilon) for epsilon in budgets],
         "seeds": seeds,
         "metric": NAMES[metric_of(document)],
+        "measure": {
+            **measure_of(document)._asdict(),
+            "digits": 1 if measure_of(document) is ACCURACY else None,
+            "lower": measure_of(document).key in LOWER_IS_BETTER,
+        },
         "rounds": document["rounds"],
         "target": document["target"],
         "curves": _curves(runs),
@@ -610,7 +661,8 @@ def view(document: Document) -> Document:
             "sensitivity": _json(sensitivity(document)),
             "tuning": _json(tuning(document)),
         },
-        "classes": [*map(str, document["data"]["classes"])],
+        "classes": [*map(str, document["data"]["classes"] or ["records"])],
+        "model_curves": {name: _model_curves(runs, name) for name in ("calibration", "roc", "survival")},
         "per_class": _heat(runs, "per_class"),
         "per_client": {seed: _heat([r for r in runs if str(r["seed"]) == seed], "per_client") for seed in seeds},
         "clients": document["data"]["clients"],
@@ -638,6 +690,16 @@ def _curves(runs: Sequence[Document]) -> list[Document]:
     return curves
 
 
+def _model_curves(runs: Sequence[Document], name: str) -> Document:
+    """By seed, the curves of the last models on test records: one per method and ε that has it."""
+    by_seed: Document = {}
+    for run in runs:
+        if run.get(name):
+            line = {"label": run["label"], "epsilon": named(run["epsilon"]), "points": run[name]}
+            by_seed.setdefault(str(run["seed"]), []).append(line)
+    return by_seed
+
+
 def _ends(runs: Sequence[Document]) -> list[Document]:
     return [
         {"label": name, "epsilon": named(epsilon), **_scores(curve(some)[-1:])}
@@ -655,10 +717,10 @@ def _scores(scores: Sequence[Score | None]) -> Document:
 
 
 def _heat(runs: Sequence[Document], key: str) -> Document:
-    """By ε and method: accuracies, and their change by noise."""
+    """By ε and method: the measure, and its change by noise."""
     shares = parts(runs, key)
     heat: Document = {}
-    for name, some in (("accuracy", shares), ("difference", payment(shares))):
+    for name, some in (("value", shares), ("difference", payment(shares))):
         heat[name] = {}
         for (label, epsilon), values in some.items():
             shown = [_digits(v) for v in values[:CLIENTS_SHOWN]]

@@ -120,7 +120,7 @@ def save_model(
         tensors |= {"public_mean": torch.from_numpy(mean), "public_cov": torch.from_numpy(cov)}
     choice = resolved.model
     about = {
-        "kind": str(getattr(model, "kind", choice.name)),
+        "kind": str(getattr(model, "kind", choice.name)) if choice.name == "auto" else choice.name,
         "spec": dataclasses.replace(resolved.portable, seed=None, schedule_seed=None).toml(),  # not who took part
         "features": model.features,
         "outputs": model.outputs,

@@ -28,7 +28,7 @@ from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Counted, Noiseless, Source, source
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
-from sordino.training.evaluate import edges_of, predictions, task_of
+from sordino.training.evaluate import edges_of, in_units, predictions, task_of
 from sordino.training.metrics import Task, ranking_metric, score
 from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import Spec
@@ -86,8 +86,9 @@ def run_many(
         batches.setdefault(_shape(run), []).append(number)
     loader, results = _Loader(dataset, device), dict[int, Trained]()
     for members in batches.values():
-        # A network fills the machine alone; linear models and adapters share one.
-        size = most if runs[members[0]].model.entry.shared_batch else 1
+        # A network fills the machine alone; linear models and adapters share one. `together` builds bare methods.
+        alone = not runs[members[0]].model.entry.shared_batch or bool(runs[members[0]].spec.calibrate)
+        size = 1 if alone else most
         for first in range(0, len(members), size):
             part = members[first : first + size]
             results |= zip(part, _train([runs[i] for i in part], loader, at, stop, metric), strict=True)
@@ -148,7 +149,7 @@ def _train(
     sent = received = 0
     for this_round in simulate.run(shared, model, records, sources if len(runs) > 1 else sources[0], theta=theta):
         if at is None or this_round.t + 1 in at or this_round.t + 1 == last:
-            curves[this_round.t + 1] = _scores(model, this_round.model, x, y, metric)
+            curves[this_round.t + 1] = _scores(model, this_round.model, x, y, metric, loader.data(runs[0]).unit)
         rule = plans[0].stages[plans[0].stage_of(this_round.t)].rule
         sent += numbers(this_round.aggregate) // len(runs)
         received += numbers((this_round.checkpoint[0], rule.broadcast(this_round.checkpoint[1]))) // len(runs)
@@ -168,13 +169,13 @@ def _train(
         yield Trained(run, plan, model, final.cpu(), scores, accuracy, tuple(signal.tolist()), numbers_sent, seconds)
 
 
-def _scores(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, metric: str) -> dict[str, list[float]]:
+def _scores(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, metric: str, unit: float) -> dict[str, list[float]]:
     """The metric of every run, and accuracy for classes. What is not defined is NaN."""
     if metric == "accuracy":  # on the device
         return {metric: (model.predict(theta, x) == y).double().mean(-1).reshape(-1).tolist()}
-    task, labels = task_of(model), y.cpu().numpy()
+    task = task_of(model)
     wanted = (metric, "accuracy") if task in (Task.TWO_CLASSES, Task.MANY_CLASSES) else (metric,)
-    predicted = predictions(model, theta, x)
+    labels, predicted = in_units(task, y, predictions(model, theta, x), unit)
     runs = predicted if theta.dim() > 1 else predicted[None]
     each = [score(task, labels, one, wanted, edges=edges_of(model)) for one in runs]
     return {name: [math.nan if (v := one[name]) is None else v for one in each] for name in wanted}

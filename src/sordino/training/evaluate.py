@@ -61,7 +61,7 @@ def evaluate(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, *, unit: fl
     `unit` is how much 1 in y is, where labels are numbers.
     """
     task = task_of(model)
-    labelled = _in_units(task, y, predictions(model, theta, x), unit)
+    labelled = in_units(task, y, predictions(model, theta, x), unit)
     scores = metrics.score(task, *labelled, edges=edges_of(model))
     first = metrics.OF_A_ROUND[task][0]
     return {k: math.nan if v is None else v for k, v in scores.items() if v is not None or k == first}
@@ -89,7 +89,7 @@ def evaluate_fully(
       unit: how much 1 in y is, where labels are numbers.
     """
     task = task_of(model)
-    labelled = _in_units(task, y, predictions(model, theta, x), unit)
+    labelled = in_units(task, y, predictions(model, theta, x), unit)
     found = metrics.full(task, *labelled, threshold, edges=edges_of(model))
     if not counts and "calibration_curve" in found:
         found["calibration_curve"] = [
@@ -98,7 +98,8 @@ def evaluate_fully(
     return found
 
 
-def _in_units(task: Task, y: Tensor, predicted: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+def in_units(task: Task, y: Tensor, predicted: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and predictions in the unit of the source, where they are quantities or counts."""
     labels = y.cpu().numpy()
     return (labels * unit, predicted * unit) if task in (Task.QUANTITIES, Task.COUNTS) else (labels, predicted)
 

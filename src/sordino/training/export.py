@@ -30,6 +30,7 @@ from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import NUMERIC_LOSSES, Linear, Loss
 from sordino.models.torch_model import TorchModel
+from sordino.models.trees import Trees
 from sordino.training.predict import LoadedRun
 from sordino.version import __version__
 
@@ -157,7 +158,8 @@ def linear_parts(run: LoadedRun, to: str, remedy: str) -> tuple[Linear, np.ndarr
     count's unit into intercept and cap.
     """
     if not isinstance(run.model, Linear):
-        what = "a survival model" if run.edges else f"a network ({run.about['kind']})"
+        forest = "a model of trees" if isinstance(run.model, Trees) else f"a network ({run.about['kind']})"
+        what = "a survival model" if run.edges else forest
         raise SordinoError(f"--to: {to} is for linear models, and this is {what}; {remedy}.")
     model, theta = run.model, run.theta.double().cpu().numpy()
     size = model.features * model.outputs
@@ -186,6 +188,9 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
     if (hazards := hazard_parts(run)) is not None:
         _write_hazards(run, out, *hazards)
         return
+    if isinstance(run.model, Trees):
+        _write_leaves(run, run.model, out)
+        return
     model, weight, offset = linear_parts(run, "coefficients", "use --to torch")
     prepared = preparation(run)
     if prepared.matrix is not None:
@@ -213,6 +218,25 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         for k, output in enumerate(outputs):
             table.writerow(["(intercept)", output, repr(float(offset[k]))])
             table.writerows([name, output, repr(float(value))] for name, value in zip(names, weight[:, k], strict=True))
+
+
+def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
+    """A CSV: tree, class, where the leaf lies, its value. Leaves that no round has moved are left out."""
+    theta = run.theta.double().cpu().numpy()
+    values = theta[: -model.outputs].reshape(model.trees, model.leaves, model.outputs)
+    names = list(run.features) or [f"x{k}" for k in range(model.features)]
+    outputs = list(run.classes) or [""]
+    with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+        file.write("# the logit of a class is its intercept plus the values of the leaves that hold the record\n")
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["tree", "class", "leaf", "value"])
+        table.writerows(
+            ["", output, "(intercept)", repr(float(theta[k - model.outputs]))] for k, output in enumerate(outputs)
+        )
+        for t, leaf, k in zip(*np.nonzero(values), strict=True):
+            table.writerow(
+                [t + 1, outputs[k], model.words_of(int(t), int(leaf), names), repr(float(values[t, leaf, k]))]
+            )
 
 
 def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.ndarray) -> None:
@@ -256,6 +280,8 @@ def torch_module(run: LoadedRun) -> nn.Module:
         return _Prepared(preparation(run), _Survival(*hazards, run.theta.dtype)).eval()
     if isinstance(run.model, Linear):
         return _Prepared(preparation(run), _Head(*linear_parts(run, "torch", ""), run.theta.dtype)).eval()
+    if isinstance(run.model, Trees):
+        return _Prepared(preparation(run), _Forest(run, run.model)).eval()
     assert isinstance(run.model, TorchModel)
     network = copy.deepcopy(run.model.module).cpu()
     values = run.model.split(run.theta.detach().cpu())
@@ -284,6 +310,40 @@ class _Head(nn.Module):
             p = z.sigmoid()
             return torch.cat([1 - p, p], -1)
         return (z.clamp(max=self.cap).exp() if self.kind is Loss.POISSON else z)[:, 0]
+
+
+class _Forest(nn.Module):
+    """Trees with their link; numbers come in the unit of the table."""
+
+    keys: Tensor
+    edges: Tensor
+    values: Tensor
+    constant: Tensor
+
+    def __init__(self, run: LoadedRun, model: Trees) -> None:
+        super().__init__()
+        keys, edges = model.arrays
+        values, constant = model.parts(run.theta.detach().cpu())
+        self.register_buffer("keys", torch.from_numpy(keys).flatten(1).to(run.theta.dtype))
+        self.register_buffer("edges", torch.from_numpy(edges).flatten(0, 1).to(run.theta.dtype))
+        self.register_buffer("values", values.clone())
+        self.register_buffer("constant", constant.clone())
+        self.kind, self.bins, self.columns, self.cap = model.kind, model.bins, model.columns, model.linear.cap
+        schema = run.schema
+        self.unit = 1.0 if schema is None else float(schema.unit)
+        self.middle = schema.middle if schema is not None and model.kind is Loss.SQUARES else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = (x.to(self.values.dtype) @ self.keys).T.contiguous()
+        place = torch.searchsorted(self.edges, score).reshape(len(self.values), self.columns, -1)
+        leaf = place[:, 0]
+        for k in range(1, self.columns):
+            leaf = leaf * self.bins + place[:, k]
+        found = self.values.gather(1, leaf.unsqueeze(-1).expand(-1, -1, self.values.shape[-1]))
+        z = found.sum(0) + self.constant
+        if self.kind is Loss.SOFTMAX:
+            return z.softmax(-1)
+        return (z.clamp(max=self.cap).exp() if self.kind is Loss.POISSON else z)[:, 0] * self.unit + self.middle
 
 
 class _Survival(nn.Module):

@@ -1,23 +1,27 @@
-"""Ranges of columns from noised counts: the first round of a run with `--private-statistics`.
+"""Ranges, levels and shares from noised counts: the first round of a run with `--private-statistics`.
 
 Every client counts its training records in 64 even bins of each column's wide public range (`within`; bins are even on
 a logarithmic scale where the column has `log = true`). From the noised counts follows the shortest interval that holds
-nearly all records, which becomes the column's range. Where the target has `find_prevalence = true`, the classes of the
-records are counted too, and their shares become its prevalence. From there on the schema is one as any other.
+nearly all records, which becomes the column's range. Of a category with `candidates`, records are counted by candidate,
+and those with a share above 0.5 % and above three standard deviations of the noise become its levels. Where the target
+has `find_prevalence = true`, the classes of the records are counted too, and their shares become its prevalence. From
+there on the schema is one as any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from sordino.data.schema import Number, Schema
+from sordino.data.schema import Category, Number, Schema
 from sordino.models.tally import LABELS, ColumnTally
 
 COVERAGE = 0.98  # of the records that a range should hold
 LEAST_SHARE = 1e-4  # of a class
+LEAST_LEVEL, LEVEL_SIGNAL = 0.005, 3.0  # a level is kept above this share, and so many standard deviations of the noise
 MOST_OUTSIDE = 0.3  # of the records: a range that may leave out more is too uncertain
 
 
@@ -38,8 +42,35 @@ def found_schema(schema: Schema, tally: ColumnTally, aggregate: np.ndarray, std:
         assert column.within is not None
         low, high = shortest(counts[name], std)
         ranges[name] = (edge(column, low, tally.bins), edge(column, high, tally.bins))
-    found = schema.with_ranges(ranges)
+    levels: dict[str, tuple[Any, ...]] = {}
+    for name, _, _ in tally.levels:
+        category = schema.columns[name]
+        assert isinstance(category, Category)
+        levels[name] = frequent(category.candidates, counts[name], std)
+    found = schema.with_ranges(ranges).with_levels(levels)
     return found.with_prevalence(shares(counts[LABELS], std)) if tally.labels else found
+
+
+def statistics_tally(schema: Schema) -> ColumnTally:
+    """What private statistics count: columns with `within` or `candidates`, and the classes if the schema says so."""
+    widest = schema.at_its_widest
+    columns = tuple(
+        (name, place, bool(getattr(schema.columns[name], "indicator", False)))
+        for name, place in schema.searched.items()
+    )
+    levels = tuple((name, place, len(widest.columns[name].levels)) for name, place in schema.merged.items())  # type: ignore[union-attr]
+    return ColumnTally(len(widest.features), columns, classes=len(schema.classes), labels=schema.counted, levels=levels)
+
+
+def frequent(candidates: Sequence[Any], counts: np.ndarray, std: float) -> tuple[Any, ...]:
+    """The candidates that are not rare, in their order; the most frequent one where all are.
+
+    >>> frequent(("a", "b", "c"), np.array([0.6, 0.001, 0.3]), 0.001)
+    ('a', 'c')
+    """
+    least = max(LEAST_LEVEL, LEVEL_SIGNAL * std)
+    kept = tuple(level for level, share in zip(candidates, counts, strict=True) if share >= least)
+    return kept or (candidates[int(np.argmax(counts))],)
 
 
 def shares(counts: np.ndarray, std: float) -> tuple[float, ...]:

@@ -35,7 +35,7 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
-from sordino.training.spec import Spec
+from sordino.training.spec import Spec, model_of
 
 if TYPE_CHECKING:  # these need torch
     from sordino.data.records import Records
@@ -134,17 +134,11 @@ class ResolvedSpec:
 
     @property
     def statistics(self) -> ColumnTally:
-        """What private statistics count: the columns of the schema with `within`, and the classes if it says so."""
-        from sordino.models.tally import ColumnTally
+        """What private statistics count."""
+        from sordino.training.private_statistics import statistics_tally
 
-        schema = self.source.schema
-        assert schema is not None
-        columns = tuple(
-            (name, place, bool(getattr(schema.columns[name], "indicator", False)))
-            for name, place in schema.searched.items()
-        )
-        width = len(schema.unexpanded.features)
-        return ColumnTally(width, columns, classes=len(schema.classes), labels=schema.counted)
+        assert self.source.schema is not None
+        return statistics_tally(self.source.schema)
 
     @property
     def noiseless(self) -> bool:
@@ -168,17 +162,18 @@ class ResolvedSpec:
             self.sampling,
         )
 
-    def build_model(self, features: int, classes: int) -> BuiltModel:
+    def build_model(self, features: int, classes: int, *, described: bool = False) -> BuiltModel:
         """The model for records of this shape, checked against the method.
 
         Args:
           features: numbers per record.
           classes: number of classes; 0 where labels are quantities.
+          described: the tables have a schema that is not at hand: sites hold it, and the terms its hash.
         """
         task = "" if self.source.schema is None else self.source.schema.task
-        if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name != fitting:
+        if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name not in fitting:
             raise SordinoError(
-                f"model: {self.model.name} does not learn a {task}; use {fitting}, or auto, which stands for it."
+                f"model: {self.model.name} does not learn a {task}; use {fitting[0]}, or auto, which stands for it."
             )
         derived = not classes and not self.model.entry.network and entry(self.method_name).normalize != "none"
         if derived and task == "survival" and self.options.get("intervals") == 0:
@@ -188,7 +183,8 @@ class ResolvedSpec:
                 f"method: {self.method_name} derives its steps for classes, and these labels are numbers; use "
                 "another method, such as dp-fedgd."
             )
-        if derived and self.source.schema is None and self.model.name not in registry.OF_TASKS.values():
+        described = described or self.source.schema is not None
+        if derived and not described and self.model.name not in registry.of_numbers():
             raise SordinoError(
                 "method: auto learns a quantity within a public range; describe the table by a schema (sordino schema) "
                 "whose target has a range, or use another method, such as dp-fedgd."
@@ -323,6 +319,7 @@ class ResolvedSpec:
                     written.without_ranges.sha256(),
                     list(written.searched),
                     written.target.column if written.counted and written.target else None,
+                    list(written.merged),
                 )
                 if found
                 else assumption(written.sha256())
@@ -384,11 +381,12 @@ def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> N
         if schema is not None and schema.unknown:
             raise no_range(schema.unknown[0])
         return
-    if schema is None or not (schema.searched or schema.counted):
+    if schema is None or not (schema.searched or schema.merged or schema.counted):
         raise SordinoError(
-            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high] and "
-            "the shares of classes of a target with find_prevalence = true, and "
-            f"{'there is no schema' if schema is None else 'the schema has neither'}; give --schema, or leave it out."
+            "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], the "
+            "levels of categories that have candidates, and the shares of classes of a target with find_prevalence = "
+            f"true, and {'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave "
+            "it out."
         )
     if unit == Unit.CLIENT:
         raise SordinoError(
@@ -412,6 +410,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     >>> resolve(Spec.of({"method": "dp-fedgd"})).rounds
     70
     """
+    spec = dataclasses.replace(spec, model=model_of(spec.method, spec.model))
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
     schema = schema if spec.schema is None else Schema.read(spec.schema)
@@ -519,7 +518,11 @@ def _calibrate(spec: Spec, schema: Schema | None) -> float:
         return spec.calibrate
     weighted = bool(spec.model_options.get("class_weights"))  # weights ask for intercepts that are not calibrated
     classes = schema is not None and bool(schema.classes)
-    usual = spec.method == spec.model == "auto" and spec.unit != Unit.CLIENT and not weighted
+    usual = (
+        (spec.method, spec.model) in (("auto", "auto"), ("dp-boost", "trees"))
+        and spec.unit != Unit.CLIENT
+        and not weighted
+    )
     enough = spec.rounds is None or spec.rounds >= LEAST_CALIBRATED_ROUNDS
     return CALIBRATE if classes and usual and enough else 0.0
 
@@ -543,10 +546,17 @@ def _task_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
 
 def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Name and options of the model. `auto` stands for the model of the schema's task, whose intervals are its own."""
-    target = None if schema is None else schema.target
-    name = registry.OF_TASKS.get(target.task, spec.model) if target is not None and spec.model == "auto" else spec.model
+    target, name = None if schema is None else schema.target, spec.model
     options = _with_prevalence(options, schema)
-    if name != "hazards" or target is None:
+    if schema is None or target is None:
+        return name, options
+    if name == "auto":
+        name = registry.OF_TASKS.get(target.task, (name,))[0]
+    if name == "trees":
+        loss = "poisson" if target.task == "count" else options.get("loss")
+        widths = tuple(len(block.features) for block in schema.blocks) or None  # None: it describes the target alone
+        return name, {**options, "widths": widths, "loss": loss}
+    if name != "hazards":
         return name, options
     if options.get("edges") not in (None, target.intervals):
         raise SordinoError("edges: the target of the schema has other intervals; leave the option out.")

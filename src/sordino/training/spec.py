@@ -119,7 +119,8 @@ class Spec:
         >>> Spec.of({"method": "dp-fedadam", "lr": 0.1, "clients": 4}).options
         {'lr': 0.1}
         """
-        method, model = str(values.get("method", Spec.method)), str(values.get("model", Spec.model))
+        method = str(values.get("method", Spec.method))
+        model = model_of(method, str(values.get("model", Spec.model)))
         if {"epsilon", "noise"} <= values.keys():
             raise SordinoError("noise: epsilon is set too, and one follows from the other; leave one out.")
         method_options, model_options = entry(method).options, registry.entry(model).options
@@ -137,6 +138,7 @@ class Spec:
                 parts["model"][key] = typed(key, value, model_options[key].annotation)
             else:
                 raise _unknown(key, method, model)
+        parts["run"]["model"] = model
         return Spec(**parts["run"], options=parts["method"], model_options=parts["model"])
 
     @staticmethod
@@ -168,9 +170,14 @@ _ANNOTATIONS = {f.name: str(f.type) for f in dataclasses.fields(Spec)}
 RUN_KEYS = tuple(name for name in _ANNOTATIONS if name not in ("options", "model_options"))  # of a run of any method
 
 
+def model_of(method: str, model: str) -> str:
+    """The model that is meant: a method may stand for another one than `auto`."""
+    return entry(method).model if model == Spec.model else model
+
+
 def keys(method: str, model: str = Spec.model) -> list[str]:
     """All keys that a run of this method and model accepts."""
-    return [*RUN_KEYS, *entry(method).options, *registry.entry(model).options]
+    return [*RUN_KEYS, *entry(method).options, *registry.entry(model_of(method, model)).options]
 
 
 def _type_of(default: Any) -> str:

@@ -29,6 +29,7 @@ MOST_LISTED_CLIENTS = 10_000_000
 SECRET_SEED = 2**96  # a smaller seed of a schedule can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 EVALUATION = "evaluation"  # the method of a certificate that is about test records
+STATISTICS = "statistics"  # the method of a certificate that is about counts which complete a schema
 
 NUMERICS = (
     "Every released number is the exact sum of what was computed and Gaussian noise, rounded to a public grid: no tail "

@@ -11,7 +11,7 @@ from scipy.special import ndtr
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.privacy.accounting.events import concentrated_guess
-from sordino.privacy.evidence.certificate import EVALUATION
+from sordino.privacy.evidence.certificate import EVALUATION, STATISTICS
 from sordino.privacy.evidence.signing import Signer, fingerprint, signed
 
 MOST_GROUPS = 20
@@ -95,7 +95,7 @@ def statement(cert: Mapping[str, Any]) -> str:
 
 {_bullets(_not_protected(cert, unit))}
 
-## What {"the figures" if cert["method"] == EVALUATION else "the model"} may be used for
+## What {"the figures" if cert["method"] in (EVALUATION, STATISTICS) else "the model"} may be used for
 
 {_use(cert)}
 
@@ -124,6 +124,11 @@ def _what(cert: Mapping[str, Any]) -> str:
         return (
             f"A model was tested on the data of {whose}: each record was counted once, by its label and the model's "
             f"score, and noise was added to the counts. The model has SHA-256 `{cert['model_sha256']}`."
+        )
+    if cert["method"] == STATISTICS:
+        return (
+            f"The data of {whose} were counted, by bins and levels of some columns, and noise was added to the counts. "
+            "They complete the schema of the table, by which a model may be trained later."
         )
     return f"A model was trained with the method {cert['method']} on the data of {whose} in {cert['rounds']} rounds."
 
@@ -262,6 +267,11 @@ def _cases(percent: float) -> str:
 def _use(cert: Mapping[str, Any]) -> str:
     if not cert["certified"]:
         return "Keep the model as confidential as the training data: nothing is certified about it."
+    if cert["method"] == STATISTICS:
+        return (
+            "The completed schema, and everything computed from it alone, may be published. A model that is trained on "
+            "the same data has a statement of its own, and what both reveal adds up."
+        )
     if cert["method"] == EVALUATION:
         return (
             "The noised counts, and everything computed from them alone, such as accuracy, AUC and calibration, may be "
@@ -318,6 +328,8 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
         "smokers, whether or not their data were used.",
         "The records that the model was trained on. The certificate of the training covers them."
         if evaluation
+        else "The records that were held out for testing. They were not counted."
+        if cert["method"] == STATISTICS
         else f"{tested} records that the model was tested on. The guarantee does not cover them, nor the test results.",
         "Other uses of the same data. If the data are used in further runs, the limits add up (`sordino ledger`).",
     ]
