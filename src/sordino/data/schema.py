@@ -847,9 +847,10 @@ class Schema:
         """Read a file and encode it. Columns are found by name, whatever their order."""
         if target:
             self.check_complete(path)
-        encoded = self.encode(
-            tables.open_table(path, self.dialect, types=self.reads(target=target), missing=self.missing), target=target
-        )
+        table = tables.open_table(path, self.dialect, types=self.reads(target=target), missing=self.missing)
+        tables.release_memory()  # what the reader held beside the table
+        encoded = self.encode(table, target=target)
+        del table
         tables.release_memory()
         return encoded
 
