@@ -333,7 +333,7 @@ def test_a_coordinator_that_tells_sites_of_different_survivors_or_models_opens_n
         federation.run(fault)
         assert [line["t"] for line in federation.progress("abandoned")] == [0]
         assert came(federation) == [[], list(SIX)]
-        once(federation)
+        once(federation, rounds=2)
 
 
 STEPS = ["terms", "round", "confirm", "reveal", "offer", "finish"]
