@@ -23,10 +23,13 @@ from scipy.special import expit
 from provenance import provenance
 from sordino.core import Privacy
 from sordino.data.records import Records
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.privacy.mechanisms.random import Seeded
+from sordino.training import survival
 from sordino.training.evaluation_plan import Settings, choose_bins, measure, plan_of, release, tally_of
 from sordino.training.metrics import Task, auc
+from sordino.training.noised_metrics import Released, of_counts, of_survival
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL = Linear(1, 1, Loss.LOGISTIC, bias=False)
@@ -44,6 +47,18 @@ CASES = (
     (20_000, 1.0, 0.02, "secure-aggregation"),
     (20_000, 2.0, 0.3, "secure-aggregation"),
 )
+OTHERS = (
+    # task, records, epsilon, trust
+    (Task.COUNTS, 1_000, 2.0, "secure-aggregation"),
+    (Task.COUNTS, 5_000, 1.0, "untrusted-server"),
+    (Task.COUNTS, 20_000, 0.5, "secure-aggregation"),
+    (Task.SURVIVAL, 1_000, 2.0, "secure-aggregation"),
+    (Task.SURVIVAL, 5_000, 1.0, "untrusted-server"),
+    (Task.SURVIVAL, 5_000, 1.0, "secure-aggregation"),
+    (Task.SURVIVAL, 20_000, 0.5, "secure-aggregation"),
+)
+MAXIMUM = 20  # of a count
+EDGES = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 DELTA = 1e-6
 CLIENTS = 4
 METRICS = ("accuracy", "auc", "sensitivity", "specificity", "brier", "mean_predicted", "observed")
@@ -109,6 +124,100 @@ def case(n: int, epsilon: float, prevalence: float, trust: str, repetitions: int
     }
 
 
+def counts_population(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Any, torch.Tensor]:
+    """Rates that a model states, a tenth too low, and counts with a little more spread than Poisson's."""
+    rate = np.exp(0.6 * rng.normal(size=POPULATION) + 0.7)
+    y = np.minimum(rng.poisson(rate * rng.gamma(8.0, 1 / 8, size=POPULATION)), MAXIMUM)
+    unit = math.sqrt(MAXIMUM)
+    x = np.log(0.9 * rate / unit)[:, None]
+    return x.astype(np.float32), (y / unit).astype(np.float32), Linear(1, 1, Loss.POISSON, bias=False), ONE
+
+
+def survival_population(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Any, torch.Tensor]:
+    """Hazards that a model states, with weights that are too large, and times of which about a third is censored."""
+    x = rng.normal(size=POPULATION)
+    constant = np.array([-2.0, -1.8, -1.9, -2.1, -2.0])
+    time, alive = np.full(POPULATION, 6.0), np.ones(POPULATION, bool)
+    for k, each in enumerate(constant):
+        event = alive & (rng.random(POPULATION) < expit(0.8 * x + each))
+        time[event] = k + rng.random(int(event.sum()))
+        alive &= ~event
+    last = rng.exponential(8.0, size=POPULATION)
+    y = np.where(time < last, time, -last)
+    theta = torch.from_numpy(np.concatenate([[1.0], constant]).astype(np.float32))
+    return x[:, None].astype(np.float32), y.astype(np.float32), Hazards(1, EDGES), theta
+
+
+def other_case(task: Task, n: int, epsilon: float, trust: str, repetitions: int) -> dict[str, Any]:
+    """Counts and survival. The truth is what the same estimators give for the whole population without noise."""
+    rng = np.random.default_rng([n, round(100 * epsilon)])
+    x, y, model, theta = (counts_population if task is Task.COUNTS else survival_population)(rng)
+    privacy, sizes = Privacy(epsilon, DELTA, trust=trust), [n // CLIENTS] * CLIENTS  # type: ignore[arg-type]
+    intervals, unit = (0, math.sqrt(MAXIMUM)) if task is Task.COUNTS else (len(EDGES) - 1, 1.0)
+    bins = choose_bins(task, sizes, privacy, intervals=intervals)
+    settings = Settings(task, bins, 0.5, privacy, label_unit=unit, intervals=intervals)
+    plan, tally = plan_of(settings, sizes), tally_of(settings, model)
+    whole = Records.of(x, y, np.zeros(POPULATION, int))
+    total = tally.tally_sum(theta, whole.shard(0), tally.clip).numpy() / POPULATION
+    exact = Released(tally.split(total), {block.name: 0.0 for block in tally.layout}, POPULATION)
+    found = of_counts(exact, unit) if task is Task.COUNTS else of_survival(exact, intervals)
+    true = {name: part["estimate"] for name, part in found.items() if isinstance(part, dict)}
+    held, width = dict.fromkeys(true, 0), dict.fromkeys(true, 0.0)
+    for _ in range(repetitions):
+        rows = rng.integers(POPULATION, size=n)
+        records = Records.of(x[rows], y[rows], np.repeat(np.arange(CLIENTS), n // CLIENTS))
+        part = measure(settings, plan, release(plan, tally, theta, records, Seeded(int(rng.integers(2**62)))))
+        for name in true:
+            held[name] += part[name]["low"] <= true[name] <= part[name]["high"]
+            width[name] += (part[name]["high"] - part[name]["low"]) / 2 / repetitions
+    if task is Task.SURVIVAL:  # with times as they are, and risks as they are
+        some = slice(0, 100_000)
+        risks = model.predict(theta, torch.from_numpy(x[some])).numpy()
+        curves = model.scores(theta, torch.from_numpy(x[some])).numpy()
+        true["concordance_of_times"] = survival.concordance(y[some], risks)
+        true["brier_of_times"] = survival.brier(y[some], curves, EDGES[1:])
+    return {
+        "task": str(task),
+        "records": n,
+        "epsilon": epsilon,
+        "trust": trust,
+        "bins": bins,
+        "repetitions": repetitions,
+        "truth": {name: float(f"{value:.5g}") for name, value in true.items()},
+        "coverage": {name: count / repetitions for name, count in held.items()},
+        "half_width": {name: float(f"{value:.5g}") for name, value in width.items()},
+    }
+
+
+OF_COUNTS = ("mae", "mse", "r2", "deviance", "predicted_minus_observed")
+OF_SURVIVAL = ("concordance", "brier", "mean_predicted", "observed", "predicted_minus_observed")
+
+
+def other_page(cases: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for task, names in ((Task.COUNTS, OF_COUNTS), (Task.SURVIVAL, OF_SURVIVAL)):
+        some = [each for each in cases if each["task"] == str(task)]
+        labels = [name.replace("_", " ") for name in names]
+        lines += ["", f"## {str(task).capitalize()}", "", f"| records | ε | trust | {' | '.join(labels)} |"]
+        lines.append("|" + "---|" * (3 + len(names)))
+        for each in some:
+            cells = [f"{each['coverage'][name]:.1%}, ±{each['half_width'][name]:.3g}" for name in names]
+            fields = [f"{each['records']:,}", f"{each['epsilon']:g}", each["trust"]]
+            lines.append(f"| {' | '.join([*fields, *cells])} |")
+        about = some[0]["truth"]
+        lines += [
+            "",
+            f"{some[0]['repetitions']:,} repetitions. Truth: "
+            + ", ".join(f"{name.replace('_', ' ')} {about[name]:.3g}" for name in names)
+            + ".",
+        ]
+    lines.append(
+        f"With times as they are, and risks that are not binned: concordance {about['concordance_of_times']:.3f}, "
+        f"Brier score {about['brier_of_times']:.4f}."
+    )
+    return [*lines, ""]
+
+
 def page(cases: list[dict[str, Any]]) -> str:
     head = "| records | ε | prevalence | trust | bins | accuracy | AUC (binned) | AUC (scores) | Brier | difference |"
     lines = [
@@ -145,12 +254,25 @@ def page(cases: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=400)
-    repetitions = parser.parse_args().repetitions
-    cases = [case(*each, repetitions) for each in CASES]
-    document = {"provenance": provenance("python benchmarks/evaluation.py"), "cases": cases}
-    (RESULTS / "evaluation.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
-    (RESULTS / "evaluation.md").write_text(page(cases))
-    print(page(cases))
+    parser.add_argument("--others", action="store_true", help="counts and survival alone; keep the stored scores")
+    arguments = parser.parse_args()
+    stored = json.loads((RESULTS / "evaluation.json").read_text()) if arguments.others else {}
+    cases = stored["cases"] if stored else [case(*each, arguments.repetitions) for each in CASES]
+    others = [other_case(*each, arguments.repetitions * (5 if each[0] is Task.COUNTS else 1)) for each in OTHERS]
+    made = provenance("python benchmarks/evaluation.py")
+    document = {"provenance": stored.get("provenance", made), "cases": cases}
+    document |= {"provenance_of_others": made, "others": others}
+    lines = [
+        "{",
+        *(f'"{key}":{json.dumps(document[key], separators=(",", ":"))},' for key in document if "prov" in key),
+    ]
+    for key, end in (("cases", ","), ("others", "")):
+        rows = ",\n".join(json.dumps(each, separators=(",", ":")) for each in document[key])
+        lines.append(f'"{key}":[\n{rows}\n]{end}')
+    (RESULTS / "evaluation.json").write_text("\n".join([*lines, "}"]) + "\n")
+    text = page(cases) + "\n".join(other_page(others))
+    (RESULTS / "evaluation.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

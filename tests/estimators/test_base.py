@@ -284,6 +284,18 @@ def test_balanced_weights_from_public_shares():
         fast(options={"class_weights": "balanced"}).fit(frame)
 
 
+def test_trees():
+    frame = table(1000)
+    model = fast(method="dp-boost", options={"trees": 20}, rounds=None).fit(frame)
+    assert model.score(frame) > 0.7
+    assert not hasattr(model, "coef_")
+    assert (pickle.loads(pickle.dumps(model)).predict_proba(frame) == model.predict_proba(frame)).all()
+    x = frame[["age"]].fillna(55).to_numpy() / 45 - 1
+    for task, y, most in (("quantity", 5 + 3 * x[:, 0], 10), ("count", np.floor(3 + 2 * x[:, 0]), 10)):
+        trees = FederatedRegressor(method="dp-boost", target_range=(0, most), task=task, epsilon=50.0, random_state=0)
+        assert trees.set_params(options={"trees": 20}).fit(x, y).score(x, y) > 0.5
+
+
 def test_a_network():
     x = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)
     y = (x[:, 0] * x[:, 1] > 0).astype(int)  # no line separates them

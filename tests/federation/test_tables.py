@@ -194,8 +194,15 @@ def test_a_federation_learns_survival_counts_and_quantities(federation, tmp_path
         (federation.place(name) / "data.csv").write_text("\n".join(["age,sex,days,died", *lines]) + "\n")
         (federation.place(name) / "schema.toml").write_text(tomli_w.dumps(schema))
         assert all(check.fine for check in doctor(federation.place(name) / "site.toml") if check.about == "data")
+        configure(federation, name, evaluation_epsilon=30.0)
     (federation.coordinator / "schema.toml").write_text(tomli_w.dumps(schema))
+    path = federation.coordinator / "federation.toml"
+    path.write_text("evaluation_epsilon = 20.0\n" + path.read_text())
     federation.run()
+    out = federation.coordinator / "run" / "evaluation"
+    found = json.loads((out / "evaluation.json").read_text())
+    assert ("concordance" if target is DAYS else "mae") in found
+    assert not [problem for problem in verify_run(out).problems if "signed" not in problem]
     loaded = load_run(federation.coordinator / "run" / "model.safetensors")
     frame = {"sex": ["f", "f"], "age": [85, 25]}
     if target is DAYS:
@@ -204,4 +211,4 @@ def test_a_federation_learns_survival_counts_and_quantities(federation, tmp_path
     assert np.isfinite(loaded.predict(frame)).all()
     for name in NAMES:
         certificates = list((federation.place(name) / "runs").rglob("certificate.json"))
-        assert [json.loads(path.read_text())["method"] for path in certificates] == ["auto"]
+        assert {json.loads(path.read_text())["method"] for path in certificates} == {"auto", "evaluation"}

@@ -68,6 +68,37 @@ def test_sites_pay_once_from_an_account_of_their_own(tmp_path, trust):
         assert verify_run(federation.folder_of(name)).problems == []
 
 
+@pytest.mark.parametrize("trust", TRUST)
+def test_every_site_has_a_certificate_of_its_own_about_the_evaluation(tmp_path, trust):
+    federation = folders(tmp_path, trust)
+    federation.run()
+    for name in federation.names:
+        out = federation.folder_of(name) / "evaluation"
+        cert = json.loads((out / "certificate.json").read_text())
+        assert (cert["method"], cert["trust"], cert["certified"]) == ("evaluation", trust, cert["reasons"] == [])
+        assert cert["site"]["rounds"] == 1
+        assert cert["site"]["epsilon"] == 30.0
+        assert cert["site"]["spent"] <= 20.0 * (1 + 1e-6)
+        assert cert["model_sha256"] == federation.certificate(name)["model_sha256"]
+        verdict = verify_run(out)
+        assert verdict.problems == []
+        assert not any("ledger" in gap or "model" in gap for gap in verdict.gaps), "both were found and compared"
+        assert "this is what" in (out / "statement.md").read_text()
+    spec = federation.folder_of("north") / "evaluation" / "spec.toml"
+    spec.write_text(spec.read_text().replace("epsilon = 20.0", "epsilon = 19.0"))
+    assert any("spec.toml" in problem for problem in verify_run(spec.parent).problems)
+
+
+def test_a_site_that_answered_no_evaluation_certifies_none(tmp_path):
+    federation = folders(tmp_path, "secure-aggregation")
+
+    def fault(node, request, answer):
+        return None if wire.decode(request).kind == "evaluate" else answer(request)
+
+    federation.run(fault)
+    assert not (federation.folder_of("north") / "evaluation").exists()
+
+
 def test_only_noised_counts_leave_under_masks(tmp_path):
     federation = folders(tmp_path, "secure-aggregation")
     _, transport = federation.run()

@@ -10,8 +10,9 @@ from scipy.special import expit
 from sordino.core import Adjacency, Shard
 from sordino.errors import SordinoError
 from sordino.models import tally
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
-from sordino.models.tally import ErrorTally, ScoreTally, score_edges
+from sordino.models.tally import CountTally, ErrorTally, ScoreTally, SurvivalTally, score_edges
 
 LOGISTIC = Linear(1, 1, Loss.LOGISTIC, bias=False)
 ONE = torch.ones(1, dtype=torch.float64)
@@ -153,3 +154,31 @@ def test_quantities_have_errors_within_their_range():
     )
     assert found["squared error"][0] == pytest.approx(1.0 + 0.125**2, abs=1e-5)
     assert found["value"][0] == pytest.approx(0.0 + 0.625, abs=1e-5)
+
+
+def test_survival_counts_outcomes_by_risk_and_squared_errors_by_edge():
+    model = Hazards(1, (0.0, 1.0, 2.0))
+    counted = SurvivalTally(model, score_edges(4))
+    theta = torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)
+    x, y = torch.tensor([[5.0], [-5.0], [0.0]], dtype=torch.float64), torch.tensor([0.5, -7.0, -1.5])
+    total = counted.tally_sum(theta, Shard(x, y, torch.ones(3).double()), counted.clip)
+    found = counted.split(total)
+    assert found["outcomes"].tolist() == [0, 1, 1, 0, 1], "event in the first, censored in the second, beyond"
+    cells = found["cells"].reshape(4, 5)
+    assert float(cells[3, 1]) == float(cells[0, 4]) == 1, "high risk and an early event; low risk and none"
+    survival = model.scores(theta, x)
+    expected = [(1 - survival[1, 0]).square() + (1 - survival[2, 0]).square(), survival[0, 0].square()]
+    assert found["brier 1"].tolist() == pytest.approx([float(e) for e in expected], abs=1e-5)
+    assert found["brier 2"].tolist() == pytest.approx(
+        [float((1 - survival[1, 1]).square()), float(survival[0, 1].square()), 0.0], abs=1e-5
+    ), "who was last seen before an edge adds nothing there"
+
+
+def test_counts_have_errors_and_a_capped_deviance():
+    counted = CountTally(Linear(1, 1, Loss.POISSON, bias=False), 5.0)
+    z = [math.log(2 / 5), math.log(1e-6), math.log(100)]
+    found = parts(counted, z, [1 / 5, 4 / 5, 30.0])
+    deviance = 2 * (1 * math.log(1 / 2) - 1 + 2)
+    assert found["deviance"][0] == pytest.approx((deviance + 10 + 0) / 10, abs=1e-4)
+    assert found["absolute error"][0] == pytest.approx((1 + 4 + 0) / 25, abs=1e-4), "beyond the maximum both are 25"
+    assert found["predicted"][0] == pytest.approx((2 + 0 + 25) / 25, abs=1e-4)

@@ -7,6 +7,7 @@ import pytest
 
 from sordino.cli import main
 from sordino.training import run
+from sordino.training.folder import tested_on
 from sordino.training.spec import Spec
 
 
@@ -87,3 +88,11 @@ def test_the_statement_of_a_run_that_is_not_certified_promises_nothing(patients,
     assert "Against: nobody." in told
     for promise in ("nobody can tell", "Against: anyone", "right in at most", "The guarantee", "Every released number"):
         assert promise not in told, promise
+
+
+def test_shares_of_test_records_do_not_mix_records_and_persons():
+    assert (
+        tested_on({"test_records": 20, "records": 80, "unit": "record"}) == "the 20 test records (20% of all records)"
+    )
+    assert tested_on({"test_records": 20, "records": 80, "unit": "person"}) == "the 20 test records"
+    assert tested_on({"test_records": None, "records": None, "unit": "client"}) == "the records held out for testing"

@@ -14,7 +14,7 @@ from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence import public
 from sordino.privacy.evidence.ledger import Ledger
-from sordino.training import private_evaluation
+from sordino.training import metrics, private_evaluation, survival
 from sordino.training.evaluation_plan import Settings, choose_bins, plan_of
 from sordino.training.metrics import Task
 from sordino.training.predict import load_run
@@ -89,7 +89,8 @@ def test_an_evaluation_is_certified_and_verified(place, tmp_path, capsys, trust)
 def test_every_listed_field_occurs(place, tmp_path):
     assert evaluate(place, tmp_path / "e") == 0
     document = json.loads((tmp_path / "e" / "public" / "evaluation.json").read_text())
-    quantities = {f"{name}.{part}" for name in ("mae", "mse", "r2") for part in public.OF_A_METRIC}
+    others = ("mae", "mse", "r2", "deviance", "concordance")
+    quantities = {f"{name}.{part}" for name in others for part in public.OF_A_METRIC} | {"most_deviance"}
     assert set(public._fields_of_evaluation(document)) == set(public.EVALUATION) - quantities - {"came"}, (
         "came is a federation's"
     )
@@ -286,10 +287,62 @@ def test_a_model_of_numbers_without_a_range_is_refused(tmp_path):
         private_evaluation.prepare(tmp_path / "r", tmp_path / "d.npz", epsilon=1.0)
 
 
-@pytest.mark.parametrize("task", [Task.COUNTS, Task.SURVIVAL])
-def test_tasks_without_a_tally_are_refused(task):
-    with pytest.raises(SordinoError, match="knows classes and quantities alone"):
-        plan_of(Settings(task, 32, 0.5, Privacy(1.0, 1e-6)), (100, 100))
+OTHER_TARGETS = {
+    "counts": '[target]\ncolumn = "visits"\ntask = "count"\nmaximum = 30\n',
+    "survival": '[target]\ncolumn = "days"\ntask = "survival"\nevent = "died"\nintervals = [0, 100, 200, 300]\n',
+}
+
+
+@pytest.mark.parametrize("name", list(OTHER_TARGETS))
+def test_counts_and_survival_are_evaluated(tmp_path, capsys, name):
+    rng = np.random.default_rng(0)
+    columns = '[columns.age]\ntype = "number"\nrange = [20, 90]\n'
+    (tmp_path / "schema.toml").write_text(OTHER_TARGETS[name] + columns)
+    for file, n in (("train.csv", 1500), ("test.csv", 3000)):
+        age = rng.uniform(20, 90, n)
+        if name == "counts":
+            rows = [f"{a:.1f},{min(c, 30)}" for a, c in zip(age, rng.poisson(np.exp((age - 40) / 30)), strict=True)]
+            (tmp_path / file).write_text("\n".join(["age,visits", *rows]) + "\n")
+        else:
+            days = rng.exponential(300 * np.exp(-(age - 55) / 20))
+            last = rng.uniform(50, 500, n)
+            seen = np.minimum(days, last)
+            rows = [f"{a:.1f},{d:.1f},{int(e)}" for a, d, e in zip(age, seen, days < last, strict=True)]
+            (tmp_path / file).write_text("\n".join(["age,days,died", *rows]) + "\n")
+    words = ["--data", str(tmp_path / "train.csv"), "--schema", str(tmp_path / "schema.toml"), "--rounds", "12"]
+    assert main(["run", *words, "--clients", "3", "--epsilon", "8", "--out", str(tmp_path / "run")]) == 0
+    assert evaluate(tmp_path, tmp_path / "e", "--trust", "secure-aggregation", epsilon="8") == 0
+    capsys.readouterr()
+    found = json.loads((tmp_path / "e" / "public" / "evaluation.json").read_text())
+    assert verify_run(tmp_path / "e").problems == []
+    assert public.unlisted_of_evaluation(tmp_path / "e" / "public") == []
+    run = load_run(tmp_path / "run")
+    lines = [line.split(",") for line in (tmp_path / "test.csv").read_text().split()[1:]]
+    frame = {"age": [float(line[0]) for line in lines]}
+    if name == "counts":
+        y, rate = np.array([float(line[1]) for line in lines]), run.predict(frame)
+        assert found["mae"]["low"] <= np.abs(y - rate).mean() <= found["mae"]["high"]
+        assert found["observed"]["estimate"] == pytest.approx(y.mean(), abs=0.3)
+        assert found["mean_predicted"]["estimate"] == pytest.approx(rate.mean(), abs=0.3)
+        assert found["deviance"]["low"] <= metrics.deviance(y, rate) <= found["deviance"]["high"]
+    else:
+        y = np.array([float(line[1]) * (1 if line[2] == "1" else -1) for line in lines])
+        interval = np.minimum(np.abs(y) // 100, 3)
+        happened = (y > 0) & (interval < 3)
+        grouped = np.where(
+            happened, interval + 0.5, -interval - 0.25
+        )  # who is last seen in an interval leaves it early
+        true = survival.concordance(grouped, run.predict(frame))
+        assert found["concordance"]["estimate"] == pytest.approx(true, abs=0.03)
+        true = survival.brier(y, run.predict_survival(frame), run.edges)
+        assert found["brier"]["estimate"] == pytest.approx(true, abs=0.02)
+        dead = 1 - survival.constant_survival(y, [300.0])[0]
+        assert found["observed"]["estimate"] == pytest.approx(dead, abs=0.04)
+
+
+def test_a_survival_evaluation_needs_intervals():
+    with pytest.raises(SordinoError, match="intervals: 0 must lie between"):
+        plan_of(Settings(Task.SURVIVAL, 8, 0.5, Privacy(1.0, 1e-6)), (100, 100))
 
 
 def test_a_model_without_a_schema_is_tested_by_column_names(tmp_path):

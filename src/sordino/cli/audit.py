@@ -29,6 +29,8 @@ guarantee is broken and the exit status is 1.
 """
 SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatches that --all adds
 AUDIT_DTYPES = ("float32", "float64")
+# Calibrated intercepts: with half of the budget, so that both stages are seen, and a clip that every gradient reaches.
+CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.5, 0.05
 
 
 CAPTION = (
@@ -52,7 +54,9 @@ def add(commands: Any) -> None:
         "sordino audit --all --json results/audit.json",
     )
     parser.description = f"{parser.description}\n{ABOUT}"
-    parser.add_argument("method", nargs="*", metavar="METHOD", help="names from 'sordino methods'")
+    parser.add_argument(
+        "method", nargs="*", metavar="METHOD", help="names from 'sordino methods', calibrate, evaluation, statistics"
+    )
     parser.add_argument("--all", action="store_true", help="audit every method")
     parser.add_argument(
         "--epsilon", type=float, default=1.0, metavar="E", help="epsilon to certify and attack (default: 1)"
@@ -132,8 +136,11 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     }
     rest["dtype"] = getattr(torch, arguments.dtype)
     if arguments.all and not arguments.one_run and not arguments.batch:
-        names += list(tallies())
+        names += [CALIBRATE, *tallies()]
     for name in names:
+        if name == CALIBRATE:
+            yield from _calibration_jobs(arguments, rest)
+            continue
         if name in tallies():
             yield from _tally_jobs(arguments, name, rest)
             continue
@@ -162,6 +169,25 @@ def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) 
             if privacy.unit not in UNITS:
                 raise SordinoError(f"unit: {name} protects records and persons, not a {unit}; leave --unit out.")
             yield partial(attack.audit, name, tallies()[name], privacy, **options)
+
+
+def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+    """Audits of DP-FedGD with calibrated intercepts, on a model of classes."""
+    from sordino.checks.audit import attacks
+    from sordino.methods import entry
+    from sordino.methods.calibration import calibrated
+    from sordino.methods.tally import UNITS
+
+    if arguments.one_run or arguments.batch or arguments.set:
+        raise SordinoError(f"audit: {CALIBRATE} is attacked with all records; leave --one-run, --batch, --set out.")
+    chosen = {"trust": arguments.trust} if arguments.trust else {}
+    for unit in [arguments.unit] if arguments.unit else UNITS:
+        for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
+            privacy = Privacy(arguments.epsilon, arguments.delta, unit=unit, adjacency=adjacency, **chosen)
+            if privacy.unit not in UNITS:
+                raise SordinoError(f"unit: {CALIBRATE} protects records and persons, not a {unit}; leave --unit out.")
+            method = calibrated(entry(SAMPLED).at(privacy.unit, clip=CALIBRATION_CLIP), CALIBRATION_SHARE)
+            yield partial(attacks.audit, CALIBRATE, privacy, method=method, **rest)
 
 
 def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method: Method) -> list[str]:

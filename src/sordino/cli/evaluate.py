@@ -106,7 +106,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
     def line(name: str, key: str, text: str = "") -> None:
         if key in found:
-            lines.append((name, shown(found[key], key) + text))
+            lines.append((name, shown(found[key], key, found["task"] == "counts") + text))
 
     line("accuracy", "accuracy", f" (threshold {found['threshold']:g})" if found["task"] == "two classes" else "")
     if "auc" in found:
@@ -117,6 +117,8 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     line("predicted", "mean_predicted", " on average")
     line("observed", "observed", "")
     line("difference", "predicted_minus_observed", ", predicted minus observed")
+    line("concordance", "concordance", ", of times in intervals")
+    line("deviance", "deviance", f"; one above {found.get('most_deviance')} counts as that much")
     line("abs. error", "mae")
     line("sq. error", "mse")
     line("R²", "r2")
@@ -127,9 +129,9 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def shown(part: dict[str, Any], key: str) -> str:
+def shown(part: dict[str, Any], key: str, counts: bool = False) -> str:
     """An estimate with its interval."""
-    style = ".4g" if key in ("brier", "mae", "mse", "r2", "auc") else ".1%"
+    style = ".4g" if counts or key in ("brier", "mae", "mse", "r2", "auc", "deviance", "concordance") else ".1%"
     value = "open, too much noise" if part["estimate"] is None else format(part["estimate"], style)
     return f"{value} ({format(part['low'], style)} to {format(part['high'], style)})"
 

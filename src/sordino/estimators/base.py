@@ -245,7 +245,7 @@ class FederatedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn i
 
     def _outputs(self, X: Any) -> np.ndarray:
         """What `training.metrics` scores: log-odds, logits, numbers in the model's unit, or log-odds of hazards."""
-        x, theta = torch.from_numpy(self._features(X)), self._theta
+        x, theta = torch.from_numpy(np.require(self._features(X), requirements="W")), self._theta  # copied if read-only
         if isinstance(self._built, LINEAR):
             theta = theta.double()
         return predictions(self._built, theta, x.to(theta))

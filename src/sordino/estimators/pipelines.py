@@ -5,9 +5,10 @@ does not bound how one record moves the features of all others. So a fit after s
 
 An estimator does not know the `Pipeline` that it stands in, and nothing in scikit-learn tells it. But `Pipeline.fit`
 calls the estimator's `fit`, so while the estimator is fitted, the pipeline is a caller. `steps_of_callers` reads the
-callers. It misses a pipeline only if the fit was handed to another process in between (a `BaggingClassifier` with
-`n_jobs` as last step) or if the features were scaled by hand. `certificate_of` reads a fitted pipeline from the outside
-and finds the first of these too.
+callers. It misses a pipeline if the fit was handed to another process in between (a `BaggingClassifier` with `n_jobs`
+as last step), if it is none of scikit-learn's, or if the features were scaled by hand; the certificate then assumes
+that no statistic of the records prepared them. `certificate_of` reads a pipeline from the outside, also one that was
+put together from fitted parts.
 """
 
 from __future__ import annotations

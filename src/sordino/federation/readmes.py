@@ -38,6 +38,8 @@ certificate.json    the certificate, for machines (sordino verify .)
 statement.md        the same in words
 spec.toml           the settings of the run
 terms.json          what all sites agreed to: their names, numbers of records and requested budgets
+evaluation/         where there is one: the same about the evaluation on test records
+schema.toml         where there is one: the schema that noised counts completed
 
 """
 UNCERTIFIED = """NOTHING IN THIS FOLDER MAY LEAVE IT: the run is not certified.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
-from sordino.federation import counting, readmes
+from sordino.federation import counting, readmes, testing
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.federation.testing import AgreedEvaluation
@@ -33,6 +35,8 @@ from sordino.privacy.evidence.signing import sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
+from sordino.privacy.plan import Plan
+from sordino.training import evaluation_plan
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate
 from sordino.training.folder import SCHEMA
@@ -114,7 +118,8 @@ class SiteRun:
 
     @cached_property
     def evaluation(self) -> AgreedEvaluation:
-        return AgreedEvaluation(self.terms)
+        schema = self.site.config.table_schema
+        return AgreedEvaluation(self.terms, 1.0 if schema is None else schema.unit)
 
     @cached_property
     def member(self) -> secagg.Member:
@@ -302,15 +307,28 @@ class SiteRun:
 
     # ---------------------------------------------------------------------------------------------- secure aggregation
 
-    def revealed(self, t: int) -> list[str] | None:
-        """The survivors for whom shares were revealed in round t, or None. A second list is refused."""
+    def keep_offers(self, t: int, offers: Mapping[str, bytes]) -> None:
+        """Store what this site masks with, before the masked vector leaves: later messages do not carry it again."""
+        arrays = {name: np.frombuffer(offer, np.uint8) for name, offer in offers.items()}
+        files.write(self.folder / "offers", wire.encode("offers", {"t": t}, arrays))
+
+    def offers(self, t: int) -> dict[str, bytes]:
+        """The offers that this site masked with in round t, its latest."""
+        path = self.folder / "offers"
+        stored = wire.decode(path.read_bytes()) if path.exists() else None
+        if stored is None or stored.fields["t"] != t:
+            raise Refused("order", f"round {t} is not the latest that this site has masked")
+        return {name: offer.tobytes() for name, offer in stored.arrays.items()}
+
+    def agreed(self, t: int) -> list[str] | None:
+        """The survivors that this site confirmed, or revealed shares for, in round t; None: none yet."""
         path = self.folder / f"survivors-{t}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def will_reveal(self, t: int, survivors: list[str]) -> None:
-        if self.revealed(t) is None:
+        if self.agreed(t) is None:
             files.write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
-            self._witness_survivors(t, survivors)
+        self._witness_survivors(t, survivors)
 
     def _witness_survivors(self, t: int, survivors: list[str]) -> None:
         """Write the list into the ledger's chain too, so that an older copy of the folder without it is refused."""
@@ -329,31 +347,83 @@ class SiteRun:
             files.write(self.folder / SCHEMA, self.completed(theta).toml().encode())
         else:
             save_model(self.folder / "model.safetensors", self.terms.resolved, self.dataset, self.model, theta)
-        with self.site.ledger() as ledger:
-            cert = certificate(
-                self.plan,
-                self.source(),
-                version=__version__,
-                spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
-                model_sha256="" if self.terms.cells else sha256(self.folder / "model.safetensors"),
-                schema_sha256=sha256(self.folder / SCHEMA) if self.terms.cells else "",
-                ledger_head=ledger.head(),
-                ledger_rows=len(ledger),
-                names=self.terms.names,
-                execution=f"as a federation of {self.plan.clients} sites; this is what {self.site.config.name} states",
-                assumes=self.terms.assumptions,
-            )
-            spent = ledger.spent_epsilon(self.account, self.site.config.delta)
-            paid = len({row.round for row in ledger.rows() if row.plan == self.terms.run})
-        limit = {"epsilon": self.site.config.epsilon, "delta": self.site.config.delta, "spent": spent}
-        limit |= {"rounds": paid}
-        cert |= {"site": {"name": self.site.config.name, "client": self.mine, "data": self.site.dataset_id, **limit}}
-        cert, text = issue(cert, self.site.signer)  # without a key of its own, the site's certificate stays unsigned
-        files.write(self.folder / "statement.md", text.encode())
+        if self.terms.evaluation:
+            self._certify_evaluation()
+        cert = self._certify(
+            self.folder,
+            self.plan,
+            self.terms.run,
+            self.account,
+            self.site.config.epsilon,
+            spec=self.terms.spec,
+            schema=self.folder / SCHEMA if self.terms.cells else None,
+            assumes=self.terms.assumptions,
+        )
         files.write(self.folder / "README.txt", readmes.of_run(cert, readmes.SITE_RUN).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         (self.folder / "secret").unlink(missing_ok=True)
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
+
+    def _certify_evaluation(self) -> None:
+        """The site's own certificate of the evaluation that it answered, in evaluation/; none if it answered none."""
+        name, who = testing.plan_name(self.terms.run), testing.account(self.account)
+        with self.site.ledger() as ledger:
+            if ledger.release(name, who, 0) is None:
+                return
+        out, limit = self.folder / "evaluation", self.site.config.evaluation_epsilon or self.terms.evaluation
+        out.mkdir(mode=0o700, exist_ok=True)
+        spec = self.evaluation.spec(sha256(self.folder / "model.safetensors"))
+        assumes = evaluation_plan.assumptions(self.site.config.table_schema)
+        cert = self._certify(out, self.evaluation.plan, name, who, limit, spec=spec, schema=None, assumes=assumes)
+        files.write(out / "spec.toml", spec.encode())
+        files.write(out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
+
+    def _certify(
+        self,
+        out: Path,
+        plan: Plan,
+        name: str,
+        who: str,
+        limit: float,
+        *,
+        spec: str,
+        schema: Path | None,
+        assumes: list[str],
+    ) -> dict[str, Any]:
+        """The site's certificate of what it released, signed by its key, with its statement in `out`.
+
+        Args:
+          out: where the statement is written.
+          plan: what was released.
+          name: of the plan in the ledger.
+          who: the account that paid.
+          limit: of epsilon over all plans of this account.
+          spec: the settings.
+          schema: a file that the certificate names.
+          assumes: what the certificate assumes beside what the plan assumes.
+        """
+        model, site = self.folder / "model.safetensors", self.site
+        with site.ledger() as ledger:
+            cert = certificate(
+                plan,
+                self.source(),
+                version=__version__,
+                spec_sha256=hashlib.sha256(spec.encode()).hexdigest(),
+                model_sha256="" if self.terms.cells else sha256(model),
+                schema_sha256="" if schema is None else sha256(schema),
+                ledger_head=ledger.head(),
+                ledger_rows=len(ledger),
+                names=self.terms.names,
+                execution=f"as a federation of {plan.clients} sites; this is what {site.config.name} states",
+                assumes=assumes,
+            )
+            spent = ledger.spent_epsilon(who, site.config.delta)
+            paid = len({row.round for row in ledger.rows() if row.plan == name})
+        about = {"epsilon": limit, "delta": site.config.delta, "spent": spent, "rounds": paid}
+        cert |= {"site": {"name": site.config.name, "client": self.mine, "data": site.dataset_id, **about}}
+        cert, text = issue(cert, site.signer)  # without a key of its own, the site's certificate stays unsigned
+        files.write(out / "statement.md", text.encode())
+        return cert
 
     def completed(self, counts: Tensor) -> Schema:
         """The site's schema with what the noised counts of all sites show."""

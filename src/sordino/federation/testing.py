@@ -28,6 +28,7 @@ from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import SordinoError
 from sordino.federation.terms import DRAWN, Terms
+from sordino.models.hazards import Hazards
 from sordino.models.tally import Tally
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.signing import sha256
@@ -66,13 +67,14 @@ class AgreedEvaluation:
         spec = terms.resolved.privacy
         privacy = replace(spec, epsilon=terms.evaluation, client_epsilon={})
         task = task_of(terms.model)
-        if task is Task.QUANTITIES and not terms.schema:
+        intervals = terms.model.outputs if isinstance(terms.model, Hazards) else 0
+        if task in (Task.QUANTITIES, Task.COUNTS) and not terms.schema:
             raise SordinoError(
                 "evaluation_epsilon: the labels are numbers without a public range, so errors have no bound; describe "
                 "the tables by a schema whose target has a range, or remove evaluation_epsilon."
             )
-        bins = evaluation_plan.choose_bins(task, terms.tests, privacy)
-        self.settings = Settings(task, bins, 0.5, privacy, label_unit=label_unit)
+        bins = evaluation_plan.choose_bins(task, terms.tests, privacy, intervals=intervals)
+        self.settings = Settings(task, bins, 0.5, privacy, label_unit=label_unit, intervals=intervals)
         if terms.secure:
             self.settings = self.settings._replace(dropouts=terms.dropouts, colluders=terms.colluders)
 
@@ -110,7 +112,7 @@ class AgreedEvaluation:
         found = evaluation_plan.measure(self.settings, self.plan, aggregate, came)
         found |= {"tally": np.asarray(aggregate, float).tolist(), "came": list(came)}
         out.mkdir(exist_ok=True)
-        spec = self.settings.toml(sha256(model))
+        spec = self.spec(sha256(model))
         files.write(out / "spec.toml", spec.encode())
         files.write(out / EVALUATION_FILE, (json.dumps(found, indent=2) + "\n").encode())
         cert = certificate(
@@ -128,6 +130,10 @@ class AgreedEvaluation:
         files.write(out / "statement.md", text.encode())
         files.write(out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         return found
+
+    def spec(self, model_sha256: str) -> str:
+        """The content of spec.toml in the folder of the evaluation."""
+        return self.settings.toml(model_sha256)
 
 
 class OneClient:

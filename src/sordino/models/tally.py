@@ -1,7 +1,8 @@
 """Tallies: one bounded vector per record, added up. Histograms and means that are noised once are made of them.
 
-The vector of a record consists of blocks. A block of cells holds the block's weight in one cell and 0 in all others; a
-bounded number in [0, 1] times the block's weight is a block of one cell. Blocks do not overlap, so the vector has norm
+The vector of a record consists of blocks. A block of cells holds the block's weight in one cell (or a number in [0, 1]
+times it) and 0 in all others; a bounded number in [0, 1] times the block's weight is a block of one cell. Blocks do not
+overlap, so the vector has norm
 at most the root of the sum of squared weights. Hence, for the sum over records:
 
 - one record more or less moves it by at most that norm;
@@ -63,7 +64,7 @@ class Contribution(NamedTuple):
 
     Attributes:
       cell: the cell of each record, from 0; -1 for none; None for a number.
-      number: the number of each record, in [0, 1]; None for cells.
+      number: the number of each record, in [0, 1]; None for cells that count. With a cell, the number stands there.
     """
 
     cell: Tensor | None = None
@@ -132,11 +133,11 @@ class Tally(ABC):
             if given.cell is not None:
                 cell = given.cell.clamp(-1, block.cells - 1)
                 # Cell -1 becomes an extra cell, which is dropped.
-                counted = torch.nn.functional.one_hot(cell + 1, block.cells + 1)[..., 1:]
-                parts.append(block.weight * counted.double())
+                counted = torch.nn.functional.one_hot(cell + 1, block.cells + 1)[..., 1:].double()
+                counted = counted if given.number is None else counted * _on_grid(given.number).unsqueeze(-1)
+                parts.append(block.weight * counted)
             elif given.number is not None:
-                number = given.number.double().nan_to_num(0.0).clamp(0.0, 1.0)
-                parts.append((block.weight * GRID * torch.floor(number / GRID)).unsqueeze(-1))
+                parts.append((block.weight * _on_grid(given.number)).unsqueeze(-1))
         return torch.cat(parts, -1)
 
     def split(self, vector: Any) -> dict[str, Any]:
@@ -146,6 +147,11 @@ class Tally(ABC):
             found[block.name] = vector[..., at : at + block.cells] / block.weight
             at += block.cells
         return found
+
+
+def _on_grid(number: Tensor) -> Tensor:
+    """Numbers clamped to [0, 1] and rounded down to the grid; what is not finite counts as 0."""
+    return GRID * torch.floor(number.double().nan_to_num(0.0).clamp(0.0, 1.0) / GRID)
 
 
 def person_means(vectors: Tensor, mask: Tensor, per_person: int) -> tuple[Tensor, Tensor]:
@@ -171,6 +177,8 @@ def person_means(vectors: Tensor, mask: Tensor, per_person: int) -> tuple[Tensor
 
 CELLS, CONFUSION, PREDICTED, BRIER = "cells", "confusion", "predicted", "brier"
 ABSOLUTE, SQUARED, VALUE, SQUARED_VALUE = "absolute error", "squared error", "value", "squared value"
+DEVIANCE, SQUARED_DEVIANCE, OUTCOMES = "deviance", "squared deviance", "outcomes"
+MOST_DEVIANCE = 10.0  # of one count: more than that counts as that much, because a deviance has no bound
 
 
 @dataclass(frozen=True)
@@ -341,6 +349,119 @@ class ErrorTally(Tally):
         y = y.double().nan_to_num(0.0).clamp(-1, 1)
         error, value = (predicted - y).abs() / 2, (y + 1) / 2
         return [Contribution(number=each) for each in (error, error.square(), value, value.square())]
+
+
+@dataclass(frozen=True)
+class CountTally(Tally):
+    """Errors and deviance of a model of counts, and first moments of labels and predictions.
+
+    Labels are counts in units of the root of their public maximum (`data.schema.Schema.unit`). Predictions are clamped
+    to the maximum, and a deviance above MOST_DEVIANCE counts as that much.
+
+    Args:
+      model: the model.
+      unit: the root of the public maximum, which is also the largest label.
+    """
+
+    model: Any
+    unit: float = 1.0
+    layout = (
+        Block(ABSOLUTE, 1, 1.0),
+        Block(SQUARED, 1, 0.5),
+        Block(VALUE, 1, 0.5),
+        Block(SQUARED_VALUE, 1, 0.5),
+        Block(PREDICTED, 1, 0.5),
+        Block(DEVIANCE, 1, 1.0),
+        Block(SQUARED_DEVIANCE, 1, 0.25),
+    )
+
+    features = property(lambda self: self.model.features)
+    outputs = property(lambda self: self.model.outputs)
+    kind = property(lambda self: self.model.kind)
+    size = property(lambda self: self.model.size)
+    shapes = property(lambda self: self.model.shapes)
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        first: Tensor = self.model.init()
+        return first
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        rate = self.model.predict(theta, x).double().nan_to_num(0.0, posinf=self.unit).clamp(0, self.unit)
+        y = y.double().nan_to_num(0.0).clamp(0, self.unit)
+        error, value = (rate - y).abs() / self.unit, y / self.unit
+        least = rate.clamp_min(1e-30)
+        half = torch.special.xlogy(y, y / least) - y + rate
+        deviance = (2 * self.unit * half).clamp(0, MOST_DEVIANCE) / MOST_DEVIANCE
+        numbers = (error, error.square(), value, value.square(), rate / self.unit, deviance, deviance.square())
+        return [Contribution(number=each) for each in numbers]
+
+
+@dataclass(frozen=True)
+class SurvivalTally(Tally):
+    """Records of a survival model by risk and by what their label says of the public intervals of time.
+
+    The risk is the probability of the event before the last edge, in public bins. An outcome is as in
+    `Hazards.tally_sum`: censored in interval 0, event in 0, censored in 1, …, beyond the last edge. For each edge, the
+    squared error of the predicted survival stands in one cell: that of records without the event by then, or that of
+    the interval of the event; who was last seen before the edge adds nothing there.
+
+    Args:
+      model: the `Hazards`.
+      edges: of the bins of the risk, as log-odds, in order.
+    """
+
+    model: Any
+    edges: tuple[float, ...]
+
+    @property
+    def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
+        outcomes = 2 * self.outputs + 1
+        return (
+            Block(CELLS, self.bins * outcomes, 1.0),
+            Block(OUTCOMES, outcomes, 0.5),
+            Block(PREDICTED, 1, 0.5),
+            *(Block(f"{BRIER} {k + 1}", k + 2, 0.5) for k in range(self.outputs)),
+        )
+
+    @property
+    def bins(self) -> int:
+        return len(self.edges) + 1
+
+    features = property(lambda self: self.model.features)
+    outputs = property(lambda self: self.model.outputs)
+    kind = property(lambda self: self.model.kind)
+    size = property(lambda self: self.model.size)
+    shapes = property(lambda self: self.model.shapes)
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        first: Tensor = self.model.init()
+        return first
+
+    def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
+        intervals = self.model.outputs
+        survival = self.model.scores(theta.double(), x.double()).double().nan_to_num(0.5).clamp(0, 1)
+        risk = 1 - survival[..., -1]
+        time = y.double().abs()
+        ends = torch.tensor(self.model.intervals[1:], dtype=torch.float64, device=y.device)
+        whole = torch.bucketize(time.nan_to_num(0.0), ends, right=True)  # intervals passed
+        happened = (y > 0) & (whole < intervals)
+        fine = torch.isfinite(time)
+        outcome = torch.where(fine, 2 * whole + happened.long(), -1)
+        odds = torch.log(risk) - torch.log1p(-risk)
+        edges = torch.tensor(self.edges, dtype=torch.float64, device=y.device)
+        place = torch.bucketize(odds.nan_to_num(0.0).contiguous(), edges)
+        outcomes = 2 * intervals + 1
+        given = [
+            Contribution(cell=torch.where(fine, place * outcomes + outcome, -1)),
+            Contribution(cell=outcome),
+            Contribution(number=torch.where(fine, risk, 0.0)),
+        ]
+        for k in range(intervals):
+            alive, dead = whole > k, happened & (whole <= k)
+            cell = torch.where(alive, 0, torch.where(dead, whole + 1, -1))
+            error = (alive.double() - survival[..., k]).square()
+            given.append(Contribution(torch.where(fine, cell, -1), error))
+        return given
 
 
 def weights(layout: Sequence[Block]) -> dict[str, float]:

@@ -14,9 +14,11 @@ from sordino.data.records import Records
 from sordino.data.schema import assumption
 from sordino.engines import reference
 from sordino.errors import SordinoError
+from sordino.methods.auto import MOST_INTERVALS
 from sordino.methods.tally import tally_method
+from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
-from sordino.models.tally import ErrorTally, ScoreTally, Tally, score_edges
+from sordino.models.tally import CountTally, ErrorTally, ScoreTally, SurvivalTally, Tally, score_edges
 from sordino.privacy import calibration
 from sordino.privacy.evidence.certificate import EVALUATION
 from sordino.privacy.mechanisms.quantization import Integers
@@ -41,7 +43,8 @@ class Settings(NamedTuple):
     threshold: float
     privacy: Privacy
     confidence: float = noised_metrics.CONFIDENCE
-    label_unit: float = 1.0  # how much 1 in the model's labels is, where they are quantities
+    label_unit: float = 1.0  # how much 1 in the model's labels is, where they are quantities or counts
+    intervals: int = 0  # of time, where the model is one of survival
     dropouts: int | None = None  # of a federation that adds up integers under masks
     colluders: int | None = None
 
@@ -60,6 +63,8 @@ class Settings(NamedTuple):
             **{"epsilon": privacy.epsilon, "delta": privacy.delta},
             **{"unit": str(privacy.unit), "adjacency": str(privacy.adjacency), "trust": str(privacy.trust)},
         }
+        if self.intervals:
+            values["intervals"] = self.intervals
         if privacy.unit is Unit.PERSON:
             values |= {key: getattr(privacy, key) for key in PERSON_KEYS}
         masked = {"dropouts": self.dropouts, "colluders": self.colluders}
@@ -74,7 +79,7 @@ class Settings(NamedTuple):
                 promise |= {key: values[key] for key in PERSON_KEYS}
             numbers = int(values["bins"]), float(values["threshold"])
             found = Settings(Task(values[EVALUATION]), *numbers, Privacy(**promise), float(values["confidence"]))
-            found = found._replace(label_unit=float(values["label_unit"]))
+            found = found._replace(label_unit=float(values["label_unit"]), intervals=int(values.get("intervals", 0)))
             if "dropouts" not in values:
                 return found
             return found._replace(dropouts=int(values["dropouts"]), colluders=int(values["colluders"]))
@@ -84,11 +89,13 @@ class Settings(NamedTuple):
 
 def tally_of(settings: Settings, model: Any = None) -> Tally:
     """What is counted. Without a model, only for what follows from the settings: bounds and sizes."""
-    if settings.task in (Task.COUNTS, Task.SURVIVAL):
-        raise SordinoError(
-            f"model: it predicts {settings.task}, and a private evaluation knows classes and quantities alone; test it "
-            "on records that need no protection."
-        )
+    if settings.task is Task.SURVIVAL:
+        if not 1 <= settings.intervals <= MOST_INTERVALS:
+            raise SordinoError(f"intervals: {settings.intervals} must lie between 1 and {MOST_INTERVALS}.")
+        times = tuple(float(k) for k in range(settings.intervals + 1))
+        return SurvivalTally(Hazards(1, times) if model is None else model, score_edges(settings.bins))
+    if settings.task is Task.COUNTS:
+        return CountTally(Linear(1, 1, Loss.POISSON) if model is None else model, settings.label_unit)
     if settings.task is Task.QUANTITIES:
         return ErrorTally(Linear(1, 1, Loss.SQUARES) if model is None else model)
     classes = 1 if settings.task is Task.TWO_CLASSES else 3
@@ -118,11 +125,12 @@ def plan_of(settings: Settings, sizes: Sequence[int]) -> Plan:
     return replace(plan, integers=Integers(tally.dimension, settings.dropouts, settings.colluders))
 
 
-def choose_bins(task: Task, sizes: Sequence[int], privacy: Privacy, threshold: float = 0.5) -> int:
-    """The number of bins that the noise allows: 64, 32 or 16. It follows from public numbers."""
-    trial = plan_of(Settings(task, FEWEST_BINS, threshold, privacy), sizes)
+def choose_bins(task: Task, sizes: Sequence[int], privacy: Privacy, threshold: float = 0.5, intervals: int = 0) -> int:
+    """The number of bins that the noise allows: 64, 32 or 16; of survival half as many. From public numbers alone."""
+    trial = plan_of(Settings(task, FEWEST_BINS, threshold, privacy, intervals=intervals), sizes)
     noise = calibration.aggregate_std(trial, 0)
-    return next((bins for most, bins in BINS_BY_NOISE if noise <= most), FEWEST_BINS)
+    bins = next((bins for most, bins in BINS_BY_NOISE if noise <= most), FEWEST_BINS)
+    return bins // 2 if task is Task.SURVIVAL else bins
 
 
 def release(plan: Plan, tally: Any, theta: Tensor, records: Records, noise: Source) -> np.ndarray:
@@ -162,6 +170,10 @@ def measure(settings: Settings, plan: Plan, aggregate: np.ndarray, came: Sequenc
         found |= noised_metrics.of_scores(
             released, tally.edges, settings.threshold, two_classes=two, confidence=settings.confidence
         )
+    elif isinstance(tally, SurvivalTally):
+        found |= noised_metrics.of_survival(released, settings.intervals, settings.confidence)
+    elif isinstance(tally, CountTally):
+        found |= noised_metrics.of_counts(released, settings.label_unit, settings.confidence)
     else:
         found |= noised_metrics.of_errors(released, settings.label_unit, settings.confidence)
     promise = settings.privacy

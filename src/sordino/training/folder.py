@@ -57,6 +57,8 @@ def tested_on(cert: Mapping[str, Any]) -> str:
     tested, trained = cert["test_records"], cert["records"]
     if tested is None or trained is None:
         return "the records held out for testing"
+    if cert.get("unit") == "person":  # then `records` counts persons
+        return f"the {tested:,} test records"
     return f"the {tested:,} test records ({tested / max(1, tested + trained):.0%} of all records)"
 
 

@@ -17,7 +17,7 @@ bound on that. In practice the difference is far smaller: within a bin the ROC c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,12 @@ from sordino.models.tally import (
     BRIER,
     CELLS,
     CONFUSION,
+    DEVIANCE,
+    MOST_DEVIANCE,
+    OUTCOMES,
     PREDICTED,
     SQUARED,
+    SQUARED_DEVIANCE,
     SQUARED_VALUE,
     VALUE,
 )
@@ -39,6 +43,9 @@ CURVE_GROUPS = 10  # of a calibration curve, at most
 LEAST_SIGNAL = 2.0  # standard deviations of a denominator: below, its ratio is not estimated
 LEAST_SHARE = 1e-9  # a denominator below it is a rounding error
 WIDEST = (-1.0, 2.0)  # an interval of a ratio that noise leaves open
+LEAST_SEEN = 0.05  # an edge that fewer records are followed up to has no Brier score: its weights explode
+SPREAD = 1.8  # E[v^2] / E[v]^2 for a squared error v of predictions that are even over their range
+DIFFERENCE = 1e-6  # for derivatives
 
 
 class Released(NamedTuple):
@@ -192,6 +199,172 @@ def of_errors(released: Released, unit: float, confidence: float = CONFIDENCE) -
         "mse": _times(mse, span**2).document(),
         "r2": r2.document(),
     }
+
+
+def of_counts(released: Released, unit: float, confidence: float = CONFIDENCE) -> dict[str, Any]:
+    """Mean absolute and squared error, R², deviance, and mean prediction of a model of counts.
+
+    Args:
+      released: the noised tally of a `CountTally`.
+      unit: the root of the public maximum of a count.
+      confidence: of each interval by itself.
+
+    Returns:
+      A document for JSON. Each metric has an estimate, low and high. A deviance above 10 counts as 10.
+    """
+    found, z, n = of_errors(released, unit**2 / 2, confidence), float(ndtri((1 + confidence) / 2)), released.records
+    std = released.std
+    deviance, square = _mean(released, DEVIANCE), _mean(released, SQUARED_DEVIANCE)
+    # The square has much noise. Deviances spread about as widely as they are large, or wider.
+    spread = _between(square - deviance**2, deviance**2, max(deviance * (1 - deviance), 0.0))
+    found["deviance"] = _times(_normal(deviance, std[DEVIANCE] ** 2 + spread / n, z), MOST_DEVIANCE).document()
+    found["most_deviance"] = MOST_DEVIANCE
+    predicted, value, squared = (_mean(released, name) for name in (PREDICTED, VALUE, SQUARED))
+    noise, own = std[PREDICTED] ** 2, max(_mean(released, SQUARED_VALUE) - value**2, 0.0)
+    # Predictions vary less than labels do, unless they are worse than a constant.
+    found["mean_predicted"] = _times(_normal(predicted, noise + own / n, z), unit**2).document()
+    found["observed"] = _times(_normal(value, std[VALUE] ** 2 + own / n, z), unit**2).document()
+    sampling = max(squared - (predicted - value) ** 2, 0.0) / n
+    off = _normal(predicted - value, noise + std[VALUE] ** 2 + sampling, z, -1.0)
+    found["predicted_minus_observed"] = _times(off, unit**2).document()
+    return found
+
+
+def of_survival(released: Released, intervals: int, confidence: float = CONFIDENCE) -> dict[str, Any]:
+    """Concordance, Brier score, and predicted against observed risk of a survival model.
+
+    Concordance is that of grouped times: a pair counts if the event of one record happens in an interval that the other
+    leaves without it; pairs whose order within an interval decides are left out. Risks in one bin count as one half.
+    The Brier score is the mean over the edges that enough records are followed up to, weighted for censoring, with
+    actuarial shares in place of Kaplan-Meier's.
+
+    Args:
+      released: the noised tally of a `SurvivalTally`.
+      intervals: number of intervals of time.
+      confidence: of each interval by itself.
+
+    Returns:
+      A document for JSON. Each metric has an estimate, low and high.
+    """
+    z, n, outcomes = float(ndtri((1 + confidence) / 2)), released.records, 2 * intervals + 1
+    cells = np.asarray(released.parts[CELLS], float).reshape(-1)
+    bins = len(cells) // outcomes
+    predicted = _mean(released, PREDICTED)
+    shares = np.asarray(released.parts[OUTCOMES], float).reshape(-1)
+    shares = shares + (1 - shares.sum()) / outcomes  # they add up to 1
+    risk, risk_noise, risk_sampling = _by_differences(lambda f: 1 - _survival(f), shares, released.std[OUTCOMES])
+    observed = _normal(risk, risk_noise + risk_sampling / n, z)
+    # A risk between 0 and 1 varies by p (1 - p) at most; predictions vary far less than outcomes do.
+    own = max(predicted * (1 - predicted), 0.0) / 4
+    noise = released.std[PREDICTED] ** 2
+    off = _normal(predicted - risk, noise + risk_noise + risk_sampling / n, z, -1.0)
+    return {
+        "records": n,
+        "confidence": confidence,
+        "bins": bins,
+        "concordance": _grouped_concordance(cells, released.std[CELLS], n, outcomes, z).document(),
+        "brier": _survival_brier(released, shares, intervals, z).document(),
+        "mean_predicted": _normal(predicted, noise + own / n, z).document(),
+        "observed": observed.document(),
+        "predicted_minus_observed": off.document(),
+    }
+
+
+def _grouped_concordance(cells: np.ndarray, std: float, records: int, outcomes: int, z: float) -> Estimate:
+    """A ratio of two quadratic forms of the shares of cells (bin of the risk, outcome)."""
+    bins = len(cells) // outcomes
+    later = np.triu(np.ones((outcomes, outcomes)), 1) * (np.arange(outcomes) % 2 == 1)[:, None]
+    above = np.tri(bins, k=-1) + np.eye(bins) / 2
+    f = cells + (1 - cells.sum()) / len(cells)
+    noise = std**2 * (np.eye(len(f)) - 1 / len(f))
+    values, gradients = [], []
+    for order in (above, np.ones((bins, bins))):
+        pairs = np.kron(order, later)
+        values.append(float(f @ pairs @ f - (pairs * noise).sum()))
+        gradients.append((pairs + pairs.T) @ f)
+    g, held = np.stack(gradients), np.maximum(f, 0.0)
+    held = held / max(held.sum(), LEAST_SHARE)
+    m = g @ noise @ g.T + ((g * held) @ g.T - np.outer(g @ held, g @ held)) / records
+    found = _ratio(values[0], values[1], m[0, 0], m[1, 1], m[0, 1], z)
+    value = None if found.value is None else _inside(found.value)
+    return Estimate(value, _inside(found.low), _inside(found.high))
+
+
+def _life(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """At risk at the start of each interval, censored and with the event in it."""
+    censored, events = shares[0:-1:2], shares[1::2]
+    at_risk = shares.sum() - np.concatenate([[0.0], (censored + events).cumsum()[:-1]])
+    return np.maximum(at_risk, LEAST_SHARE), censored, events
+
+
+def _survival(shares: np.ndarray) -> float:
+    """The actuarial share without the event by the last edge."""
+    at_risk, censored, events = _life(shares)
+    hazard = events / np.maximum(at_risk - censored / 2, LEAST_SHARE)
+    return float(np.prod(1 - np.clip(hazard, 0.0, 1.0)))
+
+
+def _seen(shares: np.ndarray) -> np.ndarray:
+    """The actuarial share that is not censored by each edge, from 1 at time 0."""
+    at_risk, censored, events = _life(shares)
+    hazard = censored / np.maximum(at_risk - events / 2, LEAST_SHARE)
+    return np.concatenate([[1.0], np.cumprod(1 - np.clip(hazard, 0.0, 0.99))])
+
+
+def _survival_brier(released: Released, shares: np.ndarray, intervals: int, z: float) -> Estimate:
+    """The mean Brier score over edges, with an interval by linearisation."""
+    parts = [np.asarray(released.parts[f"{BRIER} {k + 1}"], float).reshape(-1) for k in range(intervals)]
+    used = [k for k in range(intervals) if _seen(shares)[k + 1] >= LEAST_SEEN]
+    if not used:
+        return Estimate(None, 0.0, 1.0)
+
+    def score(f: np.ndarray) -> float:
+        weights = _weights(f, intervals)
+        return float(np.mean([weights[k] @ parts[k] for k in used]))
+
+    value = score(shares)
+    slopes = _slopes(score, shares)
+    weights = _weights(shares, intervals)
+    noise = released.std[OUTCOMES] ** 2 * float(((slopes - slopes.mean()) ** 2).sum())
+    noise += sum(released.std[f"{BRIER} {k + 1}"] ** 2 * float((weights[k] ** 2).sum()) for k in used) / len(used) ** 2
+    first = second = 0.0  # moments of what one record adds to the linearised score
+    for outcome, share in enumerate(np.maximum(shares, 0.0)):
+        mean = deviation = 0.0
+        for k in used:
+            interval, happened = divmod(outcome, 2)
+            cell = 0 if interval > k else interval + 1 if happened else None
+            if cell is None:
+                continue
+            mass = shares[2 * (k + 1) :].sum() if cell == 0 else shares[2 * (cell - 1) + 1]
+            typical = _between(float(parts[k][cell] / max(mass, LEAST_SHARE)), 0.0, 1.0)
+            weight = float(weights[k][cell]) / len(used)
+            mean += weight * typical
+            deviation += weight * math.sqrt(max(min(typical, SPREAD * typical**2) - typical**2, 0.0))
+        mean += float(slopes[outcome])
+        first, second = first + share * mean, second + share * (mean**2 + deviation**2)
+    return _normal(value, noise + max(second - first**2, 0.0) / released.records, z)
+
+
+def _weights(shares: np.ndarray, intervals: int) -> list[np.ndarray]:
+    """For each edge the weights of its cells: 1 / G at the edge, and in the middle of each earlier interval."""
+    seen = np.maximum(_seen(shares), LEAST_SEEN)
+    middle = np.sqrt(seen[:-1] * seen[1:])
+    return [np.concatenate([[1 / seen[k + 1]], 1 / middle[: k + 1]]) for k in range(intervals)]
+
+
+def _slopes(function: Callable[[np.ndarray], float], at: np.ndarray) -> np.ndarray:
+    steps = DIFFERENCE * np.eye(len(at))
+    return np.array([(function(at + step) - function(at - step)) / (2 * DIFFERENCE) for step in steps])
+
+
+def _by_differences(
+    function: Callable[[np.ndarray], float], shares: np.ndarray, std: float
+) -> tuple[float, float, float]:
+    """A function of shares of cells: its value, and its variance by noise and (times the records) by sampling."""
+    slopes = _slopes(function, shares)
+    held = np.maximum(shares, 0.0)
+    sampling = max(float(slopes**2 @ held - (slopes @ held) ** 2), 0.0)
+    return function(shares), std**2 * float(((slopes - slopes.mean()) ** 2).sum()), sampling
 
 
 # ----------------------------------------------------------------------------------------------------------- estimates

@@ -113,10 +113,12 @@ def prepare(
     if not 0.5 < confidence < 1:
         raise SordinoError(f"confidence: {confidence} must lie between 0.5 and 1; 0.95 is usual.")
     task = task_of(run.model)
-    if task is Task.QUANTITIES and (run.schema is None or run.schema.target is None or run.schema.target.range is None):
+    target = None if run.schema is None else run.schema.target
+    bounded = target is not None and (target.range is not None or target.maximum is not None)
+    if task in (Task.QUANTITIES, Task.COUNTS) and not bounded:
         raise SordinoError(
             "model: it predicts numbers without a public range, so its errors have no bound; train it with a schema "
-            "whose target has a range."
+            "whose target has a range or a maximum."
         )
     if person_ids not in PERSON_IDS:
         raise SordinoError(f"person_ids: '{person_ids}' is unknown.{nearest(person_ids, PERSON_IDS)}")
@@ -142,8 +144,10 @@ def prepare(
         choose=record_choice(noise, privacy),
         dtype=run.theta.dtype,
     )
-    bins = choose_bins(task, records.sizes, privacy, threshold) if bins is None else bins
-    settings = Settings(task, bins, threshold, privacy, confidence, 1.0 if run.schema is None else run.schema.unit)
+    intervals = len(run.edges)
+    bins = choose_bins(task, records.sizes, privacy, threshold, intervals) if bins is None else bins
+    unit = 1.0 if run.schema is None else run.schema.unit
+    settings = Settings(task, bins, threshold, privacy, confidence, unit, intervals)
     path = Path(model)
     weights = RunFolder.find(path).named(path, "model.safetensors")
     return PreparedEvaluation(

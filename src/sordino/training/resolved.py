@@ -554,7 +554,8 @@ def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> 
         name = registry.OF_TASKS.get(target.task, (name,))[0]
     if name == "trees":
         loss = "poisson" if target.task == "count" else options.get("loss")
-        return name, {**options, "widths": tuple(len(block.features) for block in schema.blocks), "loss": loss}
+        widths = tuple(len(block.features) for block in schema.blocks) or None  # None: it describes the target alone
+        return name, {**options, "widths": widths, "loss": loss}
     if name != "hazards":
         return name, options
     if options.get("edges") not in (None, target.intervals):

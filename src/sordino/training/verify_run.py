@@ -45,8 +45,11 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
     spec, ledger = folder.public / "spec.toml", folder.private / "ledger.db"
     # A coordinator has no ledger: every site keeps its own, and signs for it.
     coordinators = "site" not in cert and (folder.public / "terms.json").is_file()
-    if "site" in cert and len(path.absolute().parents) > 2:  # a site's own: runs/RUN/certificate.json
-        ledger, against = path.absolute().parents[2] / "ledger.db", partial(_against_site, path.absolute().parent.name)
+    if "site" in cert and len(path.absolute().parents) > 3:  # a site's own: runs/RUN/certificate.json
+        where, name = path.absolute().parent, path.absolute().parent.name
+        if cert["method"] == EVALUATION:  # runs/RUN/evaluation/certificate.json
+            where, name = where.parent, f"{where.parent.name} {EVALUATION}"
+        ledger, against = where.parents[1] / "ledger.db", partial(_against_site, name)
     try:
         for beside, compare in ((spec, partial(_against_spec, folder, verdict, against_terms)), (ledger, against)):
             if beside.is_file():
@@ -167,23 +170,24 @@ def _against_spec(
 
 def _against_evaluation(cert: dict[str, Any], values: Mapping[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:
     """Compare with the certificate that the plan of an evaluation has, and the metrics with their noised counts."""
-    from sordino.training.evaluation_plan import rebuilt  # here: other certificates need no torch
+    from sordino.training.evaluation_plan import Settings, plan_of, rebuilt  # here: other certificates need no torch
 
-    if not path.is_file():
+    known = path.is_file()
+    if not known and "site" not in cert:  # a site knows its own counts alone, and no metrics
         gaps.append(f"{path.name}, which is not beside it")
-        return
     try:
         if values.get("model_sha256") != cert["model_sha256"]:
             yield "spec.toml names another model than the certificate"
-        found = json.loads(path.read_text(encoding="utf-8"))
-        plan, metrics = rebuilt(values, sizes_of(cert) or (), found)
+        found = json.loads(path.read_text(encoding="utf-8")) if known else {}
+        sizes = sizes_of(cert) or ()
+        plan, metrics = rebuilt(values, sizes, found) if known else (plan_of(Settings.of(values), sizes), {})
         fresh = source(0 if cert["noise_source"] == "seeded" else None)
         again = certificate(plan, fresh, version=cert["sordino"], execution=cert["execution"])
     except (SordinoError, ValueError) as error:
         yield f"no plan follows from spec.toml and {path.name} ({error})"
         return
     yield from differences({**cert, "assumes": again["assumes"]}, again)
-    if list(_differ("metrics", found, json.loads(json.dumps(metrics)))):
+    if known and list(_differ("metrics", found, json.loads(json.dumps(metrics)))):
         yield f"the metrics in {path.name} do not follow from the noised counts in it"
 
 

@@ -76,6 +76,7 @@ RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
+CLASS_MODEL = Linear(3, 2)  # for methods that calibrate intercepts
 TREES_MODEL = Trees(3, 1, Loss.SQUARES, trees=2, depth=1)  # for methods that ask for sums by leaf
 EVENT_LABEL = 0.5  # an event in the first interval, whose gradient is opposite to that of a late or absent one
 
@@ -354,6 +355,8 @@ def plan_for(
 def audited_model(method: Method) -> Linear | Hazards | Trees:
     """The model that a method is attacked on."""
     kinds = {query.kind for stage in method.stages for query in stage.queries}
+    if Kind.CALIBRATION in kinds:
+        return CLASS_MODEL
     if Kind.LEAVES in kinds:
         return TREES_MODEL
     return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
@@ -413,11 +416,20 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         "short mirrored": (SHORT_CANARY * one, -CANARY_LABEL),
         "turned": (LONG_CANARY * two, label),
     }
+    if model is CLASS_MODEL:
+        records = {
+            "long": (LONG_CANARY * one, 1.0),
+            "long of the other class": (LONG_CANARY * one, 0.0),
+            "opposite of the other class": (-LONG_CANARY * one, 0.0),
+            "opposite": (-LONG_CANARY * one, 1.0),
+        }
     joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.CLIENT
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
     companies: dict[str, tuple[Tensor, float] | None]
     if _samples(plan):
         companies = {", company of zeros": (0 * one, 0.0)}
+    elif model is CLASS_MODEL:
+        companies = {"": (SHORT_CANARY * three, 0.0)}
     elif whole:
         companies = {"": None}
     else:
@@ -432,6 +444,8 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         pair = [records[after if joins else before], records[after]]
         alike = others is not None and (_samples(plan) or others[1] == -CANARY_LABEL)
         there, here = (_records(plan, record, record if others is None else others, alike, dtype) for record in pair)
+        if model is CLASS_MODEL:
+            there, here = (replace(each, y=(each.y > 0).long()) for each in (there, here))
         if joins and not whole:
             there = _without_first(there)
         yield Attack(f"{before} / {after}{kind}", plan, model, (there, here), leaves=joins and whole)

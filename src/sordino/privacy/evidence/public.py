@@ -177,7 +177,7 @@ FILES: Mapping[str, Mapping[str, str]] = {
     "curve.png": {"(picture)": "A function of metrics.jsonl, delta, the method's and the data's name alone."},
 }
 INTERVALS = ("accuracy", "auc", "sensitivity", "specificity", "brier", "mean_predicted", "observed")
-EVALUATION_METRICS = (*INTERVALS, "predicted_minus_observed", "mae", "mse", "r2")
+EVALUATION_METRICS = (*INTERVALS, "predicted_minus_observed", "mae", "mse", "r2", "deviance", "concordance")
 OF_A_METRIC = ("estimate", "low", "high")
 EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
     "task": NAMES_ARE_PUBLIC,
@@ -185,6 +185,7 @@ EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
     **dict.fromkeys(("confidence", "bins", "threshold", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
     **{f"{name}.{part}": FROM_RELEASES for name in EVALUATION_METRICS for part in OF_A_METRIC},
     "auc.binning": FROM_RELEASES,
+    "most_deviance": "A constant: the deviance of one count is at most that much.",
     **{
         f"calibration_curve[].{part}": FROM_RELEASES
         for part in ("from", "to", "share", "predicted", "observed", "low", "high")
@@ -197,7 +198,8 @@ EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
 EVALUATION_SPEC: Mapping[str, str] = {  # spec.toml of an evaluation
     "evaluation": NAMES_ARE_PUBLIC,
     "model_sha256": HASH,
-    "label_unit": "Half of the public range of a quantity; 1 for classes.",
+    "label_unit": "Half of the public range of a quantity, the root of the public maximum of a count; 1 for others.",
+    "intervals": "Of survival, the number of public intervals of time.",
     **dict.fromkeys(("bins", "threshold", "confidence", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
     **dict.fromkeys(("dropouts", "colluders"), "Of a federation that adds up integers: a setting."),
     **dict.fromkeys(("person_records", "person_clients", "person_choice"), "Where persons are protected: a setting."),
