@@ -1,6 +1,7 @@
 """Calibrated intercepts: what they release, what they repair, and what is refused."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,15 +9,17 @@ import torch
 
 import sordino as so
 from sordino.checks import check_calibration
-from sordino.core import Adjacency, Kind, Unit
+from sordino.core import Adjacency, Kind, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.methods.calibration import ROUNDS, calibrated
+from sordino.methods.calibration import ROUNDS, CalibrationState, calibrated
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
+from sordino.training import metrics, run
+from sordino.training.spec import Spec
 
 
 def rare(n=6000, clients=3):
@@ -97,3 +100,94 @@ def test_what_is_refused():
     model = so.Linear(2, 1, "squares")
     with pytest.raises(SordinoError, match=r"^calibrate: intercepts are calibrated for classes, not for squares"):
         model.calibration_sum(torch.zeros(3), Records.of(np.zeros((2, 2)), np.zeros(2), np.zeros(2, int)).shard(0), 1.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- slopes
+
+
+def sure(n=6000, clients=3):
+    """Two classes whose features tell little, so that noise in the weights makes risks vary too much."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(n, 12))
+    y = (rng.random(n) < 1 / (1 + np.exp(2 - 0.5 * x[:, 0]))).astype(int)
+    return Records.of(10 * x / np.linalg.norm(x, axis=1, keepdims=True), y, np.arange(n) % clients)
+
+
+def fitted(records, share, slope, seed=1, epsilon=1.0):
+    """Log loss, calibration slope and ratio of mean risks of a run on its own records."""
+    plan = so.Plan(calibrated(build("auto"), share, slope), 40, records.sizes, so.Privacy(epsilon))
+    model = so.Linear(12, 2)
+    *_, last = simulate.run(plan, model, records, Seeded(seed))
+    z = model.logits(last.model.double(), records.x.double())
+    odds, y = (z[:, 1] - z[:, 0]).numpy(), records.y.numpy()
+    loss = float(np.mean(np.logaddexp(0, odds) - y * odds))
+    return loss, metrics.calibration_slope(y, odds), float(np.mean(1 / (1 + np.exp(-odds))) / y.mean())
+
+
+def test_a_calibrated_slope_makes_risks_less_sure_and_keeps_their_mean():
+    records = sure()
+    plain, sloped = (np.mean([fitted(records, 0.1, slope, seed) for seed in range(3)], 0) for slope in (0.0, 0.1))
+    assert plain[1] < 0.6, "noise makes risks too sure"
+    assert sloped[0] < plain[0] - 0.01
+    assert abs(math.log(sloped[1])) < abs(math.log(plain[1]))
+    assert sloped[2] == pytest.approx(1, abs=0.2)
+
+
+def test_without_noise_the_slope_is_that_of_a_fit():
+    """Log-odds that are twice too large are halved by one step, nearly."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20_000, 1))
+    y = (rng.random(len(x)) < 1 / (1 + np.exp(1 - x[:, 0]))).astype(int)
+    model, records = so.Linear(1, 2), Records.of(x, y, np.zeros(len(x), int), dtype=torch.float64)
+    theta = torch.tensor([-1.0, 1.0, 1.0, -1.0], dtype=torch.float64)  # log-odds 2 x - 2, where x - 1 is right
+    stage = calibrated(build("dp-fedgd"), 0.1, 0.1).stages[-2]
+    means = model.slope_sum(theta, records.shard(0), math.inf) / len(x)
+    facts = SimpleNamespace(aggregate_std=0.0, shapes=model.shapes)
+    before = CalibrationState(theta, theta[:2], theta[:2], theta[:2], theta[0])
+    state = stage.rule.init(theta, facts, before)
+    step, _ = stage.rule.update(means, state, theta, 0)
+    found = theta + step
+    assert float(found[1] - found[0]) == pytest.approx(1.0, abs=0.15)
+    assert float(found[3] - found[2]) == pytest.approx(-1.0, abs=0.25)
+
+
+def test_a_slope_is_one_more_release_with_its_own_share():
+    method = calibrated(build("dp-fedgd"), 0.1, 0.05)
+    assert [stage.queries[0].kind for stage in method.stages] == [
+        Kind.GRADIENT,
+        Kind.CALIBRATION,
+        Kind.SLOPE,
+        Kind.CALIBRATION,
+    ]
+    plan = so.Plan(method, 10, (100, 200), so.Privacy(2.0))
+    assert spending.epsilon(plan) == pytest.approx(2.0)
+    (group, *_) = spending.groups(plan)
+    parts = {r.query: r.times * (r.sensitivity / r.std) ** 2 for r in group.releases}
+    whole = sum(parts.values())
+    assert parts["2.0 slope"] / whole == pytest.approx(0.05)
+    assert (parts["1.0 calibration"] + parts["3.0 calibration"]) / whole == pytest.approx(0.1)
+
+
+def test_the_numbers_of_a_slope_have_norm_at_most_root_two():
+    model = so.Linear(1, 2, bias=False)
+    theta = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    for y in (0, 1):
+        for odds in (*np.linspace(-12, 12, 97), 1e300, -1e300):
+            x = torch.tensor([[odds]], dtype=torch.float64)
+            one = model.slope_sum(theta, Shard(x, torch.tensor([y]), torch.ones(1).double()), math.inf)
+            assert (one >= 0).all()
+            assert float(one.norm()) <= math.sqrt(2)
+
+
+@pytest.mark.parametrize(
+    ("shares", "complaint"),
+    [((0.0, 0.1), "set calibrate too"), ((0.1, 0.9), "together with calibrate"), ((0.1, -0.1), "must be above 0")],
+)
+def test_wrong_shares_of_a_slope_are_refused(shares, complaint):
+    with pytest.raises(SordinoError, match=complaint):
+        calibrated(build("dp-fedgd"), *shares)
+
+
+def test_a_slope_needs_two_classes():
+    with pytest.raises(SordinoError, match="calibrate_slope: it changes the slope of a linear model of two classes"):
+        run.prepare(Spec.of({"data": "digits", "method": "dp-fedgd", "calibrate": 0.1, "calibrate_slope": 0.1}))
