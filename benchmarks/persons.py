@@ -91,9 +91,9 @@ def main() -> None:
         for slope in track((0.0, 0.05), f"{name}, slopes"):
             about = {"calibrate": 0.1, "calibrate_slope": slope}
             slopes.append({"table": name, **row(keys, about, seeds)})
+    made = provenance(f"python benchmarks/persons.py TABLES_DIR{' --slopes' if only else ''}")
     document = {
-        "provenance": stored.get("provenance", provenance("python benchmarks/persons.py TABLES_DIR")),
-        "provenance_of_slopes": provenance("python benchmarks/persons.py TABLES_DIR --slopes"),
+        "provenance": {**stored.get("provenance", made), "slopes": {key: made[key] for key in ("command", "commit")}},
         "readmissions": rows,
         "calibration": calibration,
         "slopes": slopes,

@@ -1,4 +1,4 @@
-"""Calibrated intercepts and slope under attack: the promise holds, halved noise and a record that counts again are found."""
+"""Calibrated intercepts and slope under attack: the promise holds, too little noise and wrong counts are found."""
 
 import pytest
 
