@@ -283,3 +283,19 @@ def test_a_client_that_holds_another_number_of_records_is_refused():
     records = Lazy.of((2, 3), lambda i: (torch.ones(2, 1), torch.zeros(2)))
     with pytest.raises(SordinoError, match="clients: client 1 has 2 records, but 3 were declared"):
         records.shard(1)
+
+
+def test_clients_of_equal_size_are_a_view_and_others_are_padded():
+    x, y = torch.randn(12, 3), torch.arange(12)
+    equal = Records.of(x, y, np.repeat([0, 1, 2], 4))
+    ((clients, shard),) = equal.buckets(np.arange(3))
+    assert shard.x.shape == (3, 4, 3)
+    assert shard.x.data_ptr() == equal.x.data_ptr(), "nothing is copied"
+    some = equal.buckets(np.array([0, 2]))[0][1]
+    assert some.x.data_ptr() != equal.x.data_ptr()
+    for k, i in enumerate(clients):
+        for mine, own in zip(shard[:4], equal.shard(int(i))[:4], strict=True):
+            assert torch.equal(mine[k], own)
+    ((_, padded),) = Records.of(x, y, np.repeat([0, 1, 2], [4, 5, 3])).buckets(np.array([0, 2]))
+    assert padded.mask.sum(-1).tolist() == [4, 3]
+    assert padded.x[1, 3].tolist() == [0, 0, 0]

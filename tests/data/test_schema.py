@@ -342,7 +342,7 @@ def test_survival_becomes_a_signed_time_and_ends_at_the_last_edge():
     least = 20 * 2.0**-20
     assert y.tolist() == [5, -5, pytest.approx(least), pytest.approx(-least), -20, -20, 19.5]
     assert schema.to_model(y).tolist() == y.tolist()
-    assert schema.reads() == {"age": "number", "time": "number", "died": "text"}
+    assert schema.reads() == {"age": "number", "time": "number", "died": "level"}
     assert Schema.of(schema.values()).sha256() == schema.sha256()
     schema, frame = of_target(survival(levels=["Alive", "Dead"]), time=[1, 2], died=["Dead", "Alive"])
     assert schema.encode(frame).y.tolist() == [1, -2]
@@ -420,3 +420,36 @@ def test_a_draft_from_public_records_is_filled(tmp_path):
     assert '"a"' in text
     assert "93" not in text
     assert len(looked) == 2
+
+
+def test_files_with_few_distinct_texts_are_encoded_as_frames_are(tmp_path, monkeypatch):
+    """Readers hand such columns over as dictionaries; records are encoded in slices."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    schema = Schema.of(
+        {
+            "columns": {
+                "ward": {"type": "category", "levels": ["a", "b"]},
+                "grade": {"type": "ordinal", "levels": ["low", "mid", "high"]},
+                "smokes": {"type": "boolean"},
+            },
+            "target": {"column": "died", "levels": ["no", "yes"]},
+        }
+    )
+    frame = {
+        "ward": ["a", " b", "c", None, "?", "a "],
+        "grade": ["low", "high", "NA", "mid", None, "none"],
+        "smokes": ["YES", "no", "True", "0", "", "perhaps"],
+        "died": ["no", "yes", "yes", "no", "no", "yes"],
+    }
+    whole = schema.encode(frame)
+    pa.parquet.write_table(pa.table(frame), tmp_path / "t.parquet", row_group_size=2)
+    rows = [",".join("" if cell is None else cell for cell in row) for row in zip(*frame.values(), strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join([",".join(frame), *rows]) + "\n")
+    for chunk in (2**16, 4, 1):
+        monkeypatch.setattr("sordino.data.schema.CHUNK_RECORDS", chunk)
+        for name in ("t.parquet", "t.csv"):
+            opened = schema.open(tmp_path / name)
+            assert np.array_equal(opened.x, whole.x), (name, chunk)
+            assert np.array_equal(opened.y, whole.y)

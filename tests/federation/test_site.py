@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sqlite3
 from dataclasses import replace
 
@@ -300,35 +301,48 @@ def test_secure_rounds_are_revealed_once_and_only_after_they_were_answered(tiny,
     session = secagg.Session.of(terms.run, federation.roster, terms.sha256(), 1, 1)
     a = talks["a"]
 
-    def reveal(t, survivors, arrays=offers, **more):
+    def say(kind, t, survivors, by="a", wrong=None):
         fields = {"run": terms.run, "terms": terms.sha256(), "t": t, "survivors": survivors}
-        fields["seals"] = secagg.seals(session, 0, {n: masked[n] for n in survivors})
-        return a.say("reveal", fields | more.get("wrong", {}), arrays)
+        if kind == "confirm":
+            fields["seals"] = secagg.seals(session, 0, {n: masked[n] for n in survivors if n in masked})
+        else:
+            fields["confirmations"] = confirmations
+        return talks[by].say(kind, fields | (wrong or {}))
 
-    full = sorted(names)
-    refused(federation, reveal(1, full), "order", "a")
-    for wrong in (
-        {"survivors": full[:2]},  # fewer than the threshold
-        {"survivors": full[1:]},  # without this site's own
-        {"survivors": ["a", "a", "b", "c"]},
-        {"survivors": [*full, "e"]},
-        {"survivors": "abcd"},
-        {"survivors": [["a"]]},
-        {"seals": {}},
-        {"seals": dict.fromkeys(full, "00" * 64)},
-        {"seals": [["a", "b"]]},
-        {"seals": None},
-        {"stranger": 1},
-    ):
-        refused(federation, reveal(0, full, wrong=wrong), "malformed", "a")
-    refused(federation, reveal(0, full, {}), "malformed", "a")
-    first = reveal(0, full[:3])  # d is said to have dropped out
+    full, confirmations = sorted(names), {}
+    for kind, signed in (("confirm", "seals"), ("reveal", "confirmations")):
+        refused(federation, say(kind, 1, full), "order", "a")
+        for wrong in (
+            {"survivors": full[:2]},  # fewer than the threshold
+            {"survivors": full[1:]},  # without this site's own
+            {"survivors": ["a", "a", "b", "c"]},
+            {"survivors": [*full, "e"]},
+            {"survivors": "abcd"},
+            {"survivors": [["a"]]},
+            {signed: {}},
+            {signed: dict.fromkeys(full, "00" * 64)},
+            {signed: [["a", "b"]]},
+            {signed: None},
+            {"stranger": 1},
+        ):
+            refused(federation, say(kind, 0, full, wrong=wrong), "malformed", "a")
+    some = full[:3]  # d is said to have dropped out
+    for name in some:
+        reply = say("confirm", 0, some, by=name)
+        assert reply.kind == "confirmed"
+        confirmations[name] = reply.fields["confirmation"]
+    refused(federation, say("confirm", 0, full), "replayed", "a")
+    lost = confirmations.pop("b")
+    refused(federation, say("reveal", 0, some), "malformed", "a")  # two of three that are needed
+    confirmations["b"] = lost
+    first = say("reveal", 0, some)
     assert first.kind == "revealed"
-    again = reveal(0, full[:3])
+    again = say("reveal", 0, some)
     assert all((again.arrays[k] == first.arrays[k]).all() for k in ("reveal", "offer"))
-    refused(federation, reveal(0, full), "replayed", "a")  # both kinds of d's shares would open its message
+    refused(federation, say("reveal", 0, full), "replayed", "a")  # both kinds of d's shares would open its message
     a.site = federation.site("a")
-    refused(federation, reveal(0, full), "replayed", "a")
+    refused(federation, say("reveal", 0, full), "replayed", "a")
+    refused(federation, say("confirm", 0, full), "replayed", "a")
     assert federation.charged("a") == [(terms.run, 0)]
 
 
@@ -525,6 +539,11 @@ FIELDS = {
         "asked": "the hash of the server's own message",
         "tree": "how the arrays are nested: a fact about the method",
     },
+    "confirmed": {
+        "run": "the server's own word",
+        "t": "the server's own word",
+        "confirmation": "a signature over the list of survivors that the server sent",
+    },
     "revealed": {"run": "the server's own word", "t": "the server's own word"},
     "offered": {"run": "the server's own word", "t": "the server's own word"},
     "finished": {"run": "the server's own word"},
@@ -542,6 +561,7 @@ ARRAYS = {
         "offer": "keys of the next round, as above",
     },
     "offered": {"offer": "as above"},
+    "confirmed": {},
     "finished": {},
     "refused": {},
 }
@@ -589,13 +609,16 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
             "tree": [] if secure else 0,
         }
         for field, value in found.fields.items():
-            assert value == known[field], (found.kind, field)
+            if field == "confirmation":
+                assert re.fullmatch("[0-9a-f]{128}", value)
+            else:
+                assert value == known[field], (found.kind, field)
         for key, array in found.arrays.items():
             if key == "update0":
                 assert (array.dtype, array.shape) == (np.float32, (SIZE,))
             else:  # its size depends on nothing but the model and the number of sites
                 assert (array.dtype, array.ndim) == (np.uint8, 1)
-    wanted = {"hello", "agreed", "update", "finished"} | ({"revealed", "offered"} if secure else set())
+    wanted = {"hello", "agreed", "update", "finished"} | ({"confirmed", "revealed", "offered"} if secure else set())
     assert seen.keys() == wanted
     assert ("masked" in seen["update"], "update0" in seen["update"]) == (secure, not secure)
     for name in federation.names:  # each site looked at the models, and told nobody

@@ -21,6 +21,9 @@ def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None
         raise SordinoError(f"{field}: there are no features beside the label; check the source.")
     with np.errstate(over="ignore"):
         x = x.reshape(len(x), -1).astype(np.float32, copy=False)
+    with np.errstate(all="ignore"):  # a sum is finite only if every term is; a mask of the whole would cost memory
+        if np.isfinite(x.sum(dtype=np.float64)):
+            return x
     bad = ~np.isfinite(x)
     if bad.any():
         row, column = np.argwhere(bad)[0]

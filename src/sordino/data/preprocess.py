@@ -86,7 +86,10 @@ def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None
 
 def by_table(x: np.ndarray, columns: float) -> np.ndarray:
     """Records that a schema encoded: scaled so that one with 1 in every column has norm RADIUS, and clipped there."""
-    return np.asarray(x * (RADIUS / np.maximum(norms(x), math.sqrt(columns))), np.float32)
+    scale = RADIUS / np.maximum(norms(x), math.sqrt(columns))
+    out = np.empty_like(x, np.float32)
+    np.multiply(x, scale, out=out, casting="same_kind")  # in float64, without an array of that type
+    return out
 
 
 def of_roots(mean: np.ndarray, cov: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

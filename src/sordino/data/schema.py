@@ -53,6 +53,7 @@ MOST_INTERVALS, MOST_COUNT = 100, 1_000_000
 LEAST_PREVALENCE = 1e-5  # of a class
 LEAST_TIME = 2.0**-20  # of the last edge: stands for a time of 0, whose sign could not say whether the event happened
 PREVALENCE = "target.prevalence"
+CHUNK_RECORDS = 2**16  # that are encoded at once
 BLANK = "FILL IN"  # what a draft leaves to people
 EPOCH = date(1970, 1, 1)
 TRUE, FALSE = ("true", "yes", "y", "t", "1"), ("false", "no", "n", "f", "0")
@@ -121,7 +122,7 @@ class Number:
     def place(self, values: np.ndarray, out: np.ndarray) -> None:
         """Clamp, scale and fill."""
         blank = np.isnan(values)
-        out[:, 0] = self._scaled(np.where(blank, self._filling, values))
+        out[:, 0] = self._scaled(np.where(blank, self._filling, values) if blank.any() else values)
         if self.indicator:
             out[:, 1] = blank
 
@@ -183,7 +184,7 @@ class Category:
     indicator: bool = True
     candidates: tuple[Any, ...] = ()  # public levels, of which noised counts keep those that are not rare
 
-    reads: ClassVar[str] = "text"
+    reads: ClassVar[str] = "level"
 
     def check(self, where: str) -> None:
         if not self.candidates:
@@ -229,7 +230,7 @@ class Ordinal:
     fill: Any = None
     indicator: bool = True
 
-    reads: ClassVar[str] = "text"
+    reads: ClassVar[str] = "level"
 
     def check(self, where: str) -> None:
         _check_levels(self.levels, where, least=2)
@@ -259,7 +260,7 @@ class Boolean:
     fill: bool | None = None
     indicator: bool = True
 
-    reads: ClassVar[str] = "text"
+    reads: ClassVar[str] = "level"
 
     def check(self, where: str) -> None:
         if set(self.true) & set(self.false):
@@ -269,10 +270,7 @@ class Boolean:
         return Number(range=(0, 1), indicator=self.indicator).features(name)
 
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
-        import pyarrow.compute as pc
-
-        lower = pc.utf8_lower(tables.texts(column, missing))
-        index = level_index(lower, (*self.false, *self.true), ())
+        index = level_index(column, (*self.false, *self.true), missing, lower=True)
         values = np.where(index < 0, np.nan, (index >= len(self.false)).astype(np.float64))
         fill = 0.5 if self.fill is None else float(self.fill)
         Number(range=(0, 1), fill=fill, indicator=self.indicator).place(values, out)
@@ -347,12 +345,24 @@ TYPES: dict[str, type[Column]] = {
 MISSING_LEVEL, OTHER_LEVEL = -1, -2
 
 
-def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str]) -> np.ndarray:
-    """The index of each cell's level; -1 where it is missing, -2 where it is none of them."""
+def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str], lower: bool = False) -> np.ndarray:
+    """The index of each cell's level; -1 where it is missing, -2 where it is none of them.
+
+    lower: compare in lower case.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    if pa.types.is_dictionary(column.type):  # decide once per distinct text
+        parts = [
+            np.append(level_index(part.dictionary, levels, missing, lower), MISSING_LEVEL)[
+                np.asarray(pc.fill_null(part.indices.cast(pa.int64()), len(part.dictionary)))
+            ]
+            for part in (column.chunks if hasattr(column, "chunks") else [column])
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
     text = tables.texts(column, missing)
+    text = pc.utf8_lower(text) if lower else text
     found = pc.index_in(text, value_set=pa.array([_spelt(level) for level in levels], pa.string()))
     index = np.asarray(pc.fill_null(found, OTHER_LEVEL).to_numpy(zero_copy_only=False), np.int64)
     blank = np.asarray(pc.is_null(text).to_numpy(zero_copy_only=False), bool)
@@ -439,10 +449,10 @@ class Target:
 
     @property
     def reads(self) -> dict[str, str]:
-        """The columns that are read, each as `number` or `text`."""
+        """The columns that are read, each as `number` or `level`."""
         if self.event is not None:
-            return {self.column: "number", self.event: "text"}
-        return {self.column: "text" if self.task == "classes" else "number"}
+            return {self.column: "number", self.event: "level"}
+        return {self.column: "level" if self.task == "classes" else "number"}
 
     def encode(self, table: Any, missing: Sequence[str]) -> np.ndarray:
         """The target of every record.
@@ -487,11 +497,8 @@ class Target:
 
     def _signed(self, time: np.ndarray, column: Any, missing: Sequence[str]) -> np.ndarray:
         """Times until an event as they are, other times negative."""
-        import pyarrow.compute as pc
-
         no, yes = ((self.levels[0],), (self.levels[1],)) if self.levels else (FALSE, TRUE)
-        text = tables.texts(column, missing)
-        index = level_index(text if self.levels else pc.utf8_lower(text), (*no, *yes), ())
+        index = level_index(column, (*no, *yes), missing, lower=not self.levels)
         if blank := int((index == MISSING_LEVEL).sum()):
             raise self._absent(blank, str(self.event))
         if (index == OTHER_LEVEL).any():
@@ -827,7 +834,7 @@ class Schema:
         return dataclasses.replace(self, client=None, columns={**self.columns, self.client: Drop()})
 
     def reads(self, *, target: bool = True) -> dict[str, str]:
-        """The columns that a file must have, each read as `number` or `text`."""
+        """The columns that a file must have, each read as `number`, `text` or `level`."""
         needed = {name: column.reads for name, column in self.columns.items() if column.reads}
         if target:
             if self.target is None:
@@ -841,7 +848,11 @@ class Schema:
         if target:
             self.check_complete(path)
         table = tables.open_table(path, self.dialect, types=self.reads(target=target), missing=self.missing)
-        return self.encode(table, target=target)
+        tables.release_memory()  # what the reader held beside the table
+        encoded = self.encode(table, target=target)
+        del table
+        tables.release_memory()
+        return encoded
 
     def check_complete(self, path: Path) -> None:
         """Refuse a text file with a column that the schema does not mention."""
@@ -872,12 +883,14 @@ class Schema:
         table = tables.of_frame(frame)
         needed = self.reads(target=target)
         tables.check_columns(table.column_names, list(needed), "data")
-        blocks, at = self.blocks, 0
+        blocks = self.blocks
         x = np.empty((table.num_rows, sum(len(block.features) for block in blocks)), np.float32)
-        for name, column in self.columns.items():
-            if width := len(column.features(name)):
-                column.encode(table.column(name), name, self.missing, x[:, at : at + width])
-                at += width
+        for start in range(0, table.num_rows, CHUNK_RECORDS):  # temporary arrays stay small
+            part, at = table.slice(start, CHUNK_RECORDS), 0
+            for block in blocks:
+                out = x[start : start + CHUNK_RECORDS, at : at + len(block.features)]
+                self.columns[block.name].encode(part.column(block.name), block.name, self.missing, out)
+                at += len(block.features)
         x = self.expansion.apply(x, blocks)
         if not target or self.target is None:
             return Encoded(x, None, None, None)

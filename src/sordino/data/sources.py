@@ -129,6 +129,7 @@ def load(
         raw = raw._replace(y=schema.to_model(raw.y))
 
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
+    raw = raw._replace(x=np.zeros(0))  # so that the whole table does not stay in memory beside its two parts
     check_same_length(x, "x", raw.y, "y")
     y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else encode_labels(raw.y, raw.y_test)
     if classes is not None and not classes:
@@ -171,7 +172,8 @@ def load(
         )
 
     public = None if public_stats is None else read_public_statistics(Path(public_stats).expanduser(), x.shape[1])
-    x, x_test = preprocess(x, public, normalize), preprocess(x_test, public, normalize)
+    x = preprocess(x, public, normalize)
+    x_test = preprocess(x_test, public, normalize)
     names = tuple(raw.features or ())
     return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test)
 

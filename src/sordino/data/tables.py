@@ -57,7 +57,8 @@ def open_table(
     Args:
         path: A .csv, .tsv, .parquet or .xlsx file; .csv and .tsv may end in .gz, .bz2 or .xz too.
         dialect: How a text file is written.
-        types: Columns to read, each as `number` or `text`; all others are skipped. None reads everything and guesses.
+        types: Columns to read, each as `number`, `text` or `level` (a text with few distinct values); all others are
+            skipped. None reads everything and guesses.
         missing: Cells of a text file that mean that a value is missing.
 
     Returns:
@@ -74,7 +75,9 @@ def open_table(
         if suffix == ".parquet":
             import pyarrow.parquet
 
-            table = pa.parquet.ParquetFile(path).read(columns=list(types) if types is not None else None)
+            names = list(types) if types is not None else None
+            levels = [name for name, kind in (types or {}).items() if kind == "level"]
+            table = pa.parquet.ParquetFile(path, read_dictionary=levels).read(columns=names)
         elif suffix == ".xlsx":
             table = _excel(path)
         else:
@@ -222,7 +225,7 @@ def _text(path: Path, dialect: Dialect, types: Mapping[str, str] | None, missing
     names, delimiter = heading(path, dialect)
     if types is not None:
         check_columns(names, list(types), path)
-    kinds = {"number": pa.float64(), "text": pa.string()}
+    kinds = {"number": pa.float64(), "text": pa.string(), "level": pa.dictionary(pa.int32(), pa.string())}
     convert = pa.csv.ConvertOptions(
         column_types={name: kinds[kind] for name, kind in (types or {}).items()},
         include_columns=list(types) if types is not None else None,
@@ -234,10 +237,17 @@ def _text(path: Path, dialect: Dialect, types: Mapping[str, str] | None, missing
         encoding={"utf-8": "utf8"}.get(dialect.encoding, dialect.encoding), column_names=names or None, skip_rows=1
     )
     try:
-        with _stream(path) as stream:
+        with _stream(path) if path.suffix.lower() in COMPRESSED else pa.OSFile(str(path)) as stream:
             return pa.csv.read_csv(stream, read, pa.csv.ParseOptions(delimiter=delimiter), convert)
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise _explained(path, str(error), names, dialect) from None
+
+
+def release_memory() -> None:
+    """Give back what pyarrow keeps of tables that are no longer used."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
 
 
 def _stream(path: Path) -> Any:

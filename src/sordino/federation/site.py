@@ -99,6 +99,7 @@ class Site(SiteData):
             "terms": self._terms,
             "round": self._round,
             "offer": self._offer,
+            "confirm": self._confirm,
             "reveal": self._reveal,
             "evaluate": self._evaluate,
             "finish": self._finish,
@@ -203,7 +204,8 @@ class Site(SiteData):
             update = run.compute(round_plan, broadcast, asked)
             run.keep(round_plan.t, round_plan, update, broadcast)
             if run.terms.secure:
-                masked = secagg.masked(run.member, round_plan.t, offers, update)
+                run.keep_offers(round_plan.t, offers)
+                masked = secagg.masked(run.member, round_plan.t, offers, update, request=asked)
                 return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
             skeleton, arrays = wire.from_tree(update, "update")
             return wire.encode("update", {**about, "tree": skeleton}, arrays)
@@ -253,7 +255,8 @@ class Site(SiteData):
         try:
             counts = run.evaluation.answer(run.mine, run.dataset, theta, run.test_source(asked))
             if run.terms.secure:
-                masked = secagg.masked(run.member, run.plan.rounds, offers, counts)
+                run.keep_offers(run.plan.rounds, offers)
+                masked = secagg.masked(run.member, run.plan.rounds, offers, counts, request=asked)
                 return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
             return wire.encode("update", {**about, "tree": 0}, {"update0": counts.numpy()})
         except OSError:
@@ -283,16 +286,39 @@ class Site(SiteData):
         fields = {"run": run.terms.run, "t": t}
         return wire.encode("offered", fields, {"offer": _bytes(secagg.offer(run.member, t))})
 
+    def _confirm(self, message: wire.Message, request: bytes) -> bytes:
+        """Agree on the survivors of a round. The list is stored first: a site agrees to one list per round."""
+        _only(message, fields=("run", "terms", "t", "survivors", "seals"))
+        run, t, asked = self._answered(message)
+        survivors, seals = _survivors(message), _signatures(message, "seals")
+        try:
+            signature = secagg.confirm(run.member, t, run.offers(t), survivors, seals, run.agreed(t), asked)
+        except SordinoError as error:
+            raise Refused("replayed" if run.agreed(t) else "malformed", str(error)) from None
+        run.will_reveal(t, survivors)
+        return wire.encode("confirmed", {"run": run.terms.run, "t": t, "confirmation": signature})
+
     def _reveal(self, message: wire.Message, request: bytes) -> bytes:
-        _only(message, fields=("run", "terms", "t", "survivors", "seals"), arrays=True)
+        """Shares of masks, for the survivors that enough sites confirmed."""
+        _only(message, fields=("run", "terms", "t", "survivors", "confirmations"))
+        run, t, asked = self._answered(message)
+        survivors, given = _survivors(message), _signatures(message, "confirmations")
+        try:
+            reveal = secagg.reveal(run.member, t, run.offers(t), survivors, given, run.agreed(t), asked)
+        except SordinoError as error:
+            other = (before := run.agreed(t)) is not None and set(before) != set(survivors)
+            raise Refused("replayed" if other else "malformed", str(error)) from None
+        run.will_reveal(t, survivors)
+        arrays = {"reveal": _bytes(reveal)}
+        if t + 1 < run.terms.exchanges:  # saves an exchange
+            arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
+        return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
+
+    def _answered(self, message: wire.Message) -> tuple[SiteRun, int, str]:
+        """A masked round that this site has answered: its run, its number, and the hash of the request."""
         run, t = self._run_and_round(message)
         if not run.terms.secure:
             raise Refused("malformed", "this run does not use secure aggregation")
-        survivors, seals = message.fields["survivors"], message.fields["seals"]
-        if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
-            raise Refused("malformed", "survivors")
-        if not isinstance(seals, dict) or not all(isinstance(seal, str) for seal in seals.values()):
-            raise Refused("malformed", "seals")
         name, who, at = run.terms.run, self.dataset_id, t
         if t == run.plan.rounds:  # the evaluation
             name, who, at = testing.plan_name(name), testing.account(who), 0
@@ -300,15 +326,7 @@ class Site(SiteData):
             stored = ledger.release(name, who, at)
         if stored is None:
             raise Refused("order", f"round {t} was not answered")
-        try:
-            reveal = secagg.reveal(run.member, t, _offers(message), survivors, run.revealed(t), seals)
-        except SordinoError as error:
-            raise Refused("replayed" if run.revealed(t) else "malformed", str(error)) from None
-        run.will_reveal(t, survivors)
-        arrays = {"reveal": _bytes(reveal)}
-        if t + 1 < run.terms.exchanges:  # saves an exchange
-            arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
-        return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
+        return run, t, str(wire.decode(stored).fields["asked"])
 
     def _finish(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("run", "terms", "done"), arrays=True)
@@ -361,6 +379,20 @@ def _only(message: wire.Message, fields: tuple[str, ...], arrays: bool = False) 
 
 def _offers(message: wire.Message) -> dict[str, bytes]:
     return {k.removeprefix("offer:"): v.tobytes() for k, v in message.arrays.items() if k.startswith("offer:")}
+
+
+def _survivors(message: wire.Message) -> list[str]:
+    survivors = message.fields["survivors"]
+    if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
+        raise Refused("malformed", "survivors")
+    return survivors
+
+
+def _signatures(message: wire.Message, field: str) -> dict[str, str]:
+    given = message.fields[field]
+    if not isinstance(given, dict) or not all(isinstance(signature, str) for signature in given.values()):
+        raise Refused("malformed", field)
+    return given
 
 
 def _check_offers(run: SiteRun, t: int, offers: dict[str, bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -299,13 +300,26 @@ class SiteRun:
 
     # ---------------------------------------------------------------------------------------------- secure aggregation
 
-    def revealed(self, t: int) -> list[str] | None:
-        """The survivors for whom shares were revealed in round t, or None. A second list is refused."""
+    def keep_offers(self, t: int, offers: Mapping[str, bytes]) -> None:
+        """Store what this site masks with, before the masked vector leaves: later messages do not carry it again."""
+        arrays = {name: np.frombuffer(offer, np.uint8) for name, offer in offers.items()}
+        files.write(self.folder / "offers", wire.encode("offers", {"t": t}, arrays))
+
+    def offers(self, t: int) -> dict[str, bytes]:
+        """The offers that this site masked with in round t, its latest."""
+        path = self.folder / "offers"
+        stored = wire.decode(path.read_bytes()) if path.exists() else None
+        if stored is None or stored.fields["t"] != t:
+            raise Refused("order", f"round {t} is not the latest that this site has masked")
+        return {name: offer.tobytes() for name, offer in stored.arrays.items()}
+
+    def agreed(self, t: int) -> list[str] | None:
+        """The survivors that this site confirmed, or revealed shares for, in round t; None: none yet."""
         path = self.folder / f"survivors-{t}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def will_reveal(self, t: int, survivors: list[str]) -> None:
-        if self.revealed(t) is None:
+        if self.agreed(t) is None:
             files.write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
 
     # --------------------------------------------------------------------------------------------------------- the end

@@ -236,15 +236,16 @@ class Linear:
         theta = theta.to(shard.x)
 
         def total(part: Shard) -> Tensor:
-            part = self._usable(part)
+            length = self._length(part)
+            part = part._replace(mask=part.mask * (torch.isfinite(length) & (length >= MIN_NORM)))
             p = self.logits(theta, part.x).double().softmax(-1)
-            fine = torch.isfinite(p).all(-1)
+            p = torch.where(torch.isfinite(p).all(-1, keepdim=True), p, 0.0)
             label = torch.nn.functional.one_hot(part.y.clamp(0, self.outputs - 1), self.outputs).to(p)
-            terms = torch.cat([label.expand_as(p), torch.where(fine.unsqueeze(-1), p, 0.0)], -1)
+            terms = torch.cat([label.expand_as(p), p], -1)
             factor = shared_bound(torch.linalg.vector_norm(terms, dim=-1), clip, part) * part.mask
-            return (terms * factor.unsqueeze(-1)).sum(-2)
+            return (factor.unsqueeze(-2) @ terms).squeeze(-2)
 
-        return sum_over(shard, total)
+        return sum_over(shard, total, self._rows(theta, shard))
 
     @exact_arithmetic()
     def slope_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
@@ -497,7 +498,7 @@ class Linear:
     def _length(self, shard: Shard) -> Tensor:
         """The norm of (x, 1)."""
         norm = torch.linalg.vector_norm(shard.x, dim=-1, dtype=torch.float64) if shard.length is None else shard.length
-        return (norm.double().square().add_(1).sqrt_() if self.bias else norm).to(shard.x.dtype)
+        return (torch.hypot(norm, norm.new_ones(())) if self.bias else norm).to(shard.x.dtype)
 
     def _residual(self, theta: Tensor, shard: Shard, length: Tensor) -> Tensor:
         """d loss / d logits of every record, in a new tensor that may be overwritten."""
