@@ -251,11 +251,11 @@ def page(cases: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def rounded(value: Any) -> Any:
-    """Numbers with four digits, because results stay small."""
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Numbers with four digits, and widths with three, because results stay small."""
     if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return {key: rounded(part, 3 if key == "half_width" else digits) for key, part in value.items()}
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def main() -> None:
