@@ -24,6 +24,7 @@ from sordino.federation.refusal import REASONS
 from sordino.federation.site_run import SiteRun
 from sordino.privacy import calibration
 from sordino.privacy.evidence import ledger as ledgers
+from sordino.privacy.evidence import public
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.secagg import Identity, Roster
@@ -181,7 +182,7 @@ def test_a_run_that_the_ledger_cannot_pay_to_its_end_is_refused_at_its_beginning
     federation.configure(NORTH, epsilon=9.0, delta=1e-5)
     talk = talk(federation.site(NORTH), federation.terms())
     with talk.site.ledger() as ledger:  # enough is left for two of the three rounds
-        ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.0, 1.0, 1, "another run")])
+        ledger.charge([Charge(talk.site.account, 0, "elsewhere", 1.0, 1.0, 1, "another run")])
     refused(federation, talk.propose(), "budget")
     assert "oracle" not in touched
     assert list((federation.place(NORTH) / "runs").iterdir()) == []
@@ -260,26 +261,32 @@ def test_a_round_is_refused_when_the_ledger_was_spent_elsewhere_in_between(tiny,
     assert talk.propose().kind == "agreed"
     assert talk.round(0).kind == "update"
     with talk.site.ledger() as ledger:
-        ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
+        ledger.charge([Charge(talk.site.account, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
     touched.clear()
     refused(federation, talk.round(1), "budget")
     assert touched == []
     assert talk.round(0).kind == "update"  # paid for already
 
 
-def test_other_data_are_another_account_and_a_running_run_refuses_them(tiny, talk):
+def test_a_run_refuses_other_data_and_goes_on_when_they_are_put_back(tiny, talk):
     federation = tiny()
     talk = talk(federation.site(NORTH), federation.terms())
     assert talk.propose().kind == "agreed"
+    assert talk.round(0).kind == "update"
+    account, identity = talk.site.account, talk.site.dataset_id
+    before = (federation.place(NORTH) / "data.npz").read_bytes()
     change(federation, NORTH, lambda x, y: x.__setitem__((0, 0), x[0, 0] + 1))
-    assert "while the site was running" in refused(federation, talk.round(0), "changed")
-    assert federation.charged(NORTH) == []
-    old, talk.site = talk.site.dataset_id, federation.site(NORTH)
-    assert talk.site.dataset_id != old
-    refused(federation, talk.round(0), "changed")
-    refused(federation, talk.propose(), "changed")
-    assert federation.charged(NORTH) == []
+    for site in (talk.site, federation.site(NORTH)):
+        talk.site = site
+        assert "put them back" in refused(federation, talk.round(1), "changed")
+        assert talk.site.dataset_id != identity
+        refused(federation, talk.propose(), "changed")
+    assert len(federation.charged(NORTH)) == 1
     assert talk.propose(replace(talk.terms, run="cd" * 16)).kind == "agreed"
+    (federation.place(NORTH) / "data.npz").write_bytes(before)
+    assert talk.round(1).kind == "update"
+    assert (talk.site.account, talk.site.dataset_id) == (account, identity)
+    assert len(federation.charged(NORTH)) == 2
 
 
 def change(federation, name, how):
@@ -366,7 +373,7 @@ def test_a_stricter_site_adds_more_noise_and_pays_no_more_than_it_wished(tiny):
         with site.ledger() as ledger:
             rows = list(ledger.rows())
             ratios[name] = {row.std / row.sensitivity for row in rows}
-            spent = ledger.spent_epsilon(site.dataset_id, 1e-5)
+            spent = ledger.spent_epsilon(site.account, 1e-5)
         assert spent <= (2.0 if name == NORTH else 8.0) * (1 + 1e-9)
         assert len(rows) == 3
     assert min(ratios[NORTH]) > 2 * max(ratios["south"])
@@ -386,8 +393,8 @@ PLACES = [  # where something fails, and on which message
     ("round", "sordino.federation.site.SiteRun.vector"),
     ("round", "sordino.federation.site.SiteRun.keep"),
     ("round", "sordino.federation.site.secagg.masked"),
-    ("round", "sordino.federation.site_data.Ledger.charge"),
-    ("round", "sordino.federation.site_data.Ledger.afford"),
+    ("round", "sordino.federation.site_data.SiteLedger.charge"),
+    ("round", "sordino.federation.site_data.SiteLedger.afford"),
     ("round", "sordino.federation.site.wire.encode"),
     ("finish", "sordino.federation.site_run.certificate"),
     ("finish", "sordino.federation.site_run.save_model"),
@@ -527,17 +534,20 @@ FIELDS = {
         "records": "the number of training records, public: noise and weights are computed from it",
         "sordino": "the version of this program",
         "epsilon": "a stricter epsilon for a single run: a rule of the site's, not of its data",
+        "receipt": "how far the ledger is: public.RECEIPT",
     },
     "agreed": {
         "run": "the server's own word",
         "terms": "the hash of the server's own words",
         "next": "how many rounds were answered: the server saw them",
+        "receipt": "as in hello",
     },
     "update": {
         "run": "the server's own word",
         "t": "the server's own word",
         "asked": "the hash of the server's own message",
         "tree": "how the arrays are nested: a fact about the method",
+        "receipt": "as in hello",
     },
     "confirmed": {
         "run": "the server's own word",
@@ -546,7 +556,7 @@ FIELDS = {
     },
     "revealed": {"run": "the server's own word", "t": "the server's own word"},
     "offered": {"run": "the server's own word", "t": "the server's own word"},
-    "finished": {"run": "the server's own word"},
+    "finished": {"run": "the server's own word", "receipt": "as in hello"},
     "refused": {"code": "one of a few words", "reason": "the constant text of that word", "asked": "as in said"},
 }
 ARRAYS = {
@@ -609,7 +619,9 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
             "tree": [] if secure else 0,
         }
         for field, value in found.fields.items():
-            if field == "confirmation":
+            if field == "receipt":
+                assert value.keys() == public.RECEIPT.keys()
+            elif field == "confirmation":
                 assert re.fullmatch("[0-9a-f]{128}", value)
             else:
                 assert value == known[field], (found.kind, field)
@@ -685,7 +697,7 @@ def test_a_model_made_to_single_out_a_record_learns_no_more_of_it_than_the_clip(
     local_lr = {"dp-scaffold": 2.0, "dp-fedavg": entry_default("dp-fedavg", "local_lr")}.get(method, 1.0)
     for a, b in zip(one, two, strict=True):
         assert (a.kind, b.kind) == ("update", "update")
-        assert a.fields == b.fields
+        assert {**a.fields, "receipt": 0} == {**b.fields, "receipt": 0}  # each site signs with its own key
         left, right = (m.arrays["update0"].astype(float) / local_lr for m in (a, b))
         assert np.isfinite(left).all() or method != "dp-fedsofim"
         moved.append(np.linalg.norm(left - right) * per / level.sensitivity[0])
@@ -714,7 +726,7 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
     terms = federations[0].terms()
     vectors = ([], [])
     for k, federation in enumerate(federations):
-        run = SiteRun.make(federation.site(NORTH), terms)
+        run = SiteRun.make(federation.site(NORTH), terms, "account 1")
         for t, factor in enumerate((0, 1, 1e3, -1e6, 1e30)):
             theta = (factor * np.append(out, 1)[:, None] * np.array([1, -1, 0])).ravel()
             this_round = next(round_plans(run.plan, run.model, t))
@@ -749,4 +761,4 @@ def test_a_ledger_is_asked_before_the_message_is_made_and_holds_it_before_it_lea
     reply = talk.site.answer(talk.request(0))
     assert order == ["settle", "afford", "compute", "keep", "charge", "settle"]
     with talk.site.ledger() as ledger:
-        assert ledger.release(talk.terms.run, talk.site.dataset_id, 0) == reply
+        assert ledger.release(talk.terms.run, talk.site.account, 0) == reply

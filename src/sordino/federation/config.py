@@ -98,6 +98,7 @@ class SiteConfig(_File):
     most_dropouts: int = 10_000  # more dropouts mean smaller sums, and more noise of each site
     colluders: int = 1  # least number of colluding sites that the noise must withstand, under secure aggregation
     ledger: str = "ledger.db"
+    witness: str | None = None  # a file outside of this folder that notices older ledgers; None: the state directory
     identity: str = "identity.key"
     roster: str = "roster.toml"
     seed: int | None = None  # for tests: reproducible noise, so nothing is certified
