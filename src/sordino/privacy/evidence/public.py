@@ -127,6 +127,7 @@ SPEC: Mapping[str, str] = {
                 "person_clients",
                 "person_choice",
                 "calibrate",
+                "calibrate_slope",
             ),
         ),
         SETTING,
