@@ -251,6 +251,13 @@ def page(cases: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def rounded(value: Any, digits: int = 4) -> Any:
+    """Numbers with four digits, and widths with three, because results stay small."""
+    if isinstance(value, dict):
+        return {key: rounded(part, 3 if key == "half_width" else digits) for key, part in value.items()}
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=400)
@@ -260,8 +267,8 @@ def main() -> None:
     cases = stored["cases"] if stored else [case(*each, arguments.repetitions) for each in CASES]
     others = [other_case(*each, arguments.repetitions * (5 if each[0] is Task.COUNTS else 1)) for each in OTHERS]
     made = provenance("python benchmarks/evaluation.py")
-    document = {"provenance": stored.get("provenance", made), "cases": cases}
-    document |= {"provenance_of_others": made, "others": others}
+    known = {**stored.get("provenance", made), "others": {key: made[key] for key in ("command", "commit")}}
+    document = {"provenance": known, "cases": [rounded(each) for each in cases], "others": list(map(rounded, others))}
     lines = [
         "{",
         *(f'"{key}":{json.dumps(document[key], separators=(",", ":"))},' for key in document if "prov" in key),

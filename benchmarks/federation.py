@@ -42,10 +42,12 @@ def secure(sites: int, dimension: int) -> dict[str, float]:
         for m, v in zip(alive, vectors, strict=False)
     }
     seals, survivors = secagg.seals(session, 0, masked), sorted(masked)
+    agreed = {
+        m.name: (clock if m in few else Clock())("confirm", lambda m=m: secagg.confirm(m, 0, offers, survivors, seals))
+        for m in alive
+    }
     reveals = {
-        m.name: (clock if m in few else Clock())(
-            "reveal", lambda m=m: secagg.reveal(m, 0, offers, survivors, None, seals)
-        )
+        m.name: (clock if m in few else Clock())("reveal", lambda m=m: secagg.reveal(m, 0, offers, survivors, agreed))
         for m in alive
     }
     total = clock("server", lambda: secagg.open_sum(session, 0, offers, masked, reveals))
@@ -53,8 +55,8 @@ def secure(sites: int, dimension: int) -> dict[str, float]:
     assert (total == expected).all()
     mean = {key: float(np.mean(values)) for key, values in clock.seconds.items()}
     sent = len(offers["s0"]) + len(masked["s0"]) + len(reveals["s0"])
-    got = 4 * dimension + 2 * sum(map(len, offers.values()))
-    site = mean["offer"] + mean["masked"] + mean["reveal"]
+    got = 4 * dimension + sum(map(len, offers.values()))
+    site = mean["offer"] + mean["masked"] + mean["confirm"] + mean["reveal"]
     return {"site_s": site, "server_s": mean["server"], "sent_bytes": sent, "received_bytes": got}
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from provenance import provenance
 from sordino.errors import SordinoError
 from sordino.secagg import Identity, Member, Roster, Session, open_sum, read_masked, read_offer, read_reveal, seals
+from sordino.secagg import confirm as make_confirmation
 from sordino.secagg import masked as mask_message
 from sordino.secagg import offer as make_offer
 from sordino.secagg import reveal as make_reveal
@@ -57,7 +58,8 @@ def one_round(members: list[Member], t: int, dimension: int, gone: int) -> dict[
     began = time.perf_counter()
     passed = seals(session, t, sent)
     sealing = time.perf_counter() - began
-    reveals, revealing = timed(lambda each: make_reveal(each, t, offers, list(sent), seals=passed), stay)
+    agreed, confirming = timed(lambda each: make_confirmation(each, t, offers, list(sent), passed), stay)
+    reveals, revealing = timed(lambda each: make_reveal(each, t, offers, list(sent), agreed), stay)
     began = time.perf_counter()
     total = open_sum(session, t, offers, sent, reveals)
     opening = time.perf_counter() - began
@@ -66,14 +68,17 @@ def one_round(members: list[Member], t: int, dimension: int, gone: int) -> dict[
     return {
         "offer_s": offering,
         "masked_s": masking,
+        "confirm_s": confirming,
         "reveal_s": revealing,
-        "client_s": offering + masking + revealing,
+        "client_s": offering + masking + confirming + revealing,
         "server_s": sealing + opening,
         "offer_bytes": len(offers[name]),
         "masked_bytes": len(sent[name]),
         "reveal_bytes": len(reveals[name]),
         "sent_bytes": len(offers[name]) + len(sent[name]) + len(reveals[name]),
-        "received_bytes": sum(map(len, offers.values())) + sum(map(len, passed.values())),
+        "received_bytes": sum(map(len, offers.values()))
+        + sum(map(len, passed.values()))
+        + sum(map(len, agreed.values())),
     }
 
 

@@ -5,9 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+# Sites write their witnesses there; processes that tests start inherit it.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="sordino-state-")
 
 # CPU seconds of the longest tests, by file and function; parameters share them.
 DURATIONS = Path(__file__).parent / "support" / "durations.json"

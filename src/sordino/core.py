@@ -230,6 +230,7 @@ class Model(Protocol):
     # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
     # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip): of (one-hot label, probabilities).
+    # One of two classes whose slope can be calibrated has slope_sum(theta, shard, clip): of what `Ask.slope` says.
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
@@ -254,11 +255,13 @@ class Kind(StrEnum):
     GRAM = "gram"
     COUNT = "count"
     CALIBRATION = "calibration"
+    SLOPE = "slope"
     LEAVES = "leaves"
     TALLY = "tally"
     DELTA = "delta"
 
 
+MOST_LOG_ODDS = 4.0  # of a record in a SLOPE answer; larger ones count as that much
 SAMPLED = (Kind.GRADIENT, Kind.COUNT, Kind.LEAVES)  # asked of minibatches, where a plan draws any; else of all records
 
 
@@ -401,6 +404,12 @@ class Ask(Protocol):
 
     def calibration(self, theta: Tensor) -> Tensor:
         """Of all records: the shares of the classes among the labels, then the mean probabilities of the classes."""
+        ...
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """Of all records of two classes, eight means: with y and p the label and probability of the second class, t the
+        log-odds over 4, clamped to -1 … 1, t+ and t- its positive and negative part, w = p (1 - p): y t+, p t+,
+        (1 - y) t-, (1 - p) t-, w, w t+, w t-, w t^2."""
         ...
 
     def curvature(self, theta: Tensor) -> Tensor: ...

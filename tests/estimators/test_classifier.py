@@ -349,10 +349,25 @@ def test_a_useless_model_is_called_one():
         warnings.simplefilter("error")
         assert good.score(x, y) > 0.8
         assert good.score(x[:1], y[:1]) in (0.0, 1.0)  # one class: nothing to compare with
-    with pytest.warns(UserWarning, match="no better than a constant guess: its accuracy is"):
+    with pytest.warns(UserWarning, match="no better than a constant guess: its log loss is"):
         good.score(x, 1 - y)
-    with pytest.warns(UserWarning, match="no better than a constant guess"):
+    with pytest.warns(UserWarning, match="no better than a constant guess: its accuracy is"):
         good.score(x, 1 - y, sample_weight=np.ones(400))
+    many = fast(rounds=20).fit(*blobs(300, classes=3))
+    with pytest.warns(UserWarning, match="no better than a constant guess: its accuracy is"):
+        many.score(blobs(300, classes=3)[0], (blobs(300, classes=3)[1] + 1) % 3)
+
+
+def test_a_rare_class_is_no_reason_to_warn():
+    """Nobody has a risk above one half, so accuracy is that of the common class; but the risks are right."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4000, 2))
+    y = (rng.random(4000) < 1 / (1 + np.exp(3 - x[:, 0]))).astype(int)
+    model = FederatedClassifier(epsilon=GENEROUS, rounds=30, random_state=0).fit(x, y)
+    assert model.score(x[y == 0], y[y == 0]) > 0.99
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.score(x, y) == pytest.approx(1 - y.mean(), abs=0.01)
 
 
 def test_fits_on_the_same_data_share_a_ledger(tmp_path):

@@ -133,7 +133,7 @@ def under_masks(server):
     forged = {**first, own[names[0]]: _flipped(offers[names[0]])}
     swapped = {**first, own[names[0]]: offers[names[1]], own[names[1]]: offers[names[0]]}
     fields = ask | {"t": 0, "survivors": names, "seals": dict.fromkeys(names, "00" * 64)}
-    server.all("shares of a round that was not answered", "order", wire.encode("reveal", fields, first))
+    server.all("a list for a round that was not answered", "order", wire.encode("confirm", fields))
     for what, arrays in {
         "no offers": {},
         "two offers, below the threshold": {own[n]: offers[n] for n in names[:2]},
@@ -165,15 +165,26 @@ def under_masks(server):
         "no word of the survivors'": {"seals": {}},
         "false words of the survivors": {"seals": dict.fromkeys(names, "00" * 64)},
     }.items():
-        server.all(f"shares for {what}", "malformed", wire.encode("reveal", fields | wrong, first))
+        server.all(f"a list with {what}", "malformed", wire.encode("confirm", fields | wrong))
     some = fields | {"survivors": names[:-1], "seals": {n: fields["seals"][n] for n in names[:-1]}}
-    told = dict.fromkeys(names[:-1], wire.encode("reveal", some, first))
+    told = dict.fromkeys(names[:-1], wire.encode("confirm", some))
+    agreed = server.all("a list, where one site is said to have dropped out", "confirmed", told)
+    server.same("the same list again", agreed, told)
+    signed = {name: wire.decode(reply).fields["confirmation"] for name, reply in agreed.items()}
+    server.all("another list", "replayed", dict.fromkeys(names[:-1], wire.encode("confirm", fields)))
+    reveal = {key: value for key, value in some.items() if key != "seals"}
+    few = dict(list(signed.items())[: terms.threshold - 1])
+    for what, given in {"no confirmations": {}, "too few confirmations": few}.items():
+        asked = dict.fromkeys(names[:-1], wire.encode("reveal", reveal | {"confirmations": given}))
+        server.all(f"shares with {what}", "malformed", asked)
+    told = dict.fromkeys(names[:-1], wire.encode("reveal", reveal | {"confirmations": signed}))
     shares = server.all("shares, where one site is said to have dropped out", "revealed", told)
     server.same("the same shares again", shares, told)
-    both = dict.fromkeys(names[:-1], wire.encode("reveal", fields, first))
-    server.all("both kinds of shares of that site", "replayed", both)
+    both = wire.encode("reveal", reveal | {"survivors": names, "confirmations": signed})
+    server.all("both kinds of shares of that site", "replayed", dict.fromkeys(names[:-1], both))
     server.finish("an honest end", "finished")
-    server.all("shares after the end", "order", wire.encode("reveal", fields | {"t": 1}, first))
+    late = reveal | {"t": 1, "confirmations": signed}
+    server.all("shares after the end", "order", wire.encode("reveal", late))
     return {"messages": [], "charged": [0]}
 
 

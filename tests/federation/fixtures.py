@@ -13,7 +13,7 @@ from sordino.federation.config import SiteConfig
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.ledger import NOTES, Ledger
 from sordino.secagg import Identity, Roster
 
 SETTINGS = ("dropouts", "colluders", "names", "seed")
@@ -128,7 +128,7 @@ class LocalFolders:
         """(run, round) of every charge, in order; each row of the ledger that carries a payload is one."""
         with self.ledger(name) as ledger:
             assert ledger.audit() == []
-            return [(row.plan, row.round) for row in ledger.rows() if row.key]
+            return [(row.plan, row.round) for row in ledger.rows() if row.key and row.query not in NOTES]
 
     def events(self, name):
         path = self.place(name) / "events.jsonl"

@@ -275,7 +275,7 @@ def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
             gone = said.seeds.pop("d")
             said = said._replace(keys={"d": gone})
         else:
-            said = said._replace(offers_sha256="00" * 32)
+            said = said._replace(shown_sha256="00" * 32)
         signed = np.frombuffer(write_reveal(run.member, t, said), np.uint8)
         return altered(reply, arrays={"reveal": signed})
 
@@ -294,7 +294,7 @@ def test_a_threshold_that_no_site_would_accept_is_refused_before_anybody_is_aske
     assert set(asked) == {"hello"}
 
 
-@pytest.mark.parametrize("kind", ["round", "reveal"])
+@pytest.mark.parametrize("kind", ["round", "confirm", "reveal"])
 def test_too_many_missing_lose_the_round_which_stays_paid_for_and_the_run_goes_on(tiny, kind):
     federation = tiny(**SECURE)
 
@@ -309,11 +309,34 @@ def test_too_many_missing_lose_the_round_which_stays_paid_for_and_the_run_goes_o
     plan_epsilon = federation.certificate("a")["epsilon"]
     site = federation.site("a")
     with site.ledger() as ledger:
-        spent = ledger.spent_epsilon(site.dataset_id, 1e-5)
+        spent = ledger.spent_epsilon(site.account, 1e-5)
     assert spent == pytest.approx(plan_epsilon, rel=1e-6)  # nothing was given back
 
 
-STEPS = ["terms", "round", "reveal", "offer", "finish"]
+def test_a_coordinator_that_tells_sites_of_different_survivors_or_models_opens_nothing(tiny):
+    """Each lie is told in one round to two of six sites; the threshold is four."""
+    for lie in ("survivors", "theta"):
+        federation = tiny(trust="secure-aggregation", names=SIX, dropouts=2, rounds=2)
+
+        def fault(node, request, answer, lie=lie):
+            told = wire.decode(request)
+            if node not in (100, 101, 102) or told.fields.get("t") != 0:
+                return answer(request)
+            if lie == "survivors" and told.kind == "confirm":
+                fewer = [name for name in told.fields["survivors"] if name != SIX[5]]
+                return answer(wire.encode(told.kind, told.fields | {"survivors": fewer}, told.arrays))
+            if lie == "theta" and told.kind == "round":
+                theta = told.arrays["theta"] + np.float32(1)
+                return answer(wire.encode(told.kind, told.fields, {**told.arrays, "theta": theta}))
+            return answer(request)
+
+        federation.run(fault)
+        assert [line["t"] for line in federation.progress("abandoned")] == [0]
+        assert came(federation) == [[], list(SIX)]
+        once(federation, rounds=2)
+
+
+STEPS = ["terms", "round", "confirm", "reveal", "offer", "finish"]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -595,7 +618,9 @@ def scripted(federation, terms, at=None, monkeypatch=None):
                 reply = site.answer(data)
             assert wire.decode(reply).kind != "refused", (at, request[0], federation.events("north")[-1])
             assert request[0] == "finish" or site.answer(data) == reply  # and once more
-            replies.append(reply)
+            message = wire.decode(reply)
+            fields_sent = {k: v for k, v in message.fields.items() if k != "receipt"}  # each federation has other keys
+            replies.append(wire.encode(message.kind, fields_sent, message.arrays))
     memory = (federation.folder_of("north") / "memory").read_bytes()
     return replies, memory, kills, count[0]
 

@@ -124,7 +124,7 @@ class RandomFaults:
             for (run, t), entries in rounds.items():
                 assert run == terms.run
                 site = self.sites_by_node[node]
-                planned = [e._replace(who=site.dataset_id) for e in charges(terms.plan, node - 100, t, run)]
+                planned = [e._replace(who=site.account) for e in charges(terms.plan, node - 100, t, run)]
                 assert entries == [[e.query, e.sensitivity, e.std, e.times, e.who] for e in planned], (name, t)
 
     def close(self):
@@ -182,7 +182,7 @@ def schedule(tiny, seed):
         assert set(rounds) <= set(range(keys["rounds"]))
         site = federation.site(name)
         with site.ledger() as ledger:
-            assert ledger.spent_epsilon(site.dataset_id, 1e-5) <= 8 * (1 + 1e-6)
+            assert ledger.spent_epsilon(site.account, 1e-5) <= 8 * (1 + 1e-6)
     model = load_model(federation.coordinator / "run" / "model.safetensors")[1]
     assert torch.isfinite(model).all()
     TOTAL.update(faults.seen)

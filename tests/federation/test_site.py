@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sqlite3
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from sordino.federation.refusal import REASONS
 from sordino.federation.site_run import SiteRun
 from sordino.privacy import calibration
 from sordino.privacy.evidence import ledger as ledgers
+from sordino.privacy.evidence import public
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.secagg import Identity, Roster
@@ -180,7 +182,7 @@ def test_a_run_that_the_ledger_cannot_pay_to_its_end_is_refused_at_its_beginning
     federation.configure(NORTH, epsilon=9.0, delta=1e-5)
     talk = talk(federation.site(NORTH), federation.terms())
     with talk.site.ledger() as ledger:  # enough is left for two of the three rounds
-        ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.0, 1.0, 1, "another run")])
+        ledger.charge([Charge(talk.site.account, 0, "elsewhere", 1.0, 1.0, 1, "another run")])
     refused(federation, talk.propose(), "budget")
     assert "oracle" not in touched
     assert list((federation.place(NORTH) / "runs").iterdir()) == []
@@ -259,26 +261,32 @@ def test_a_round_is_refused_when_the_ledger_was_spent_elsewhere_in_between(tiny,
     assert talk.propose().kind == "agreed"
     assert talk.round(0).kind == "update"
     with talk.site.ledger() as ledger:
-        ledger.charge([Charge(talk.site.dataset_id, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
+        ledger.charge([Charge(talk.site.account, 0, "elsewhere", 1.3, 1.0, 1, "another run")])
     touched.clear()
     refused(federation, talk.round(1), "budget")
     assert touched == []
     assert talk.round(0).kind == "update"  # paid for already
 
 
-def test_other_data_are_another_account_and_a_running_run_refuses_them(tiny, talk):
+def test_a_run_refuses_other_data_and_goes_on_when_they_are_put_back(tiny, talk):
     federation = tiny()
     talk = talk(federation.site(NORTH), federation.terms())
     assert talk.propose().kind == "agreed"
+    assert talk.round(0).kind == "update"
+    account, identity = talk.site.account, talk.site.dataset_id
+    before = (federation.place(NORTH) / "data.npz").read_bytes()
     change(federation, NORTH, lambda x, y: x.__setitem__((0, 0), x[0, 0] + 1))
-    assert "while the site was running" in refused(federation, talk.round(0), "changed")
-    assert federation.charged(NORTH) == []
-    old, talk.site = talk.site.dataset_id, federation.site(NORTH)
-    assert talk.site.dataset_id != old
-    refused(federation, talk.round(0), "changed")
-    refused(federation, talk.propose(), "changed")
-    assert federation.charged(NORTH) == []
+    for site in (talk.site, federation.site(NORTH)):
+        talk.site = site
+        assert "put them back" in refused(federation, talk.round(1), "changed")
+        assert talk.site.dataset_id != identity
+        refused(federation, talk.propose(), "changed")
+    assert len(federation.charged(NORTH)) == 1
     assert talk.propose(replace(talk.terms, run="cd" * 16)).kind == "agreed"
+    (federation.place(NORTH) / "data.npz").write_bytes(before)
+    assert talk.round(1).kind == "update"
+    assert (talk.site.account, talk.site.dataset_id) == (account, identity)
+    assert len(federation.charged(NORTH)) == 2
 
 
 def change(federation, name, how):
@@ -300,35 +308,48 @@ def test_secure_rounds_are_revealed_once_and_only_after_they_were_answered(tiny,
     session = secagg.Session.of(terms.run, federation.roster, terms.sha256(), 1, 1)
     a = talks["a"]
 
-    def reveal(t, survivors, arrays=offers, **more):
+    def say(kind, t, survivors, by="a", wrong=None):
         fields = {"run": terms.run, "terms": terms.sha256(), "t": t, "survivors": survivors}
-        fields["seals"] = secagg.seals(session, 0, {n: masked[n] for n in survivors})
-        return a.say("reveal", fields | more.get("wrong", {}), arrays)
+        if kind == "confirm":
+            fields["seals"] = secagg.seals(session, 0, {n: masked[n] for n in survivors if n in masked})
+        else:
+            fields["confirmations"] = confirmations
+        return talks[by].say(kind, fields | (wrong or {}))
 
-    full = sorted(names)
-    refused(federation, reveal(1, full), "order", "a")
-    for wrong in (
-        {"survivors": full[:2]},  # fewer than the threshold
-        {"survivors": full[1:]},  # without this site's own
-        {"survivors": ["a", "a", "b", "c"]},
-        {"survivors": [*full, "e"]},
-        {"survivors": "abcd"},
-        {"survivors": [["a"]]},
-        {"seals": {}},
-        {"seals": dict.fromkeys(full, "00" * 64)},
-        {"seals": [["a", "b"]]},
-        {"seals": None},
-        {"stranger": 1},
-    ):
-        refused(federation, reveal(0, full, wrong=wrong), "malformed", "a")
-    refused(federation, reveal(0, full, {}), "malformed", "a")
-    first = reveal(0, full[:3])  # d is said to have dropped out
+    full, confirmations = sorted(names), {}
+    for kind, signed in (("confirm", "seals"), ("reveal", "confirmations")):
+        refused(federation, say(kind, 1, full), "order", "a")
+        for wrong in (
+            {"survivors": full[:2]},  # fewer than the threshold
+            {"survivors": full[1:]},  # without this site's own
+            {"survivors": ["a", "a", "b", "c"]},
+            {"survivors": [*full, "e"]},
+            {"survivors": "abcd"},
+            {"survivors": [["a"]]},
+            {signed: {}},
+            {signed: dict.fromkeys(full, "00" * 64)},
+            {signed: [["a", "b"]]},
+            {signed: None},
+            {"stranger": 1},
+        ):
+            refused(federation, say(kind, 0, full, wrong=wrong), "malformed", "a")
+    some = full[:3]  # d is said to have dropped out
+    for name in some:
+        reply = say("confirm", 0, some, by=name)
+        assert reply.kind == "confirmed"
+        confirmations[name] = reply.fields["confirmation"]
+    refused(federation, say("confirm", 0, full), "replayed", "a")
+    lost = confirmations.pop("b")
+    refused(federation, say("reveal", 0, some), "malformed", "a")  # two of three that are needed
+    confirmations["b"] = lost
+    first = say("reveal", 0, some)
     assert first.kind == "revealed"
-    again = reveal(0, full[:3])
+    again = say("reveal", 0, some)
     assert all((again.arrays[k] == first.arrays[k]).all() for k in ("reveal", "offer"))
-    refused(federation, reveal(0, full), "replayed", "a")  # both kinds of d's shares would open its message
+    refused(federation, say("reveal", 0, full), "replayed", "a")  # both kinds of d's shares would open its message
     a.site = federation.site("a")
-    refused(federation, reveal(0, full), "replayed", "a")
+    refused(federation, say("reveal", 0, full), "replayed", "a")
+    refused(federation, say("confirm", 0, full), "replayed", "a")
     assert federation.charged("a") == [(terms.run, 0)]
 
 
@@ -352,7 +373,7 @@ def test_a_stricter_site_adds_more_noise_and_pays_no_more_than_it_wished(tiny):
         with site.ledger() as ledger:
             rows = list(ledger.rows())
             ratios[name] = {row.std / row.sensitivity for row in rows}
-            spent = ledger.spent_epsilon(site.dataset_id, 1e-5)
+            spent = ledger.spent_epsilon(site.account, 1e-5)
         assert spent <= (2.0 if name == NORTH else 8.0) * (1 + 1e-9)
         assert len(rows) == 3
     assert min(ratios[NORTH]) > 2 * max(ratios["south"])
@@ -372,8 +393,8 @@ PLACES = [  # where something fails, and on which message
     ("round", "sordino.federation.site.SiteRun.vector"),
     ("round", "sordino.federation.site.SiteRun.keep"),
     ("round", "sordino.federation.site.secagg.masked"),
-    ("round", "sordino.federation.site_data.Ledger.charge"),
-    ("round", "sordino.federation.site_data.Ledger.afford"),
+    ("round", "sordino.federation.site_data.SiteLedger.charge"),
+    ("round", "sordino.federation.site_data.SiteLedger.afford"),
     ("round", "sordino.federation.site.wire.encode"),
     ("finish", "sordino.federation.site_run.certificate"),
     ("finish", "sordino.federation.site_run.save_model"),
@@ -513,21 +534,29 @@ FIELDS = {
         "records": "the number of training records, public: noise and weights are computed from it",
         "sordino": "the version of this program",
         "epsilon": "a stricter epsilon for a single run: a rule of the site's, not of its data",
+        "receipt": "how far the ledger is: public.RECEIPT",
     },
     "agreed": {
         "run": "the server's own word",
         "terms": "the hash of the server's own words",
         "next": "how many rounds were answered: the server saw them",
+        "receipt": "as in hello",
     },
     "update": {
         "run": "the server's own word",
         "t": "the server's own word",
         "asked": "the hash of the server's own message",
         "tree": "how the arrays are nested: a fact about the method",
+        "receipt": "as in hello",
+    },
+    "confirmed": {
+        "run": "the server's own word",
+        "t": "the server's own word",
+        "confirmation": "a signature over the list of survivors that the server sent",
     },
     "revealed": {"run": "the server's own word", "t": "the server's own word"},
     "offered": {"run": "the server's own word", "t": "the server's own word"},
-    "finished": {"run": "the server's own word"},
+    "finished": {"run": "the server's own word", "receipt": "as in hello"},
     "refused": {"code": "one of a few words", "reason": "the constant text of that word", "asked": "as in said"},
 }
 ARRAYS = {
@@ -542,6 +571,7 @@ ARRAYS = {
         "offer": "keys of the next round, as above",
     },
     "offered": {"offer": "as above"},
+    "confirmed": {},
     "finished": {},
     "refused": {},
 }
@@ -589,13 +619,18 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
             "tree": [] if secure else 0,
         }
         for field, value in found.fields.items():
-            assert value == known[field], (found.kind, field)
+            if field == "receipt":
+                assert value.keys() == public.RECEIPT.keys()
+            elif field == "confirmation":
+                assert re.fullmatch("[0-9a-f]{128}", value)
+            else:
+                assert value == known[field], (found.kind, field)
         for key, array in found.arrays.items():
             if key == "update0":
                 assert (array.dtype, array.shape) == (np.float32, (SIZE,))
             else:  # its size depends on nothing but the model and the number of sites
                 assert (array.dtype, array.ndim) == (np.uint8, 1)
-    wanted = {"hello", "agreed", "update", "finished"} | ({"revealed", "offered"} if secure else set())
+    wanted = {"hello", "agreed", "update", "finished"} | ({"confirmed", "revealed", "offered"} if secure else set())
     assert seen.keys() == wanted
     assert ("masked" in seen["update"], "update0" in seen["update"]) == (secure, not secure)
     for name in federation.names:  # each site looked at the models, and told nobody
@@ -662,7 +697,7 @@ def test_a_model_made_to_single_out_a_record_learns_no_more_of_it_than_the_clip(
     local_lr = {"dp-scaffold": 2.0, "dp-fedavg": entry_default("dp-fedavg", "local_lr")}.get(method, 1.0)
     for a, b in zip(one, two, strict=True):
         assert (a.kind, b.kind) == ("update", "update")
-        assert a.fields == b.fields
+        assert {**a.fields, "receipt": 0} == {**b.fields, "receipt": 0}  # each site signs with its own key
         left, right = (m.arrays["update0"].astype(float) / local_lr for m in (a, b))
         assert np.isfinite(left).all() or method != "dp-fedsofim"
         moved.append(np.linalg.norm(left - right) * per / level.sensitivity[0])
@@ -691,7 +726,7 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
     terms = federations[0].terms()
     vectors = ([], [])
     for k, federation in enumerate(federations):
-        run = SiteRun.make(federation.site(NORTH), terms)
+        run = SiteRun.make(federation.site(NORTH), terms, "account 1")
         for t, factor in enumerate((0, 1, 1e3, -1e6, 1e30)):
             theta = (factor * np.append(out, 1)[:, None] * np.array([1, -1, 0])).ravel()
             this_round = next(round_plans(run.plan, run.model, t))
@@ -726,4 +761,4 @@ def test_a_ledger_is_asked_before_the_message_is_made_and_holds_it_before_it_lea
     reply = talk.site.answer(talk.request(0))
     assert order == ["settle", "afford", "compute", "keep", "charge", "settle"]
     with talk.site.ledger() as ledger:
-        assert ledger.release(talk.terms.run, talk.site.dataset_id, 0) == reply
+        assert ledger.release(talk.terms.run, talk.site.account, 0) == reply

@@ -105,7 +105,7 @@ def test_only_noised_counts_leave_under_masks(tmp_path):
     replies = [wire.decode(reply) for _, request, reply in transport.log if wire.decode(request).kind == "evaluate"]
     assert len(replies) == 3
     for reply in replies:
-        assert set(reply.fields) == {"run", "asked", "tree"}
+        assert set(reply.fields) == {"run", "asked", "tree", "receipt"}
         assert set(reply.arrays) == {"masked"}
 
 

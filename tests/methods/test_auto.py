@@ -189,6 +189,19 @@ def test_it_fits_quantities_and_two_classes():
     assert (model.predict(last(plan_for(two, 30, epsilon=math.inf), two, model), two.x) == y).double().mean() > 0.9
 
 
+@pytest.mark.parametrize("epsilon", [4.0, 8.0])
+def test_quantities_do_not_overshoot_where_the_covariance_is_noise(epsilon):
+    """The constant has a small eigenvalue beside records of norm 10, and two columns are always 0."""
+    rng = np.random.default_rng(0)
+    a, b = rng.uniform(-1, 1, (2, 2400))
+    x = preprocess(np.stack([a, 0 * a, b, 0 * b], 1).astype(np.float32), None, "table:2")
+    y = 0.5 * a + rng.normal(0, 0.15, 2400)
+    records, model = Records.of(x, y, np.arange(2400) % 4), Linear(4, 1, Loss.SQUARES)
+    for seed in range(6):
+        theta = last(plan_for(records, 30, epsilon=epsilon), records, model, seed=seed)
+        assert (model.predict(theta, records.x) - records.y).square().mean() < 0.35 * records.y.var(), seed
+
+
 def test_models_of_several_parameters_are_refused():
     rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0)
     with pytest.raises(SordinoError, match="linear"):

@@ -1,6 +1,7 @@
 """Calibrated intercepts: what they release, what they repair, and what is refused."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,15 +9,17 @@ import torch
 
 import sordino as so
 from sordino.checks import check_calibration
-from sordino.core import Adjacency, Kind, Unit
+from sordino.core import Adjacency, Kind, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.methods.calibration import ROUNDS, calibrated
+from sordino.methods.calibration import ROUNDS, CalibrationState, calibrated
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
+from sordino.training import run
+from sordino.training.spec import Spec
 
 
 def rare(n=6000, clients=3):
@@ -63,7 +66,7 @@ def test_the_order_of_predictions_stays():
 @pytest.mark.parametrize("unit", ["record", "person"])
 def test_every_contract_holds_and_mutants_are_rejected(unit):
     reports = check_calibration(trials=8, units=[Unit(unit)])
-    assert {report.query.split()[-1] for report in reports} == {"gradient", "calibration"}
+    assert {report.query.split()[-1] for report in reports} == {"gradient", "calibration", "slope"}
     assert all(report.passed for report in reports), [report.problems for report in reports]
 
 
@@ -97,3 +100,86 @@ def test_what_is_refused():
     model = so.Linear(2, 1, "squares")
     with pytest.raises(SordinoError, match=r"^calibrate: intercepts are calibrated for classes, not for squares"):
         model.calibration_sum(torch.zeros(3), Records.of(np.zeros((2, 2)), np.zeros(2), np.zeros(2, int)).shard(0), 1.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- slopes
+
+
+def sloped(slope, std=0.0, seed=0):
+    """The slope after one step from log-odds slope (x - 1) + constant, where x - 1 is right, and the ratio of means."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(20_000, 1))
+    y = (rng.random(len(x)) < 1 / (1 + np.exp(1 - x[:, 0]))).astype(int)
+    low, high = -9.0, 9.0
+    for _ in range(60):  # the constant with which the mean risk is right, as rounds of shares leave it
+        constant = (low + high) / 2
+        above = np.mean(1 / (1 + np.exp(-slope * x[:, 0] - constant))) > y.mean()
+        low, high = (low, constant) if above else (constant, high)
+    model, records = so.Linear(1, 2), Records.of(x, y, np.zeros(len(x), int), dtype=torch.float64)
+    theta = torch.tensor([-slope / 2, slope / 2, -constant / 2, constant / 2], dtype=torch.float64)
+    stage = calibrated(build("dp-fedgd"), 0.1, 0.1).stages[-2]
+    means = model.slope_sum(theta, records.shard(0), math.inf) / len(x)
+    means = means + std * torch.from_numpy(rng.normal(size=8))
+    facts = SimpleNamespace(aggregate_std=std, shapes=model.shapes)
+    before = CalibrationState(theta, theta[:2], theta[:2], theta[:2], theta[0])
+    step, _ = stage.rule.update(means, stage.rule.init(theta, facts, before), theta, 0)
+    found = (theta + step).numpy()
+    odds = (found[1] - found[0]) * x[:, 0] + found[3] - found[2]
+    return float(found[1] - found[0]), float(np.mean(1 / (1 + np.exp(-odds))) / y.mean())
+
+
+@pytest.mark.parametrize("slope", [0.8, 1.0, 1.5, 2.0])
+def test_one_step_repairs_a_slope_and_nearly_keeps_the_mean(slope):
+    found, ratio = sloped(slope)
+    assert found == pytest.approx(1.0, abs=0.12)
+    assert ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_noise_shortens_the_step():
+    """Noise that hides everything moves the slope by less than what is repaired without it, and never far."""
+    steps = [abs(sloped(2.0, std, seed)[0] - 2.0) for std in (1e-4, 1e-2, 1.0) for seed in range(3)]
+    assert min(steps[:3]) > 0.8
+    assert max(steps[6:]) < 0.5
+    assert max(steps) < 1.5
+
+
+def test_a_slope_is_one_more_release_with_its_own_share():
+    method = calibrated(build("dp-fedgd"), 0.1, 0.05)
+    assert [stage.queries[0].kind for stage in method.stages] == [
+        Kind.GRADIENT,
+        Kind.CALIBRATION,
+        Kind.SLOPE,
+        Kind.CALIBRATION,
+    ]
+    plan = so.Plan(method, 10, (100, 200), so.Privacy(2.0))
+    assert spending.epsilon(plan) == pytest.approx(2.0)
+    (group, *_) = spending.groups(plan)
+    parts = {r.query: r.times * (r.sensitivity / r.std) ** 2 for r in group.releases}
+    whole = sum(parts.values())
+    assert parts["2.0 slope"] / whole == pytest.approx(0.05)
+    assert (parts["1.0 calibration"] + parts["3.0 calibration"]) / whole == pytest.approx(0.1)
+
+
+def test_the_numbers_of_a_slope_have_norm_at_most_root_two():
+    model = so.Linear(1, 2, bias=False)
+    theta = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    for y in (0, 1):
+        for odds in (*np.linspace(-12, 12, 97), 1e300, -1e300):
+            x = torch.tensor([[odds]], dtype=torch.float64)
+            one = model.slope_sum(theta, Shard(x, torch.tensor([y]), torch.ones(1).double()), math.inf)
+            assert (one >= 0).all()
+            assert float(one.norm()) <= math.sqrt(2)
+
+
+@pytest.mark.parametrize(
+    ("shares", "complaint"),
+    [((0.0, 0.1), "set calibrate too"), ((0.1, 0.9), "together with calibrate"), ((0.1, -0.1), "must be above 0")],
+)
+def test_wrong_shares_of_a_slope_are_refused(shares, complaint):
+    with pytest.raises(SordinoError, match=complaint):
+        calibrated(build("dp-fedgd"), *shares)
+
+
+def test_a_slope_needs_two_classes():
+    with pytest.raises(SordinoError, match="calibrate_slope: it changes the slope of a linear model of two classes"):
+        run.prepare(Spec.of({"data": "digits", "method": "dp-fedgd", "calibrate": 0.1, "calibrate_slope": 0.1}))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from sordino.secagg import Identity, Member, Roster, Session, masked, offer, reveal, seals
+from sordino.secagg import Identity, Member, Roster, Session, confirm, masked, offer, reveal, seals
 
 PLAN = "ab" * 32
 
@@ -39,12 +39,16 @@ class Party:
         offers = offers or self.offers()
         return {n: masked(self.members[n], self.round, offers, self.vectors[n]) for n in names or self.names}
 
-    def reveals(self, survivors, names=None, offers=None, sealed=None) -> dict[str, bytes]:
+    def confirmations(self, survivors, names=None, offers=None) -> dict[str, str]:
+        """What survivors sign if each is told of the same survivors and offers."""
         offers = offers or self.offers()
-        passed = seals(self.session, self.round, sealed) if sealed else None
-        return {
-            n: reveal(self.members[n], self.round, offers, list(survivors), seals=passed) for n in names or survivors
-        }
+        passed = seals(self.session, self.round, self.masked(survivors, offers))
+        return {n: confirm(self.members[n], self.round, offers, list(survivors), passed) for n in names or survivors}
+
+    def reveals(self, survivors, names=None, offers=None) -> dict[str, bytes]:
+        offers = offers or self.offers()
+        agreed = self.confirmations(survivors, offers=offers)
+        return {n: reveal(self.members[n], self.round, offers, list(survivors), agreed) for n in names or survivors}
 
     def total(self, names) -> np.ndarray:
         return np.sum([self.vectors[n] for n in names], axis=0, dtype=np.uint32)

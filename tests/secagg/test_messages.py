@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sordino.errors import SordinoError
-from sordino.secagg import offers_sha256, read_masked, read_offer, read_reveal
+from sordino.secagg import read_masked, read_offer, read_reveal, shown_sha256
 from sordino.secagg.messages import _signed
 from sordino.wire import decode
 
@@ -48,7 +48,7 @@ def test_what_was_sent_is_read(sent, kind):
 
 def test_fields_are_those_sent(sent):
     p, data = sent
-    assert read_masked(p.session, 3, "site-1", data["masked"], 7).offers_sha256 == offers_sha256(p.offers())
+    assert read_masked(p.session, 3, "site-1", data["masked"], 7).shown_sha256 == shown_sha256(p.offers())
     found = read_reveal(p.session, 3, "site-1", data["reveal"])
     assert (list(found.seeds), list(found.keys)) == (p.names[:3], p.names[3:])
     with pytest.raises(SordinoError, match="dimension"):
@@ -126,7 +126,7 @@ BAD = [
     ("masked", put("dimension", 2**40), "dimension"),
     ("masked", put("dimension", "7"), "dimension"),
     ("masked", put("seal", "00" * 64), "seal"),
-    ("masked", put("offers_sha256", "00" * 32), "seal"),
+    ("masked", put("shown_sha256", "00" * 32), "seal"),
     ("masked", lambda head: head["arrays"][0].__setitem__(1, "f4"), "type"),
     ("reveal", put("survivors", ["site-0", "site-0", "site-1"]), "twice"),
     ("reveal", put("dropped", ["site-0"]), "twice"),
@@ -157,9 +157,9 @@ def test_numbers_beyond_the_field_are_no_shares(sent):
 
 
 def test_the_hash_of_offers_tells_them_apart():
-    one = offers_sha256({"a": b"1", "b": b"2"})
-    assert one == offers_sha256({"b": b"2", "a": b"1"})
-    assert len({one, offers_sha256({"a": b"2", "b": b"1"}), offers_sha256({"a": b"1"}), offers_sha256({})}) == 4
+    one = shown_sha256({"a": b"1", "b": b"2"})
+    assert one == shown_sha256({"b": b"2", "a": b"1"})
+    assert len({one, shown_sha256({"a": b"2", "b": b"1"}), shown_sha256({"a": b"1"}), shown_sha256({})}) == 4
 
 
 # ------------------------------------------------------------------------------------------------------- any bytes

@@ -9,6 +9,7 @@ import pytest
 from sordino.errors import SordinoError, WrongShareError
 from sordino.secagg import (
     Member,
+    confirm,
     mask,
     masked,
     offer,
@@ -21,8 +22,7 @@ from sordino.secagg import (
 )
 from sordino.secagg.derive import add_stream, agree, derive
 from sordino.secagg.messages import Offer, write_offer, write_reveal
-from sordino.secagg.round import _pair, _self_key
-from sordino.secagg.shamir import PRIME, join
+from sordino.secagg.shamir import PRIME
 
 
 def subsets(names, most):
@@ -37,7 +37,7 @@ def subsets(names, most):
 def test_sums_are_right(party, n, d):
     p = party(n, dropouts=(n - 1) // 2, d=d)
     sent = p.masked()
-    assert np.array_equal(open_sum(p.session, 3, p.offers(), sent, p.reveals(p.names, sealed=sent)), p.total(p.names))
+    assert np.array_equal(open_sum(p.session, 3, p.offers(), sent, p.reveals(p.names)), p.total(p.names))
 
 
 @pytest.mark.parametrize("n", range(2, 8))
@@ -85,7 +85,7 @@ def test_too_few_open_nothing(party):
     with pytest.raises(SordinoError, match="reveals: there are 2"):
         open_sum(p.session, 3, offers, sent, only(two, told))
     with pytest.raises(SordinoError, match="survivors: 2 are too few"):
-        reveal(p.members["site-0"], 3, offers, two)
+        reveal(p.members["site-0"], 3, offers, two, {})
     with pytest.raises(SordinoError, match="reveal of 'site-0': it is for other survivors"):
         open_sum(p.session, 3, offers, only(three, sent), only(three, told))
     with pytest.raises(SordinoError, match="took no part"):
@@ -149,11 +149,16 @@ def test_one_kind_of_share_of_each_peer(party):
 def test_another_list_of_survivors_is_refused(party):
     p = party(5, dropouts=2)
     me, first, second = p.members["site-0"], p.names[:4], p.names[:3]
-    once = reveal(me, 3, p.offers(), first)
-    assert reveal(me, 3, p.offers(), first[::-1], before=first) == once
+    agreed = p.confirmations(first)
+    once = reveal(me, 3, p.offers(), first, agreed)
+    assert reveal(me, 3, p.offers(), first[::-1], agreed, before=first) == once
+    passed = seals(p.session, 3, p.masked())
+    assert confirm(me, 3, p.offers(), first[::-1], passed, before=first) == agreed["site-0"]
     for other in (second, p.names):
-        with pytest.raises(SordinoError, match="revealed for other survivors"):
-            reveal(me, 3, p.offers(), other, before=first)
+        with pytest.raises(SordinoError, match="agreed to other survivors"):
+            reveal(me, 3, p.offers(), other, p.confirmations(other), before=first)
+        with pytest.raises(SordinoError, match="agreed to other survivors"):
+            confirm(me, 3, p.offers(), other, passed, before=first)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,9 @@ def test_another_list_of_survivors_is_refused(party):
 def test_bad_survivors_are_refused(party, survivors, match):
     p = party(5, dropouts=2)
     with pytest.raises(SordinoError, match=match):
-        reveal(p.members["site-0"], 3, p.offers(), survivors)
+        reveal(p.members["site-0"], 3, p.offers(), survivors, {})
+    with pytest.raises(SordinoError, match=match):
+        confirm(p.members["site-0"], 3, p.offers(), survivors, seals(p.session, 3, p.masked()))
 
 
 def test_a_site_that_lost_what_it_sent_sends_the_same(party):
@@ -220,7 +227,7 @@ def both(p, offers):
     """What a site says to such offers, in either step."""
     for step in (
         lambda: mask(p.members["site-0"], 3, offers, p.vectors["site-0"]),
-        lambda: reveal(p.members["site-0"], 3, offers, list(offers)),
+        lambda: reveal(p.members["site-0"], 3, offers, list(offers), {}),
     ):
         with pytest.raises(SordinoError) as caught:
             step()
@@ -312,45 +319,88 @@ def test_vectors_are_arrays_of_uint32(party):
 # ---------------------------------------------------------------------- a server that shows everyone something else
 
 
-def test_a_site_that_was_shown_other_offers_is_singled_out_unless_seals_are_asked_for(party):
-    """n = 5, t = 3. The victim sees offers of two peers only. All others are told that it survived and, each with
-    itself for the one that is missing, that these two did not: their keys and the victim's seed open its vector."""
+def test_a_site_that_was_shown_other_offers_is_not_singled_out(party):
+    """n = 5, t = 3. The victim sees offers of two peers only. All others are told that it survived: with the keys of
+    the two and the victim's seed, its vector would be open. Nobody confirms such a list, because the victim's seal is
+    about other offers."""
     p = party(5, dropouts=2)
     victim, peers, rest = "site-0", ["site-1", "site-2"], ["site-3", "site-4"]
     few = p.offers([victim, *peers])
-    sent = {**p.masked(), **p.masked([victim], few)}
-    lists = {name: [victim, *rest] if name in rest else [victim, *rest, name] for name in [*peers, *rest]}
-    told = [(name, read_reveal(p.session, 3, name, p.reveals(alive, [name])[name])) for name, alive in lists.items()]
-    opened = read_masked(p.session, 3, victim, sent[victim]).vector.copy()
-
-    def secret(kind, whose):
-        shares = [
-            (p.names.index(by) + 1, getattr(each, kind)[whose]) for by, each in told if whose in getattr(each, kind)
-        ]
-        return join(shares[:3]).to_bytes(32, "little")
-
-    add_stream(opened, _self_key(p.session, 3, victim, secret("seeds", victim)), -1)
-    theirs = read_offer(p.session, 3, victim, few[victim]).public
-    for peer in peers:
-        key, sign = _pair(p.session, 3, peer, victim, secret("keys", peer), theirs)
-        add_stream(opened, key, sign)
-    assert np.array_equal(opened, p.vectors[victim])  # singled out
-
-    passed = seals(p.session, 3, sent)
-    for name, alive in lists.items():
+    passed = seals(p.session, 3, {**p.masked(), **p.masked([victim], few)})
+    for name in [*peers, *rest]:
         with pytest.raises(SordinoError, match="seal of 'site-0'"):
-            reveal(p.members[name], 3, p.offers(), alive, seals=passed)
+            confirm(p.members[name], 3, p.offers(), [victim, *rest] if name in rest else [victim, *rest, name], passed)
 
 
 def test_bad_seals_are_named(party):
     p = party(3)
-    good = seals(p.session, 3, p.masked())
-    assert reveal(p.members["site-0"], 3, p.offers(), p.names, seals=good) == p.reveals(p.names)["site-0"]
+    me, good = p.members["site-0"], seals(p.session, 3, p.masked())
+    assert confirm(me, 3, p.offers(), p.names, good) == p.confirmations(p.names)["site-0"]
     for bad in ("", "zz" * 64, good["site-1"], good["site-2"].upper(), None, 3):
         with pytest.raises(SordinoError, match="seal of 'site-2'"):
-            reveal(p.members["site-0"], 3, p.offers(), p.names, seals={**good, "site-2": bad})
+            confirm(me, 3, p.offers(), p.names, {**good, "site-2": bad})
     with pytest.raises(SordinoError, match="seal of 'site-2'"):
-        reveal(p.members["site-0"], 3, p.offers(), p.names, seals={k: v for k, v in good.items() if k != "site-2"})
+        confirm(me, 3, p.offers(), p.names, {k: v for k, v in good.items() if k != "site-2"})
+
+
+def test_a_site_that_answered_another_request_is_in_no_sum(party):
+    """A server that sends one site another model learns that site's message under the noise of a whole sum."""
+    p = party(4, dropouts=1)
+    one, other = "11" * 32, "22" * 32
+    sent = {
+        n: masked(p.members[n], 3, p.offers(), p.vectors[n], request=other if n == "site-3" else one) for n in p.names
+    }
+    passed = seals(p.session, 3, sent)
+    for name in p.names:
+        with pytest.raises(SordinoError, match="seal of"):
+            confirm(p.members[name], 3, p.offers(), p.names, passed, request=other if name == "site-3" else one)
+    alive = p.names[:3]
+    agreed = {n: confirm(p.members[n], 3, p.offers(), alive, passed, request=one) for n in alive}
+    told = {n: reveal(p.members[n], 3, p.offers(), alive, agreed, request=one) for n in alive}
+    kept = {n: sent[n] for n in alive}
+    assert np.array_equal(open_sum(p.session, 3, p.offers(), kept, told, request=one), p.total(alive))
+    with pytest.raises(SordinoError, match="or for another request"):
+        open_sum(p.session, 3, p.offers(), kept, told, request=other)
+
+
+def lying_about_survivors(p, colluders, rng):
+    """The lists that a server gets confirmed if it tells every honest site of survivors as it likes.
+
+    Colluders sign whatever it wants. Returns every list that reaches the threshold.
+    """
+    passed = seals(p.session, 3, p.masked())
+    honest = [name for name in p.names if name not in colluders]
+    lists = [frozenset(rng.choice(p.names, size=p.session.threshold, replace=False)) for _ in range(3)]
+    lists.append(frozenset(p.names))
+    signed = {alive: {} for alive in lists}
+    for name in honest:  # each confirms one list
+        alive = lists[rng.integers(len(lists))]
+        if name in alive:
+            signed[alive][name] = confirm(p.members[name], 3, p.offers(), sorted(alive), passed)
+    for alive, confirmations in signed.items():
+        for name in colluders & alive:
+            confirmations[name] = confirm(p.members[name], 3, p.offers(), sorted(alive), passed)
+    return [(sorted(alive), found) for alive, found in signed.items() if len(found) >= p.session.threshold]
+
+
+def test_a_server_that_tells_of_different_survivors_opens_at_most_one_sum(party):
+    """Before sites confirmed a list, n = 20 with 9 dropouts and a colluder opened sums of 2 honest vectors."""
+    p, rng = party(9, dropouts=3, colluders=2), np.random.default_rng(0)
+    assert p.session.threshold == 6
+    for _ in range(30):
+        agreed = lying_about_survivors(p, {"site-0", "site-1"}, rng)
+        assert len(agreed) <= 1
+    alive = p.names[:6]
+    agreed = p.confirmations(alive)
+    for name in alive:
+        five = {n: agreed[n] for n in alive[:5]}
+        with pytest.raises(SordinoError, match="confirmations: 5 sites confirmed this list of survivors, 6 are needed"):
+            reveal(p.members[name], 3, p.offers(), alive, five)
+        with pytest.raises(SordinoError, match="confirmations: 0 sites"):  # signatures under another list
+            reveal(p.members[name], 3, p.offers(), p.names[:7], agreed)
+        for forged in ("", "00" * 64, agreed["site-1"], None):
+            with pytest.raises(SordinoError, match="confirmations: 5 sites"):
+                reveal(p.members[name], 3, p.offers(), alive, {**agreed, "site-0": forged})
 
 
 # ------------------------------------------------------------------------------------------------------ wrong shares
@@ -391,5 +441,8 @@ def test_a_site_that_commits_to_another_seed_spoils_the_round_and_is_named(party
         offers["site-1"] = offer(p.members["site-1"], 3)
         sent = p.masked(["site-1"], offers)
     sent |= p.masked(others, offers)
+    passed = seals(p.session, 3, sent)
+    agreed = {name: confirm(p.members[name], 3, offers, p.names, passed) for name in others}
+    told = {name: reveal(p.members[name], 3, offers, p.names, agreed) for name in others}
     with pytest.raises(SordinoError, match="the shares do not give the seed of 'site-1'"):
-        open_sum(p.session, 3, offers, sent, p.reveals(p.names, others, offers))
+        open_sum(p.session, 3, offers, sent, told)

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from sordino.studies import report
+from sordino.studies import figures, report
 
 ODD = """</script><b>"it's" | $x_1$ & *so* _on_"""
 CERTIFICATE = {
@@ -136,7 +136,7 @@ def test_the_metric_asked_for_has_a_table_and_ranks(document):
         ("survival", "concordance", [0.5, 0.6, 0.65, 0.7], "concordance index"),
     ],
 )
-def test_other_tasks_are_shown_by_their_metric(document, task, metric, values, name, tmp_path):
+def test_other_tasks_are_shown_by_their_metric(document, task, metric, values, name):
     points = [[1.0, 1.1, 0.9, 1.3], [2.0, 1.9, 1.7, 2.1]]
     for k, each in enumerate(document["runs"]):
         curve = (
@@ -166,8 +166,9 @@ def test_other_tasks_are_shown_by_their_metric(document, task, metric, values, n
     kind = "calibration" if task == "quantity" else "survival"
     assert {line["label"] for line in view["model_curves"][kind]["1"]} == {"a", ODD}
     assert view["model_curves"]["roc"] == {}
-    names = {path.name for path in report.write(document, tmp_path)}
-    assert {f"{metric}_epsilon_1.png", f"{kind}_epsilon_1.svg"} <= names
+    drawn = dict(figures._figures(view, figures.pyplot()))
+    assert {f"{metric}_epsilon_1", f"{kind}_epsilon_1", f"{kind}_epsilon_infinity"} <= drawn.keys()
+    assert drawn[f"{metric}_epsilon_1"].axes[0].get_ylabel() == f"test {name}"
 
 
 def test_one_seed_has_no_deviation(document):

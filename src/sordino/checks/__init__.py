@@ -201,7 +201,7 @@ def check_tally(
 def check_calibration(
     name: str = CALIBRATE, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
 ) -> list[Report]:
-    """Run all contracts on DP-FedGD with calibrated intercepts, on a model of classes.
+    """Run all contracts on DP-FedGD with calibrated intercepts and slope, on a model of two classes.
 
     Args:
       name: the name that reports show.
@@ -212,8 +212,8 @@ def check_calibration(
     Returns:
       One report per unit, noised query and adjacency.
     """
-    methods = [calibrated(entry("dp-fedgd").at(unit), 0.1) for unit in units]
-    return [report for each in methods for report in _reports(name, each, CHECKED_MODELS[:1], trials, seed)]
+    methods = [calibrated(entry("dp-fedgd").at(unit), 0.1, 0.1) for unit in units]
+    return [report for each in methods for report in _reports(name, each, [Linear(3, 2)], trials, seed)]
 
 
 def check_uncertainty(name: str = UNCERTAINTY, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:

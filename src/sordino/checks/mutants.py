@@ -22,6 +22,7 @@ SUMS = (
     "fisher_sum",
     "gram_sum",
     "calibration_sum",
+    "slope_sum",
     "leaves_sum",
     "tally_sum",
 )
@@ -205,7 +206,7 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
 
 OF_TALLIES = (counted_twice, weighted_by_a_feature)
 OF_PERSONS = (clips_records_not_persons, allows_a_clip_per_record)
-SHORT = (Kind.TALLY, Kind.CALIBRATION)  # a record's vector is short before it is clipped
+SHORT = (Kind.TALLY, Kind.CALIBRATION, Kind.SLOPE)  # a record's vector is short before it is clipped
 
 
 def breaks(mutant: Callable[..., Any], method: Method) -> bool:

@@ -29,8 +29,8 @@ guarantee is broken and the exit status is 1.
 """
 SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatches that --all adds
 AUDIT_DTYPES = ("float32", "float64")
-# Calibrated intercepts: with half of the budget, so that both stages are seen, and a clip that every gradient reaches.
-CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.5, 0.05
+# Calibrated intercepts and slope: a quarter of the budget each, so that all is seen, and a clip that gradients reach.
+CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.25, 0.05
 
 
 CAPTION = (
@@ -172,7 +172,7 @@ def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) 
 
 
 def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[Callable[[], Any]]:
-    """Audits of DP-FedGD with calibrated intercepts, on a model of classes."""
+    """Audits of DP-FedGD with calibrated intercepts and slope, on a model of two classes."""
     from sordino.checks.audit import attacks
     from sordino.methods import entry
     from sordino.methods.calibration import calibrated
@@ -186,7 +186,8 @@ def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> It
             privacy = Privacy(arguments.epsilon, arguments.delta, unit=unit, adjacency=adjacency, **chosen)
             if privacy.unit not in UNITS:
                 raise SordinoError(f"unit: {CALIBRATE} protects records and persons, not a {unit}; leave --unit out.")
-            method = calibrated(entry(SAMPLED).at(privacy.unit, clip=CALIBRATION_CLIP), CALIBRATION_SHARE)
+            shares = CALIBRATION_SHARE, CALIBRATION_SHARE
+            method = calibrated(entry(SAMPLED).at(privacy.unit, clip=CALIBRATION_CLIP), *shares)
             yield partial(attacks.audit, CALIBRATE, privacy, method=method, **rest)
 
 

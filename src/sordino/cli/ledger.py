@@ -11,13 +11,18 @@ from typing import Any
 from sordino.cli.show import add_json, check_json, command, console, emit, table
 from sordino.errors import SordinoError
 
+WARNING = (
+    "records that earlier runs used too are protected by neither limit alone: what both accounts spend on them adds "
+    "up, and no ledger counts the sum."
+)
+
 
 def add(commands: Any) -> None:
     parent = command(
         commands,
         "ledger",
         act,
-        "show or export what was spent, by which run and when",
+        "show or export what was spent, by which run and when; open an account",
         "sordino ledger show site-north/ledger.db\nsordino ledger export site-north/ledger.db --json ledger.json",
     )
     parts = parent.add_subparsers(title="steps", metavar="STEP")
@@ -25,13 +30,21 @@ def add(commands: Any) -> None:
         parts, "show", _show, "show the account of every data set, and what each run spent", "sordino ledger show F"
     )
     export = command(parts, "export", _export, "write every row as CSV or JSON", "sordino ledger export F > rows.csv")
-    for parser in (show, export):
+    new = command(
+        parts,
+        "new-account",
+        _new_account,
+        "let a site's next runs pay from a new account with the full limit; the reason stays in the ledger",
+        'sordino ledger new-account site-north/ledger.db --why "only patients of 2027, who are in no earlier data"',
+    )
+    new.add_argument("--why", required=True, metavar="TEXT", help="why these data may spend a budget of their own")
+    for parser in (show, export, new):
         parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("ledger: name a step: show or export.")
+    raise SordinoError("ledger: name a step: show, export or new-account.")
 
 
 def _open(arguments: argparse.Namespace) -> Any:
@@ -44,6 +57,24 @@ def _open(arguments: argparse.Namespace) -> Any:
 
         raise missing(path, "ledger")
     return Ledger(path, read_only=True)
+
+
+def _new_account(arguments: argparse.Namespace) -> int:
+    from sordino.privacy.evidence.ledger import Ledger
+
+    with _open(arguments):  # a path without a ledger must not become one
+        pass
+    with Ledger(_path(arguments)) as ledger:
+        before = ledger.accounts()
+        who = ledger.new_account(arguments.why)
+        opened = ledger.accounts()[-1]
+    spent_before = [account.who for account in before]
+    document = {"account": who, "time": opened.time, "why": opened.why, "earlier": spent_before, "warning": WARNING}
+    if not emit(arguments, document):
+        page = console()
+        page.print(f"new runs of this site are paid from {who}", markup=False)
+        page.print(f"WARNING: {WARNING}", markup=False)
+    return 0
 
 
 def _path(arguments: argparse.Namespace) -> Path:
@@ -85,11 +116,14 @@ def _seen(counted: bool, witness: dict[str, Any] | None) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    from sordino.privacy.evidence.ledger import NOTES
+
     with _open(arguments) as ledger:
         witness = _witness(arguments)
         problems = ledger.audit(witness and witness["head"], witness and witness["rows"])
         limits, head, counted = ledger.limits(), ledger.head(), ledger.witnessed()
-        rows = list(ledger.rows())
+        rows = [row for row in ledger.rows() if row.query not in NOTES]
+        count, opened = len(ledger), ledger.accounts()
         delta = min((d for _, d in limits), default=1e-5)
         people = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
         left = {who: ledger.left(who) for who in people}
@@ -106,7 +140,8 @@ def _show(arguments: argparse.Namespace) -> int:
         "seen": _seen(counted, witness) if not problems else None,
         "problems": problems,
         "head": head,
-        "rows": len(rows),
+        "rows": count,
+        "opened": [account._asdict() for account in opened],
         "delta": delta,
         "accounts": accounts,
         "runs": [
@@ -142,7 +177,10 @@ def _show(arguments: argparse.Namespace) -> int:
         )
         state = document["seen"] or f"BROKEN: {problems[0]}"
         page.print()
-        page.print(f"{len(rows)} rows, head {head[:16]}", markup=False)
+        for account in opened[1:]:
+            page.print(f"{_time(account.time)} a person opened {account.who}: {account.why}", markup=False)
+            page.print(f"WARNING: {WARNING}", markup=False)
+        page.print(f"{count} rows, head {head[:16]}", markup=False)
         page.print(state, markup=False)
     return 0 if not problems else 1
 

@@ -150,6 +150,10 @@ class Oracle:
         """The noised class shares of labels and of predictions; see `Ask.calibration`."""
         return self._answer(Kind.CALIBRATION, 1, lambda clip: self._model.calibration_sum(theta, self._all(), clip))
 
+    def slope(self, theta: Tensor) -> Tensor:
+        """The noised means that a slope is calibrated by; see `Ask.slope`."""
+        return self._answer(Kind.SLOPE, 1, lambda clip: self._model.slope_sum(theta, self._all(), clip))
+
     def curvature(self, theta: Tensor) -> Tensor:
         """The mean Hessian at theta."""
         return self._answer(Kind.CURVATURE, 2, lambda clip: self._model.curvature_sum(theta, self._all(), clip))

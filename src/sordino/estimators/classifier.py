@@ -13,8 +13,11 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 
 from sordino.data.schema import Schema
+from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
 from sordino.estimators.base import FederatedEstimator, Labels, warn_of_a_useless_model
+from sordino.training.evaluate import no_better
+from sordino.training.metrics import Task, score
 from sordino.training.spec import Spec
 
 
@@ -138,25 +141,21 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each record."""
-        z = self.decision_function(X)
-        return np.asarray(self.classes_[(z > 0).astype(int) if z.ndim == 1 else z.argmax(1)])
+        return self._classes_of(self.decision_function(X))
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Accuracy on these records. A model that is no better than a constant guess on them raises a warning.
 
+        Two classes are compared by log loss and AUC, as a run does; many classes, and weighted records, by accuracy.
         `fit` cannot warn: a comparison on the training records would be a release that no budget pays for. With a
         schema, y may be left out if X has its column.
         """
-        predicted = self.predict(X)
+        z = self.decision_function(X)
+        predicted = self._classes_of(z)
         y = np.asarray(y) if self._schema is None else self.classes_[self._true(X, y)]
         accuracy = float(accuracy_score(y, predicted, sample_weight=sample_weight))
-        _, index = np.unique(y, return_inverse=True)
-        weights = np.bincount(index, weights=None if sample_weight is None else np.asarray(sample_weight, float))
-        constant = float(weights.max() / weights.sum())
-        if len(weights) > 1 and accuracy <= constant * (1 + 1e-12):
-            warn_of_a_useless_model(
-                f"its accuracy is {accuracy:.1%}, and {constant:.1%} of these records have the most common class"
-            )
+        if why := self._no_better(y, z, accuracy, sample_weight):
+            warn_of_a_useless_model(why)
         return accuracy
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -177,6 +176,24 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
                 "y: all records have one class; use more data, or declare the other classes by `classes`."
             )
         return Labels(index.astype(np.int64), classes)
+
+    def _classes_of(self, z: np.ndarray) -> np.ndarray:
+        return np.asarray(self.classes_[(z > 0).astype(int) if z.ndim == 1 else z.argmax(1)])
+
+    def _no_better(self, y: np.ndarray, z: np.ndarray, accuracy: float, sample_weight: Any) -> str:
+        """Why the model is no better than a constant guess on these records; empty if it is, or if nothing tells."""
+        present, index = np.unique(y, return_inverse=True)
+        if len(present) < 2:
+            return ""
+        if z.ndim == 1 and sample_weight is None and np.isin(present, self.classes_).all():
+            label = (y == self.classes_[1]).astype(np.int64)
+            data = Dataset("given", z[:0], label[:0], z[:0], label, None, tuple(map(str, self.classes_)))
+            return no_better(data, dict(score(Task.TWO_CLASSES, label, z)))
+        weights = np.bincount(index, weights=None if sample_weight is None else np.asarray(sample_weight, float))
+        constant = float(weights.max() / weights.sum())
+        if accuracy > constant * (1 + 1e-12):
+            return ""
+        return f"its accuracy is {accuracy:.1%}, and {constant:.1%} of these records have the most common class"
 
     def _keep(self, theta: np.ndarray) -> None:
         outputs = self._built.outputs

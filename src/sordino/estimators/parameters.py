@@ -15,7 +15,17 @@ from sordino.training.spec import RUN_KEYS, Spec
 OWN = ("model", "method", "epsilon", "delta", "rounds", "clients", "unit", "adjacency", "trust", "divisor", "normalize")
 NUMBERS = ("epsilon", "delta", "rounds", "clients")  # a run's spec reads them from text, too
 PERSON = ("person_records", "person_clients", "person_ids", "person_choice")
-OTHERS = ("batch", "calibrate", "class_weights", "client_epsilon", "dtype", "participation", "uncertified", *PERSON)
+OTHERS = (
+    "batch",
+    "calibrate",
+    "calibrate_slope",
+    "class_weights",
+    "client_epsilon",
+    "dtype",
+    "participation",
+    "uncertified",
+    *PERSON,
+)
 
 
 def spec_of(estimator: BaseEstimator, *, grouped: bool, persons: bool, bare: bool) -> Spec:

@@ -95,9 +95,10 @@ class SiteConfig(_File):
         "trees",
     )  # networks must be listed
     most_rounds: int = 1000
-    most_dropouts: int = 10_000  # more dropouts let a dishonest server open smaller sums
+    most_dropouts: int = 10_000  # more dropouts mean smaller sums, and more noise of each site
     colluders: int = 1  # least number of colluding sites that the noise must withstand, under secure aggregation
     ledger: str = "ledger.db"
+    witness: str | None = None  # a file outside of this folder that notices older ledgers; None: the state directory
     identity: str = "identity.key"
     roster: str = "roster.toml"
     seed: int | None = None  # for tests: reproducible noise, so nothing is certified

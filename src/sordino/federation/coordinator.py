@@ -33,6 +33,7 @@ from sordino.federation.messenger import Messenger, Transport, about
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.terms import DRAWN
 from sordino.federation.testing import AgreedEvaluation
+from sordino.federation.witness import RECEIPTS, Receipts
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.signing import sha256
@@ -78,7 +79,7 @@ class Coordinator:
         self.out.mkdir(mode=0o700, exist_ok=True)
         if not (self.out / "README.txt").exists():
             files.write(self.out / "README.txt", readmes.of_run(None, readmes.COORDINATOR_RUN).encode())
-        self.messenger = Messenger(transport, self.config.deadline, self.tell)
+        self.messenger = Messenger(transport, self.config.deadline, self.tell, Receipts(folder / RECEIPTS))
         self.enrolment = Enrolment(self.config, self.out, self.messenger, self.tell)
         self.forms: dict[int, Any] = {}  # of the messages that a stage's rule accepted
 

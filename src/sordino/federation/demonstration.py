@@ -75,6 +75,8 @@ def prepare(
     for k, name in enumerate(names):
         place, mine = folder / "sites" / name, owner == k
         cards.append(make_site(place, name, data="data.npz", classes=whole.classes, epsilon=limit).card)
+        with open(place / "site.toml", "a", encoding="utf-8") as file:
+            file.write(f'witness = "../../witness/{name}.json"   # by default in the state directory of this user\n')
         if evaluation is not None:
             with open(place / "site.toml", "a", encoding="utf-8") as file:
                 file.write(f"evaluation_epsilon = {2 * evaluation!r}   # limit over all evaluations on test records\n")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from sordino import files
 from sordino.core import Trust
-from sordino.errors import OverspentError, Refused, SordinoError
+from sordino.errors import LedgerError, OverspentError, Refused, SordinoError
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.folders import proposed
 from sordino.federation.policy import agree, broken_rules
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
+from sordino.federation.witness import older, read
 from sordino.privacy import spending
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
@@ -107,6 +109,9 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
         except SordinoError as error:
             yield Check(False, "terms", str(error))
     path = config.path(config.ledger)
+    if not path.exists() and read(site.witness) is not None:
+        yield Check(False, "ledger.db", f"it is missing, and the witness {site.witness} knows of one; put it back")
+        return
     if not path.exists():
         yield Check(True, "ledger.db", "none yet; `sordino federate join` creates it with the limit of site.toml")
         if terms is not None and spending.epsilon(terms.plan) > config.epsilon:
@@ -120,7 +125,7 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
         try:
             mine = terms.names.index(config.name)
             entries = [e for t in range(terms.plan.rounds) for e in charges(terms.plan, mine, t, terms.run)]
-            ledger.afford([entry._replace(who=site.dataset_id) for entry in entries])
+            ledger.afford([entry._replace(who=_account(ledger)) for entry in entries])
             cost = spending.epsilon(terms.plan)
             yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
         except OverspentError as error:
@@ -136,18 +141,30 @@ def _hint(config: SiteConfig, terms: Terms | None) -> str:
 
 def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:
     config = site.config
-    problems = ledger.audit()
+    try:
+        problems = [older(ledger, site.witness)] if older(ledger, site.witness) else ledger.audit()
+    except LedgerError as error:
+        problems = [str(error)]
     yield Check(not problems, "ledger.db", "complete" if not problems else problems[0])
     for epsilon, delta in ledger.limits():
         if (config.epsilon, config.delta) > (epsilon, delta) and config.epsilon > epsilon:
             yield Check(False, "epsilon", f"the ledger's limit is {epsilon:g}; it can be lowered, never raised")
-    spent = ledger.spent_epsilon(site.dataset_id, config.delta)
+    accounts = ledger.accounts()
+    if len(ledger) and not accounts:
+        yield Check(False, "ledger.db", "its charges belong to no account of this site; is it another site's ledger?")
+    spent = ledger.spent_epsilon(_account(ledger), config.delta)
     most = min([config.epsilon, *(epsilon for epsilon, _ in ledger.limits())])
-    yield Check(spent < most, "budget", f"ε = {spent:.4g} of {most:g} spent on this data")
-    if others := [who for who in ledger.people() if who != site.dataset_id]:
-        new = "" if spent else "; this data has none yet. Was data.key lost, or the file rewritten?"
-        kept = f"{len(others)} other versions of the data have their own accounts"
-        yield Check(bool(spent), "ledger.db", f"{kept}, and what they spent on the same records counts too{new}")
+    yield Check(spent < most, "budget", f"ε = {spent:.4g} of {most:g} spent")
+    for old, new in pairwise(accounts):
+        before = ledger.spent_epsilon(old.who, config.delta)
+        says = f"since {new.time[:16]} runs are paid from another account: {new.why}. Records that were there before"
+        yield Check(True, "ledger.db", f"{says} have also spent ε = {before:.4g}, and no limit adds the two up")
+
+
+def _account(ledger: Ledger) -> str:
+    """Who pays for the next run; nobody in a ledger that no site has used."""
+    accounts = ledger.accounts()
+    return accounts[-1].who if accounts else "nobody"
 
 
 def _offered(site: Site, coordinator: Path) -> Terms:

@@ -84,7 +84,24 @@ class Enrolment:
         replies = self.messenger.transport.exchange(dict.fromkeys(new, request), self.config.deadline)
         hellos = [hello for node, reply in replies.items() if (hello := self._hello(node, reply)) is not None]
         met = {hello.name: hello for hello in hellos if hello.name in self.config.sites}
+        met = self._remind(met)
         known.update({name: hello.node for name, hello in met.items()})
+        return met
+
+    def _remind(self, met: dict[str, Hello]) -> dict[str, Hello]:
+        """Show sites the receipts that they signed last. Those that refuse have an older ledger, and are left out."""
+        receipts = self.messenger.receipts
+        shown = {name: receipt for name in met if receipts is not None and (receipt := receipts.of(name)) is not None}
+        requests = {met[name].node: wire.encode("hello", {"receipt": receipt}) for name, receipt in shown.items()}
+        replies = self.messenger.transport.exchange(requests, self.config.deadline) if requests else {}
+        for name in shown:
+            message = read(replies.get(met[name].node, b""), "hello")
+            if message is None or message.kind == "refused":
+                reason = "no reply" if message is None else str(message.fields.get("reason"))[:200]
+                self.tell("refused", site=name, kind="hello", reason=reason)
+                del met[name]
+            else:
+                self.messenger.keep_receipt(name, message)
         return met
 
     def _hello(self, node: int, reply: bytes) -> Hello | None:

@@ -38,7 +38,7 @@ SITE_TEMPLATE = """\
 # What this site decides for itself. Nothing in it comes from the coordinator.
 name = "{name}"
 data = "{data}"          # .csv, .parquet or .npz; a path is relative to this file
-{described}epsilon = {epsilon}      # limit over all runs on this data, stored in ledger.db
+{described}epsilon = {epsilon}      # limit over all runs of this site, stored in ledger.db
 delta = 1e-5
 # run_epsilon = 1.0     # of any single run; if the federation's is larger, this site adds more noise
 # methods = ["dp-fedsofim"]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from sordino import wire
 from sordino.errors import WireError
+from sordino.federation.witness import Receipts
 
 POLL = 1.0  # seconds between two looks for connected sites
 
@@ -28,10 +29,13 @@ class Messenger:
     """Sends messages to sites by name.
 
     tell: called with each reply that is missing or refused.
+    receipts: keeps what sites sign about their ledgers.
     """
 
-    def __init__(self, transport: Transport, deadline: float, tell: Callable[..., None]) -> None:
-        self.transport, self.deadline, self.tell = transport, deadline, tell
+    def __init__(
+        self, transport: Transport, deadline: float, tell: Callable[..., None], receipts: Receipts | None = None
+    ) -> None:
+        self.transport, self.deadline, self.tell, self.receipts = transport, deadline, tell, receipts
         self.nodes: dict[str, int] = {}
         self.unknown_sites: set[str] = set()  # sites that answered that they do not know the run
 
@@ -53,7 +57,13 @@ class Messenger:
                     answers[name] = message
             else:
                 answers[name] = message
+                self.keep_receipt(name, message)
         return answers
+
+    def keep_receipt(self, name: str, message: wire.Message) -> None:
+        """Store what the site signed about its ledger, to show it at the next hello."""
+        if self.receipts is not None and "receipt" in message.fields:
+            self.receipts.keep(name, message.fields["receipt"])
 
     def _exchange(self, requests: dict[int, bytes]) -> dict[int, bytes]:
         """Wait until the deadline. A site that left the link is asked again when it is back."""

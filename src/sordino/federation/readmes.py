@@ -25,7 +25,8 @@ runs/*/README.txt       says which files of a finished run may be published
 
 Everything else stays here, readable by its owner alone: the records (named in site.toml), identity.key, data.key and
 node (secret keys), ledger.db (what was released, and what it cost), events.jsonl (the site's own log), and site.toml
-(the site's rules). Back up ledger.db and all keys: without ledger.db the spent budget is forgotten.
+(the site's rules). Back up ledger.db and all keys, and restore only the newest ledger.db: the site refuses an older one
+or none, because a file outside of this folder (witness, `sordino federate doctor` names it) knows how far it was.
 """
 UNFINISHED = """This run is not finished. Nothing in this folder may leave it. When the run is finished, this file says
 what may.

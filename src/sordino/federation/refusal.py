@@ -11,5 +11,6 @@ REASONS = {
     "order": "this round is not the next one",
     "budget": "the site's own limit does not allow it",
     "storage": "the site cannot write its ledger",
+    "rolled-back": "the site's ledger is older than one that the site had before; restore the newest",
     "failed": "the site failed",
 }

@@ -1,11 +1,13 @@
 """The coordinator's part of secure aggregation: it carries offers, masked vectors and shares, and sees only the sum.
 
-Each round has two exchanges. A site answers the round's message with a masked vector. It answers the list of survivors
-with shares of their masks, and with its keys for the next round.
+Each round has three exchanges. A site answers the round's message, which holds all offers, with a masked vector. It
+answers the list of survivors with its confirmation, and enough confirmations with shares of the survivors' masks and
+with its keys for the next round.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -62,26 +64,52 @@ class SecureSum:
             raise Abandoned("too few offers", offers)
         sent = {f"offer:{name}": np.frombuffer(offer, np.uint8) for name, offer in sorted(offers.items())}
         present = offers.keys() & self.messenger.nodes.keys()
-        updates = self.messenger.ask(dict.fromkeys(present, request(sent)), "update")
-        masked = {name: data for name, data in parts(updates, "masked").items() if self._fits(t, name, data, offers)}
-        if len(masked) < self.session.threshold:
-            raise Abandoned("too few survivors", masked)
-        fields = about(self.terms, t=t, survivors=sorted(masked), seals=secagg.seals(self.session, t, masked))
-        answers = self.messenger.ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields, sent)), "revealed")
+        message = request(sent)
+        asked = hashlib.sha256(message).hexdigest()
+        shown = secagg.shown_sha256(offers, asked)
+        updates = self.messenger.ask(dict.fromkeys(present, message), "update")
+        masked = {name: data for name, data in parts(updates, "masked").items() if self._fits(t, name, data, shown)}
+        masked = self._survivors(t, masked)
+        confirmations = self._confirmed(t, masked, shown)
+        fields = about(self.terms, t=t, survivors=sorted(masked), confirmations=confirmations)
+        answers = self.messenger.ask(dict.fromkeys(sorted(masked), wire.encode("reveal", fields)), "revealed")
         self.offers, reveals = parts(answers, "offer"), parts(answers, "reveal")
-        reveals = {name: data for name, data in reveals.items() if self._answers(t, name, data, offers, masked)}
+        reveals = {name: data for name, data in reveals.items() if self._answers(t, name, data, shown, offers, masked)}
         try:
-            return self._open(t, offers, masked, reveals), sorted(masked)
+            return self._open(t, offers, masked, reveals, asked), sorted(masked)
         except SordinoError as error:
             raise Abandoned(str(error), masked) from None
 
+    def _survivors(self, t: int, masked: dict[str, bytes]) -> dict[str, bytes]:
+        """The masked vectors to add up. The list is on disk before a site sees it: no site agrees to a second one."""
+        stored = json.loads(self.path.read_text())
+        listed = stored.setdefault("survivors", sorted(masked))
+        if len(listed) < self.session.threshold:
+            raise Abandoned("too few survivors", masked)
+        if not set(listed) <= masked.keys():
+            raise Abandoned("a site of the list of survivors is gone", masked)
+        files.write(self.path, json.dumps(stored).encode())
+        return {name: masked[name] for name in listed}
+
+    def _confirmed(self, t: int, masked: dict[str, bytes], shown: str) -> dict[str, str]:
+        """The sites' signatures over the list of survivors."""
+        fields = about(self.terms, t=t, survivors=sorted(masked), seals=secagg.seals(self.session, t, masked))
+        answers = self.messenger.ask(dict.fromkeys(sorted(masked), wire.encode("confirm", fields)), "confirmed")
+        given = {name: reply.fields.get("confirmation") for name, reply in answers.items()}
+        good = {n: str(g) for n, g in given.items() if secagg.confirms(self.session, t, n, shown, masked, g)}
+        for name in given.keys() - good.keys():
+            self.messenger.tell("misfit", site=name, t=t, why="its confirmation is not signed")
+        if len(good) < self.session.threshold:
+            raise Abandoned("too few sites confirmed the survivors", masked)
+        return good
+
     def _open(
-        self, t: int, offers: dict[str, bytes], masked: dict[str, bytes], reveals: dict[str, bytes]
+        self, t: int, offers: dict[str, bytes], masked: dict[str, bytes], reveals: dict[str, bytes], asked: str
     ) -> np.ndarray:
         """The sum. A site that sent a wrong share is left out as long as enough shares remain."""
         while True:
             try:
-                return secagg.open_sum(self.session, t, offers, masked, reveals)
+                return secagg.open_sum(self.session, t, offers, masked, reveals, asked)
             except WrongShareError as error:
                 self.messenger.tell("misfit", site=error.site, t=t)
                 reveals = {name: data for name, data in reveals.items() if name != error.site}
@@ -103,19 +131,21 @@ class SecureSum:
             self.messenger.tell("misfit", site=name, t=t, why=str(error)[:200])
             return None
 
-    def _fits(self, t: int, name: str, data: bytes, offers: dict[str, bytes]) -> bool:
+    def _fits(self, t: int, name: str, data: bytes, shown: str) -> bool:
         """Signed by its site, of the model's size, and masked with the offers that were sent out."""
         size = self.dimension
         masked = self._reads(partial(secagg.read_masked, dimension=size), t, name, data)
-        return bool(masked and (masked.vector.size, masked.offers_sha256) == (size, secagg.offers_sha256(offers)))
+        return bool(masked and (masked.vector.size, masked.shown_sha256) == (size, shown))
 
-    def _answers(self, t: int, name: str, data: bytes, offers: dict[str, bytes], masked: dict[str, bytes]) -> bool:
+    def _answers(
+        self, t: int, name: str, data: bytes, shown: str, offers: dict[str, bytes], masked: dict[str, bytes]
+    ) -> bool:
         """Signed by its site, and about these offers and survivors."""
         reveal = self._reads(secagg.read_reveal, t, name, data)
         if not reveal:
             return False
-        subject = reveal.offers_sha256, reveal.seeds.keys(), reveal.keys.keys()
-        if subject == (secagg.offers_sha256(offers), masked.keys(), offers.keys() - masked.keys()):
+        subject = reveal.shown_sha256, reveal.seeds.keys(), reveal.keys.keys()
+        if subject == (shown, masked.keys(), offers.keys() - masked.keys()):
             return True
         self.messenger.tell("misfit", site=name, t=t, why="its reveal is about other offers or survivors")
         return False

@@ -21,14 +21,15 @@ from torch import Tensor
 from sordino import files, secagg, wire
 from sordino.core import Broadcast
 from sordino.engines.schedule import RoundPlan, round_plans
-from sordino.errors import LedgerError, OverspentError, Refused, SordinoError, WireError
-from sordino.federation import testing
+from sordino.errors import LedgerError, OverspentError, Refused, RolledBackError, SordinoError, WireError
+from sordino.federation import testing, witness
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.site_data import SiteData
 from sordino.federation.site_run import SiteRun
 from sordino.federation.terms import RUN, Terms
+from sordino.federation.witness import Mark, SiteLedger, signed_mark
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.version import __version__
@@ -44,9 +45,11 @@ class Site(SiteData):
         """only_looking: do not write a ledger yet, so that no limit is stored."""
         super().__init__(config)
         self._open: dict[str, SiteRun] = {}
+        self._last_id = ""  # of the data when the last message came
         if not only_looking:
             self.runs.mkdir(mode=0o700, exist_ok=True)
             with self.ledger() as ledger:  # refuses a limit above the stored one
+                ledger.account()  # refuses a ledger whose charges it could not count
                 self._check_age(ledger)
 
     def _check_age(self, ledger: Ledger) -> None:
@@ -77,6 +80,7 @@ class Site(SiteData):
             handle = self._handlers.get(message.kind)
             if handle is None:
                 raise Refused("malformed", f"kind {message.kind[:40]!r}")
+            self._check_for_new_data()
             return handle(message, request)
         except Refused as refusal:
             return self._refuse(refusal.code, refusal.detail)
@@ -84,6 +88,8 @@ class Site(SiteData):
             return self._refuse("malformed", str(error))
         except OverspentError as error:
             return self._refuse("budget", str(error))
+        except RolledBackError as error:
+            return self._refuse("rolled-back", str(error))
         except (LedgerError, OSError) as error:
             return self._refuse("storage", str(error))
         except SordinoError as error:
@@ -99,6 +105,7 @@ class Site(SiteData):
             "terms": self._terms,
             "round": self._round,
             "offer": self._offer,
+            "confirm": self._confirm,
             "reveal": self._reveal,
             "evaluate": self._evaluate,
             "finish": self._finish,
@@ -111,17 +118,35 @@ class Site(SiteData):
     # ------------------------------------------------------------------------------------------------------- messages
 
     def _hello(self, message: wire.Message, request: bytes) -> bytes:
-        """Name, numbers of records and requested epsilon, which are all public."""
-        _only(message, fields=())
-        self._check_for_new_data()
+        """Name, numbers of records and requested epsilon, which are all public, and a receipt for the ledger.
+
+        The coordinator may show the newest receipt that it has of this site."""
+        _only(message, fields=("receipt",) if "receipt" in message.fields else ())
         config = self.config
+        with self.ledger() as ledger:
+            self._compare(ledger, message.fields.get("receipt"))
+            receipt = self._receipt(ledger.state())
         fields: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": __version__}
         fields |= {"epsilon": config.run_epsilon} if config.run_epsilon else {}
-        return wire.encode("hello", fields | ({"tests": self.tests} if config.evaluation_epsilon else {}))
+        fields |= {"tests": self.tests} if config.evaluation_epsilon else {}
+        return wire.encode("hello", fields | receipt)
+
+    def _compare(self, ledger: SiteLedger, shown: Any) -> None:
+        """Refuse if this site signed a newer ledger than it has. A receipt that it did not sign is ignored."""
+        mark = signed_mark(shown, self.signer.public) if self.signer is not None else None
+        if mark is not None and not mark.within(ledger):
+            witness.write(ledger.witness, mark)  # so that every later message is refused too
+            raise RolledBackError(
+                f"ledger {ledger.path}: it has {len(ledger)} rows and lacks row {mark.rows}, for which this site "
+                "signed a receipt: it was put back to an older state. Restore the newest ledger."
+            )
+
+    def _receipt(self, mark: Mark) -> dict[str, Any]:
+        """The field of a reply that says how far the ledger is, if the site has a key to sign it."""
+        return {} if self.signer is None else {"receipt": witness.receipt(mark, self.signer)}
 
     def _terms(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("terms",))
-        self._check_for_new_data()
         try:
             terms = Terms.read(str(message.fields["terms"]))
         except SordinoError as error:
@@ -136,23 +161,22 @@ class Site(SiteData):
             with self.ledger() as ledger:  # the whole run must fit into the budget before it begins
                 mine = terms.names.index(self.config.name)
                 plan = terms.plan
+                account = ledger.account()
                 ledger.afford(
-                    [
-                        e._replace(who=self.dataset_id)
-                        for t in range(plan.rounds)
-                        for e in charges(plan, mine, t, terms.run)
-                    ]
+                    [e._replace(who=account) for t in range(plan.rounds) for e in charges(plan, mine, t, terms.run)]
                 )
                 if terms.evaluation:
-                    self._afford_evaluation(ledger, self._evaluation_entries(terms, mine))
-            run = SiteRun.make(self, terms)
+                    self._afford_evaluation(ledger, _evaluation_entries(terms, mine, account))
+            run = SiteRun.make(self, terms, account)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
         with self.ledger() as ledger:
-            run.settle(ledger, self.dataset_id)
+            run.settle(ledger)
+            receipt = self._receipt(ledger.state())
         offers = terms.secure and not run.over
         arrays = {"offer": _bytes(secagg.offer(run.member, run.next))} if offers else {}
-        return wire.encode("agreed", {"run": terms.run, "terms": terms.sha256(), "next": run.next}, arrays)
+        fields = {"run": terms.run, "terms": terms.sha256(), "next": run.next, **receipt}
+        return wire.encode("agreed", fields, arrays)
 
     def _round(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("run", "terms", "t", "extras"), arrays=True)
@@ -160,21 +184,21 @@ class Site(SiteData):
         offers = _offers(message) if run.terms.secure else {}
         asked = hashlib.sha256(request).hexdigest()
         with self.ledger() as ledger:
-            stored = ledger.release(run.terms.run, self.dataset_id, t)
-            run.settle(ledger, self.dataset_id)
+            stored = ledger.release(run.terms.run, run.account, t)
+            run.settle(ledger)
             if stored is not None:
                 if wire.decode(stored).fields["asked"] != asked:
                     raise Refused(
                         "replayed", f"round {t} of run {run.terms.run}, asked with another model or other sites"
                     )
                 return stored
-            if run.next and not ledger.charged(run.terms.run, self.dataset_id, run.next - 1):
+            if run.next and not ledger.charged(run.terms.run, run.account, run.next - 1):
                 raise Refused("storage", f"the ledger misses round {run.next - 1}; restore the newest one")
             if t < run.next:
                 raise Refused("order", f"round {t} of run {run.terms.run}; the next is {run.next}")
-            entries = [e._replace(who=self.dataset_id) for e in charges(run.plan, run.mine, t, run.terms.run)]
+            entries = [e._replace(who=run.account) for e in charges(run.plan, run.mine, t, run.terms.run)]
             if not entries:
-                entries = [Charge(self.dataset_id, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
+                entries = [Charge(run.account, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
             ledger.afford(entries)
             check_rules(self, run.terms)  # site.toml may have become stricter
             round_plan = next(round_plans(run.plan, run.model, t))
@@ -184,9 +208,10 @@ class Site(SiteData):
             if run.terms.secure:
                 _check_offers(run, t, offers)
             run.ready()  # a refusal up to here costs nothing
-            reply = self._update(run, round_plan, broadcast, offers, asked)
+            receipt = self._receipt(ledger.state().after(len(entries)))
+            reply = self._update(run, round_plan, broadcast, offers, asked, receipt)
             ledger.charge(entries, reply)
-            run.settle(ledger, self.dataset_id)
+            run.settle(ledger)
         try:
             run.look(t, broadcast)
         except Exception:  # the evaluation is for the site alone: the charged update leaves in any case
@@ -194,16 +219,23 @@ class Site(SiteData):
         return reply
 
     def _update(
-        self, run: SiteRun, round_plan: RoundPlan, broadcast: Broadcast, offers: dict[str, bytes], asked: str
+        self,
+        run: SiteRun,
+        round_plan: RoundPlan,
+        broadcast: Broadcast,
+        offers: dict[str, bytes],
+        asked: str,
+        receipt: dict[str, Any],
     ) -> bytes:
         """The answer to a round. It touches the data, so its outcome is charged even if it fails: a failure that costs
         nothing could be repeated, and would tell something about the data."""
-        about = {"run": run.terms.run, "t": round_plan.t, "asked": asked}
+        about = {"run": run.terms.run, "t": round_plan.t, "asked": asked, **receipt}
         try:
             update = run.compute(round_plan, broadcast, asked)
             run.keep(round_plan.t, round_plan, update, broadcast)
             if run.terms.secure:
-                masked = secagg.masked(run.member, round_plan.t, offers, update)
+                run.keep_offers(round_plan.t, offers)
+                masked = secagg.masked(run.member, round_plan.t, offers, update, request=asked)
                 return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
             skeleton, arrays = wire.from_tree(update, "update")
             return wire.encode("update", {**about, "tree": skeleton}, arrays)
@@ -226,7 +258,7 @@ class Site(SiteData):
         if set(message.arrays) - known:
             raise Refused("malformed", "the message has unknown arrays")
         asked, name = hashlib.sha256(request).hexdigest(), testing.plan_name(run.terms.run)
-        who = testing.account(self.dataset_id)
+        who = testing.account(run.account)
         with self.ledger() as ledger:
             stored = ledger.release(name, who, 0)
             if stored is not None:
@@ -235,25 +267,29 @@ class Site(SiteData):
                         "replayed", f"the evaluation of run {run.terms.run}, with another model or other sites"
                     )
                 return stored
-            entries = self._evaluation_entries(run.terms, run.mine)
+            entries = _evaluation_entries(run.terms, run.mine, run.account)
             self._afford_evaluation(ledger, entries)
             check_rules(self, run.terms)  # site.toml may have become stricter
             theta = run.vector(message, "theta")
             if run.terms.secure:
                 _check_offers(run, run.plan.rounds, offers)
             run.ready()  # a refusal up to here costs nothing
-            reply = self._counts(run, theta, offers, asked)
+            receipt = self._receipt(ledger.state().after(len(entries)))
+            reply = self._counts(run, theta, offers, asked, receipt)
             ledger.charge(entries, reply)
         self.note("evaluated", run=run.terms.run, epsilon=run.terms.evaluation)
         return reply
 
-    def _counts(self, run: SiteRun, theta: Tensor, offers: dict[str, bytes], asked: str) -> bytes:
+    def _counts(
+        self, run: SiteRun, theta: Tensor, offers: dict[str, bytes], asked: str, receipt: dict[str, Any]
+    ) -> bytes:
         """The answer to an evaluation. It is charged even if it fails, as the answer to a round is."""
-        about = {"run": run.terms.run, "asked": asked}
+        about = {"run": run.terms.run, "asked": asked, **receipt}
         try:
             counts = run.evaluation.answer(run.mine, run.dataset, theta, run.test_source(asked))
             if run.terms.secure:
-                masked = secagg.masked(run.member, run.plan.rounds, offers, counts)
+                run.keep_offers(run.plan.rounds, offers)
+                masked = secagg.masked(run.member, run.plan.rounds, offers, counts, request=asked)
                 return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
             return wire.encode("update", {**about, "tree": 0}, {"update0": counts.numpy()})
         except OSError:
@@ -262,10 +298,6 @@ class Site(SiteData):
             log.exception("the site failed")
             self.note("failed", run=run.terms.run, detail=repr(error))
             return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
-
-    def _evaluation_entries(self, terms: Terms, mine: int) -> list[Charge]:
-        plan, who = testing.AgreedEvaluation(terms).plan, testing.account(self.dataset_id)
-        return [e._replace(who=who) for e in charges(plan, mine, 0, testing.plan_name(terms.run))]
 
     def _afford_evaluation(self, ledger: Ledger, entries: list[Charge]) -> None:
         """Raises OverspentError if all evaluations together would exceed site.toml's evaluation_epsilon."""
@@ -283,32 +315,47 @@ class Site(SiteData):
         fields = {"run": run.terms.run, "t": t}
         return wire.encode("offered", fields, {"offer": _bytes(secagg.offer(run.member, t))})
 
+    def _confirm(self, message: wire.Message, request: bytes) -> bytes:
+        """Agree on the survivors of a round. The list is stored first: a site agrees to one list per round."""
+        _only(message, fields=("run", "terms", "t", "survivors", "seals"))
+        run, t, asked = self._answered(message)
+        survivors, seals = _survivors(message), _signatures(message, "seals")
+        try:
+            signature = secagg.confirm(run.member, t, run.offers(t), survivors, seals, run.agreed(t), asked)
+        except SordinoError as error:
+            raise Refused("replayed" if run.agreed(t) else "malformed", str(error)) from None
+        run.will_reveal(t, survivors)
+        return wire.encode("confirmed", {"run": run.terms.run, "t": t, "confirmation": signature})
+
     def _reveal(self, message: wire.Message, request: bytes) -> bytes:
-        _only(message, fields=("run", "terms", "t", "survivors", "seals"), arrays=True)
+        """Shares of masks, for the survivors that enough sites confirmed."""
+        _only(message, fields=("run", "terms", "t", "survivors", "confirmations"))
+        run, t, asked = self._answered(message)
+        survivors, given = _survivors(message), _signatures(message, "confirmations")
+        try:
+            reveal = secagg.reveal(run.member, t, run.offers(t), survivors, given, run.agreed(t), asked)
+        except SordinoError as error:
+            other = (before := run.agreed(t)) is not None and set(before) != set(survivors)
+            raise Refused("replayed" if other else "malformed", str(error)) from None
+        run.will_reveal(t, survivors)
+        arrays = {"reveal": _bytes(reveal)}
+        if t + 1 < run.terms.exchanges:  # saves an exchange
+            arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
+        return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
+
+    def _answered(self, message: wire.Message) -> tuple[SiteRun, int, str]:
+        """A masked round that this site has answered: its run, its number, and the hash of the request."""
         run, t = self._run_and_round(message)
         if not run.terms.secure:
             raise Refused("malformed", "this run does not use secure aggregation")
-        survivors, seals = message.fields["survivors"], message.fields["seals"]
-        if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
-            raise Refused("malformed", "survivors")
-        if not isinstance(seals, dict) or not all(isinstance(seal, str) for seal in seals.values()):
-            raise Refused("malformed", "seals")
-        name, who, at = run.terms.run, self.dataset_id, t
+        name, who, at = run.terms.run, run.account, t
         if t == run.plan.rounds:  # the evaluation
             name, who, at = testing.plan_name(name), testing.account(who), 0
         with self.ledger() as ledger:
             stored = ledger.release(name, who, at)
         if stored is None:
             raise Refused("order", f"round {t} was not answered")
-        try:
-            reveal = secagg.reveal(run.member, t, _offers(message), survivors, run.revealed(t), seals)
-        except SordinoError as error:
-            raise Refused("replayed" if run.revealed(t) else "malformed", str(error)) from None
-        run.will_reveal(t, survivors)
-        arrays = {"reveal": _bytes(reveal)}
-        if t + 1 < run.terms.exchanges:  # saves an exchange
-            arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
-        return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
+        return run, t, str(wire.decode(stored).fields["asked"])
 
     def _finish(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("run", "terms", "done"), arrays=True)
@@ -318,17 +365,21 @@ class Site(SiteData):
             raise Refused("malformed", "done")
         run.finish(run.vector(message, "theta"), done)
         self._open.pop(run.terms.run, None)
-        return wire.encode("finished", {"run": run.terms.run})
+        with self.ledger() as ledger:
+            receipt = self._receipt(ledger.state())
+        return wire.encode("finished", {"run": run.terms.run, **receipt})
 
     # --------------------------------------------------------------------------------------------------------- within
 
     def _check_for_new_data(self) -> None:
-        """Forget what was read of the data if the file changed: it then has another identity and another account."""
-        if "dataset_id" in self.__dict__ and self.dataset_id != self.identify():
-            self.__dict__.pop("dataset_id", None)
-            self.__dict__.pop("shape", None)
-            self.__dict__.pop("_counted", None)
+        """Forget what was read of the data if their identity changed. A run keeps to the data that it began with."""
+        if self._last_id == (now := self.dataset_id):
+            return
+        if self._last_id:
+            for name in ("shape", "_counted"):
+                self.__dict__.pop(name, None)
             self._open.clear()
+        self._last_id = now
 
     def _run_and_round(self, message: wire.Message) -> tuple[SiteRun, int]:
         run, t = self._run_of(message), message.fields.get("t")
@@ -359,8 +410,27 @@ def _only(message: wire.Message, fields: tuple[str, ...], arrays: bool = False) 
         raise Refused("malformed", "fields")
 
 
+def _evaluation_entries(terms: Terms, mine: int, account: str) -> list[Charge]:
+    plan, who = testing.AgreedEvaluation(terms).plan, testing.account(account)
+    return [e._replace(who=who) for e in charges(plan, mine, 0, testing.plan_name(terms.run))]
+
+
 def _offers(message: wire.Message) -> dict[str, bytes]:
     return {k.removeprefix("offer:"): v.tobytes() for k, v in message.arrays.items() if k.startswith("offer:")}
+
+
+def _survivors(message: wire.Message) -> list[str]:
+    survivors = message.fields["survivors"]
+    if not isinstance(survivors, list) or not all(isinstance(name, str) for name in survivors):
+        raise Refused("malformed", "survivors")
+    return survivors
+
+
+def _signatures(message: wire.Message, field: str) -> dict[str, str]:
+    given = message.fields[field]
+    if not isinstance(given, dict) or not all(isinstance(signature, str) for signature in given.values()):
+        raise Refused("malformed", field)
+    return given
 
 
 def _check_offers(run: SiteRun, t: int, offers: dict[str, bytes]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import secrets
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,13 @@ import numpy as np
 
 from sordino import files, secagg
 from sordino.core import Adjacency, Unit
+from sordino.data.identity import file_sha256, records_digest
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.federation import counting
 from sordino.federation.config import SiteConfig
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.federation.witness import SiteLedger, witness_path
+from sordino.privacy.evidence.signing import Signer, of_site
 
 log = logging.getLogger("sordino.site")
 LOG = 2**24  # bytes of the site's own log; an older file of the same size is kept
@@ -32,16 +34,41 @@ class SiteData:
     def __init__(self, config: SiteConfig) -> None:
         self.config = config
         self.runs = config.folder / "runs"
+        self._identified: tuple[tuple[int, ...], bytes, str] | None = None  # state and bytes of the file, identity
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> SiteLedger:
+        """The site's ledger.
+
+        Raises:
+          RolledBackError: it is older than its witness.
+        """
         config = self.config
-        return Ledger(
+        return SiteLedger(
             config.path(config.ledger),
+            self.witness,
             epsilon=config.epsilon,
             delta=config.delta,
             adjacency=Adjacency(config.adjacency),
             unit=Unit.PERSON if self.has_persons else Unit.RECORD,
         )
+
+    @cached_property
+    def witness(self) -> Path:
+        """The file outside of the folder that knows how far the ledger is."""
+        return witness_path(self.config)
+
+    @property
+    def account(self) -> str:
+        """Who pays for the next run. It belongs to the ledger: files, names and keys do not change it."""
+        with self.ledger() as ledger:
+            return ledger.account()
+
+    @cached_property
+    def signer(self) -> Signer | None:
+        """The site's own key; None if it has none."""
+        with suppress(SordinoError, OSError):
+            return of_site(self.identity)
+        return None
 
     def note(self, what: str, **fields: Any) -> None:
         """Append to the site's own log, which is limited in size. Texts of others are cut and escaped."""
@@ -73,17 +100,38 @@ class SiteData:
 
     # ------------------------------------------------------------------------------------------------- the site's data
 
-    @cached_property
+    @property
     def dataset_id(self) -> str:
-        """The identity of the data's content, which names their account in the ledger."""
-        return self.identify()
+        """The identity of the records, which certificates state and a run keeps to. It does not name an account.
 
-    def identify(self) -> str:
-        """A keyed hash, because it is printed in certificates: others could test records against a plain hash."""
+        It is a keyed hash, because others could test records against a plain hash. The file is parsed again only if its
+        bytes changed.
+        """
+        state, known = self._file_state(), self._identified
+        if known is not None and known[0] == state:
+            return known[2]
+        path, key = Path(self._source), self._key()
+        read = key + (file_sha256(path) if path.is_file() else b"")
+        if known is None or known[1] != read:
+            schema = self.config.table_schema
+            digest = records_digest(self._source, key, None if schema is None else schema.dialect)
+            known = state, read, f"{self.config.name} {digest.hex()[:32]}"
+        self._identified = state, *known[1:]
+        return known[2]
+
+    def _file_state(self) -> tuple[int, ...]:
+        """Numbers that change when the file or its key is written or replaced."""
+        return tuple(
+            number
+            for path in (Path(self._source), self.config.folder / "data.key")
+            for number in (_state(path) if path.exists() else (0,))
+        )
+
+    def _key(self) -> bytes:
         path = self.config.folder / "data.key"
         if not path.exists():
             files.write(path, secrets.token_bytes(32))
-        return f"{self.config.name} {content(self._source, path.read_bytes())[:32]}"
+        return path.read_bytes()
 
     @property
     def _source(self) -> str:
@@ -117,12 +165,12 @@ class SiteData:
         return self._counted[0]
 
     @cached_property
-    def _counted(self) -> tuple[tuple[int, int], int]:
-        """(training records, features) and test records; persons, where the schema names them."""
+    def _counted(self) -> tuple[tuple[int, int], int, tuple[str, ...]]:
+        """(training records, features), test records and columns; persons, where the schema names them."""
         data = self.load()
         units = len(data.x_train) if data.person is None else len(np.unique(data.person))
         tests = len(data.y_test) if data.person_test is None else len(np.unique(data.person_test))
-        return (int(units), int(data.x_train.shape[1])), int(tests)
+        return (int(units), int(data.x_train.shape[1])), int(tests), data.features
 
     @property
     def tests(self) -> int:
@@ -130,20 +178,18 @@ class SiteData:
         return self._counted[1]
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the features in the order of the model's, where the file has names."""
+        return self._counted[2]
+
+    @property
     def records(self) -> int:
         return self.shape[0]
 
 
-def content(source: str, key: bytes) -> str:
-    """Keyed hash of a data file, or of the name of a built-in data set."""
-    digest = hmac.new(key, digestmod="sha256")
-    if not Path(source).is_file():
-        digest.update(source.encode())
-        return digest.hexdigest()
-    with open(source, "rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
+def _state(path: Path) -> tuple[int, int, int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
 
 
 def _now() -> str:

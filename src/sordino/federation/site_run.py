@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ from sordino.federation.testing import AgreedEvaluation
 from sordino.models.tally import ColumnTally
 from sordino.privacy import calibration
 from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.signing import of_site, sha256
+from sordino.privacy.evidence.ledger import SURVIVORS, Charge, Ledger
+from sordino.privacy.evidence.signing import sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
@@ -67,16 +67,18 @@ class SiteRun:
         self.mine = self.terms.names.index(site.config.name)
         self._caches: tuple[int, Tree] = (-1, ())
         if (self.folder / "data").read_text() != site.dataset_id:
-            raise Refused("changed", "the data changed after the run began")
+            raise Refused("changed", "the data differ from those the run began with; put them back")
 
     @staticmethod
-    def make(site: SiteData, terms: Terms) -> SiteRun:
-        """Create the run's folder in one step."""
+    def make(site: SiteData, terms: Terms, account: str) -> SiteRun:
+        """Create the run's folder in one step. The account pays for all of the run."""
         final = site.runs / terms.run
         new = site.runs / f".{terms.run}"
         new.mkdir(mode=0o700, exist_ok=True)
         files.write(new / "terms.json", terms.json().encode())
         files.write(new / "data", site.dataset_id.encode())
+        files.write(new / "columns", json.dumps(site.columns).encode())
+        files.write(new / "account", account.encode())
         files.write(new / "secret", secrets.token_bytes(32))
         files.write(new / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
         files.write(new / "spec.toml", terms.spec.encode())
@@ -91,6 +93,11 @@ class SiteRun:
             return (self.folder / "secret").read_bytes()
         except FileNotFoundError:
             raise Refused("order", "the run is over, and its secret is deleted") from None
+
+    @cached_property
+    def account(self) -> str:
+        """Who pays for this run, from its beginning to its end."""
+        return (self.folder / "account").read_text()
 
     def _derived(self, purpose: bytes, about: str = "") -> bytes:
         return hashlib.blake2b(about.encode(), key=self.secret, person=purpose, digest_size=32).digest()
@@ -134,11 +141,12 @@ class SiteRun:
 
     @cached_property
     def dataset(self) -> Dataset:
-        if self.site.dataset_id != self.site.identify():
-            raise Refused("changed", "the data changed while the site was running")
+        agreed = (self.folder / "data").read_text()
         dataset = self.site.load("none" if self.terms.cells else self.terms.resolved.source.normalize)
-        if self.site.dataset_id != self.site.identify():
+        if self.site.dataset_id != agreed:
             raise Refused("changed", "the data changed while they were read")
+        if list(dataset.features) != json.loads((self.folder / "columns").read_text()):
+            raise Refused("changed", "the columns have another order than when the run began; put them back")
         return dataset
 
     def _chooser(self) -> Source:
@@ -268,12 +276,12 @@ class SiteRun:
             memory = round_plan.stage.local.update_memory(update, broadcast, memory)
         files.write(self.folder / "pending", pack(StoredMemory(torch.tensor([t + 1, round_plan.first]), memory)))
 
-    def settle(self, ledger: Ledger, who: str) -> None:
+    def settle(self, ledger: Ledger) -> None:
         """Make the pending memory valid if its round was charged. A kill may have come between the two."""
         pending = self.folder / "pending"
         if pending.exists():
             stored = unpack(pending.read_bytes(), StoredMemory(torch.zeros(2), ()))
-            if ledger.charged(self.terms.run, who, int(stored.numbers[0]) - 1):
+            if ledger.charged(self.terms.run, self.account, int(stored.numbers[0]) - 1):
                 files.move(pending, self.folder / "memory")
 
     def look(self, t: int, broadcast: Broadcast) -> None:
@@ -299,14 +307,34 @@ class SiteRun:
 
     # ---------------------------------------------------------------------------------------------- secure aggregation
 
-    def revealed(self, t: int) -> list[str] | None:
-        """The survivors for whom shares were revealed in round t, or None. A second list is refused."""
+    def keep_offers(self, t: int, offers: Mapping[str, bytes]) -> None:
+        """Store what this site masks with, before the masked vector leaves: later messages do not carry it again."""
+        arrays = {name: np.frombuffer(offer, np.uint8) for name, offer in offers.items()}
+        files.write(self.folder / "offers", wire.encode("offers", {"t": t}, arrays))
+
+    def offers(self, t: int) -> dict[str, bytes]:
+        """The offers that this site masked with in round t, its latest."""
+        path = self.folder / "offers"
+        stored = wire.decode(path.read_bytes()) if path.exists() else None
+        if stored is None or stored.fields["t"] != t:
+            raise Refused("order", f"round {t} is not the latest that this site has masked")
+        return {name: offer.tobytes() for name, offer in stored.arrays.items()}
+
+    def agreed(self, t: int) -> list[str] | None:
+        """The survivors that this site confirmed, or revealed shares for, in round t; None: none yet."""
         path = self.folder / f"survivors-{t}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
     def will_reveal(self, t: int, survivors: list[str]) -> None:
-        if self.revealed(t) is None:
+        if self.agreed(t) is None:
             files.write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
+        self._witness_survivors(t, survivors)
+
+    def _witness_survivors(self, t: int, survivors: list[str]) -> None:
+        """Write the list into the ledger's chain too, so that an older copy of the folder without it is refused."""
+        entry = Charge(self.account, t, SURVIVORS, 0.0, 1.0, 1, f"{self.terms.run} {SURVIVORS}")
+        with self.site.ledger() as ledger:
+            ledger.note(entry, json.dumps(survivors).encode())
 
     # --------------------------------------------------------------------------------------------------------- the end
 
@@ -325,7 +353,7 @@ class SiteRun:
             self.folder,
             self.plan,
             self.terms.run,
-            self.site.dataset_id,
+            self.account,
             self.site.config.epsilon,
             spec=self.terms.spec,
             schema=self.folder / SCHEMA if self.terms.cells else None,
@@ -338,7 +366,7 @@ class SiteRun:
 
     def _certify_evaluation(self) -> None:
         """The site's own certificate of the evaluation that it answered, in evaluation/; none if it answered none."""
-        name, who = testing.plan_name(self.terms.run), testing.account(self.site.dataset_id)
+        name, who = testing.plan_name(self.terms.run), testing.account(self.account)
         with self.site.ledger() as ledger:
             if ledger.release(name, who, 0) is None:
                 return
@@ -393,10 +421,7 @@ class SiteRun:
             paid = len({row.round for row in ledger.rows() if row.plan == name})
         about = {"epsilon": limit, "delta": site.config.delta, "spent": spent, "rounds": paid}
         cert |= {"site": {"name": site.config.name, "client": self.mine, "data": site.dataset_id, **about}}
-        signer = None
-        with suppress(SordinoError):  # without a key of its own, the site's certificate stays unsigned
-            signer = of_site(site.identity)
-        cert, text = issue(cert, signer)
+        cert, text = issue(cert, site.signer)  # without a key of its own, the site's certificate stays unsigned
         files.write(out / "statement.md", text.encode())
         return cert
 

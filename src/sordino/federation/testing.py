@@ -45,9 +45,9 @@ from sordino.version import __version__
 ACCOUNT = "tests"  # the account of the test records in a site's ledger ends in this
 
 
-def account(dataset_id: str) -> str:
-    """Who pays for evaluations: the test records of a site's data."""
-    return f"{dataset_id} {ACCOUNT}"
+def account(who: str) -> str:
+    """Who pays for evaluations: the test records, beside the account that pays for training."""
+    return f"{who} {ACCOUNT}"
 
 
 def plan_name(run: str) -> str:

@@ -1,13 +1,19 @@
-"""Calibrated intercepts: two more rounds, which make the mean predicted probabilities those that were observed.
+"""Calibrated risks: last rounds that make predicted probabilities those that were observed.
 
-A clip cuts the gradients of a rare class more often than those of a common one, because its residuals are larger. That
-weighs the classes, and weights on classes move the intercepts of a logistic model and hardly anything else: risks are
-too low for the rare class, while their order is right. The last rounds release two vectors of class shares, those of
-the labels and those of the predictions, and shift each intercept by the logarithm of their quotient. The more the
-predictions vary, the less a shift changes their mean; the second round measures that on the shift of the first.
+Intercepts. A clip cuts the gradients of a rare class more often than those of a common one, because its residuals are
+larger. That weighs the classes, and weights on classes move the intercepts of a logistic model and hardly anything
+else: risks are too low for the rare class, while their order is right. Two rounds release two vectors of class shares,
+those of the labels and those of the predictions, and shift each intercept by the logarithm of their quotient. The more
+the predictions vary, the less a shift changes their mean; the second round measures that on the shift of the first.
 
 One record adds (one-hot label, probabilities). Its norm is at most sqrt(2), and two such terms have an inner product of
 at least 0, so replacing one costs 2. At person level a person's records are added up, and clipped to twice that.
+
+Slope, of two classes. Noise in the weights makes risks vary more than the features justify: high ones are too high, low
+ones too low. One more round releases eight means (`Ask.slope`), none of them negative and of norm at most sqrt(2), so
+they cost what the shares cost. They hold the score and the information of a factor on all log-odds, next to which the
+intercept is free: one step of Newton's method for its root, shortened by the share of noise in it. A third round of
+shares then settles the intercepts again.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Unit
+from sordino.core import MOST_LOG_ODDS, Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
@@ -23,6 +29,7 @@ ROUNDS = 2
 MOST_SHARE = 0.5
 RECORDS_OF_A_PERSON = 2  # that count fully; a person with more counts as two, because more would need more noise
 LEAST_CLASS = 1e-6  # of the shares of a class
+SLOPES, ROOT_PRIOR = (0.1, 1.5), 0.3  # least and largest factor on log-odds; standard deviation of its root around 1
 RESPONSE = (0.3, 1.0)  # of mean predictions to a shift, in logarithms: 1 if all predictions are alike and small
 
 
@@ -36,26 +43,54 @@ class CalibrationState(NamedTuple):
     std: Tensor  # of the noise on one share of one round
 
 
-def calibrated(method: Method, share: float) -> Method:
-    """The method, followed by two rounds that calibrate the intercepts of its linear model.
+class SlopeState(NamedTuple):
+    """The model, and the noise on one mean."""
+
+    model: Tensor
+    std: Tensor
+
+
+def calibrated(method: Method, share: float, slope: float = 0.0) -> Method:
+    """The method, followed by rounds that calibrate the intercepts, and the slope, of its linear model.
 
     Args:
         method: A method for records or persons.
-        share: Part of mu squared for these rounds; 0 returns the method unchanged.
+        share: Part of mu squared for the intercepts; 0 returns the method unchanged.
+        slope: Part of mu squared for the slope of two classes; 0 leaves the slope as it is.
 
     Returns:
-        The method with one more stage.
+        The method with one more stage, or with three for a slope.
 
     Raises:
-        SordinoError: The share is out of range, or the method is at client level.
+        SordinoError: A share is out of range, or the method is at client level.
     """
+    if slope and not share:
+        raise SordinoError("calibrate_slope: a slope moves the mean risk, so intercepts follow; set calibrate too.")
     if not share:
         return method
     if not 0 < share <= MOST_SHARE:
         raise SordinoError(f"calibrate: {share} must lie in (0, {MOST_SHARE}], a part of the budget; 0.1 is usual.")
+    if slope and not 0 < slope <= MOST_SHARE - share:
+        raise SordinoError(
+            f"calibrate_slope: {slope} must be above 0, and together with calibrate ({share}) at most {MOST_SHARE}."
+        )
     if method.unit is Unit.CLIENT:
         raise SordinoError("calibrate: it is proved for records and persons; leave it out at client level.")
+    clip = (RECORDS_OF_A_PERSON if method.unit is Unit.PERSON else 1) * math.sqrt(2)
     last = method.stages[-1].rule
+    if slope:
+        first = _intercepts(last, clip, share * ROUNDS / (ROUNDS + 1), ROUNDS)
+        second = _slope(first.rule, clip, slope)
+        added: tuple[Stage, ...] = first, second, _intercepts(second.rule, clip, share / (ROUNDS + 1), 1)
+    else:
+        added = (_intercepts(last, clip, share, ROUNDS),)
+    stages = (*(stage.with_part(1 - share - slope) for stage in method.stages), *added)
+    registered = None if method.by_hand else (stages, method.proves)
+    return method._replace(stages=stages, registered=registered)
+
+
+def _intercepts(last: Rule, clip: float, share: float, rounds: int) -> Stage:
+    """Shift intercepts until the mean predictions are the observed shares. last: the rule of the stage before."""
 
     def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
         return ask.calibration(broadcast.extras)
@@ -83,8 +118,35 @@ def calibrated(method: Method, share: float) -> Method:
         return model - theta, CalibrationState(model, labels, predicted, shift, state.std)
 
     rule = Rule(init, update, broadcast=lambda state: state.model, model=lambda theta, state: state.model)
-    whole = RECORDS_OF_A_PERSON if method.unit is Unit.PERSON else 1
-    query = Query(Kind.CALIBRATION, whole * math.sqrt(2), share=share, psd=True)
-    stages = (*(stage.with_part(1 - share) for stage in method.stages), Stage(Local(compute), rule, (query,), ROUNDS))
-    registered = None if method.by_hand else (stages, method.proves)
-    return method._replace(stages=stages, registered=registered)
+    return Stage(Local(compute), rule, (Query(Kind.CALIBRATION, clip, share=share, psd=True),), rounds)
+
+
+def _slope(last: Rule, clip: float, share: float) -> Stage:
+    """Multiply all log-odds by one factor. last: the rule of the stage before, which leaves the mean risk right."""
+
+    def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
+        return ask.slope(broadcast.extras)
+
+    def init(theta: Tensor, facts: Facts, before: Tree) -> SlopeState:
+        std = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
+        return SlopeState(last.model(theta, before), std)
+
+    def update(means: Tensor, state: SlopeState, theta: Tensor, t: int) -> tuple[Tensor, SlopeState]:
+        label_up, up, label_down, down, w, w_up, w_down, w_square = means.double().unsqueeze(-1).unbind(-2)
+        std = state.std.double()
+        score = (up - label_up) + (down - label_down)  # the mean of (p - y) t, because t = t+ - t-
+        w = w.clamp(min=LEAST_CLASS, max=0.25).maximum(std)
+        information = (w_square - (w_up - w_down).square() / w).maximum(std).clamp_min(LEAST_CLASS)
+        # Newton's step for the root of the factor: a step for the factor itself goes too far where risks are too sure.
+        curve = MOST_LOG_ODDS * information
+        step = -score / (2 * curve + score).maximum(curve)
+        variance = (std / curve).square()  # of the four means in the score
+        factor = (1 + step * ROOT_PRIOR**2 / (ROOT_PRIOR**2 + variance)).square().clamp(*SLOPES)
+        # The intercept that keeps the mean risk, to first order: half of the shift for each of the two classes.
+        shift = -MOST_LOG_ODDS * (w_up - w_down) / w * (factor - 1) / 2
+        model = state.model.double() * factor
+        model = torch.cat([model[..., :-2], model[..., -2:] + torch.cat([-shift, shift], -1)], -1).to(theta)
+        return model - theta, SlopeState(model, state.std)
+
+    rule = Rule(init, update, broadcast=lambda state: state.model, model=lambda theta, state: state.model)
+    return Stage(Local(compute), rule, (Query(Kind.SLOPE, clip, share=share, psd=True),), rounds=1)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, Shard
+from sordino.core import MOST_LOG_ODDS, SAFETY, Shard
 from sordino.errors import SordinoError
 from sordino.models import kernel
 from sordino.models.arithmetic import exact_arithmetic, product_rows
@@ -246,6 +246,33 @@ class Linear:
             return (factor.unsqueeze(-2) @ terms).squeeze(-2)
 
         return sum_over(shard, total, self._rows(theta, shard))
+
+    @exact_arithmetic()
+    def slope_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """The sum of the eight numbers that `Ask.slope` lists, each record's clipped to norm `clip`; sqrt(2) cuts none.
+
+        No number is negative. For log-odds of 0 or more the squares add up to at most t^2 (1 + p^2) + 3 w^2 <= 2, and
+        for others the same holds with 1 - p in place of p.
+        """
+        if self.kind is not Loss.SOFTMAX or self.outputs != 2:
+            raise SordinoError("calibrate_slope: a slope is calibrated for two classes.")
+        theta = theta.to(shard.x)
+
+        def total(part: Shard) -> Tensor:
+            part = self._usable(part)
+            z = self.logits(theta, part.x).double()
+            odds = z[..., 1] - z[..., 0]
+            fine = torch.isfinite(odds)
+            odds = torch.where(fine, odds, 0.0)
+            t, p = (odds / MOST_LOG_ODDS).clamp(-1, 1), odds.sigmoid()
+            up, down, y = t.clamp_min(0), (-t).clamp_min(0), (part.y == 1).double().expand_as(t)
+            w = p * (1 - p)
+            numbers = (y * up, p * up, (1 - y) * down, (1 - p) * down, w, w * up, w * down, w * t * t)
+            terms = torch.stack(numbers, -1) * fine.unsqueeze(-1)
+            factor = shared_bound(torch.linalg.vector_norm(terms, dim=-1), clip, part) * part.mask
+            return (terms * factor.unsqueeze(-1)).sum(-2)
+
+        return sum_over(shard, total)
 
     @exact_arithmetic()
     def gram_sum(self, shard: Shard, clip: float) -> Tensor:

@@ -7,7 +7,8 @@ eigenvector of A, and h is the curvature there, the best linear step is Kalman's
     theta <- theta - K G,   K = P h / (h^2 P + nu^2),   P <- P - (P h)^2 / ((1 + doubt) h^2 P + nu^2)
 
 Without noise this is Newton's step, 1 / h. With much noise it is gradient descent with step P h / nu^2, which decreases
-with P as releases are averaged. For least squares of labels in [-1, 1] the same holds everywhere, with H = A. `doubt`
+with P as releases are averaged. For least squares of labels in [-1, 1] the same holds everywhere, with H = A. There
+nothing saturates, and too small an h makes steps that overshoot, so h is at least the edge of the noise on A. `doubt`
 concerns h, which decreases as the model fits: it keeps P and the steps above 0. The curvature of a Poisson rate grows
 with it, so h is multiplied by the rate of the mean record where that is above 1.
 """
@@ -52,13 +53,18 @@ def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
     rows = A.shape[-1]
     noised, vectors = torch.linalg.eigh((A + A.transpose(-1, -2)).double() / 2)
     std = std.to(noised)
-    edge = std * math.sqrt(2 * rows)
+    edge = edge_of(std, rows)
     trace = noised.sum(-1, keepdim=True).maximum(std * math.sqrt(rows)).clamp(FLOOR**3 * most, most)
     above = noised > edge
     value = torch.where(above, (noised + (noised.square() - edge.square()).clamp_min(0).sqrt()) / 2, 0.0).minimum(trace)
     rest = (trace - value.sum(-1, keepdim=True)).maximum(std) / (~above).sum(-1, keepdim=True).clamp_min(1)
     value = torch.where(above, value, rest.minimum(trace / rows)).maximum(FLOOR * trace / rows)
     return value.to(A.dtype), vectors.to(A.dtype)
+
+
+def edge_of(std: Tensor, rows: int) -> Tensor:
+    """The largest eigenvalue of symmetric noise with this std on its diagonal."""
+    return std * math.sqrt(2 * rows)
 
 
 def estimate_covariance(most: float) -> Rule:
@@ -115,7 +121,10 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
             value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
         length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
         residual = LABEL if facts.numeric else math.sqrt(1 - 1 / outputs)  # |p - y| at zero
-        h = value / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
+        certain = value
+        if facts.numeric and not facts.rates:  # an eigenvalue below the edge may be as large as it: step no further
+            certain = value.maximum(edge_of(before.noise.to(value), rows))
+        h = certain / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
         if facts.numeric:  # a larger model would be a wrong one
             after = before._replace(vectors=V, curvature=h, variance=prior**2 / (rows * value), noise=nu.square())
             ones = torch.ones_like(theta[..., :1])

@@ -1,15 +1,15 @@
-"""The three messages of a round, signed: an offer, a masked vector, a reveal.
+"""The messages of a round, signed: an offer, a masked vector, a confirmation, a reveal.
 
-Each is a wire message whose last array is an Ed25519 signature of all the bytes before it. Each names its run, plan,
-roster, threshold, round and sender, so it is valid nowhere else. A reader returns a message after it has checked every
-field, or raises SordinoError.
+A confirmation is a signature alone. Each of the others is a wire message whose last array is an Ed25519 signature of
+all the bytes before it. Each names its run, plan, roster, threshold, round and sender, so it is valid nowhere else. A
+reader returns a message after it has checked every field, or raises SordinoError.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,29 +47,30 @@ class Masked(NamedTuple):
     """The contents of a masked message."""
 
     vector: UInt32Array
-    offers_sha256: str
-    seal: str  # a signature over the offers that the vector was masked with, as hex
+    shown_sha256: str
+    seal: str  # a signature over what the site was shown, as hex
 
 
 class Reveal(NamedTuple):
     """The contents of a reveal."""
 
-    offers_sha256: str
+    shown_sha256: str
     seeds: dict[str, int]  # shares of survivors' self-mask seeds
     keys: dict[str, int]  # shares of the others' ephemeral keys
 
 
-def offers_sha256(offers: Mapping[str, bytes]) -> str:
-    """The hash of all offers of a round, sorted by name.
+def shown_sha256(offers: Mapping[str, bytes], request: str = "") -> str:
+    """The hash of what a site was shown in a round: all offers, sorted by name, and the request it answers.
 
     Args:
       offers: the offers, by name.
+      request: a hash of the request, which holds the model; "" where there is none.
 
     Returns:
       64 hexadecimal digits.
     """
     parts = [part for name in sorted(offers) for part in (name, hashlib.sha256(offers[name]).digest())]
-    return hashlib.sha256(joined("offers", *parts)).hexdigest()
+    return hashlib.sha256(joined("shown", request, *parts)).hexdigest()
 
 
 def commitment(session: Session, round: int, name: str, seed: bytes) -> bytes:
@@ -85,14 +86,14 @@ def write_offer(member: Member, round: int, offer: Offer) -> bytes:
     return _write(member, "secagg-offer", round, fields, {"boxes": offer.boxes})
 
 
-def write_masked(member: Member, round: int, offers: str, vector: UInt32Array) -> bytes:
-    seal = member.identity.sign(_sealed(member.session, round, member.name, offers))
-    fields = {"offers_sha256": offers, "dimension": vector.size, "seal": seal.hex()}
+def write_masked(member: Member, round: int, shown: str, vector: UInt32Array) -> bytes:
+    seal = member.identity.sign(_sealed(member.session, round, member.name, shown))
+    fields = {"shown_sha256": shown, "dimension": vector.size, "seal": seal.hex()}
     return _write(member, "secagg-masked", round, fields, {"vector": vector})
 
 
 def write_reveal(member: Member, round: int, reveal: Reveal) -> bytes:
-    fields = {"offers_sha256": reveal.offers_sha256, "survivors": list(reveal.seeds), "dropped": list(reveal.keys)}
+    fields = {"shown_sha256": reveal.shown_sha256, "survivors": list(reveal.seeds), "dropped": list(reveal.keys)}
     arrays = {"seeds": _rows(list(reveal.seeds.values())), "keys": _rows(list(reveal.keys.values()))}
     return _write(member, "secagg-reveal", round, fields, arrays)
 
@@ -143,9 +144,9 @@ def read_masked(session: Session, round: int, sender: str, data: bytes, dimensio
       SordinoError: a field or a signature is wrong.
     """
     most = 4 * (DIMENSION if dimension is None else dimension)
-    names = ("offers_sha256", "dimension", "seal"), ("vector",)
+    names = ("shown_sha256", "dimension", "seal"), ("vector",)
     message, refuse = _read(session, "secagg-masked", round, sender, data, _HEAD, most, *names)
-    offers, seal = (_hex(message, key, size, refuse).hex() for key, size in (("offers_sha256", 32), ("seal", 64)))
+    offers, seal = (_hex(message, key, size, refuse).hex() for key, size in (("shown_sha256", 32), ("seal", 64)))
     size = message.fields["dimension"]
     if type(size) is not int or not 1 <= size <= DIMENSION or (dimension is not None and size != dimension):
         raise refuse("its dimension is another" if dimension is not None else "its dimension is out of bounds")
@@ -171,10 +172,10 @@ def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Revea
       SordinoError: a field or the signature is wrong.
     """
     sites = len(session.roster)
-    names = ("offers_sha256", "survivors", "dropped"), ("seeds", "keys")
+    names = ("shown_sha256", "survivors", "dropped"), ("seeds", "keys")
     head, body = _HEAD + _NAME * sites, shamir.SIZE * sites
     message, refuse = _read(session, "secagg-reveal", round, sender, data, head, body, *names)
-    offers = _hex(message, "offers_sha256", 32, refuse).hex()
+    offers = _hex(message, "shown_sha256", 32, refuse).hex()
     shares, listed = list[dict[str, int]](), list[str]()
     for field, array in zip(names[0][1:], names[1], strict=True):
         site_names = message.fields[field]
@@ -195,16 +196,26 @@ def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Revea
     return Reveal(offers, *shares)
 
 
-def check_seal(session: Session, round: int, sender: str, offers: str, seal: object) -> None:
-    """Check the sender's signature that it masked with these offers."""
-    try:
-        signature = bytes.fromhex(seal) if isinstance(seal, str) and len(seal) == 128 and _HEX.fullmatch(seal) else b""
-        _key(session, sender).verify(signature, _sealed(session, round, sender, offers))
-    except InvalidSignature:
+def check_seal(session: Session, round: int, sender: str, shown: str, seal: object) -> None:
+    """Check the sender's signature that it was shown the same."""
+    if not _signed_by(session, sender, seal, _sealed(session, round, sender, shown)):
         raise SordinoError(
-            f"seal of '{sender}': it did not sign that it masked with the same offers; the server must show all sites "
-            "the same offers, and otherwise start a new round."
-        ) from None
+            f"seal of '{sender}': it did not sign that it masked with the same offers, for the same request; the "
+            "server must show all sites the same, and otherwise start a new round."
+        )
+
+
+def write_confirmation(member: Member, round: int, shown: str, survivors: Iterable[str]) -> str:
+    """The signature of a site that agrees on the survivors of a round, as hex."""
+    return member.identity.sign(_confirmed(member.session, round, member.name, shown, survivors)).hex()
+
+
+def confirms(
+    session: Session, round: int, sender: str, shown: str, survivors: Iterable[str], confirmation: object
+) -> bool:
+    """Whether a site has signed that it was shown the same and that these are the survivors."""
+    session.roster.position(sender)
+    return _signed_by(session, sender, confirmation, _confirmed(session, round, sender, shown, survivors))
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
@@ -289,8 +300,21 @@ def _signed(body: bytes) -> bytes:
     return joined("sordino secagg message") + body
 
 
-def _sealed(session: Session, round: int, sender: str, offers: str) -> bytes:
-    return joined("sordino secagg seal", session.context, round, sender, offers)
+def _sealed(session: Session, round: int, sender: str, shown: str) -> bytes:
+    return joined("sordino secagg seal", session.context, round, sender, shown)
+
+
+def _confirmed(session: Session, round: int, sender: str, shown: str, survivors: Iterable[str]) -> bytes:
+    return joined("sordino secagg confirmation", session.context, round, sender, shown, *sorted(survivors))
+
+
+def _signed_by(session: Session, sender: str, signature: object, text: bytes) -> bool:
+    whole = isinstance(signature, str) and len(signature) == 128 and _HEX.fullmatch(signature)
+    try:
+        _key(session, sender).verify(bytes.fromhex(str(signature)) if whole else b"", text)
+    except InvalidSignature:
+        return False
+    return True
 
 
 def _hex(message: Message, field: str, size: int, refuse: _Refuse) -> bytes:

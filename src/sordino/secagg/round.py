@@ -2,14 +2,20 @@
 
     site     offer      a fresh public key, and for every peer an encrypted share of its private key and of a seed
     site     masked     vector + PRG(seed) ± PRG(shared key of two sites), for every peer with an offer
+    site     confirm    a signature over the survivors, those whose masked vectors the server has
     site     reveal     for each survivor a share of its seed, for each dropped site a share of its key
     server   open_sum   subtracts the streams of the seeds, and the masks between survivors and dropped sites
 
-An offer may travel with the reply of the previous round, so a round takes two exchanges. What a site sends depends on
-its secret, the round and the messages it received: after a crash it sends the same again. Before it sends them, the
-site must store the bytes of `masked` and the survivors of `reveal`, because two of either in one round reveal too much:
-two vectors under one mask give their difference, and two lists of survivors give both kinds of shares. For the same
-reason a failed round is not repeated: the next round has other keys.
+An offer may travel with the reply of the previous round, so a round takes three exchanges. What a site sends depends
+on its secret, the round and the messages it received: after a crash it sends the same again. Before it sends them, the
+site must store the bytes of `masked` and the survivors of `confirm` or `reveal`, because two of either in one round
+reveal too much: two vectors under one mask give their difference, and two lists of survivors give both kinds of shares.
+For the same reason a failed round is not repeated: the next round has other keys.
+
+A server that tells sites of different survivors opens nothing. A site reveals only if `threshold` survivors confirmed
+its list, an honest site confirms one list per round, and 2 * threshold exceeds the number of sites and colluders
+(`Session.of`): two lists never get enough confirmations. So the sum that opens has at least `threshold` vectors, and
+all of its sites were shown the same offers and the same request.
 """
 
 from __future__ import annotations
@@ -32,10 +38,12 @@ from sordino.secagg.messages import (
     Reveal,
     check_seal,
     commitment,
-    offers_sha256,
+    confirms,
     read_masked,
     read_offer,
     read_reveal,
+    shown_sha256,
+    write_confirmation,
     write_masked,
     write_offer,
     write_reveal,
@@ -121,7 +129,12 @@ def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32
 
 
 def masked(
-    member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32Array, before: bytes | None = None
+    member: Member,
+    round: int,
+    offers: Mapping[str, bytes],
+    vector: UInt32Array,
+    before: bytes | None = None,
+    request: str = "",
 ) -> bytes:
     """The message with the masked vector.
 
@@ -131,6 +144,7 @@ def masked(
       offers: the offers of all sites, by name.
       vector: the site's vector.
       before: the message that this site stored in this round, if any. The result is then the same bytes.
+      request: a hash of the request that the vector answers. All sites of a sum must answer the same one.
 
     Returns:
       The signed message.
@@ -139,7 +153,7 @@ def masked(
       SordinoError: an offer or the vector is invalid, or the message would differ from `before`.
     """
     hidden = mask(member, round, offers, vector)
-    message = write_masked(member, round, offers_sha256(offers), hidden)
+    message = write_masked(member, round, shown_sha256(offers, request), hidden)
     if before is not None and before != message:
         raise SordinoError(
             f"round: '{member.name}' masked another vector, or with other offers, in round {round} before; send "
@@ -149,7 +163,7 @@ def masked(
 
 
 def seals(session: Session, round: int, masked: Mapping[str, bytes]) -> dict[str, str]:
-    """The survivors' signatures over the offers that they masked with, for the server to pass on.
+    """The survivors' signatures over what they were shown, for the server to pass on.
 
     Args:
       session: the session.
@@ -165,13 +179,49 @@ def seals(session: Session, round: int, masked: Mapping[str, bytes]) -> dict[str
     return {name: read_masked(session, round, name, data).seal for name, data in masked.items()}
 
 
+def confirm(
+    member: Member,
+    round: int,
+    offers: Mapping[str, bytes],
+    survivors: Sequence[str],
+    seals: Mapping[str, str],
+    before: Sequence[str] | None = None,
+    request: str = "",
+) -> str:
+    """This site's signature over the list of survivors.
+
+    Args:
+      member: the site.
+      round: the number of the round.
+      offers: the offers of all sites, by name.
+      survivors: the sites whose masked vectors the server has.
+      seals: the signatures of `seals`. They prove that all survivors were shown the same offers and the same request;
+        a server that shows them different ones could otherwise isolate one.
+      before: the survivors that this site confirmed or revealed for in this round before, if any.
+      request: a hash of the request that this site answered.
+
+    Returns:
+      The signature as hex.
+
+    Raises:
+      SordinoError: the survivors are too few or do not fit the offers, a seal is wrong, or the list differs from
+        `before`.
+    """
+    _alive(member, round, _verified(member, round, offers), survivors, before)
+    shown = shown_sha256(offers, request)
+    for name in sorted(survivors):
+        check_seal(member.session, round, name, shown, seals.get(name))
+    return write_confirmation(member, round, shown, survivors)
+
+
 def reveal(
     member: Member,
     round: int,
     offers: Mapping[str, bytes],
     survivors: Sequence[str],
+    confirmations: Mapping[str, str],
     before: Sequence[str] | None = None,
-    seals: Mapping[str, str] | None = None,
+    request: str = "",
 ) -> bytes:
     """One share for each peer in `offers`: of its seed if it survived, otherwise of its key.
 
@@ -180,39 +230,20 @@ def reveal(
       round: the number of the round.
       offers: the offers of all sites, by name.
       survivors: the sites whose masked vectors the server has.
-      before: the survivors for which this site revealed shares in this round before, if any. Another list is refused,
-        because it would give both kinds of shares of one peer.
-      seals: the signatures of `seals`. They prove that all survivors masked with the same offers; a server that shows
-        different offers to its sites could otherwise isolate one.
+      confirmations: the survivors' signatures of `confirm` over the same list, at least as many as the threshold.
+      before: the survivors that this site confirmed or revealed for in this round before, if any. Another list is
+        refused, because it would give both kinds of shares of one peer.
+      request: a hash of the request that this site answered.
 
     Returns:
       The signed message.
 
     Raises:
-      SordinoError: the survivors are too few or do not fit the offers, a seal is wrong, or the list differs from
-        `before`.
+      SordinoError: the survivors are too few or do not fit the offers, too few of them confirmed the list, or the list
+        differs from `before`.
     """
     session, verified = member.session, _verified(member, round, offers)
-    alive = {name for name in survivors if isinstance(name, str)}
-    if len(alive) != len(survivors) or not alive <= set(verified):
-        raise SordinoError("survivors: each must have sent an offer and be named once.")
-    if member.name not in alive:
-        raise SordinoError(
-            f"survivors: '{member.name}' is not among them; it does not open a sum without its own vector."
-        )
-    if len(alive) < session.threshold:
-        raise SordinoError(
-            f"survivors: {len(alive)} are too few, {session.threshold} are needed; the round is lost, start the next."
-        )
-    if before is not None and set(before) != alive:
-        raise SordinoError(
-            f"survivors: '{member.name}' revealed for other survivors in round {round} before; send that reveal "
-            "again, because a second list would open single vectors."
-        )
-    digest = offers_sha256(offers)
-    if seals is not None:
-        for name in sorted(alive):
-            check_seal(session, round, name, digest, seals.get(name))
+    alive = _alive(member, round, verified, survivors, before)
     seeds, keys = dict[str, int](), dict[str, int]()
     for name, theirs in verified.items():
         key, seed = _shares(member, round, name, theirs)
@@ -220,7 +251,14 @@ def reveal(
             seeds[name] = seed
         else:
             keys[name] = key
-    return write_reveal(member, round, Reveal(digest, seeds, keys))
+    shown = shown_sha256(offers, request)
+    agreed = [name for name in alive if confirms(session, round, name, shown, alive, confirmations.get(name))]
+    if len(agreed) < session.threshold:
+        raise SordinoError(
+            f"confirmations: {len(agreed)} sites confirmed this list of survivors, {session.threshold} are needed; the "
+            "server must show all sites the same list, and otherwise start a new round."
+        )
+    return write_reveal(member, round, Reveal(shown, seeds, keys))
 
 
 # ------------------------------------------------------------------------------------------------------ at the server
@@ -232,6 +270,7 @@ def open_sum(
     offers: Mapping[str, bytes],
     masked: Mapping[str, bytes],
     reveals: Mapping[str, bytes],
+    request: str = "",
 ) -> UInt32Array:
     """The sum of the survivors' vectors modulo 2^32. The survivors are the sites in `masked`.
 
@@ -243,6 +282,7 @@ def open_sum(
       offers: the offers of all sites, by name.
       masked: the masked messages of the survivors, by name.
       reveals: the reveals, by name.
+      request: a hash of the request that the sites answered.
 
     Returns:
       The sum.
@@ -251,15 +291,15 @@ def open_sum(
       WrongShareError: the share of one site is wrong; try again without it.
       SordinoError: a message is invalid, or there are too few.
     """
-    verified, digest = _offers(session, round, offers), offers_sha256(offers)
+    verified, digest = _offers(session, round, offers), shown_sha256(offers, request)
     _enough(session, "masked", masked, verified)
     _enough(session, "reveals", reveals, masked)
     vectors = {name: read_masked(session, round, name, masked[name]) for name in _sorted(session, masked)}
     _agree(vectors, digest)
     revealed = {name: read_reveal(session, round, name, reveals[name]) for name in _sorted(session, reveals)}
     for name, each in revealed.items():
-        if each.offers_sha256 != digest:
-            raise SordinoError(f"reveal of '{name}': it is for other offers; leave it out.")
+        if each.shown_sha256 != digest:
+            raise SordinoError(f"reveal of '{name}': it is for other offers, or another request; leave it out.")
         if each.seeds.keys() != vectors.keys() or each.keys.keys() != verified.keys() - vectors.keys():
             raise SordinoError(f"reveal of '{name}': it is for other survivors; leave it out.")
 
@@ -327,6 +367,30 @@ def _verified(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[s
     return _offers(member.session, round, offers)
 
 
+def _alive(
+    member: Member, round: int, verified: Mapping[str, Offer], survivors: Sequence[str], before: Sequence[str] | None
+) -> set[str]:
+    """The survivors, after checking the list."""
+    alive = {name for name in survivors if isinstance(name, str)}
+    if len(alive) != len(survivors) or not alive <= set(verified):
+        raise SordinoError("survivors: each must have sent an offer and be named once.")
+    if member.name not in alive:
+        raise SordinoError(
+            f"survivors: '{member.name}' is not among them; it does not open a sum without its own vector."
+        )
+    if len(alive) < member.session.threshold:
+        raise SordinoError(
+            f"survivors: {len(alive)} are too few, {member.session.threshold} are needed; the round is lost, start the "
+            "next."
+        )
+    if before is not None and set(before) != alive:
+        raise SordinoError(
+            f"survivors: '{member.name}' agreed to other survivors in round {round} before; show that list again, "
+            "because a second one would open single vectors."
+        )
+    return alive
+
+
 def _enough(
     session: Session, what: str, messages: Mapping[str, bytes], expected: Sequence[str] | Mapping[str, object]
 ) -> None:
@@ -348,8 +412,10 @@ def _sorted(session: Session, names: Mapping[str, object]) -> list[str]:
 def _agree(vectors: Mapping[str, Masked], digest: str) -> None:
     size = next(iter(vectors.values())).vector.size
     for name, each in vectors.items():
-        if each.offers_sha256 != digest:
-            raise SordinoError(f"masked of '{name}': it is masked with other offers; leave it out.")
+        if each.shown_sha256 != digest:
+            raise SordinoError(
+                f"masked of '{name}': it is masked with other offers, or for another request; leave it out."
+            )
         if each.vector.size != size:
             raise SordinoError(f"masked of '{name}': it has {each.vector.size} numbers, others {size}; leave it out.")
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sordino.core import Adjacency, Privacy, Trust, Unit
+from sordino.data.identity import records_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.records import Records, check_person_clients
 from sordino.data.sources import labelled
@@ -169,7 +170,8 @@ def join_ledger(prepared: PreparedEvaluation, path: str | Path, limit: float | N
       SordinoError: the evaluation is not certified, or the ledger cannot be used.
     """
     cert = certificate(prepared.plan, prepared.source, version=__version__)
-    digest = shared_ledger.file_digest(prepared.data)
+    schema = prepared.run.schema
+    digest = records_digest(prepared.data, dialect=None if schema is None else schema.dialect)
     return shared_ledger.join(prepared.plan, path, limit, data=digest, reasons=cert["reasons"])
 
 

@@ -128,7 +128,8 @@ class ResolvedSpec:
     @cached_property
     def method(self) -> Method:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
-        method = calibrated(build(self.method_name, self.privacy.unit, **self.options), self.spec.calibrate or 0.0)
+        built = build(self.method_name, self.privacy.unit, **self.options)
+        method = calibrated(built, self.spec.calibrate or 0.0, self.spec.calibrate_slope)
         method = with_uncertainty(method, self.spec.uncertainty or 0.0, float(self.options.get("radius", 1.0)))
         plugin = registry.plugin_of(self.model.name)
         method = method if plugin is None else plugins.judged(method, plugin)
@@ -215,6 +216,11 @@ class ResolvedSpec:
         found = self.spec.private_statistics is not None  # then the first stage asks another model
         check_kinds(self.method._replace(stages=self.method.stages[found:]), model, self.model.name)
         check_serves(self.privacy, model)
+        if self.spec.calibrate_slope and not (hasattr(model, "slope_sum") and classes == 2):
+            raise SordinoError(
+                f"calibrate_slope: it changes the slope of a linear model of two classes, and {self.model.name} with "
+                f"{classes} has none here; set calibrate_slope = 0."
+            )
         if self.spec.calibrate and not (
             hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
         ):

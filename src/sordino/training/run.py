@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sordino import files
 from sordino.core import Checkpoint, Unit
+from sordino.data.identity import records_digest
 from sordino.data.records import Records
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
@@ -170,7 +171,8 @@ def join_ledger(run: PreparedRun, path: str | Path, limit: float | None = None) 
       SordinoError: the run is not certified, or the ledger cannot be used.
     """
     cert = certificate(run.plan, run.source, version=__version__, doubts=run.resolved.doubts)
-    digest = shared_ledger.file_digest(run.resolved.spec.data)
+    schema = run.dataset.schema
+    digest = records_digest(run.resolved.spec.data, dialect=None if schema is None else schema.dialect)
     return shared_ledger.join(run.plan, path, limit, data=digest, reasons=cert["reasons"])
 
 

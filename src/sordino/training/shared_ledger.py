@@ -5,8 +5,11 @@ exceed its limit before anything is spent. Its accounts are named by a keyed has
 ledger (`mine.db.key`, readable by its owner alone), so nobody without it can compare the ledger with data that they
 guess.
 
-The same data are the same bytes of a file, or the same arrays. A file that was changed or written in another format is
-other data here, although its records may be the same.
+The same data are the same records as parsed, or the same arrays: line ends, blank lines, the order of columns and the
+spelling of numbers do not matter. What this does not catch: a file with one more record, with its records in another
+order, or with another column is other data here and gets an account with the full limit, although most of its records
+are the same. So does a table beside the same numbers as arrays, and the same ledger cannot tell that `mine.db` and its
+key were put back to an older state. Add such runs up yourself, or name one ledger per population and compare its total.
 
 A record may be at another client in another run. So a run is charged by a bound on every client: query by query the
 largest sensitivity per noise, the largest sampling rate and the largest number of releases of any client. Where clients
@@ -109,7 +112,7 @@ def join(
       path: the ledger.
       limit: the most epsilon that the runs on the same data may spend together, at the delta of the ledger's first
         limit, or else of the plan. A ledger keeps its limit, which can only be tightened.
-      data: `file_digest` or `array_digest` of the data. It is keyed before it is written.
+      data: `records_digest` or `array_digest` of the data. It is keyed before it is written.
       reasons: why the run is not certified; such a run has no cost that adds up.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Calibrated intercepts under attack: the promise holds, halved noise and a record that counts again are found."""
+"""Calibrated intercepts and slope under attack: the promise holds, too little noise and wrong counts are found."""
 
 import pytest
 
@@ -14,7 +14,7 @@ CASES = [(unit, adjacency) for unit in (Unit.RECORD, Unit.PERSON) for adjacency 
 
 
 def attacked(unit, adjacency, runs, noise_factor=1.0):
-    method = calibrated(entry("dp-fedgd").at(unit, clip=0.05), 0.5)
+    method = calibrated(entry("dp-fedgd").at(unit, clip=0.05), 0.25, 0.25)
     privacy = Privacy(1.0, 1e-5, unit=unit, adjacency=adjacency)
     return audit("calibrate", privacy, runs=runs, seed=1, method=method, noise_factor=noise_factor)
 
@@ -25,7 +25,7 @@ def test_an_attack_does_not_break_the_promise_and_finds_halved_noise(unit, adjac
     honest = attacked(unit, adjacency, 300)
     assert not honest.broken
     assert honest.reach > 0.75
-    assert honest.least_claim > 0.85, "the calibration's own claim is reached too"
+    assert honest.least_claim > 0.7, "the calibration's own claims are reached too"
     assert attacked(unit, adjacency, 1000, noise_factor=0.3).broken
 
 

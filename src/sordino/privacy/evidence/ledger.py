@@ -11,6 +11,9 @@ forge chain and witness together, but cannot forge a chain that ends in a hash t
 store `head()` and `len()` elsewhere and pass them to `audit`.
 
 `mark` stores how many rounds of a plan are done, so that a run that was reset to an earlier round is refused.
+
+A site's ledger has one account, which pays for all of the site's data: `account`. It does not depend on the data, so no
+edit of a file opens a budget. `new_account` opens another one, with a reason that stays in the chain.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import math
 import operator
 import os
+import secrets
 import shutil
 import sqlite3
 import tempfile
@@ -31,7 +35,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from sordino.core import Adjacency, Unit
 from sordino.errors import LedgerError, OverspentError, SordinoError
@@ -42,6 +46,10 @@ SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # the hash before the first row
 MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse the last planned release
 SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
+NEW_ACCOUNT = "new account"  # the query of the row that opens an account
+SURVIVORS = "survivors"  # the query of the row that holds the survivors of a masked round
+NOTES = (NEW_ACCOUNT, SURVIVORS)  # queries of rows that release nothing
+ACCOUNTS = "accounts"  # the plan of the rows that open accounts
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
 _FIELDS = (
@@ -141,6 +149,14 @@ class LedgerRow(NamedTuple):
     hash: str
 
 
+class Account(NamedTuple):
+    """Who pays, since when, and why the account was opened."""
+
+    who: str
+    time: str  # ISO 8601, UTC
+    why: str
+
+
 class Ledger:
     """An append-only account of every release, with one (epsilon, delta) limit per `who` over all plans.
 
@@ -203,7 +219,7 @@ class Ledger:
             self.close()
             raise
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -270,6 +286,10 @@ class Ledger:
                 self._db.execute(statement)
             self._db.execute("DELETE FROM witness")
             self._db.execute("INSERT INTO witness VALUES (?, ?)", (seq, previous))
+        self._committed()
+
+    def _committed(self) -> None:
+        """Called when charges are on disk, before `charge` returns."""
 
     def mark(self, plan: str, rounds: int) -> None:
         """Store how many rounds of the plan are done. The number never decreases.
@@ -314,6 +334,63 @@ class Ledger:
         by_round = "SELECT 1 FROM entries WHERE plan = ? AND who = ? AND round = ? LIMIT 1"
         by_key = "SELECT 1 FROM entries WHERE key = ?"
         return bool(self._ask(by_round, plan, who, round) or self._ask(by_key, _label(plan, who, round)))
+
+    # ------------------------------------------------------------------------------------------------- a site's account
+
+    def account(self) -> str:
+        """The account that pays for all data of a site: the one opened last. A new ledger gets its first one here.
+
+        Its name holds 128 random bits, so that the hashes of the chain can be published.
+
+        Raises:
+          LedgerError: the ledger has charges, but no account; they would not count against a new one.
+        """
+        if known := self.accounts():
+            return known[-1].who
+        if len(self):
+            raise LedgerError(
+                f"ledger {self.path}: its charges belong to no account of a site, so a new account would forget them; "
+                "put the site's own ledger back, or open an account with `sordino ledger new-account`."
+            )
+        with self._transaction():
+            self._db.execute("CREATE TABLE IF NOT EXISTS account (who TEXT NOT NULL, time TEXT NOT NULL)")
+            if not self._ask("SELECT 1 FROM account"):
+                self._db.execute("INSERT INTO account VALUES (?, ?)", (_account_name(1), _now()))
+        return self.accounts()[-1].who
+
+    def accounts(self) -> list[Account]:
+        """The accounts of a site in the order in which they were opened; empty in a ledger of another kind."""
+        first = self._ask("SELECT who, time, 'the first account' FROM account") if self._has("account") else []
+        later = "SELECT who, time, CAST(payload AS TEXT) FROM entries WHERE plan = ? AND query = ? ORDER BY seq"
+        return [Account(*row) for row in (*first, *self._ask(later, ACCOUNTS, NEW_ACCOUNT))]
+
+    def new_account(self, why: str) -> str:
+        """Open another account with the full limit, and write the reason into the chain. Only a person decides this.
+
+        Records that both accounts paid for are protected by neither limit alone.
+
+        Args:
+          why: the reason, such as 'all patients of 2027, none of them in earlier data'.
+
+        Raises:
+          SordinoError: there is no reason.
+          LedgerError: this is not the ledger of a site.
+        """
+        if not why.strip():
+            raise SordinoError("why: it is empty; say why these data may spend a budget of their own.")
+        if not self._has("unit"):  # only a site stores it
+            raise LedgerError(
+                f"ledger {self.path}: it is not the ledger of a site; a ledger of local runs names accounts by data."
+            )
+        number = len(self.accounts()) + 1
+        who = _account_name(number)
+        self.charge([Charge(who, number, NEW_ACCOUNT, 0.0, 1.0, 1, ACCOUNTS)], why.strip().encode())
+        return who
+
+    def hash_of(self, row: int) -> str | None:
+        """The hash of a row, counted from 1; GENESIS for 0, None if there is no such row."""
+        rows = self._ask("SELECT hash FROM entries WHERE seq = ?", row) if row else [(GENESIS,)]
+        return str(rows[0][0]) if rows else None
 
     # ------------------------------------------------------------------------------------------------ what was written
 
@@ -697,6 +774,10 @@ def _chained(row: LedgerRow) -> str:
 
 def _sha256(payload: bytes | None) -> str:
     return "" if payload is None else hashlib.sha256(payload).hexdigest()
+
+
+def _account_name(number: int) -> str:
+    return f"account {number} {secrets.token_hex(16)}"
 
 
 def _label(plan: str, who: str, round: int) -> str:

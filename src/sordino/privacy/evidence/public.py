@@ -99,7 +99,8 @@ CERTIFICATE: Mapping[str, str] = {
     "statement_sha256": HASH,
     "schema_sha256": "Hash of schema.toml, which is public itself; empty where there is none.",
     "code_sha256": "Hash of the package's sources.",
-    "ledger.head": "Every row of the chain holds the identity of the data keyed by 256 random bits (private/run.key).",
+    "ledger.head": "Every row of the chain holds the identity of the data keyed by 256 random bits (private/run.key), "
+    "or the name of a site's account, with 128 random bits.",
     "ledger.rows": "One row for each query and group of equal accounts.",
     "signature.algorithm": "A constant of the version.",
     "signature.key": "A public key, drawn by chance or a site's own.",
@@ -126,6 +127,7 @@ SPEC: Mapping[str, str] = {
                 "person_clients",
                 "person_choice",
                 "calibrate",
+                "calibrate_slope",
                 "uncertainty",
             ),
         ),
@@ -224,11 +226,18 @@ SECURE: Mapping[str, str] = {  # of a federation that adds up integers
 SITE: Mapping[str, str] = {  # of a site's own certificate
     "site.name": "The site's name in the roster.",
     "site.client": "The site's number in the plan.",
-    "site.data": "Identity of the data, keyed by the site's data.key.",
+    "site.data": "Identity of the records, keyed by the site's data.key. It does not name an account.",
     "site.epsilon": SETTING,
     "site.delta": SETTING,
     "site.spent": "Follows from the rows of the ledger, which hold no record.",
     "site.rounds": "How many rounds the site answered; the server knows.",
+}
+RECEIPT: Mapping[str, str] = {  # in a site's replies, and in the coordinator's receipts.json
+    "rows": "How many rows the site's ledger has: a number of releases, most of which the coordinator saw.",
+    "at": "As rows.",
+    "head": "Every row of the chain holds the name of an account with 128 random bits, which never leaves the site.",
+    "key": "The site's public key, which is in the roster.",
+    "signature": "A function of the other fields and of a secret key.",
 }
 SUMMARY: Mapping[str, str] = {
     **{f"{name}.*": TESTED for name in BY_ROUND},
@@ -442,6 +451,7 @@ def page() -> str:
         parts.append(_table(f"public/{name} of an evaluation", EVALUATION_FILES[name]))
     parts.append(_table("certificate.json of a federation that adds up integers: also", SECURE))
     parts.append(_table("certificate.json of a site: also", SITE))
+    parts.append(_table("A site's receipt for its ledger, in replies and in the coordinator's receipts.json", RECEIPT))
     parts.append(_table("`sordino run --json` (its `spec` is spec.toml)", SUMMARY))
     lines = {f"`{line.pattern}`".replace("|", "\\|"): line.reason for line in CONSOLE}
     parts.append(_table("Lines on the console (regular expressions)", lines, code=False))
