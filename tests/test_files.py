@@ -123,3 +123,11 @@ def test_nothing_else_locks_or_replaces_files():
     }
     # A ledger creates its empty file itself: a second descriptor would drop SQLite's own locks when it is closed.
     assert found == {("privacy/evidence/ledger.py", "O_EXCL")}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")
+def test_a_lock_file_of_an_earlier_version_becomes_private(tmp_path):
+    """Whoever may read a file may hold its lock."""
+    (tmp_path / "lock").touch(mode=0o644)
+    with files.lock(tmp_path / "lock"):
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600

@@ -103,6 +103,8 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
       OSError: the file cannot be created.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        if os.name == "posix" and os.fstat(file.fileno()).st_uid == os.getuid():
+            os.fchmod(file.fileno(), 0o600)  # who may read the file may hold its lock
         try:
             import fcntl
         except ImportError:  # not a POSIX system

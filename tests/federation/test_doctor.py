@@ -42,6 +42,19 @@ def test_what_up_makes_passes_the_doctor(three):
     assert roster.names == FederationConfig.read(three / "coordinator" / "federation.toml").sites
 
 
+def test_the_hash_of_the_roster_is_printed_in_full(three):
+    site = three / "sites" / "site1"
+    (says,) = (check.says for check in doctor(site / "site.toml") if check.about == "roster.toml")
+    assert Roster.read(site / "roster.toml").sha256() in says.replace(" ", "")
+
+
+def test_a_sites_folder_belongs_to_its_owner_alone(three):
+    site = three / "sites" / "site1"
+    assert site.stat().st_mode & 0o777 == 0o700
+    site.chmod(0o755)
+    assert any("chmod 700" in check.says for check in doctor(site / "site.toml"))
+
+
 def test_the_doctor_finds_what_is_amiss(three):
     site = three / "sites" / "site1"
     keep = (site / "site.toml").read_text()

@@ -1,9 +1,12 @@
 """Messages to sites that leave the link and come back."""
 
 import pytest
+from fixtures import Loopback
 
 from sordino import wire
+from sordino.errors import StoppedError
 from sordino.federation import messenger
+from sordino.federation.coordinator import serve
 from sordino.federation.messenger import Messenger
 
 LETTER, REPLY = wire.encode("round", {}), wire.encode("update", {})
@@ -72,3 +75,26 @@ def test_who_does_not_know_the_run_is_remembered(reply, strange):
     transport.exchange = lambda requests, seconds, enough=None: {1: REPLY, 2: reply}
     found, _, made = ask(transport)
     assert (found, made.unknown_sites) == (["a"], strange)
+
+
+def test_texts_of_a_site_neither_steer_the_terminal_nor_fill_the_log(tiny):
+    """A site refuses the terms with escape sequences, and with 300 kB of text."""
+    federation = tiny()
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202e" + "x" * 300_000
+
+    def fault(node, request, answer):
+        if node == 100 and wire.decode(request).kind == "terms":
+            return wire.encode("refused", {"code": "policy", "reason": hostile})
+        return answer(request)
+
+    with pytest.raises(StoppedError) as stopped:
+        federation.run(fault)
+    with pytest.raises(StoppedError):
+        serve(Loopback(federation.sites(), fault), federation.coordinator)
+    texts = [str(stopped.value), *(str(line) for line in federation.progress())]
+    assert any("x1b" in text for text in texts)
+    for text in [*texts, *(value for line in federation.progress() for value in line.values())]:
+        assert "\x1b" not in str(text)
+        assert "\u202e" not in str(text)
+        assert "\x07" not in str(text)
+        assert len(str(text)) < 3000

@@ -29,7 +29,7 @@ from sordino.errors import SordinoError, StoppedError
 from sordino.federation import counting, readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
-from sordino.federation.messenger import Messenger, Transport, about
+from sordino.federation.messenger import Messenger, Transport, about, printable, reason_of
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.terms import DRAWN
 from sordino.federation.testing import AgreedEvaluation
@@ -48,6 +48,7 @@ from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
 log = logging.getLogger("sordino.coordinator")
+LONGEST_TEXT = 2000  # characters of a text in progress.jsonl; one that names many sites is long
 MOST_LOST_ROUNDS = 3  # rounds in a row without a result before the run stops
 
 
@@ -144,7 +145,8 @@ class Coordinator:
         return moved, new_state
 
     def tell(self, what: str, **fields: Any) -> None:
-        """Append a line to progress.jsonl."""
+        """Append a line to progress.jsonl. Texts, which may come from a site, are cut and made safe to print."""
+        fields = {key: _safe(value) for key, value in fields.items()}
         log.info("%s %s", what, fields)
         files.append(self.out / "progress.jsonl", json.dumps({"what": what, **fields}) + "\n")
 
@@ -153,7 +155,7 @@ class Coordinator:
         request = wire.encode("terms", {"terms": self.terms.json()})
         answers = self.messenger.ask(dict.fromkeys(names, request), "agreed")
         self.messenger.unknown_sites.clear()
-        refused = {name: str(reply.fields.get("reason")) for name, reply in answers.items() if reply.kind == "refused"}
+        refused = {name: reason_of(reply) for name, reply in answers.items() if reply.kind == "refused"}
         if refused and t == 0:
             self.enrolment.withdraw()  # no site was asked anything about its data: other terms may be proposed
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
@@ -351,6 +353,13 @@ class Coordinator:
             else ""
         )
         return {"useless": why} if why else {}
+
+
+def _safe(value: Any) -> Any:
+    """A field of the progress, with its texts made safe to print."""
+    if isinstance(value, list):
+        return [_safe(part) for part in value]
+    return printable(value, LONGEST_TEXT) if isinstance(value, str) else value
 
 
 def _form(tree: Tree) -> Any:

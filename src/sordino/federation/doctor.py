@@ -48,6 +48,8 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[Check]:
     yield Check(True, "site.toml", f"{config.name}, limit ε = {config.epsilon:g} at δ = {config.delta:g} over all runs")
     if config.seed is not None:
         yield Check(False, "seed", "the noise is reproducible, so nothing is certified; remove seed from site.toml")
+    if not files.is_private(config.folder):
+        yield Check(True, "folder", f"others on this machine can list it; chmod 700 {config.folder} hides it")
     site = None
     try:
         candidate = Site(config, only_looking=True)
@@ -81,10 +83,20 @@ def _keys(config: SiteConfig) -> Iterator[Check]:
         roster = Roster.read(config.path(config.roster))
         known = config.name in roster.names and roster.card(config.name) == identity.card
         problem = "" if known else "; it lacks this site's card, or holds another one"
-        yield Check(known, "roster.toml", f"{len(roster.names)} sites, hash {roster.sha256()[:16]}{problem}")
+        yield Check(known, "roster.toml", f"{len(roster.names)} sites, hash {grouped(roster.sha256())}{problem}")
     except (SordinoError, OSError) as error:
         needed = Trust.SECURE_AGGREGATION in config.trust
         yield Check(not needed, "roster.toml", f"{error} Secure aggregation needs it")
+
+
+def grouped(digits: str) -> str:
+    """A hash to be read out: all digits, because whoever collects the cards could make a part of them equal.
+
+    >>> grouped("0123456789abcdef" * 4)
+    '0123 4567 89ab cdef  0123 4567 89ab cdef  0123 4567 89ab cdef  0123 4567 89ab cdef'
+    """
+    lines = [digits[i : i + 16] for i in range(0, len(digits), 16)]
+    return "  ".join(" ".join(line[i : i + 4] for i in range(0, len(line), 4)) for line in lines)
 
 
 def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:

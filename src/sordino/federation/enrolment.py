@@ -15,7 +15,7 @@ from sordino.core import MOST_EPSILON, Trust
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import counting, messenger
 from sordino.federation.config import FederationConfig
-from sordino.federation.messenger import Messenger, read
+from sordino.federation.messenger import Messenger, read, reason_of
 from sordino.federation.terms import Terms, federated, schema_hash, written
 from sordino.federation.testing import AgreedEvaluation
 from sordino.privacy import calibration
@@ -97,7 +97,7 @@ class Enrolment:
         for name in shown:
             message = read(replies.get(met[name].node, b""), "hello")
             if message is None or message.kind == "refused":
-                reason = "no reply" if message is None else str(message.fields.get("reason"))[:200]
+                reason = "no reply" if message is None else reason_of(message)
                 self.tell("refused", site=name, kind="hello", reason=reason)
                 del met[name]
             else:
@@ -106,6 +106,9 @@ class Enrolment:
 
     def _hello(self, node: int, reply: bytes) -> Hello | None:
         message = read(reply, "hello")
+        if message is not None and message.kind == "refused":
+            self.tell("refused", site=f"node {node}", kind="hello", reason=reason_of(message))
+            return None
         fields = message.fields if message else {}
         name, records, epsilon = (fields.get(key) for key in ("name", "records", "epsilon"))
         if isinstance(name, str) and type(records) is int and 0 < records < 2**40:

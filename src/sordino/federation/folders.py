@@ -212,7 +212,7 @@ def make_site(
     Raises:
       SordinoError: the folder belongs to another site, or epsilon is out of range.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if (folder / "identity.key").exists():
         identity = Identity.load(folder / "identity.key")
         if identity.name != name:

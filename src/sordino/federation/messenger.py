@@ -10,6 +10,7 @@ from sordino import wire
 from sordino.errors import WireError
 from sordino.federation.witness import Receipts
 
+REASON = 200  # characters of a reason that a site gives
 POLL = 1.0  # seconds between two looks for connected sites
 
 
@@ -50,7 +51,7 @@ class Messenger:
             if message is None:
                 self.tell("missing", site=name, kind=kind)
             elif message.kind == "refused":
-                self.tell("refused", site=name, kind=kind, reason=str(message.fields.get("reason"))[:200])
+                self.tell("refused", site=name, kind=kind, reason=reason_of(message))
                 if message.fields.get("code") == "unknown-run":
                     self.unknown_sites.add(name)
                 if kind == "agreed":
@@ -90,6 +91,23 @@ def read(reply: bytes, kind: str) -> wire.Message | None:
     except WireError:
         return None
     return message if message.kind in (kind, "refused") else None
+
+
+def reason_of(refusal: wire.Message) -> str:
+    """Why a site refused, safe to print."""
+    return printable(str(refusal.fields.get("reason")), REASON)
+
+
+def printable(text: str, most: int) -> str:
+    """A text of somebody else, cut, and without control characters, which would steer a terminal.
+
+    >>> printable("\x1b[2Jgone ε", 20)
+    '\\\\x1b[2Jgone ε'
+    >>> printable("long" * 9, 8)
+    'longlon…'
+    """
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def about(terms: Any, **fields: Any) -> dict[str, Any]:
