@@ -44,7 +44,8 @@ def table(document: dict[str, Any]) -> dict[str, Any]:
 
 def estimation(document: dict[str, Any]) -> dict[str, Any]:
     points = [
-        {key: value for key, value in point.items() if key not in ("device", "torch")} for point in document["points"]
+        {key: value for key, value in point.items() if key not in ("device", "torch", "smallest")}
+        for point in document["points"]
     ]
     points = [
         {**point, "predicted": {name: {"total": parts["total"]} for name, parts in point["predicted"].items()}}
@@ -52,9 +53,11 @@ def estimation(document: dict[str, Any]) -> dict[str, Any]:
         else point
         for point in points
     ]
-    for point in points:  # no page shows medians
+    for point in points:  # no page shows medians, or more digits of a standard error
         point["methods"] = {
-            name: {key: value for key, value in found.items() if key != "median"}
+            name: {
+                key: float(f"{value:.2g}") if key == "se" else value for key, value in found.items() if key != "median"
+            }
             for name, found in point["methods"].items()
         }
     return {**document, "points": points}

@@ -31,6 +31,7 @@ from sordino.core import Adjacency, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.methods.calibration import calibrated
+from sordino.methods.uncertainty import with_uncertainty
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
@@ -67,6 +68,7 @@ class Report(NamedTuple):
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
+UNCERTAINTY = "uncertainty"  # as reports and `sordino check` name the releases for standard errors
 WEIGHTS = "weights"  # as reports and `sordino check` name class weights
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
@@ -214,6 +216,21 @@ def check_calibration(
     return [report for each in methods for report in _reports(name, each, [Linear(3, 2)], trials, seed)]
 
 
+def check_uncertainty(name: str = UNCERTAINTY, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
+    """Run all contracts on DP-FedGD with the releases for standard errors.
+
+    Args:
+      name: the name that reports show.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+
+    Returns:
+      One report per noised query and adjacency.
+    """
+    method = with_uncertainty(entry("dp-fedgd").at(Unit.RECORD), 0.2, 0.5)
+    return list(_reports(name, method, CHECKED_MODELS, trials, seed))
+
+
 def check_weights(
     name: str = WEIGHTS, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
 ) -> list[Report]:
@@ -254,6 +271,7 @@ def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     methods = [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
     counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
     methods += check_calibration(trials=trials, seed=seed) + check_weights(trials=trials, seed=seed)
+    methods += check_uncertainty(trials=trials, seed=seed)
     return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
@@ -332,6 +350,7 @@ __all__ = [
     "check_model",
     "check_sums",
     "check_tally",
+    "check_uncertainty",
     "check_weights",
     "engines",
     "replay",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,12 +46,15 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino import methods, plugins
     from sordino.checks import (
         CALIBRATE,
+        UNCERTAINTY,
         WEIGHTS,
+        Report,
         check,
         check_calibration,
         check_model,
         check_sums,
         check_tally,
+        check_uncertainty,
         check_weights,
     )
     from sordino.checks.tallies import tallies
@@ -60,7 +64,9 @@ def act(arguments: argparse.Namespace) -> int:
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS)
     counted = tallies()
     names = (
-        [*methods.REGISTRY, CALIBRATE, WEIGHTS, "hazards", *counted, *outside] if arguments.all else arguments.method
+        [*methods.REGISTRY, CALIBRATE, WEIGHTS, UNCERTAINTY, "hazards", *counted, *outside]
+        if arguments.all
+        else arguments.method
     )
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
@@ -68,7 +74,7 @@ def act(arguments: argparse.Namespace) -> int:
     known = {*methods.REGISTRY, *plugins.found(plugins.METHODS)}  # "auto" is a method and a model: the method is meant
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS)} - known
     for name in names:
-        if name not in counted and name not in (CALIBRATE, WEIGHTS):
+        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY):
             registry.entry(name) if name in models else methods.entry(name)
     shown = Console(stderr=True)
     reports = []
@@ -77,8 +83,14 @@ def act(arguments: argparse.Namespace) -> int:
             reports += check_sums(device=arguments.device)
     with bar("checking", len(names)) if names else nullcontext() as progress:
         for name in names:
-            others = {CALIBRATE: check_calibration, WEIGHTS: check_weights, **dict.fromkeys(counted, check_tally)}
-            results = others.get(name, check_model if name in models else check)(name)
+            others: dict[str, Callable[[str], Any]] = {
+                CALIBRATE: check_calibration,
+                WEIGHTS: check_weights,
+                UNCERTAINTY: check_uncertainty,
+                **dict.fromkeys(counted, check_tally),
+            }
+            checked: Callable[[str], list[Report]] = others.get(name) or (check_model if name in models else check)
+            results = checked(name)
             reports += results
             if name in outside:
                 plugins.remember(outside[name], ok=all(report.passed for report in results))

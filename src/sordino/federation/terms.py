@@ -54,6 +54,7 @@ PRIVATE = (
     "public_data",
 )
 LOCAL = ("person", "person_ids", "clients", "partition", "sizes", "client_epsilon", "evaluate_every", "threshold")
+UNSERVED = ("uncertainty",)  # the coordinator writes no intervals
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
 MOST_SITES, MOST_CLASSES, MOST_BLOCKS = 10_000, 100_000, 10_000
 
@@ -64,7 +65,7 @@ def federated(values: Mapping[str, Any]) -> Spec:
     Raises:
       SordinoError: a key belongs to a single machine or a single site.
     """
-    for key in (*PRIVATE, *LOCAL):
+    for key in (*PRIVATE, *LOCAL, *UNSERVED):
         if key in values:
             if key == "private_statistics":
                 raise SordinoError(

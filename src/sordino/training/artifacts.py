@@ -107,10 +107,12 @@ def save_model(
     model: BuiltModel,
     theta: Tensor,
     life_table: list[dict[str, float]] | None = None,
+    intervals: list[dict[str, Any]] | None = None,
 ) -> None:
     """Write theta, and what `load_model` needs to build the model and to prepare features as training did.
 
     life_table: of a survival model, the noised one that `auto` released.
+    intervals: of a model of two classes, those of its coefficients, where the run paid for them.
     """
     from safetensors.torch import save_file
 
@@ -128,6 +130,7 @@ def save_model(
         "schema": None if dataset.schema is None else dataset.schema.values(),
         "classes": dataset.classes,
         "life_table": life_table,
+        "intervals": intervals,
         "normalize": resolved.source.normalize,
         "method": resolved.method_name,
         "model": {

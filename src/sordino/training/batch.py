@@ -87,7 +87,9 @@ def run_many(
     loader, results = _Loader(dataset, device), dict[int, Trained]()
     for members in batches.values():
         # A network fills the machine alone; linear models and adapters share one. `together` builds bare methods.
-        alone = not runs[members[0]].model.entry.shared_batch or bool(runs[members[0]].spec.calibrate)
+        alone = not runs[members[0]].model.entry.shared_batch or bool(
+            runs[members[0]].spec.calibrate or runs[members[0]].spec.uncertainty
+        )
         size = 1 if alone else most
         for first in range(0, len(members), size):
             part = members[first : first + size]

@@ -31,6 +31,7 @@ from sordino.models.hazards import Hazards
 from sordino.models.linear import NUMERIC_LOSSES, Linear, Loss
 from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
+from sordino.training.intervals import INTERCEPT
 from sordino.training.predict import LoadedRun
 from sordino.version import __version__
 
@@ -213,11 +214,24 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
     units = "encoded features" if prepared.matrix is not None else f"encoded features; {prepared.words}"
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         file.write(f"# {link}\n# features: {units}\n")
+        intervals = run.about.get("intervals") or []
+        if intervals:
+            file.write(
+                f"# rows of '{contrast(run)}' have 95 % intervals: by Newton steps from the weights, with sampling "
+                "error and the noise of the run; blank where the noise hides a coefficient\n"
+            )
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["feature", "class", "weight"])
+        columns = ["estimate", "standard_error", "low", "high"] if intervals else []
+        table.writerow(["feature", "class", "weight", *columns])
+        weights = dict(zip(names, weight[:, -1] - weight[:, 0], strict=True)) | {INTERCEPT: offset[-1] - offset[0]}
+        for row in intervals:
+            numbers = ["" if row[key] is None else repr(row[key]) for key in columns]
+            table.writerow([row["feature"], contrast(run), repr(float(weights[row["feature"]])), *numbers])
         for k, output in enumerate(outputs):
-            table.writerow(["(intercept)", output, repr(float(offset[k]))])
-            table.writerows([name, output, repr(float(value))] for name, value in zip(names, weight[:, k], strict=True))
+            blank = [""] * len(columns)
+            table.writerow([INTERCEPT, output, repr(float(offset[k])), *blank])
+            rows = zip(names, weight[:, k], strict=True)
+            table.writerows([name, output, repr(float(value)), *blank] for name, value in rows)
 
 
 def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
@@ -237,6 +251,11 @@ def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
             table.writerow(
                 [t + 1, outputs[k], model.words_of(int(t), int(leaf), names), repr(float(values[t, leaf, k]))]
             )
+
+
+def contrast(run: LoadedRun) -> str:
+    """What the intervals of a model of two classes are about."""
+    return f"{run.classes[-1]} against {run.classes[0]}"
 
 
 def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.ndarray) -> None:

@@ -79,7 +79,7 @@ population like theirs. Test it on data of the place where it will be used befor
 
 {_metrics(cert, metrics)}
 
-{_life_table(about)}## Privacy
+{_life_table(about)}{_intervals(about)}## Privacy
 
 {_privacy(cert)}
 
@@ -134,6 +134,25 @@ def _life_table(about: Mapping[str, Any]) -> str:
         "## Life table\n\nShares of the training records, with the noise of the run's first release, whose standard "
         f"deviation is {table[0]['std']:.2g} per cell. Survival is their product-limit curve, with noise smoothed.\n\n"
         f"| interval | at risk | with the event | survival at its end |\n|---|---|---|---|\n{rows}\n"
+    )
+
+
+def _intervals(about: Mapping[str, Any]) -> str:
+    """Coefficients with intervals, where the run paid for them."""
+    table = about.get("intervals")
+    if not table:
+        return ""
+    known = [row for row in table if row["low"] is not None]
+    rows = "".join(
+        f"| {_cell(row['feature'])} | {row['estimate']:.3g} | {row['standard_error']:.2g} | {row['low']:.3g} to "
+        f"{row['high']:.3g} |\n"
+        for row in known[:MOST_COLUMNS]
+    )
+    return (
+        f"## Coefficients\n\nLog odds of `{_cell(about['classes'][-1])}` per unit of an encoded feature, with sampling "
+        f"error and the noise of the run. {len(table) - len(known)} of {len(table)} coefficients have no interval, "
+        "because the noise hides them or their columns sum to 1.\n\n"
+        f"| feature | estimate | standard error | 95 % interval |\n|---|---|---|---|\n{rows}\n"
     )
 
 

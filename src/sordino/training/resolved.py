@@ -27,6 +27,7 @@ from sordino.lazy import torch
 from sordino.methods import build, entry
 from sordino.methods.calibration import calibrated
 from sordino.methods.tally import after_tally
+from sordino.methods.uncertainty import with_uncertainty
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # these need torch
     from sordino.models.tally import ColumnTally
 
 
+MOST_UNCERTAIN = 300  # features whose Hessian is released
 MOST_COVARIANCE = 1500  # features that a schema may make of columns for methods that release a covariance
 CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.1, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
@@ -128,6 +130,7 @@ class ResolvedSpec:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
         built = build(self.method_name, self.privacy.unit, **self.options)
         method = calibrated(built, self.spec.calibrate or 0.0, self.spec.calibrate_slope)
+        method = with_uncertainty(method, self.spec.uncertainty or 0.0, float(self.options.get("radius", 1.0)))
         plugin = registry.plugin_of(self.model.name)
         method = method if plugin is None else plugins.judged(method, plugin)
         share = self.spec.private_statistics
@@ -225,7 +228,28 @@ class ResolvedSpec:
                 f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
                 "here; set calibrate = 0."
             )
+        if self.spec.uncertainty:
+            self._check_uncertainty(features, classes)
         return model
+
+    def _check_uncertainty(self, features: int, classes: int) -> None:
+        """Refuse intervals where they are not derived."""
+        scaled = (self.source.normalize.partition(":")[0] in ("record", "table"), "records are not scaled to a norm")
+        rules = (
+            (self.method_name == "auto", f"method = {self.method_name}"),
+            (self.model.name in ("auto", "softmax") and classes == 2, "the model is not linear with two classes"),
+            (not self.model.options.get("class_weights"), "class_weights are set"),
+            (self.participation.kind == "full", "not every client takes part in every round"),
+            (self.sampling.kind == "full", f"batch = {self.spec.batch}"),
+            (self.divisor is Divisor.POOLED, f"divisor = {self.divisor}"),
+            (features <= MOST_UNCERTAIN, f"{features:,} features are more than {MOST_UNCERTAIN}"),
+            scaled,
+        )
+        if wrong := [what for fine, what in rules if not fine]:
+            raise SordinoError(
+                "uncertainty: standard errors are derived for method = auto and two classes, without class weights, "
+                f"with all records in every round, and here {wrong[0]}; leave uncertainty out."
+            )
 
     def _check_expansion(self, features: int) -> None:
         """Refuse features of a schema that a method or model cannot use."""

@@ -35,6 +35,7 @@ from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
+from sordino.methods.uncertainty import GRADIENT, HESSIAN
 from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
 from sordino.privacy import calibration, spending
@@ -46,7 +47,7 @@ from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.rules.kalman import KalmanState
 from sordino.rules.life_table import life_table_of
-from sordino.training import artifacts, model_card, shared_ledger
+from sordino.training import artifacts, intervals, model_card, shared_ledger
 from sordino.training.artifacts import Progress, save_model
 from sordino.training.evaluate import (
     beats_constant_guess,
@@ -339,7 +340,8 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     if progress.theta is None:
         raise SordinoError(f"out: no round of '{out}' is done yet; train it first.")
     path = folder.public / "model.safetensors"
-    save_model(path, resolved, run.dataset, run.model, progress.theta, life_table(run, progress.checkpoint))
+    known = (life_table(run, progress.checkpoint), coefficient_intervals(run, progress.checkpoint))
+    save_model(path, resolved, run.dataset, run.model, progress.theta, *known)
     title = f"{resolved.method_name} on {run.dataset.name}, {run.plan.clients} clients"
     curve, adapter = folder.public / "curve.png", folder.public / "adapter"
     drawn = draw_curve(curve, title, run.plan.privacy.delta, history)
@@ -377,6 +379,22 @@ def life_table(run: PreparedRun, checkpoint: Any) -> list[dict[str, float]] | No
         return None
     cells = np.asarray(checkpoint[1][KalmanState._fields.index("cells")].double().cpu().numpy())
     return life_table_of(cells, calibration.aggregate_std(run.plan, 0), run.model.intervals)
+
+
+def coefficient_intervals(run: PreparedRun, checkpoint: Any) -> list[dict[str, Any]] | None:
+    """Intervals of the coefficients, from the last releases of the run; None if it released none for them."""
+    if not run.resolved.spec.uncertainty:
+        return None
+    last = len(run.plan.method.stages) - 1
+    stds = (
+        calibration.aggregate_std(run.plan, last, GRADIENT),
+        calibration.aggregate_std(run.plan, last, HESSIAN),
+    )
+    parts = [np.asarray(part.double().cpu().numpy()) for part in checkpoint[1]]
+    names = run.dataset.features or tuple(f"x{k}" for k in range(run.dataset.x_train.shape[1]))
+    _, point, gradient, hessian = parts
+    found = intervals.estimate(point, gradient, hessian, stds, sum(run.plan.sizes))
+    return intervals.table(found, names)
 
 
 def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Spec:
     noise: float | None = None
     calibrate: float | None = None  # part of the budget that calibrates intercepts; by default 0.1 for tables and auto
     calibrate_slope: float = 0.0  # part of the budget that calibrates the slope of two classes, beside calibrate
+    uncertainty: float | None = None  # part of the budget that gives coefficients standard errors; by default none
     client_epsilon: dict[str, float] = field(default_factory=dict)
     uncertified: bool = False
     # randomness

@@ -13,6 +13,7 @@ from sordino.privacy.evidence.statement import statement
 from sordino.training.spec import RUN_KEYS
 
 COHORT = ["--unit", "client", "--participation", "poisson:0.5", "--trust", "trusted-server"]
+TABLE = ["--data", "FILE", "--schema", "SCHEMA", "--partition", "iid"]
 RUNS = {
     "record": ["--data", "FILE", "--label", "label", "--partition", "by-column:site"],
     "client": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", "--unit", "client"],
@@ -25,7 +26,8 @@ RUNS = {
     "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid"],
     "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
     "benchmark": ["--data", "digits", "--clients", "5"],
-    "table": ["--data", "FILE", "--schema", "SCHEMA", "--partition", "iid"],
+    "table": TABLE,
+    "intervals": [*TABLE, "--method", "auto", "--rounds", "8", "--set", "uncertainty=0.2"],
     "count": ["--data", "COUNT", "--schema", "COUNTS", "--partition", "iid", "--set", "public_data=true"],
     "survival": ["--data", "TIME", "--schema", "TIMES", "--partition", "iid", "--method", "auto", "--rounds", "8"],
     "open survival": ["--data", "TIME", "--schema", "TIMES", "--partition", "iid", "--set", "public_data=true"],

@@ -1,0 +1,182 @@
+"""Standard errors of coefficients: exact without noise, honest about what noise hides, paid for, refused elsewhere."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from sordino import checks
+from sordino.cli import main
+from sordino.core import Adjacency, Unit
+from sordino.data.schema import Schema
+from sordino.errors import SordinoError
+from sordino.federation.terms import federated
+from sordino.methods import build
+from sordino.methods.uncertainty import with_uncertainty
+from sordino.models.linear import Linear
+from sordino.training import run
+from sordino.training.export import export
+from sordino.training.intervals import INTERCEPT, estimate, table
+from sordino.training.predict import load_run
+from sordino.training.resolved import resolve
+from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
+
+
+def released(x, y, w):
+    """Mean gradient and Hessian of a softmax of two classes with parameters (0, w), by their definitions."""
+    u = np.concatenate([x, np.ones((len(x), 1))], 1)
+    p = expit(u @ w)
+    g = np.einsum("ni,na->ia", u, np.stack([y - p, p - y], 1)).ravel() / len(x)
+    sign = np.array([[1, -1], [-1, 1]])
+    H = np.einsum("n,ni,nj,ab->iajb", p * (1 - p), u, u, sign) / len(x)
+    return np.stack([0 * w, w], 1).ravel(), g, H.reshape(2 * len(w), 2 * len(w))
+
+
+def problem(n=4000, seed=0):
+    rng = np.random.default_rng(seed)
+    x, w = rng.uniform(-1, 1, (n, 3)), np.array([1.0, -0.5, 0.0, -0.3])
+    return x, (rng.random(n) < expit(x @ w[:-1] + w[-1])).astype(float), w
+
+
+def test_without_noise_they_are_those_of_maximum_likelihood():
+    x, y, w = problem()
+    start = w * 0.9  # as a trained model: near, not there
+    for _ in range(4):
+        found = estimate(*released(x, y, start), (0.0, 0.0), len(x))
+        start = found.value
+    u = np.concatenate([x, np.ones((len(x), 1))], 1)
+    p = expit(u @ start)
+    assert np.allclose(u.T @ (p - y), 0, atol=1e-6), "the step goes to the maximum"
+    information = (u * (p * (1 - p))[:, None]).T @ u
+    assert np.allclose(found.standard_error, np.sqrt(np.diag(np.linalg.inv(information))), rtol=1e-6)
+
+
+def test_noise_that_is_known_is_in_the_errors():
+    """Over draws of noise alone, the spread of estimates is the stated one, less the sampling error."""
+    x, y, w = problem(20_000)
+    theta, g, H = released(x, y, w * 1.1)
+    rng, stds, size = np.random.default_rng(1), (0.01, 0.01), len(w)
+    sampling = estimate(theta, g, H, (0.0, 0.0), len(x)).standard_error
+    values, errors = [], []
+    for _ in range(400):
+        E = rng.normal(0, stds[1] / math.sqrt(2), (2 * size, 2 * size))
+        E = np.triu(E, 1) + np.triu(E, 1).T + np.diag(rng.normal(0, stds[1], 2 * size))
+        found = estimate(theta, g + rng.normal(0, stds[0], 2 * size), H + E, stds, len(x))
+        values.append(found.value)
+        errors.append(found.standard_error)
+    stated = np.sqrt(np.mean(np.square(errors), 0) - sampling**2)
+    assert np.std(values, 0) == pytest.approx(stated, rel=0.25)
+
+
+def test_what_the_noise_hides_has_no_interval():
+    x, y, _ = problem()
+    rare, level = np.zeros((len(x), 1)), (x[:, :1] > 0).astype(float)
+    wide = np.concatenate([x[:, 1:2], rare, level, 1 - level], 1)  # levels sum to 1, as the intercept does
+    theta, g, H = released(wide, y, np.zeros(5))
+    rows = table(estimate(theta, g, H, (1e-4, 1e-4), len(x)), ["a", "rare", "yes", "no"])
+    assert [row["feature"] for row in rows if row["low"] is not None] == ["a"]
+    assert rows[-1] == {"feature": INTERCEPT, "estimate": None, "standard_error": None, "low": None, "high": None}
+    hidden = table(estimate(theta, g, H, (1e-4, 10.0), len(x)), ["a", "rare", "yes", "no"])
+    assert all(row["low"] is None for row in hidden)
+
+
+# ------------------------------------------------------------------------------------------------------------ in a run
+
+
+def test_the_round_is_paid_for_and_its_bounds_cut_nothing():
+    method = with_uncertainty(build("auto", Unit.RECORD), 0.2, 10.0)
+    gradient, hessian = method.stages[-1].queries
+    before = method.stages[-2].queries
+    assert gradient.sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD) == pytest.approx(2 * math.sqrt(202))
+    assert hessian.sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD) == pytest.approx(math.sqrt(2) * 101 / 2)
+    assert sum(query.share for query in (gradient, hessian, *before)) == pytest.approx(0.2)
+    assert with_uncertainty(method, 0, 1.0) is method
+
+
+def test_a_round_asks_as_declared_and_the_server_only_post_processes():
+    method, model = with_uncertainty(build("dp-fedgd", Unit.RECORD), 0.2, 0.5), Linear(3, 3)
+    assert checks.asks(method, model) == []
+    assert checks.replay(method, model) == []
+    assert checks.engines(method, model) <= checks.TOLERANCE
+
+
+@pytest.mark.soak
+def test_contracts_hold():
+    reports = checks.check_uncertainty(trials=8)
+    assert [problem for report in reports for problem in report.problems] == []
+    assert {report.query.split()[-1] for report in reports} == {"gradient", "curvature"}
+
+
+def test_a_run_writes_them(tmp_path):
+    x, y, _ = problem(6000)
+    names = ["a", "b", "c"]
+    rows = [",".join([*(f"{v:.4f}" for v in row), "yes" if label else "no"]) for row, label in zip(x, y, strict=True)]
+    (tmp_path / "data.csv").write_text("\n".join([",".join([*names, "died"]), *rows]) + "\n")
+    columns = {name: {"type": "number", "range": [-1, 1], "indicator": False} for name in names}
+    schema = Schema.of({"columns": columns, "target": {"column": "died", "levels": ["no", "yes"]}})
+    (tmp_path / "schema.toml").write_text(schema.toml())
+    words = ["run", "--data", str(tmp_path / "data.csv"), "--schema", str(tmp_path / "schema.toml"), "--clients", "2"]
+    words += ["--epsilon", "8", "--rounds", "24", "--set", "uncertainty=0.2", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert not verify_run(tmp_path / "run").problems
+    certificate = json.loads((tmp_path / "run" / "public" / "certificate.json").read_text())
+    assert certificate["certified"]
+    assert certificate["epsilon"] == pytest.approx(8)
+    loaded = load_run(tmp_path / "run")
+    assert [row["feature"] for row in loaded.about["intervals"]] == [*names, INTERCEPT]
+    assert "## Coefficients" in (tmp_path / "run" / "public" / "MODEL_CARD.md").read_text()
+    export(loaded, "coefficients", tmp_path / "coefficients.csv")
+    lines = [line for line in (tmp_path / "coefficients.csv").read_text().splitlines() if not line.startswith("#")]
+    table = {row["feature"]: row for row in csv.DictReader(lines) if row["class"] == "yes against no"}
+    low, high = float(table["a"]["low"]), float(table["a"]["high"])
+    assert low < float(table["a"]["estimate"]) < high
+    assert low > 0, "a coefficient of 1 in 6,000 records is seen at epsilon 8"
+    truth = math.sqrt(3) / 10  # of a feature that is scaled by 10 / sqrt(3)
+    assert abs(float(table["a"]["estimate"]) - truth) < 6 * float(table["a"]["standard_error"])
+
+
+@pytest.mark.parametrize(
+    ("values", "classes", "message"),
+    [
+        ({"method": "dp-fedgd"}, 2, "here method = dp-fedgd"),
+        ({}, 3, "not linear with two classes"),
+        ({"class_weights": [1, 2]}, 2, "class_weights are set"),
+        ({"batch": "poisson:0.5"}, 2, "batch = poisson:0.5"),
+        ({"participation": "fixed:2"}, 2, "not every client takes part"),
+        ({"divisor": "client-mean"}, 2, "divisor = client-mean"),
+        ({"normalize": "none"}, 2, "records are not scaled"),
+    ],
+)
+def test_other_runs_are_refused(values, classes, message):
+    resolved = resolve(Spec.of({"data": "t.csv", "uncertainty": 0.2, "partition": "iid", **values}))
+    with pytest.raises(SordinoError, match=f"^uncertainty: .*{message}"):
+        resolved.build_model(20, classes)
+
+
+def test_wrong_shares_and_units_are_refused():
+    for share in (-0.1, 0.6):
+        with pytest.raises(SordinoError, match=f"uncertainty: {share} must lie in"):
+            with_uncertainty(build("auto", Unit.RECORD), share, 10.0)
+    with pytest.raises(SordinoError, match="uncertainty: it is derived for records, not for unit = client"):
+        with_uncertainty(build("auto", Unit.CLIENT), 0.1, 10.0)
+    with pytest.raises(SordinoError, match="uncertainty: the spec of a federation must not set it"):
+        federated({"uncertainty": 0.1})
+
+
+def test_a_run_is_resumed_between_the_two_rounds(tmp_path):
+    x, y, _ = problem(2000)
+    np.savez(tmp_path / "data.npz", x=x.astype(np.float32), y=y.astype(np.int64))
+    values = {"data": str(tmp_path / "data.npz"), "epsilon": 8.0, "clients": 2, "partition": "iid"}
+    prepared, out = run.prepare(Spec.of({**values, "rounds": 8, "uncertainty": 0.2})), tmp_path / "run"
+    run.start(prepared, out)
+    rounds = run.rounds(prepared, out)
+    assert [next(rounds)["round"] for _ in range(7)][-1] == 7
+    rounds.close()
+    again = run.prepare(run.reopen(out))
+    run.finish(again, out, list(run.rounds(again, out)))
+    assert len(load_run(out).about["intervals"]) == 4
+    assert not verify_run(out).problems
