@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -293,7 +294,13 @@ class Correlated(Noise):
 
     def sensitivity(self, rounds: np.ndarray) -> float:
         """Of a unit that takes part in exactly `rounds`, by at most 1 each time and in any direction."""
-        return float(np.sqrt((np.abs(self.encoder)[:, rounds].sum(1) ** 2).sum()))
+        rounds = np.asarray(rounds)
+        chosen: Any = slice(len(rounds)) if np.array_equal(rounds, np.arange(len(rounds))) else rounds  # a view is fast
+        return float(np.sqrt((self._moves[:, chosen].sum(1) ** 2).sum()))
+
+    @cached_property
+    def _moves(self) -> np.ndarray:
+        return np.asarray(np.abs(self.encoder))
 
 
 @dataclass(frozen=True)

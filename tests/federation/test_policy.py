@@ -1,5 +1,8 @@
 """A site reads what a method declares of its options; federation knows no option by name."""
 
+import time
+from dataclasses import replace
+
 import pytest
 
 from sordino.core import Unit
@@ -47,3 +50,30 @@ def test_a_range_that_is_declared_too_wide_is_the_one_that_is_read(tiny, talk, m
     """The mutant of the test above: declared as a weight, the same small value passes the policy."""
     registered(monkeypatch, weights="ceiling", step_sizes="lr")
     assert answer(tiny, talk, ceiling=1e-9)[0] == "agreed"
+
+
+def crowd(terms, count):
+    """The terms with `count` more sites, each of which requests an epsilon of its own."""
+    names = (NORTH, *(f"s{k}" for k in range(count)))
+    requested = {name: 1 + k / count for k, name in enumerate(names)}
+    return replace(terms, names=names, sizes=terms.sizes[:1] * len(names), requested_epsilons=requested)
+
+
+def test_terms_that_need_thousands_of_calibrations_are_refused_before_any(tiny, talk):
+    federation = tiny("dp-fedgd", batch="poisson:4")
+    terms = federation.terms()
+    site = federation.site(NORTH)
+    began = time.monotonic()
+    assert talk(site, crowd(terms, 2000)).propose().fields["code"] == "policy"
+    assert "round them" in federation.events(NORTH)[-1]["detail"]
+    assert time.monotonic() - began < 10
+    assert talk(site, crowd(terms, 4)).propose().kind == "agreed"
+
+
+@pytest.mark.parametrize("rounds", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_a_thousand_rounds_of_carried_noise_are_answered_in_seconds(tiny, talk, rounds):
+    federation = tiny("dp-ftrl", rounds=rounds)
+    site, terms = federation.site(NORTH), federation.terms()
+    began = time.monotonic()
+    assert talk(site, terms).propose().kind == "agreed"
+    assert time.monotonic() - began < rounds / 30  # 1,000 rounds took more than 44 s before, and take about 5 s

@@ -12,7 +12,10 @@ from sordino.methods import entry
 from sordino.methods.bounds import CLASS_WEIGHT
 from sordino.models.registry import balanced
 from sordino.privacy import spending
+from sordino.privacy.participation import FULL
 from sordino.training.resolved import ResolvedSpec
+
+MOST_REQUESTED = 64  # different requested epsilons of a run with minibatches; each is calibrated before a site answers
 
 
 def agree(site: SiteData, terms: Terms) -> None:
@@ -73,6 +76,9 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
         (privacy.trust in config.trust, f"trust {privacy.trust}; site.toml allows {trust}"),
         (not terms.evaluation or terms.evaluation <= (config.evaluation_epsilon or 0.0),
          f"evaluation {terms.evaluation:g}; site.toml allows {config.evaluation_epsilon or 'none'}"),
+        (resolved.sampling.kind == FULL or len(set(terms.requested_epsilons.values())) <= MOST_REQUESTED,
+         f"sites request {len(set(terms.requested_epsilons.values()))} different epsilons; with minibatches each takes "
+         f"a calibration of its own, and {MOST_REQUESTED} are allowed: round them"),
         (rounds <= config.most_rounds, f"rounds {rounds}; most_rounds is {config.most_rounds}"),
         (privacy.delta <= config.delta, f"delta {privacy.delta:g} is above the limit of site.toml, {config.delta:g}"),
         (privacy.epsilon <= allowed or terms.requested_epsilons.get(config.name) == config.run_epsilon,

@@ -81,9 +81,12 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
     table = participation_table(plan, stage, done)
     if not mechanism.spans_rounds:
         return table.sum(0) * query.calls, np.ones(plan.clients)
-    patterns, which = np.unique(table, axis=1, return_inverse=True)
-    factors = np.array([mechanism.sensitivity_factor(np.flatnonzero(column)) for column in patterns.T])
-    return table.any(0).astype(int), factors[which.reshape(-1)]
+    factors: dict[bytes, float] = {}  # clients that took part in the same rounds share one
+    keys = [column.tobytes() for column in np.packbits(table, axis=0).T]
+    for key, column in zip(keys, table.T, strict=True):
+        if key not in factors:
+            factors[key] = mechanism.sensitivity_factor(np.flatnonzero(column))
+    return table.any(0).astype(int), np.array([factors[key] for key in keys])
 
 
 def visible(plan: Plan, noise: QueryNoise) -> tuple[np.ndarray, np.ndarray]:

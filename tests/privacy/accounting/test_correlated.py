@@ -399,3 +399,12 @@ def test_improvement_is_remembered():
     banded(30, 3)
     banded(30, 3)
     assert correlated._improved.cache_info().hits == 1
+
+
+def test_the_sensitivity_of_the_first_rounds_is_that_of_the_same_rounds_in_any_order():
+    for noise in (correlated.tree(13), correlated.banded(13, 4)):
+        for count in (0, 1, 5, 13):
+            rounds = np.arange(count)
+            moves = np.abs(noise.encoder)[:, rounds].sum(1)
+            assert noise.sensitivity(rounds) == pytest.approx(np.sqrt((moves**2).sum()), rel=1e-14)
+            assert noise.sensitivity(rounds[::-1]) == pytest.approx(noise.sensitivity(rounds), rel=1e-14)
