@@ -4,8 +4,9 @@
 
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to. Estimation keeps
-the sum of a prediction, and no medians; subsampling leaves out what was tried. Other documents only lose white space
-and digits. What is dropped is made again by the command in the document.
+the sum of a prediction, and no medians; subsampling leaves out what was tried; audits keep bounds and how near the
+attack came. Other documents only lose white space and digits. What is dropped is made again by the command in the
+document.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 ROUNDS = (10, 70)
 RUN = ("label", "method", "epsilon", "seed")
+AUDIT = ("method", "unit", "adjacency", "trust", "batch", "certified", "lower_thresholds", "lower_gaussian")
+AUDIT = (*AUDIT, "lower_account", "reach", "least_claim", "runs", "broken")
 CELL = ("ours", "std", "published", "published_std", "digits", "mark", "published_mark")
 
 
@@ -70,7 +73,11 @@ def subsampled(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "rows": rows}
 
 
-def shrunk(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+def shrunk(path: Path, document: Any) -> Any:
+    if path.stem.startswith("audit"):
+        return [{key: row[key] for key in AUDIT} for row in document]
+    if isinstance(document, list):
+        return document
     if path.stem in ("estimation", "subsampled"):
         return {"estimation": estimation, "subsampled": subsampled}[path.stem](document)
     if "lines" in document:

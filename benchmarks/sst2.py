@@ -63,7 +63,8 @@ CHOICE = (
     "for. Differences below one point, about one standard error, decided some cells. Steps are half a decade apart;",
     "if the best step was at an edge, the next one beyond was tried. DP-FedAdamW started with two τ and five",
     "settings, the others with three. With τ = 1e-8 its best step was the smallest at every σ; smaller steps were",
-    "not tried, because the other τ was better. All settings: `sst2/tuning.json`.",
+    "not tried, because the other τ was better. The command writes all settings to `sst2/tuning.json`, which is not",
+    "kept here.",
 )
 PARTS = (
     "Ablation at σ = 1, at the step chosen for the whole method and at the next larger one. Alignment (the pull",
