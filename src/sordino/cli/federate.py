@@ -46,11 +46,17 @@ def _add_up(parts: Any) -> None:
         "run a whole federation on this machine, in about a minute: link, coordinator and sites, over TLS",
         "sordino federate up --sites 3\n"
         "sordino federate up --sites 5 --dropouts 1 --set rounds=20 --out runs/trial\n"
-        "sordino federate up --data patients.csv --label outcome",
+        "sordino federate up --data patients.csv --label outcome\n"
+        "sordino federate up --data patients.csv --schema schema.toml",
     )
-    parser.add_argument("--sites", type=int, default=3, metavar="N", help="number of sites (default: 3)")
+    parser.add_argument(
+        "--sites", type=int, metavar="N", help="number of sites (default: one per client of the schema, else 3)"
+    )
     parser.add_argument("--data", default="digits", metavar="X", help="as in 'sordino run'; divided among the sites")
     parser.add_argument("--label", metavar="COLUMN", help="the label's column, if --data is a table")
+    parser.add_argument(
+        "--schema", metavar="FILE", help="the schema.toml of the table, in place of --label; every site gets it"
+    )
     parser.add_argument(
         "--dropouts", type=int, default=0, metavar="N", help="sites that may fail in a round (default: 0)"
     )
@@ -82,7 +88,7 @@ def _up(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"--out: '{out}' is not empty; choose another folder, or --resume {out} to continue it.")
         spec = dict(parse_setting(text) for text in arguments.set)
         about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
-        about["evaluation"] = arguments.evaluate
+        about |= {"evaluation": arguments.evaluate, "schema": arguments.schema and Path(arguments.schema)}
         demonstration.prepare(out, arguments.sites, spec=spec, **about)
     began = time.monotonic()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from sordino import files
+from sordino.data import tables
 from sordino.data.partition import split
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.federation import readmes
@@ -17,30 +20,35 @@ from sordino.federation.config import FederationConfig
 from sordino.federation.folders import init, make_site
 from sordino.federation.handler import HANDLER
 from sordino.federation.progress import count_lines, follow
-from sordino.federation.terms import federated
+from sordino.federation.terms import SITE_NAME, federated
 from sordino.secagg import Roster
 
 DEFAULTS = {"method": "dp-fedsofim", "rounds": 10, "epsilon": 8.0, "trust": "secure-aggregation"}
+SITES = 3  # where neither the caller nor a schema says how many
+MOST_SITES = 20  # processes on one machine
+TEST_FRACTION = 0.2  # of a table: the coordinator's own test records
 
 
 def prepare(
     folder: Path,
-    count: int,
+    count: int | None = None,
     *,
     spec: dict[str, Any],
     data: str = "digits",
     label: str | None = None,
+    schema: Path | None = None,
     dropouts: int = 0,
     evaluation: float | None = None,
 ) -> Path:
-    """Write the folders of a coordinator and of `count` sites, each with its part of the data.
+    """Write the folders of a coordinator and of its sites, each with its part of the data.
 
     Args:
       folder: where they go.
-      count: number of sites.
+      count: number of sites. None: one site per client where a schema names their column, else 3.
       spec: keys of spec.toml that differ from `DEFAULTS`.
       data: a data set, as in `sordino run`.
       label: the label's column, if data is a table.
+      schema: the schema.toml of the table, in place of label; every site gets it.
       dropouts: sites that may fail in a round.
       evaluation: epsilon of the evaluation on the sites' test records at the end; None for none.
 
@@ -52,40 +60,127 @@ def prepare(
     """
     from sordino.federation.flower.keys import ensure_node_key
 
-    if count < 2:
-        raise SordinoError(f"sites: {count}; a federation needs at least 2, and 3 for secure aggregation.")
-    whole = load(data, label=label)
-    names = [f"site{k + 1}" for k in range(count)]
-    owner = split(whole, "dirichlet:5" if whole.classes else "iid", count, sizes="equal", seed=0)
+    if schema is not None and label is not None:
+        raise SordinoError("label: the schema names the target; leave label out.")
+    parts: _ArrayParts | _TableParts
+    if schema is None:
+        parts = _ArrayParts(data, label, _checked(SITES if count is None else count))
+    else:
+        parts = _TableParts(Path(data).expanduser(), schema, count)
+    names, suffix = parts.names, parts.suffix
     coordinator = folder / "coordinator"
     values: dict[str, Any] = DEFAULTS | spec
     federated(values)  # refuses a wrong key or value before anything is written
-    shape: dict[str, Any] = {"features": whole.x_train.shape[1], "classes": whole.classes}
     rest = {key: value for key, value in values.items() if key not in DEFAULTS}
-    init(coordinator, names, **shape, **{key: values[key] for key in DEFAULTS}, dropouts=dropouts, more=rest)
-    files.write(folder / "README.txt", readmes.FEDERATION.encode())
-    _save(coordinator / "test.npz", whole.x_test, _labels(whole, whole.y_test))
+    init(coordinator, names, **parts.shape, **{key: values[key] for key in DEFAULTS}, dropouts=dropouts, more=rest)
+    files.write(folder / "README.txt", readmes.FEDERATION.format(suffix=suffix).encode())
+    parts.save(coordinator / f"test{suffix}", None)
     with open(coordinator / "federation.toml", "a", encoding="utf-8") as file:
-        file.write('test = "test.npz"   # the coordinator\'s own test records\n')
+        file.write(f'test = "test{suffix}"   # the coordinator\'s own test records\n')
         if evaluation is not None:
             file.write(f"evaluation_epsilon = {evaluation!r}\n")
     FederationConfig.read(coordinator / "federation.toml")  # refuses a wrong epsilon
     limit = 2 * float(values["epsilon"])
     cards = []
     for k, name in enumerate(names):
-        place, mine = folder / "sites" / name, owner == k
-        cards.append(make_site(place, name, data="data.npz", classes=whole.classes, epsilon=limit).card)
+        place = folder / "sites" / name
+        cards.append(make_site(place, name, data=f"data{suffix}", **parts.described, epsilon=limit).card)
         with open(place / "site.toml", "a", encoding="utf-8") as file:
             file.write(f'witness = "../../witness/{name}.json"   # by default in the state directory of this user\n')
         if evaluation is not None:
             with open(place / "site.toml", "a", encoding="utf-8") as file:
                 file.write(f"evaluation_epsilon = {2 * evaluation!r}   # limit over all evaluations on test records\n")
         ensure_node_key(place / "node")
-        _save(place / "data.npz", whole.x_train[mine], _labels(whole, whole.y_train[mine]))
+        parts.save(place / f"data{suffix}", k)
     roster = Roster(tuple(cards))
     for place in (coordinator, *(folder / "sites" / name for name in names)):
         roster.write(place / "roster.toml")
     return coordinator
+
+
+class _ArrayParts:
+    """Features and labels of a data set, divided among the sites."""
+
+    suffix = ".npz"
+
+    def __init__(self, data: str, label: str | None, count: int) -> None:
+        whole = load(data, label=label)
+        self.whole = whole
+        self.names = [f"site{k + 1}" for k in range(count)]
+        self.owner = split(whole, "dirichlet:5" if whole.classes else "iid", count, sizes="equal", seed=0)
+        self.shape: dict[str, Any] = {"features": whole.x_train.shape[1], "classes": whole.classes}
+        self.described: dict[str, Any] = {"classes": whole.classes}
+
+    def save(self, path: Path, site: int | None) -> None:
+        """Write the records of a site; None: the coordinator's test records."""
+        whole = self.whole
+        if site is None:
+            _save(path, whole.x_test, _labels(whole, whole.y_test))
+        else:
+            mine = self.owner == site
+            _save(path, whole.x_train[mine], _labels(whole, whole.y_train[mine]))
+
+
+class _TableParts:
+    """Rows of a table with a schema, divided by its client column, or at random."""
+
+    def __init__(self, path: Path, schema: Path, count: int | None) -> None:
+        self.schema = Schema.read(schema)
+        if tables.suffix_of(path) not in tables.SUFFIXES or not path.is_file():
+            raise SordinoError(f"data: '{path}' is no table; a schema describes {', '.join(tables.SUFFIXES)} files.")
+        encoded = self.schema.open(path)  # refuses a table that does not fit before anything is written
+        rows = len(encoded.x)
+        rng = np.random.default_rng(0)
+        whom = np.arange(rows) if encoded.person is None else np.unique(encoded.person, return_inverse=True)[1]
+        if count is None and encoded.client is not None:
+            clients, self.owner = np.unique(encoded.client, return_inverse=True)
+            self.names = [str(client) for client in clients]
+            if not 2 <= len(clients) <= MOST_SITES:
+                raise SordinoError(
+                    f"sites: column '{self.schema.client}' names {len(clients)} clients, and a demonstration has 2 to "
+                    f"{MOST_SITES} sites; give --sites N to divide the records at random."
+                )
+            if not all(SITE_NAME.fullmatch(name) for name in self.names):
+                self.names = [f"site{k + 1}" for k in range(len(clients))]
+        else:
+            count = _checked(SITES if count is None else count)
+            self.names = [f"site{k + 1}" for k in range(count)]
+            self.owner = (rng.permutation(whom.max() + 1) % count)[whom]  # all records of a person at one site
+        held = np.zeros(whom.max() + 1, bool)
+        held[rng.permutation(len(held))[: round(TEST_FRACTION * len(held))]] = True
+        self.tested = held[whom]
+        self.shape: dict[str, Any] = {"schema": schema}
+        self.described: dict[str, Any] = {"schema": schema}
+        dialect = self.schema.dialect
+        self.suffix = ".csv" if tables.suffix_of(path) in tables.TEXT_SUFFIXES else ".parquet"
+        if self.suffix == ".csv":  # cells as they are spelt: the sites read them by the same schema
+            columns, self.delimiter = tables.heading(path, dialect)
+            self.table = tables.open_table(path, dialect, types=dict.fromkeys(columns, "text"), missing=())
+        else:
+            self.table = tables.open_table(path)
+        if self.table.num_rows != rows:
+            raise SordinoError(f"data: '{path}' changed while it was read; try again.")
+
+    def save(self, path: Path, site: int | None) -> None:
+        """Write the rows of a site; None: the coordinator's test records."""
+        mine = self.tested if site is None else (self.owner == site) & ~self.tested
+        part = self.table.filter(mine)
+        with files.replacing(path) as temporary:
+            if self.suffix == ".parquet":
+                import pyarrow.parquet
+
+                pyarrow.parquet.write_table(part, temporary)
+                return
+            with open(temporary, "w", newline="", encoding=self.schema.dialect.encoding) as file:
+                writer = csv.writer(file, delimiter=self.delimiter)
+                writer.writerow(part.column_names)
+                writer.writerows(zip(*(column.to_pylist() for column in part.columns), strict=True))
+
+
+def _checked(count: int) -> int:
+    if count < 2:
+        raise SordinoError(f"sites: {count}; a federation needs at least 2, and 3 for secure aggregation.")
+    return count
 
 
 def _save(path: Path, x: np.ndarray, y: np.ndarray) -> None:

@@ -11,8 +11,8 @@ coordinator/  the coordinator. coordinator/run/README.txt says which of its file
 sites/NAME/   one site each, with its records and keys. sites/NAME/README.txt says which of its files may leave.
 flower/       keys and logs of the connections. Nothing in it may leave this machine.
 
-Do not copy or publish this folder as a whole: it holds the training records (sites/*/data.npz) and the test records
-(coordinator/test.npz).
+Do not copy or publish this folder as a whole: it holds the training records (sites/*/data{suffix}) and the test records
+(coordinator/test{suffix}).
 
     sordino verify SITE_FOLDER/runs/RUN      checks the certificate of a site
     sordino ledger show SITE_FOLDER          shows what the site has spent
