@@ -133,7 +133,11 @@ SPEC: Mapping[str, str] = {
         ),
         SETTING,
     ),
-    **dict.fromkeys(("data", "data_dir", "label", "public_stats", "schema", "person"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(("label", "schema", "person"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(
+        ("data", "data_dir", "public_stats"),
+        "The name of a file, which is declared public; its folder is in private/secret.toml.",
+    ),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
@@ -409,8 +413,8 @@ HEAD = """# The files of a run
   console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
-  `secret.toml` (the seed of a secret schedule, where there is one), `shared_ledger.json` (where the ledger of several
-  runs lies, if the run has one), `lock`. Only its owner can read it.
+  `secret.toml` (whole paths of files, and the seed of a secret schedule), `shared_ledger.json` (where the ledger of
+  several runs lies), `lock`. Only its owner can read it, and some runs lack some of these.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the
