@@ -7,7 +7,7 @@ import pytest
 
 from sordino.cli import main
 from sordino.training import run
-from sordino.training.folder import tested_on
+from sordino.training.folder import tested_on as exposed
 from sordino.training.spec import Spec
 
 
@@ -91,8 +91,6 @@ def test_the_statement_of_a_run_that_is_not_certified_promises_nothing(patients,
 
 
 def test_shares_of_test_records_do_not_mix_records_and_persons():
-    assert (
-        tested_on({"test_records": 20, "records": 80, "unit": "record"}) == "the 20 test records (20% of all records)"
-    )
-    assert tested_on({"test_records": 20, "records": 80, "unit": "person"}) == "the 20 test records"
-    assert tested_on({"test_records": None, "records": None, "unit": "client"}) == "the records held out for testing"
+    assert exposed({"test_records": 20, "records": 80, "unit": "record"}) == "the 20 test records (20% of all records)"
+    assert exposed({"test_records": 20, "records": 80, "unit": "person"}) == "the 20 test records"
+    assert exposed({"test_records": None, "records": None, "unit": "client"}) == "the records held out for testing"

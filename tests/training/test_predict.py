@@ -144,3 +144,35 @@ def test_a_swapped_model_is_refused(place, tmp_path):
     cert.write_text(json.dumps(json.loads(cert.read_text()) | {"epsilon": 0.1}))
     with pytest.raises(SordinoError, match="of the certificate beside"):
         sordino.load_run(tmp_path / "run")
+
+
+def test_the_threshold_of_the_run_decides_between_two_classes(place, tmp_path, capsys):
+    words = ["--data", str(place / "patients.csv"), "--schema", str(place / "schema.toml"), "--rounds", "5"]
+    assert main(["run", *words, "--set", "threshold=0.2", "--seed", "1", "--out", str(tmp_path / "low")]) == 0
+    run = sordino.load_run(tmp_path / "low")
+    assert run.threshold == 0.2
+    people = {"age": list(range(20, 90)), "ward": ["surgery"] * 70}
+    risk = run.predict_proba(people)[:, 1]
+    assert ((risk > 0.2) & (risk < 0.5)).any()
+    assert (run.predict(people) == np.where(risk > 0.2, "yes", "no")).all()
+    write(tmp_path / "people.csv", people)
+    capsys.readouterr()
+    assert main(["predict", str(tmp_path / "low"), str(tmp_path / "people.csv"), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["predictions"] == run.predict(people).tolist()
+
+
+def test_public_files_name_no_folder_of_this_machine(place):
+    run = place / "run"
+    assert all(str(place).encode() not in path.read_bytes() for path in (run / "public").rglob("*") if path.is_file())
+    assert f'data = "{place / "patients.csv"}"' in (run / "private" / "secret.toml").read_text()
+
+
+def test_a_model_without_a_certificate_is_told(place, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(place / "run", tmp_path / "run")
+    write(tmp_path / "people.csv", {"age": [30], "ward": ["surgery"]})
+    for expected in (False, True):
+        assert main(["predict", str(tmp_path / "run"), str(tmp_path / "people.csv")]) == 0
+        assert ("no certificate beside the model" in capsys.readouterr().err) is expected
+        (tmp_path / "run" / "public" / "certificate.json").unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ def act(arguments: argparse.Namespace) -> int:
     names = [name for _, name, *_ in (*NUMBERS, *WORDS)]
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     prepared = private_evaluation.prepare(arguments.model, arguments.data, **options)
+    if trained_on(Path(arguments.model), arguments.data):
+        print(
+            f"WARNING: the run was trained on '{arguments.data}', so most of these records are no test: scores are too "
+            "good, and what the model and this evaluation tell of a record adds up.",
+            file=sys.stderr,
+        )
     shared = None
     if arguments.ledger is not None:
         shared = private_evaluation.join_ledger(prepared, arguments.ledger, arguments.limit)
@@ -88,6 +95,17 @@ def act(arguments: argparse.Namespace) -> int:
         may = "public/ may be published, private/ may not" if cert["certified"] else "nothing here may be published"
         facts([("files", f"{out}: {may} (README.txt)")])
     return 0
+
+
+def trained_on(model: Path, data: str) -> bool:
+    """Whether a file is the table that the run was trained on, as far as the run's folder tells."""
+    from sordino.training.folder import RunFolder
+
+    try:
+        source = Path(str(RunFolder.find(model).settings().get("data", "")))
+        return source.is_file() and Path(data).is_file() and source.samefile(data)
+    except (SordinoError, OSError):
+        return False
 
 
 def default_folder(model: Path) -> Path:

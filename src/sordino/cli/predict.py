@@ -31,11 +31,17 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
+    from sordino.training.folder import RunFolder
     from sordino.training.predict import predict
 
     if Path(arguments.model).exists() and not Path(arguments.file).expanduser().is_file():
         raise SordinoError(f"data: there is no file '{arguments.file}'; check the path.")
     predictions = predict(arguments.model, arguments.file)
+    if not (RunFolder.find(Path(arguments.model)).public / "certificate.json").is_file():
+        print(
+            "WARNING: there is no certificate beside the model, so nobody can tell whether it was exchanged.",
+            file=sys.stderr,
+        )
     document = {"predictions": predictions.labels}
     if predictions.classes:
         document |= {"classes": predictions.classes, "probabilities": predictions.probabilities}

@@ -287,8 +287,12 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         remedy = (
             "Try more rounds, another lr or another clip (docs/deep.md)."
             if prepared.resolved.model.entry.network
-            else "The noise exceeds the signal, or features differ in scale: try --public-stats FILE, or "
-            "--set normalize=l2."
+            else "Class weights move risks away from what is observed; read the AUC instead."
+            if prepared.resolved.model.options.get("class_weights")
+            else "The noise exceeds the signal: raise epsilon, gather more records, or use --trust secure-aggregation."
+            if prepared.resolved.source.schema is not None
+            else "The noise exceeds the signal, or features differ in scale: describe the table by a schema (sordino "
+            "schema draft), try --public-stats FILE, or --set normalize=l2."
         )
         why = no_better(prepared.dataset, last)
         console().print(f"WARNING: the model is no better than a constant guess: {why}. {remedy}", markup=False)

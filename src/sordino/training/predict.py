@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,15 +113,27 @@ class LoadedRun:
         return isinstance(records, list | tuple) and all(isinstance(line, str) for line in records)
 
     def predict(self, records: Records) -> np.ndarray:
-        """The predicted class of each record, by its name; or a number, where labels are numbers.
+        """The predicted class of each record, by its name and by the run's threshold; or a number, for such labels.
 
         Of survival it is the risk: the probability that the event happens before the last edge.
 
         Raises:
           SordinoError: a column is absent, or a value cannot be read.
         """
-        found = self.model.predict(self.theta, self.prepare(records)).cpu().numpy()
-        return np.asarray(self.classes)[found] if self.classes else self._in_its_unit(found)
+        x = self.prepare(records)
+        if self.classes:
+            return np.asarray(np.asarray(self.classes)[self._class_index(x)])
+        return self._in_its_unit(self.model.predict(self.theta, x).cpu().numpy())
+
+    @property
+    def threshold(self) -> float:
+        """Of two classes: above this probability, the second one is predicted. The run's setting."""
+        return float(tomllib.loads(self.about["spec"]).get("threshold", 0.5))
+
+    def _class_index(self, x: Tensor) -> np.ndarray:
+        if len(self.classes) != 2 or self.threshold == 0.5:
+            return np.asarray(self.model.predict(self.theta, x).cpu().numpy())
+        return np.asarray((self.model.scores(self.theta, x)[:, 1] > self.threshold).long().cpu().numpy())
 
     def _in_its_unit(self, numbers: np.ndarray) -> np.ndarray:
         return np.asarray(numbers) if self.schema is None else self.schema.to_people(numbers)
@@ -161,9 +174,10 @@ class LoadedRun:
             return Predictions(predicted.tolist(), [f"no event by {edge:g}" for edge in self.edges], curves)
         if not self.classes:
             return Predictions(self._in_its_unit(predicted.cpu().numpy()).tolist(), [], [])
-        found = predicted.tolist()
         return Predictions(
-            [self.classes[k] for k in found], list(self.classes), self.model.scores(self.theta, x).tolist()
+            [self.classes[k] for k in self._class_index(x)],
+            list(self.classes),
+            self.model.scores(self.theta, x).tolist(),
         )
 
 

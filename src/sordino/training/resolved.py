@@ -392,18 +392,30 @@ class ResolvedSpec:
 
     @property
     def portable(self) -> Spec:
-        """The spec as a run's files hold it: its schema lies beside it."""
-        return self.spec if self.spec.schema is None else dataclasses.replace(self.spec, schema=SCHEMA)
+        """The spec as a run's public files hold it: its schema lies beside it, and files have no folders."""
+        changes: dict[str, Any] = {key: Path(path).name for key, path in self._paths.items()}
+        return dataclasses.replace(self.spec, **changes | ({} if self.spec.schema is None else {"schema": SCHEMA}))
+
+    @property
+    def _paths(self) -> dict[str, str]:
+        """Whole paths of the spec. They stay private, because folders may name users and shares."""
+        given = {key: getattr(self.spec, key) for key in ("data", "public_stats", "data_dir")}
+        return {key: path for key, path in given.items() if path and Path(path).is_absolute()}
 
     def published(self, plan: Plan) -> tuple[str, str]:
         """(content of spec.toml, content of private/secret.toml).
 
         Where who takes part is secret, the seed of the schedule must be unguessable, and it stays private.
         """
-        if not plan.amplified or plan.schedule_seed < SECRET_SEED:
-            return self.portable.toml(), ""
-        public = dataclasses.replace(self.portable, schedule_seed=None)
-        return public.toml(), f"schedule_seed = {plan.schedule_seed}\n"
+        public, secret = self.portable, dict[str, Any](self._paths)
+        if plan.amplified and plan.schedule_seed >= SECRET_SEED:
+            public, secret = (
+                dataclasses.replace(public, schedule_seed=None),
+                secret | {"schedule_seed": plan.schedule_seed},
+            )
+        import tomli_w
+
+        return public.toml(), tomli_w.dumps(secret) if secret else ""
 
 
 def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> None:
