@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sordino.cli import main
 from sordino.data import tables
 from sordino.data.schema import BLANK, Schema, draft
 from sordino.errors import SordinoError
@@ -200,13 +201,13 @@ def test_excel(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("größe,y\nabc,j\n", "column 'größe' holds 'abc', which is no number"),
+        ("größe,y\nabc,j\n", "column 'größe' holds a cell that is no number"),
         ("größe;y\n1,5;j\n", 'set decimal = ","'),
         ("grösse,y\n1,j\n", "lacks the column 'größe'. Did you mean"),
         ("größe,y,id\n1,j,3\n", "has the column 'id', which the schema does not mention"),
         ("größe,größe,y\n1,2,j\n", "has the column 'größe' twice"),
         ("größe,y\n1,j,3\n", "more or fewer cells than the heading"),
-        ("größe,y\n1,x\n", "'x' in column 'y' is none of the levels n, j"),
+        ("größe,y\n1,x\n", "1 cells of column 'y' are none of the levels n, j"),
         ("größe,y\n1,\n", "1 cells of column 'y' are missing"),
         ("", "is empty"),
     ],
@@ -226,6 +227,49 @@ def test_a_cell_in_latin_1_names_the_remedy(tmp_path):
     schema = Schema.of({"columns": {"a": {"type": "category", "levels": ["é"]}}})
     with pytest.raises(SordinoError, match='encoding = "latin-1"'):
         schema.open(write(tmp_path, "a\né\n", encoding="latin-1"), target=False)
+
+
+def test_errors_quote_no_cell(tmp_path):
+    for text in ("größe,y\nsecret,j\n", "größe,y\n1,secret\n", "größe,y\n1,j,secret\n", 'größe,y\n"1,secret",j\n'):
+        with pytest.raises(SordinoError) as caught:
+            small().open(write(tmp_path, text))
+        assert "secret" not in str(caught.value)
+    with pytest.raises(SordinoError, match="several types") as caught:
+        tables.of_frame({"a": [1.0, "secret"]})
+    assert "secret" not in str(caught.value)
+
+
+def test_dates_in_another_form(tmp_path):
+    about = {"type": "date", "range": ["2020-01-01", "2020-12-31"], "format": "%d.%m.%Y"}
+    schema = Schema.of({"columns": {"day": about}})
+    cells = {"day": ["01.01.2020", "31.12.2020", None]}
+    np.testing.assert_allclose(schema.encode(cells, target=False).x, [[-1, 0], [1, 0], [0, 1]])
+    with pytest.raises(SordinoError, match=r"2 cells of column 'day' are no dates like 31\.12\.2024;"):
+        schema.encode({"day": ["2020-01-01", "01.01.2020", "31.02.2020"]}, target=False)
+    with pytest.raises(SordinoError, match="format: 'm/y' must name day, month and year"):
+        Schema.of({"columns": {"day": {**about, "format": "m/y"}}})
+
+
+def test_a_draft_names_its_own_options(tmp_path, capsys):
+    for text in ("größe,y\n1,j\n", "a,y\né,j\n"):
+        assert main(["schema", "draft", str(write(tmp_path, text, encoding="latin-1"))]) == 2
+        assert "--encoding latin-1" in capsys.readouterr().err
+    path = str(write(tmp_path, "kg;name;n\n1,5;a,b;1\n;c;2\n70;d;3\n"))
+    assert main(["schema", "draft", path]) == 0
+    assert "kg would be categories" in capsys.readouterr().err
+    assert main(["schema", "draft", path, "--decimal", ","]) == 0
+    assert "--decimal" not in capsys.readouterr().err
+
+
+def test_check_explains_a_schema_whose_ranges_are_to_be_found(tmp_path, capsys):
+    text = '[target]\ncolumn = "y"\nlevels = ["n", "j"]\nfind_prevalence = true\n'
+    text += '[columns.a]\ntype = "number"\nwithin = [0, 9]\n[columns.b]\ntype = "category"\ncandidates = ["u"]\n'
+    schema = write(tmp_path, text, name="schema.toml")
+    for more in ([], [str(write(tmp_path, "a,b,y\n1,u,n\n2,v,j\n"))]):
+        assert main(["schema", "check", str(schema), *more]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "to find a, b, target.prevalence: not known yet" in said
+        assert ("every cell can be read" in said) == bool(more)
 
 
 # -------------------------------------------------------------------------------------------------------- wrong schemas
@@ -299,11 +343,15 @@ def test_wrong_schemas_are_refused_by_the_key(path, value, problem):
 @pytest.mark.parametrize(
     ("column", "cells", "problem"),
     [
-        ("age", ["x", "1", "2"], "column 'age' holds 'x'"),
+        ("age", ["x", "1", "2"], "column 'age' holds 1 cells that are no number"),
         ("age", [float("inf"), 1, 2], "column 'age' holds an infinite number"),
-        ("admitted", ["31.12.2020", None, None], "column 'admitted' holds no dates"),
+        (
+            "admitted",
+            ["31.12.2020", None, None],
+            "1 cells of column 'admitted' are no dates like 2024-12-31. .* set format",
+        ),
         ("hospital", ["a", None, "b"], "client: 1 cells of column 'hospital' are missing"),
-        ("died", ["no", "perhaps", "no"], "target: 'perhaps'"),
+        ("died", ["no", "perhaps", "no"], "target: 1 cells of column 'died' are none"),
     ],
 )
 def test_wrong_cells_are_refused_by_the_column(column, cells, problem):
@@ -354,7 +402,7 @@ def test_survival_becomes_a_signed_time_and_ends_at_the_last_edge():
         ({"column": "n", "task": "count", "maximum": 9}, {"n": [1, -1]}, "target: 1 cells of column 'n' are no counts"),
         ({"column": "n", "task": "count", "maximum": 9}, {"n": [1.5, 2]}, "target: 1 cells .* are no counts"),
         ({"column": "n", "task": "count", "maximum": 9}, {"n": [None, 2]}, "target: 1 cells .* are missing"),
-        ({"column": "n", "task": "count", "maximum": 9}, {"n": ["a", "2"]}, "column 'n' holds 'a'"),
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": ["a", "2"]}, "column 'n' holds 1 cells"),
         (survival(), {"time": [1, -2], "died": [1, 0]}, "target: 1 times in column 'time' are below 0"),
         (survival(), {"time": [1, None], "died": [1, 0]}, "target: 1 cells of column 'time' are missing"),
         (survival(), {"time": [1, 2], "died": [1, None]}, "target: 1 cells of column 'died' are missing"),

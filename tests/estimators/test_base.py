@@ -248,10 +248,10 @@ def test_bad_frames_are_named():
     for wrong, message in [
         (frame.drop(columns="died"), r"lacks the column 'died'"),
         (frame.drop(columns="hospital"), r"lacks the column 'hospital'"),
-        (frame.assign(died="perhaps"), r"^target: 'perhaps' in column 'died' is none of the levels"),
+        (frame.assign(died="perhaps"), r"^target: \d+ cells of column 'died' are none of the levels"),
         (frame.assign(died=None), r"^target: 40 cells of column 'died' are missing"),
         (frame.assign(hospital=None), r"^client: 40 cells"),
-        (frame.assign(age="old"), r"column 'age' holds 'old', which is no number"),
+        (frame.assign(age="old"), r"column 'age' holds \d+ cells that are no number"),
         (frame[:0], r"^X: the frame has no records"),
         (frame.to_numpy(), r"^data: a ndarray is no table"),
     ]:

@@ -105,7 +105,9 @@ def test_the_estimates_are_near_the_truth(place, tmp_path):
     assert found["accuracy"]["estimate"] == pytest.approx(((p > 0.5) == y).mean(), abs=0.01)
     assert found["mean_predicted"]["estimate"] == pytest.approx(p.mean(), abs=0.01)
     assert found["observed"]["estimate"] == pytest.approx(y.mean(), abs=0.01)
-    assert not json.loads((out / "public" / "certificate.json").read_text())["certified"], "a seed is not private"
+    cert = json.loads((out / "public" / "certificate.json").read_text())
+    assert not cert["certified"], "a seed is not private"
+    assert (found["certificate"], found["certified"], found["reasons"]) == (cert, False, cert["reasons"])
     assert "NOTHING IN THIS FOLDER MAY BE PUBLISHED" in (out / "README.txt").read_text()
 
 

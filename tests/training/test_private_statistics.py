@@ -23,7 +23,15 @@ from sordino.privacy.plan import Plan
 from sordino.training import run
 from sordino.training.batch import run_many
 from sordino.training.predict import load_run
-from sordino.training.private_statistics import edge, found_schema, frequent, shortest, statistics_tally
+from sordino.training.private_statistics import (
+    covering,
+    edge,
+    found_schema,
+    frequent,
+    rough,
+    shortest,
+    statistics_tally,
+)
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
 
@@ -328,6 +336,34 @@ def test_the_shortest_interval_holds_nearly_all():
 def test_noise_that_hides_everything_keeps_the_wide_range(std):
     assert shortest(std * np.random.default_rng(1).normal(size=64), std) == (0, 64)
     assert shortest(np.zeros(64), std) == (0, 64)
+
+
+def test_records_beside_the_shortest_interval_extend_the_range():
+    """With noise of 1 % per bin, the shortest interval leaves out more than the range does."""
+    rng, bins = np.random.default_rng(2), np.arange(64)
+    shares = np.exp(-((bins - 30) ** 2) / 72)
+    shares /= shares.sum()
+    outside, before = [], []
+    for _ in range(40):
+        noised = shares + 0.01 * rng.normal(size=64)
+        for interval, left in ((covering, outside), (shortest, before)):
+            low, high = interval(noised, 0.01)
+            left.append(1 - shares[low:high].sum())
+    assert np.mean(outside) < 0.06 < 0.08 < np.mean(before)
+    few = np.zeros(64)
+    few[[10, 60]] = 0.97, 0.03
+    assert covering(few, 1e-5)[1] == 61, "the shortest interval that leaves out 2 % reaches both"
+    few[[10, 60]] = 0.985, 0.015
+    assert covering(few, 1e-5) == (10, 11), "records far away do not widen a range beyond three times its width"
+
+
+def test_a_run_says_that_its_ranges_are_rough(place, tmp_path, capsys):
+    assert main(words(place, "--out", str(tmp_path / "few"), share="0.001", rounds=1)) == 0
+    assert "WARNING: the found ranges are rough (age, income)" in capsys.readouterr().out.replace("\n", " ")
+    tally = ColumnTally(1, (("a", 0, False),))
+    assert rough(tally, 0.02 / 8.1, 1000) is None
+    assert "(21 of 1,000)" in rough(tally, 0.021 / 8, 1000)
+    assert rough(ColumnTally(1, ()), 1.0, 1000) is None, "levels have a rule of their own"
 
 
 def test_a_point_mass_is_a_range_of_one_bin():

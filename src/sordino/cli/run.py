@@ -232,12 +232,14 @@ def _survival(curve: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
     """The result. `privacy.evidence.public` lists every line that may be printed here."""
+    from sordino.privacy import calibration
     from sordino.privacy.evidence.certificate import ranges
     from sordino.privacy.evidence.signing import fingerprint
     from sordino.privacy.evidence.statement import unit_plural
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import beats_constant_guess, no_better
     from sordino.training.folder import RunFolder, publishable, tested_on
+    from sordino.training.private_statistics import rough
     from sordino.training.run import final_metrics, shared_of
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
@@ -294,6 +296,10 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         )
         why = no_better(prepared.dataset, last)
         console().print(f"WARNING: the model is no better than a constant guess: {why}. {remedy}", markup=False)
+    if settings.private_statistics is not None:
+        std = calibration.aggregate_std(plan, 0)
+        if (doubt := rough(prepared.resolved.statistics, std, sum(sizes))) is not None:
+            console().print(f"WARNING: {doubt}", markup=False)
     whole = [i for i, rate in enumerate(plan.rates) if rate == 1]
     if settings.batch != "full" and whole and sizes_public:
         console().print(

@@ -52,7 +52,7 @@ def act(arguments: argparse.Namespace) -> int:
 
 def _draft(arguments: argparse.Namespace) -> int:
     from sordino.data.schema import draft
-    from sordino.data.tables import Dialect
+    from sordino.data.tables import Dialect, WrongEncodingError
 
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None and out.exists():
@@ -62,7 +62,13 @@ def _draft(arguments: argparse.Namespace) -> int:
         if path is not None and not path.is_file():
             raise SordinoError(f"schema: there is no file '{path}'; check the path.")
     dialect = Dialect(arguments.delimiter, arguments.decimal, arguments.encoding)
-    text, looked = draft(Path(arguments.file), paths[1], dialect)
+    try:
+        text, looked = draft(Path(arguments.file), paths[1], dialect)
+    except WrongEncodingError as error:
+        raise SordinoError(
+            f"--encoding: {error.path} is no {arguments.encoding} text; name its encoding, such as --encoding latin-1 "
+            "(Windows, Western Europe) or --encoding utf-16."
+        ) from None
     if out is None:
         sys.stdout.write(text)
     else:
@@ -81,7 +87,7 @@ def _check(arguments: argparse.Namespace) -> int:
         path = Path(arguments.file)
         if not path.is_file():
             raise SordinoError(f"data: there is no file '{path}'; check the path.")
-        schema.open(path)
+        (schema.at_its_widest if schema.unknown else schema).open(path)
     document = {
         "features": schema.features,
         "columns": [{"column": n, "becomes": says, "features": made} for n, says, made in schema.explain()],
@@ -89,6 +95,7 @@ def _check(arguments: argparse.Namespace) -> int:
         "client": schema.client,
         "person": schema.person,
         "sha256": schema.sha256(),
+        "to_find": schema.unknown,
         "fits": bool(arguments.file) or None,
     }
     if not emit(arguments, document):
@@ -103,6 +110,12 @@ def _check(arguments: argparse.Namespace) -> int:
         size = "" if schema.expansion.rff else ", each between -1 and 1"
         page.print(f"features   {len(schema.features)} numbers per record{size}", markup=False)
         page.print("privacy    applied to each record by itself: it costs nothing", markup=False)
+        if schema.unknown:
+            page.print(
+                f"to find    {', '.join(schema.unknown)}: not known yet. Give range or levels, or spend a part of the "
+                "budget: sordino run --private-statistics 0.05",
+                markup=False,
+            )
         if arguments.file:
             page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)
     return 0

@@ -35,7 +35,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, timedelta
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -287,6 +287,7 @@ class Date:
     range: tuple[str, str] = ("", "")
     fill: str | None = None
     indicator: bool = True
+    format: str | None = None  # how the cells are written, such as %d.%m.%Y; the range is always as 2024-12-31
 
     reads: ClassVar[str] = "text"
 
@@ -296,6 +297,14 @@ class Date:
             raise SordinoError(f"{where}.range: {list(self.range)} must be two dates, the earlier one first.")
         if self.fill is not None:
             _day(self.fill, f"{where}.fill")
+        if self.format is not None:
+            day = date(2021, 12, 31)
+            try:
+                same = datetime.strptime(day.strftime(self.format), self.format).date() == day
+            except ValueError:
+                same = False
+            if not same:
+                raise SordinoError(f"{where}.format: '{self.format}' must name day, month and year: \"%d.%m.%Y\".")
 
     def features(self, name: str) -> list[str]:
         return Number(range=(0, 1), indicator=self.indicator).features(name)
@@ -303,7 +312,8 @@ class Date:
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
         first, last = (_day(text, name) for text in self.range)
         fill = None if self.fill is None else _day(self.fill, name)
-        Number(range=(first, last), fill=fill, indicator=self.indicator).place(tables.dates(column, name, missing), out)
+        days = tables.dates(column, name, missing, self.format)
+        Number(range=(first, last), fill=fill, indicator=self.indicator).place(days, out)
 
     def says(self) -> str:
         return f"{self.range[0]} … {self.range[1]} becomes -1 … 1; beyond is clamped"
@@ -485,12 +495,10 @@ class Target:
         index = level_index(column, spelt, missing)
         if blank := int((index == MISSING_LEVEL).sum()):
             raise self._absent(blank, self.column)
-        if (index == OTHER_LEVEL).any():
-            row = int(np.flatnonzero(index == OTHER_LEVEL)[0])
-            cell = tables.texts(column, missing)[row].as_py()
+        if other := int((index == OTHER_LEVEL).sum()):
             raise SordinoError(
-                f"target: '{cell}' in column '{self.column}' is none of the levels {', '.join(spelt[:8])}; add it to "
-                "levels, or map it to one with recode."
+                f"target: {other} cells of column '{self.column}' are none of the levels {', '.join(spelt[:8])}; add "
+                "what they say to levels, or map it to one with recode."
             )
         position = [*range(len(self.levels)), *(self.levels.index(level) for level in self.recode.values())]
         return np.take(np.asarray(position, np.int64), index)
@@ -936,6 +944,7 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
 
     dialect = dialect or Dialect()
     table = tables.open_table(path, dialect)
+    tables.check_encoding(table, table.column_names, path)
     known = None if public is None else tables.open_table(public, dialect)
     columns: dict[str, Any] = {}
     for name in table.column_names:
@@ -956,6 +965,11 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
     document["target"] = {"column": BLANK, "task": "classes", "levels": [BLANK, BLANK]}
     document["columns"] = columns
     looked = [f"names and types of the {len(columns)} columns of {path.name}; no value of it is in the draft"]
+    if dialect.decimal == "." and (commas := [name for name in table.column_names if _commas(table.column(name))]):
+        looked.append(
+            f"how numbers are spelt: {', '.join(commas)} would be categories, because a comma separates their "
+            "decimals; use --decimal ,"
+        )
     if public is not None:
         looked.append(f"ranges and levels of {public.name}, which is declared public")
     notes = (
@@ -967,6 +981,18 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
         "# Take ranges and levels from a code book or the literature, never from the records.\n\n"
     )
     return notes + tomli_w.dumps(document), looked
+
+
+def _commas(column: Any) -> bool:
+    """Whether all cells of a column of texts are numbers with decimal commas."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_string(column.type):
+        return False
+    text = pc.drop_null(tables.texts(column, MISSING))
+    plain = pc.all(pc.match_substring_regex(text, r"^[-+]?\d+(,\d+)?$")).as_py()
+    return bool(plain and pc.any(pc.match_substring(text, ",")).as_py())
 
 
 def _from_public(kind: str, column: Any, name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import io
 import lzma
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,21 @@ class Dialect(NamedTuple):
     delimiter: str | None = None
     decimal: str = "."
     encoding: str = "utf-8"
+
+
+class WrongEncodingError(SordinoError):
+    """A text file is not in the encoding that its dialect names.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"data: '{path}' is not UTF-8 text ({why}); save it as UTF-8. Where it is Latin-1 (Windows, Western "
+            'Europe): iconv -f latin1 -t utf-8 OLD.csv > NEW.csv, or set encoding = "latin-1" under [file] in a schema.'
+        )
+        self.path = path
 
 
 def suffix_of(path: Path) -> str:
@@ -111,7 +127,9 @@ def of_frame(frame: Any) -> Any:
         if isinstance(frame, Mapping):
             return pa.table({str(name): pa.array(list(values)) for name, values in frame.items()})
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise SordinoError(f"data: the frame cannot be read ({error}); give each column one type.") from None
+        named = re.search(r"for column (.+) with type", str(error))  # the rest of the text quotes a cell
+        which = f"column '{named.group(1)}'" if named else "a column"
+        raise SordinoError(f"data: {which} of the frame has cells of several types; give each column one.") from None
     raise SordinoError(
         f"data: a {type(frame).__name__} is no table; give a pandas or polars frame, or a dict of columns."
     )
@@ -123,7 +141,7 @@ def check_encoding(table: Any, names: Sequence[str], path: Path) -> None:
 
     for name in names:
         if suffix_of(path) in TEXT_SUFFIXES and pa.types.is_binary(table.column(name).type):
-            raise _wrong_encoding(path, f"column '{name}' has other bytes")
+            raise WrongEncodingError(path, f"column '{name}' has other bytes")
 
 
 def check_columns(names: Sequence[str], needed: Sequence[str], where: object) -> None:
@@ -149,9 +167,8 @@ def numbers(column: Any, name: str, missing: Sequence[str] = ()) -> np.ndarray:
         column = texts(column, missing)
         try:
             column = column.cast(pa.float64())
-        except pa.ArrowInvalid as error:
-            cell = re.search(r"'(.*)'", str(error))
-            raise SordinoError(_no_number(name, cell.group(1) if cell else "?")) from None
+        except pa.ArrowInvalid:
+            raise SordinoError(_no_number(name, f"{_count_other(column)} cells that are")) from None
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)) and not (
         pa.types.is_decimal(kind) or pa.types.is_null(kind)
     ):
@@ -178,17 +195,58 @@ def texts(column: Any, missing: Sequence[str] = ()) -> Any:
     return text
 
 
-def dates(column: Any, name: str, missing: Sequence[str] = ()) -> np.ndarray:
-    """A column of dates as days since 1970, float64; missing cells are NaN."""
+def _date(cell: str, form: str | None) -> date | None:
+    """The date that a text names; None where it names none."""
+    try:
+        return date.fromisoformat(cell) if form is None else datetime.strptime(cell, form).date()
+    except ValueError:
+        return None
+
+
+def _count_other(column: Any) -> int:
+    """How many texts are no numbers."""
+
+    def other(cell: str) -> bool:
+        try:
+            float(cell)
+        except ValueError:
+            return True
+        return False
+
+    return max(1, sum(other(cell) for cell in column.to_pylist() if cell is not None))
+
+
+def dates(column: Any, name: str, missing: Sequence[str] = (), form: str | None = None) -> np.ndarray:
+    """A column of dates as days since 1970, float64; missing cells are NaN.
+
+    Args:
+        column: Dates, times or texts.
+        name: Of the column.
+        missing: Texts that mean that a value is missing.
+        form: How texts are written, such as `%d.%m.%Y`; None for 2024-12-31, with or without a time.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if not pa.types.is_temporal(column.type):
-        column = pc.utf8_slice_codeunits(texts(column, missing), 0, 10)
+        text = texts(column, missing)
+        text = pc.utf8_slice_codeunits(text, 0, 10) if form is None else text
+        coded = text.dictionary_encode()  # each distinct date is read once
+        known = pa.array([_date(cell, form) for cell in coded.dictionary.to_pylist()], pa.date32())
+        column = known.take(coded.indices)
+        if wrong := column.null_count - text.null_count:
+            like = date(2024, 12, 31).strftime(form or "%Y-%m-%d")
+            other = '. Where they are written as 31.12.2024, set format = "%d.%m.%Y" in the schema' * (form is None)
+            raise SordinoError(
+                f"data: {wrong} cells of column '{name}' are no dates like {like}{other}; list what means a missing "
+                "value under `missing`."
+            )
     try:
         days = column.cast(pa.date32()).cast(pa.int32())
-    except pa.ArrowInvalid as error:
-        raise SordinoError(f"data: column '{name}' holds no dates like 2024-12-31 ({error}).") from None
+    except pa.ArrowException:
+        raise SordinoError(
+            f"data: column '{name}' holds {column.type}, not dates; set its type in the schema."
+        ) from None
     return np.asarray(pc.fill_null(days.cast(pa.float64()), np.nan).to_numpy(), np.float64)
 
 
@@ -205,11 +263,11 @@ def heading(path: Path, dialect: Dialect) -> tuple[list[str], str]:
     if not first.strip():
         raise SordinoError(f"data: '{path}' is empty; it needs a heading with column names, and records.")
     if first.startswith(BYTE_ORDER_MARKS):
-        raise _wrong_encoding(path, "it begins as UTF-16 does")
+        raise WrongEncodingError(path, "it begins as UTF-16 does")
     try:
         line = first.decode("utf-8-sig" if dialect.encoding == "utf-8" else dialect.encoding).strip("\r\n")
     except (UnicodeDecodeError, LookupError):
-        raise _wrong_encoding(path, "a column's name has other bytes") from None
+        raise WrongEncodingError(path, "a column's name has other bytes") from None
     delimiter = dialect.delimiter
     if delimiter is None:
         bare = re.sub(r'"[^"]*"', "", line)
@@ -279,7 +337,7 @@ def _excel(path: Path) -> Any:
 def _explained(path: Path, why: str, names: Sequence[str], dialect: Dialect) -> SordinoError:
     """What pyarrow's message means, and the remedy."""
     if "UTF8" in why or "utf8" in why or "codec can't decode" in why:
-        return _wrong_encoding(path, "some cells have other bytes")
+        return WrongEncodingError(path, "some cells have other bytes")
     if wrong := re.search(
         r"In CSV column #(\d+): .*?(?:Row #(\d+): )?CSV conversion error to \w+: invalid value '(.*)'", why
     ):
@@ -287,33 +345,27 @@ def _explained(path: Path, why: str, names: Sequence[str], dialect: Dialect) -> 
         where = f", line {row}" if row else ""
         if "," in cell and dialect.decimal == ".":
             return SordinoError(
-                f"data: column '{column}' of '{path}'{where} holds '{cell}'; where a comma separates decimals, set "
-                'decimal = "," under [file] in the schema.'
+                f"data: column '{column}' of '{path}'{where} holds a number with a comma; where a comma separates "
+                'decimals, set decimal = "," under [file] in the schema.'
             )
-        return SordinoError(f"{_no_number(column, cell)} It is in '{path}'{where}.")
-    if "Expected" in why and "columns, got" in why:
+        return SordinoError(f"{_no_number(column, 'a cell that is')} It is in '{path}'{where}.")
+    if wrong := re.search(r"(?:Row #\d+: )?Expected \d+ columns, got \d+", why):  # the rest quotes the row
         return SordinoError(
-            f"data: a row of '{path}' has more or fewer cells than the heading ({why}); check the delimiter, or quote "
-            "cells that contain it."
+            f"data: a row of '{path}' has more or fewer cells than the heading ({wrong.group()}); check the "
+            "delimiter, or quote cells that contain it."
         )
     if "Empty CSV" in why:
         return SordinoError(f"data: '{path}' holds a heading and no records; check the file.")
     return _unreadable(path, why)
 
 
-def _no_number(name: str, cell: str) -> str:
+def _no_number(name: str, what: str) -> str:
+    """No cell is quoted: messages are copied into logs and mails."""
     return (
-        f"data: column '{name}' holds '{cell}', which is no number; list it under `missing` in the schema, or give the "
+        f"data: column '{name}' holds {what} no number; list such texts under `missing` in the schema, or give the "
         "column the type category."
     )
 
 
 def _unreadable(path: Path, why: object) -> SordinoError:
     return SordinoError(f"data: '{path}' cannot be read ({why}); check that it is a true {suffix_of(path)} file.")
-
-
-def _wrong_encoding(path: Path, why: str) -> SordinoError:
-    return SordinoError(
-        f"data: '{path}' is not UTF-8 text ({why}); save it as UTF-8. Where it is Latin-1 (Windows, Western Europe): "
-        'iconv -f latin1 -t utf-8 OLD.csv > NEW.csv, or set encoding = "latin-1" under [file] in a schema.'
-    )

@@ -243,7 +243,8 @@ def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **o
         person_records, person_clients, person_ids, person_choice, seed.
 
     Returns:
-      The metrics: accuracy, AUC, calibration and Brier score, each with an interval.
+      The metrics: accuracy, AUC, calibration and Brier score, each with an interval. Beside them `certified`, `reasons`
+      (why not) and `certificate` (the content of certificate.json).
 
     Raises:
       SordinoError: the model, the data, the folder or an option does not fit.
@@ -259,8 +260,11 @@ def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **o
       >>> found = evaluate_privately("tested", "test.npz", "tested/evaluation", epsilon=2.0)
       >>> found["records"], found["accuracy"]["low"] < found["accuracy"]["estimate"] < found["accuracy"]["high"]
       (359, True)
+      >>> found["certified"], found["certificate"]["epsilon"] <= 2.0
+      (True, True)
     """
-    return evaluate_into(prepare(model, data, **options), Path(out))[0]
+    found, cert = evaluate_into(prepare(model, data, **options), Path(out))
+    return {**found, "certified": cert["certified"], "reasons": cert["reasons"], "certificate": cert}
 
 
 def readme(cert: Mapping[str, Any]) -> str:

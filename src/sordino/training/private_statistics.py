@@ -2,7 +2,8 @@
 
 Every client counts its training records in 64 even bins of each column's wide public range (`within`; bins are even on
 a logarithmic scale where the column has `log = true`). From the noised counts follows the shortest interval that holds
-nearly all records, which becomes the column's range. Of a category with `candidates`, records are counted by candidate,
+nearly all records; it is extended outwards where the counts beside it exceed their noise, and becomes the column's
+range. Of a category with `candidates`, records are counted by candidate,
 and those with a share above 0.5 % and above three standard deviations of the noise become its levels. Where the target
 has `find_prevalence = true`, the classes of the records are counted too, and their shares become its prevalence. From
 there on the schema is one as any other.
@@ -22,6 +23,7 @@ from sordino.models.tally import LABELS, ColumnTally
 COVERAGE = 0.98  # of the records that a range should hold
 LEAST_SHARE = 1e-4  # of a class
 LEAST_LEVEL, LEVEL_SIGNAL = 0.005, 3.0  # a level is kept above this share, and so many standard deviations of the noise
+TAIL_SIGNAL = 2.0  # standard deviations by which the counts beside a range must exceed 0 to extend it
 MOST_OUTSIDE = 0.3  # of the records: a range that may leave out more is too uncertain
 
 
@@ -40,7 +42,7 @@ def found_schema(schema: Schema, tally: ColumnTally, aggregate: np.ndarray, std:
         column = schema.columns[name]
         assert isinstance(column, Number)
         assert column.within is not None
-        low, high = shortest(counts[name], std)
+        low, high = covering(counts[name], std)
         ranges[name] = (edge(column, low, tally.bins), edge(column, high, tally.bins))
     levels: dict[str, tuple[Any, ...]] = {}
     for name, _, _ in tally.levels:
@@ -106,6 +108,53 @@ def shortest(shares: np.ndarray, std: float) -> tuple[int, int]:
                 first = int(held.argmax())
                 return first, first + k
     return 0, bins
+
+
+def covering(shares: np.ndarray, std: float) -> tuple[int, int]:
+    """The run of bins that becomes the range: `shortest`, extended on both sides while records are seen beside it.
+
+    A side is extended over its next n bins if they hold more than 1 % of the records, and more than two standard
+    deviations of the noise on their sum; the smallest such n is taken, again and again. A side grows by at most as many
+    bins as the shortest run has, because among many bins some sum exceeds its noise by chance.
+
+    >>> covering(np.array([0.0, 0.0, 0.5, 0.44, 0.03, 0.03]), 0.01)
+    (2, 6)
+    """
+    low, high = shortest(shares, std)
+    least, most = (1 - COVERAGE) / 2 * float(shares.sum()), high - low
+    above, below = shares[high:][:most], shares[:low][::-1][:most]
+    return low - _seen(below, std, least), high + _seen(above, std, least)
+
+
+def _seen(tail: np.ndarray, std: float, least: float) -> int:
+    """How many bins of a tail, counted from the range outwards, show records."""
+    done = 0
+    while len(rest := tail[done:]):
+        noise = TAIL_SIGNAL * std * np.sqrt(np.arange(1, len(rest) + 1))
+        above = np.flatnonzero(np.cumsum(rest) > np.maximum(noise, least))
+        if not len(above):
+            break
+        done += int(above[0]) + 1
+    return done
+
+
+def rough(tally: ColumnTally, std: float, units: int) -> str | None:
+    """Why the ranges that were found are rough, for people; None where the noise lets 2 % of the records be seen.
+
+    Args:
+      tally: what was counted.
+      std: of the noise on one share.
+      units: number of records, or of persons, whose shares were noised: public.
+    """
+    noise = std * math.sqrt(tally.bins)
+    if not tally.columns or noise <= 1 - COVERAGE:
+        return None
+    names = ", ".join(name for name, _, _ in tally.columns)
+    return (
+        f"the found ranges are rough ({names}): the noise on the records outside of a range has a standard deviation "
+        f"of up to {noise:.1%} ({noise * units:.0f} of {units:,}), so {1 - COVERAGE:.0%} outside cannot be seen. Give "
+        "public ranges, leave within only where needed, or spend a larger share (--private-statistics)."
+    )
 
 
 def edge(column: Number, k: int, bins: int) -> float:

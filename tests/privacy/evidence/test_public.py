@@ -27,6 +27,7 @@ RUNS = {
     "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
     "benchmark": ["--data", "digits", "--clients", "5"],
     "table": TABLE,
+    "found": [*TABLE, "--private-statistics", "0.1"],
     "intervals": [*TABLE, "--method", "auto", "--rounds", "8", "--set", "uncertainty=0.2"],
     "count": ["--data", "COUNT", "--schema", "COUNTS", "--partition", "iid", "--set", "public_data=true"],
     "survival": ["--data", "TIME", "--schema", "TIMES", "--partition", "iid", "--method", "auto", "--rounds", "8"],
@@ -52,6 +53,8 @@ def files(tmp_path_factory):
     )
     (place / "dose.csv").write_text("\n".join(["a,b,y", *(f"{a:.4f},{b:.4f},{a - b:.5f}" for a, b, _ in x)]) + "\n")
     columns = "".join(f'[columns.{name}]\ntype = "number"\nrange = [-3, 3]\n' for name in ("age", "dose", "weight"))
+    found = columns.replace("range", "within", 1)
+    (place / "found.toml").write_text(f'[target]\ncolumn = "label"\nlevels = ["well", "ill"]\n{found}')
     (place / "schema.toml").write_text(f'[target]\ncolumn = "label"\nlevels = ["well", "ill"]\n{columns}')
     lines = [f"{a:.4f},{abs(b) + 0.1:.4f},{int(c > 0)},{int(4 * abs(a))}" for a, b, c in x]
     for name, (label, target) in {"counts": ("n", 'task = "count"\nmaximum = 9'), "times": ("time", SURVIVAL)}.items():
@@ -78,6 +81,7 @@ def done(files, tmp_path_factory):
         known |= {"SCHEMA": str(files / "schema.toml"), "COUNT": str(files / "numbers.csv")}
         known |= {"TIME": str(files / "numbers.csv"), "COUNTS": str(files / "counts.toml")}
         known["TIMES"] = str(files / "times.toml")
+        known |= {"SCHEMA": str(files / "found.toml")} if name == "found" else {}
         words = [known.get(word, word) for word in words]
         method = [] if "--method" in words else ["--method", "dp-fedgd"]
         result = out.with_suffix(".json")
@@ -149,10 +153,11 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr("sordino.training.evaluate.beats_constant_guess", lambda dataset, last: dataset.classes == ())
     seen = set()
-    for name in ("record", "client", "sampled", "quantity", "seeded", "benchmark", "count", "open survival"):
+    for name in ("record", "client", "sampled", "quantity", "seeded", "benchmark", "count", "open survival", "found"):
         words = list(RUNS[name])
         known = {"FILE": "patients.csv" if "by-column:site" in words else "free.csv", "QUANTITY": "dose.csv"}
         known |= dict.fromkeys(("COUNT", "TIME"), "numbers.csv") | {"COUNTS": "counts.toml", "TIMES": "times.toml"}
+        known["SCHEMA"] = "found.toml"
         words = [str(files / known[word]) if word in known else word for word in words]
         words = [word.replace("poisson:60", "poisson:200") for word in words]
         words += ["--ledger", str(tmp_path / "l.db")] if name == "record" else []

@@ -304,6 +304,7 @@ CONSOLE = (
     Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"WARNING: the model is no better than a constant guess: .+", TESTED),
+    Line(r"WARNING: the found ranges are rough .+", PLAN),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
     Line(rf"\S+ ━+ \d+/\d+ ({SHOWN} \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
     Line(rf"\S+ ━+ \d+/\d+ ({SHOWN} \S+  (ε \S+|no noise))? *\d+:\d\d:\d\d\s*", "Progress on stderr. " + OPEN, True),
