@@ -23,6 +23,7 @@ from sordino.models.tally import LABELS, ColumnTally
 COVERAGE = 0.98  # of the records that a range should hold
 LEAST_SHARE = 1e-4  # of a class
 LEAST_LEVEL, LEVEL_SIGNAL = 0.005, 3.0  # a level is kept above this share, and so many standard deviations of the noise
+OUTSIDE_NOISE = 1.5  # standard deviations of the noise outside of the shortest interval that are forgiven
 TAIL_SIGNAL = 2.0  # standard deviations by which the counts beside a range must exceed 0 to extend it
 MOST_OUTSIDE = 0.3  # of the records: a range that may leave out more is too uncertain
 
@@ -90,9 +91,10 @@ def shares(counts: np.ndarray, std: float) -> tuple[float, ...]:
 def shortest(shares: np.ndarray, std: float) -> tuple[int, int]:
     """The shortest run of bins that holds nearly all counted records, as (first, one past the last).
 
-    A run of k of B bins counts if at most 2 % of the records lie outside, up to one standard deviation of the noise on
-    the sum of the B - k bins outside. A run for which that would forgive more than 30 % does not count, so that more
-    noise makes the range wider; in the end all bins are kept.
+    A run of k of B bins counts if at most 2 % of the records lie outside, up to 1.5 standard deviations of the noise on
+    the sum of the B - k bins outside. (With one standard deviation, up to every tenth range is far too wide; `covering`
+    looks at the tails again.) A run for which that would forgive more than 30 % does not count. Where no run counts,
+    all bins are kept.
 
     >>> shortest(np.array([0.0, 0.01, 0.5, 0.48, 0.01, 0.0]), 0.001)
     (2, 4)
@@ -101,7 +103,7 @@ def shortest(shares: np.ndarray, std: float) -> tuple[int, int]:
     whole = float(shares.sum())
     running = np.concatenate([[0.0], np.cumsum(shares)])
     for k in range(1, bins):
-        forgiven = (1 - COVERAGE) * whole + std * math.sqrt(bins - k)
+        forgiven = (1 - COVERAGE) * whole + OUTSIDE_NOISE * std * math.sqrt(bins - k)
         if whole > 0 and forgiven <= MOST_OUTSIDE * whole:
             held = running[k:] - running[:-k]
             if whole - held.max() <= forgiven:
