@@ -9,11 +9,7 @@ the predictions vary, the less a shift changes their mean; the second round meas
 One record adds (one-hot label, probabilities). Its norm is at most sqrt(2), and two such terms have an inner product of
 at least 0, so replacing one costs 2. At person level a person's records are added up, and clipped to twice that.
 
-Slope, of two classes. Noise in the weights makes risks vary more than the features justify: high ones are too high, low
-ones too low. One more round releases eight means (`Ask.slope`), none of them negative and of norm at most sqrt(2), so
-they cost what the shares cost. They hold the score and the information of a factor on all log-odds, next to which the
-intercept is free: one step of Newton's method for its root, shortened by the share of noise in it. A third round of
-shares then settles the intercepts again.
+With a slope, one round of `methods.slope` follows, and a third round of shares, which settles the intercepts again.
 """
 
 from __future__ import annotations
@@ -21,15 +17,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sordino.core import MOST_LOG_ODDS, Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
+from sordino.methods.slope import slope_stage
 
 ROUNDS = 2
 MOST_SHARE = 0.5
 RECORDS_OF_A_PERSON = 2  # that count fully; a person with more counts as two, because more would need more noise
 LEAST_CLASS = 1e-6  # of the shares of a class
-SLOPES, ROOT_PRIOR = (0.1, 1.5), 0.3  # least and largest factor on log-odds; standard deviation of its root around 1
 RESPONSE = (0.3, 1.0)  # of mean predictions to a shift, in logarithms: 1 if all predictions are alike and small
 
 
@@ -41,13 +37,6 @@ class CalibrationState(NamedTuple):
     predicted: Tensor  # logarithm of the predictions' shares of the last round
     shift: Tensor  # of the intercepts, in the last round
     std: Tensor  # of the noise on one share of one round
-
-
-class SlopeState(NamedTuple):
-    """The model, and the noise on one mean."""
-
-    model: Tensor
-    std: Tensor
 
 
 def calibrated(method: Method, share: float, slope: float = 0.0) -> Method:
@@ -80,7 +69,7 @@ def calibrated(method: Method, share: float, slope: float = 0.0) -> Method:
     last = method.stages[-1].rule
     if slope:
         first = _intercepts(last, clip, share * ROUNDS / (ROUNDS + 1), ROUNDS)
-        second = _slope(first.rule, clip, slope)
+        second = slope_stage(first.rule, clip, slope)
         added: tuple[Stage, ...] = first, second, _intercepts(second.rule, clip, share / (ROUNDS + 1), 1)
     else:
         added = (_intercepts(last, clip, share, ROUNDS),)
@@ -119,34 +108,3 @@ def _intercepts(last: Rule, clip: float, share: float, rounds: int) -> Stage:
 
     rule = Rule(init, update, broadcast=lambda state: state.model, model=lambda theta, state: state.model)
     return Stage(Local(compute), rule, (Query(Kind.CALIBRATION, clip, share=share, psd=True),), rounds)
-
-
-def _slope(last: Rule, clip: float, share: float) -> Stage:
-    """Multiply all log-odds by one factor. last: the rule of the stage before, which leaves the mean risk right."""
-
-    def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
-        return ask.slope(broadcast.extras)
-
-    def init(theta: Tensor, facts: Facts, before: Tree) -> SlopeState:
-        std = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
-        return SlopeState(last.model(theta, before), std)
-
-    def update(means: Tensor, state: SlopeState, theta: Tensor, t: int) -> tuple[Tensor, SlopeState]:
-        label_up, up, label_down, down, w, w_up, w_down, w_square = means.double().unsqueeze(-1).unbind(-2)
-        std = state.std.double()
-        score = (up - label_up) + (down - label_down)  # the mean of (p - y) t, because t = t+ - t-
-        w = w.clamp(min=LEAST_CLASS, max=0.25).maximum(std)
-        information = (w_square - (w_up - w_down).square() / w).maximum(std).clamp_min(LEAST_CLASS)
-        # Newton's step for the root of the factor: a step for the factor itself goes too far where risks are too sure.
-        curve = MOST_LOG_ODDS * information
-        step = -score / (2 * curve + score).maximum(curve)
-        variance = (std / curve).square()  # of the four means in the score
-        factor = (1 + step * ROOT_PRIOR**2 / (ROOT_PRIOR**2 + variance)).square().clamp(*SLOPES)
-        # The intercept that keeps the mean risk, to first order: half of the shift for each of the two classes.
-        shift = -MOST_LOG_ODDS * (w_up - w_down) / w * (factor - 1) / 2
-        model = state.model.double() * factor
-        model = torch.cat([model[..., :-2], model[..., -2:] + torch.cat([-shift, shift], -1)], -1).to(theta)
-        return model - theta, SlopeState(model, state.std)
-
-    rule = Rule(init, update, broadcast=lambda state: state.model, model=lambda theta, state: state.model)
-    return Stage(Local(compute), rule, (Query(Kind.SLOPE, clip, share=share, psd=True),), rounds=1)
