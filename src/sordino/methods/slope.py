@@ -2,8 +2,8 @@
 
 Noise in the weights makes risks vary more than the features justify: high ones are too high, low ones too low. One
 round releases eight means (`Ask.slope`), none of them negative and of norm at most sqrt(2), so they cost what the
-shares of `methods.calibration` cost. They hold the score and the information of a factor on all log-odds, next to which the
-intercept is free: one step of Newton's method for its root, shortened by the share of noise in it.
+shares of `methods.calibration` cost. They hold the score and the information of a factor on all log-odds, next to which
+the intercept is free: one step of Newton's method for its root, shortened by the share of noise in it.
 """
 
 from __future__ import annotations
