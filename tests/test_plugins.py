@@ -81,6 +81,7 @@ def test_a_failed_check_leaves_no_record(outside):
     assert not listed(outside)["dp-overclaims"]["checked"]
 
 
+@pytest.mark.soak  # the external method above takes the same way
 def test_an_external_model_is_found_checked_and_refused_until_then(outside):
     rows = listed(outside, "model")
     assert set(rows) == {"narrow", "mixing"}

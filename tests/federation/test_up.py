@@ -39,6 +39,7 @@ def left_over(out):
     return found
 
 
+@pytest.mark.soak  # over a minute of real processes; resuming in one process is in test_coordinator.py
 def test_a_federation_that_was_stopped_goes_on(tmp_path):
     out, env = tmp_path / "federation", {**os.environ, "OMP_NUM_THREADS": "1"}
     progress = out / "coordinator" / "run" / "progress.jsonl"
