@@ -173,7 +173,7 @@ def under_masks(server):
     signed = {name: wire.decode(reply).fields["confirmation"] for name, reply in agreed.items()}
     server.all("another list", "replayed", dict.fromkeys(names[:-1], wire.encode("confirm", fields)))
     reveal = {key: value for key, value in some.items() if key != "seals"}
-    few = dict(list(signed.items())[: terms.threshold - 1])
+    few = dict(list(signed.items())[: session.threshold - 1])
     for what, given in {"no confirmations": {}, "too few confirmations": few}.items():
         asked = dict.fromkeys(names[:-1], wire.encode("reveal", reveal | {"confirmations": given}))
         server.all(f"shares with {what}", "malformed", asked)
