@@ -447,9 +447,9 @@ class Ask(Protocol):
 
 
 def leaf_curvature_unit(numeric: bool) -> float:
-    """What curvatures are multiplied by beside residuals: at most 1/4 of them is lost to the clip.
+    """What curvatures are multiplied by beside residuals, so that they take up little of the clip.
 
-    The curvature of a probability is at most 1/4, and that of a number is 1.
+    The curvature of a probability is at most 1/4. That of a number is 1, so it is sent as a quarter.
     """
     return 0.25 if numeric else 1.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -71,7 +72,7 @@ class _Table(NamedTuple):
     digest: bytes  # of the records as they were given; empty without a ledger
 
 
-class FederatedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn is not typed
+class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-learn is not typed
     """A model trained over clients under (epsilon, delta)-differential privacy; its kinds are the public estimators."""
 
     tasks: ClassVar[tuple[str, ...]]  # of schemas that it can learn
@@ -185,9 +186,9 @@ class FederatedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn i
 
     # -------------------------------------------------------------------------------------------- what each kind adds
 
+    @abstractmethod
     def _labels(self, y: np.ndarray) -> Labels:
         """The target as the model learns it, without a schema."""
-        raise NotImplementedError
 
     def _target_columns(self, y: Any, schema: Schema) -> dict[str, np.ndarray]:
         """A target that was given beside a frame, as columns of the schema."""
