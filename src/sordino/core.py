@@ -602,6 +602,7 @@ class Facts:
     numeric: bool = False  # the labels are numbers, so the scale of the model's output counts
     rates: bool = False  # the output is the logarithm of a rate, which the curvature is proportional to
     intervals: int = 0  # of a survival model
+    mean_weight: float = 1.0  # of a record's term: below 1 where classes have weights
 
 
 class Checkpoint(NamedTuple):

@@ -57,6 +57,15 @@ def test_without_noise_and_with_a_large_clip_they_are_those_of_scikit_learn(weig
     assert abs(theta[-1] - plain[-1]) > 1, "the intercept shows that weights were used"
 
 
+def test_the_mean_weight_is_that_of_the_records_where_weights_are_balanced():
+    _, y = data()
+    weights = torch.tensor(registry.balanced((1 - y.mean(), y.mean())), dtype=torch.float64)
+    model = Linear(3, 2, class_weights=weights)
+    assert model.mean_weight == pytest.approx(model.relative_weights[y].mean().item(), rel=1e-9)
+    assert model.mean_weight < 0.3
+    assert Linear(3, 2).mean_weight == 1
+
+
 @pytest.mark.parametrize("per_person", [1, 2])
 def test_the_clip_does_not_undo_them(per_person):
     """Where every gradient is clipped, classes still count by their weights."""
@@ -105,7 +114,7 @@ def test_a_public_prevalence_costs_nothing():
 
 
 def test_balanced_from_counts_that_are_paid_for(tmp_path, capsys):
-    x, y = data(3000)
+    x, y = data(20_000)
     rows = [f"{50 + 10 * a:.2f},{b:.3f},{'yes' if c else 'no'}" for (a, b, _), c in zip(x, y, strict=True)]
     (tmp_path / "data.csv").write_text("\n".join(["age,dose,died", *rows]) + "\n")
     schema = Schema.of({**SCHEMA, "target": {**SCHEMA["target"], "find_prevalence": True}})

@@ -75,7 +75,8 @@ def stage_facts(plan: Plan, model: Model, s: int) -> Facts:
     kind = getattr(model, "kind", None)
     facts = calibration.stage_facts(plan, s)
     intervals = len(getattr(model, "intervals", (0,))) - 1
-    facts = replace(facts, shapes=model.shapes, blocks=parameter_blocks(model))
+    weight = getattr(model, "mean_weight", 1.0)
+    facts = replace(facts, shapes=model.shapes, blocks=parameter_blocks(model), mean_weight=weight)
     return replace(facts, numeric=kind in NUMERIC_LOSSES, rates=kind is Loss.POISSON, intervals=intervals)
 
 

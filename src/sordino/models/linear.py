@@ -359,6 +359,15 @@ class Linear:
         weights = self.class_weights.detach().double()
         return weights / weights.max()
 
+    @property
+    def mean_weight(self) -> float:
+        """The mean relative weight of a record if classes are as frequent as their weights are small.
+
+        That is exact for balanced weights, and needs no private count. Classes of weight 0 are left out.
+        """
+        weights = self.relative_weights
+        return 1.0 if weights is None else float(1 / (1 / weights[weights > 0]).mean())
+
     def _weighed(self, factor: Tensor, shard: Shard, axes: int = 0) -> Tensor:
         """Factors of the records times the relative weights of their classes. axes: that follow the records' axis."""
         weights = self.relative_weights

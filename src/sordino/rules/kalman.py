@@ -10,7 +10,9 @@ Without noise this is Newton's step, 1 / h. With much noise it is gradient desce
 with P as releases are averaged. For least squares of labels in [-1, 1] the same holds everywhere, with H = A. There
 nothing saturates, and too small an h makes steps that overshoot, so h is at least the edge of the noise on A. `doubt`
 concerns h, which decreases as the model fits: it keeps P and the steps above 0. The curvature of a Poisson rate grows
-with it, so h is multiplied by the rate of the mean record where that is above 1.
+with it, so h is multiplied by the rate of the mean record where that is above 1. Weights of classes, whose largest is
+1, make the signal smaller and leave the noise as it is: nu is divided by the mean weight of a record. (h is not
+multiplied by it, because the clip makes steps of 1 / h overshoot then.)
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         if not isinstance(before, KalmanState):
             raise SordinoError("stages: kalman must follow estimate_covariance or kalman.")
         V, value, (rows, outputs) = before.vectors, before.curvature, matrix_of(facts)
-        nu = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
+        nu = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta) / facts.mean_weight
         if part is None or facts.intervals:
             return before._replace(noise=nu.square())
         if V.shape[-1] != rows:  # no client took part in the stage before
