@@ -39,7 +39,7 @@ from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.signing import sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Secure
-from sordino.training import evaluation_plan
+from sordino.training import evaluation_plan, noised_metrics
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate, no_better
 from sordino.training.folder import SCHEMA
@@ -279,7 +279,8 @@ class Coordinator:
         numbers = sorted(self.terms.names.index(name) for name in came)
         path = self.out / "model.safetensors"
         found = agreed.store(out, total, numbers, path, evaluation_plan.assumptions(self.config.table_schema))
-        parts = {key: part for key, part in found.items() if isinstance(part, dict)}
+        parts: dict[str, Any] = {key: part for key, part in found.items() if isinstance(part, dict)}
+        parts |= {"constant_guess": found["constant_guess"], "doubt": noised_metrics.doubt(found)}
         self.tell("evaluation", came=came, epsilon=self.terms.evaluation, records=found["records"], **parts)
 
     def _counts(self, reply: wire.Message, size: int) -> np.ndarray | None:

@@ -38,7 +38,7 @@ from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.privacy.plan import Plan
 from sordino.training import evaluation_plan
 from sordino.training.artifacts import save_model
-from sordino.training.evaluate import evaluate
+from sordino.training.evaluate import evaluate, no_better
 from sordino.training.folder import SCHEMA
 from sordino.training.private_statistics import found_schema
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
@@ -438,14 +438,13 @@ class SiteRun:
         if self.terms.cells:
             return {"schema": str(self.folder / SCHEMA)}
         x, y = self._test
-        if not self.terms.classes or not len(y):
+        if not len(y):
             return {}
-        scores, constant = evaluate(self.model, theta, x, y), int(torch.bincount(y).max()) / len(y)
-        if scores["accuracy"] > constant:
-            return {}
-        return {
-            "hint": "the model is no better than a constant guess on this site's test records; are the features scaled?"
-        }
+        schema, none = self.site.config.table_schema, np.zeros(0)
+        data = Dataset("site", none, none, none, y.numpy(), None, self.terms.classes, schema=schema)
+        why = no_better(data, evaluate(self.model, theta, x, y, unit=data.unit))
+        where = "the model is no better than a constant guess on this site's test records"
+        return {"hint": f"{where}: {why}; are the features scaled?"} if why else {}
 
 
 class OwnRecords:
