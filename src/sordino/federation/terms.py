@@ -15,10 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from sordino.core import MOST_EPSILON, Broadcast, Kind, Trust, Unit
+from sordino.core import MOST_EPSILON, Trust, Unit
 from sordino.data.schema import Schema, assumption
-from sordino.engines.schedule import round_plans
-from sordino.engines.trace import only_asks_for_the_gradient
+from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.methods.tally import tally_method
@@ -304,7 +303,7 @@ class Terms:
 
     @property
     def dimension(self) -> int:
-        """Numbers in a message that is one vector."""
+        """Numbers of the result: of the counts of a run that finds statistics, else of the model."""
         return CellTally(self.features, self.cells).dimension if self.cells else self.model.size
 
     @cached_property
@@ -325,10 +324,11 @@ class Terms:
             raise SordinoError("epsilon: a federation needs noise; set a finite epsilon.")
         if not self.secure:
             return plan
-        plan = replace(plan, integers=Integers(self.dimension, self.dropouts, self.colluders))
+        messages: Any = self.dimension
         if not self.cells:
-            _check_messages(plan, self.model)
-        return plan
+            label = torch.int64 if self.classes else torch.float64
+            messages = sent_answers(plan, self.model, self.features, label)
+        return replace(plan, integers=Integers(messages, self.dropouts, self.colluders))
 
 
 def _unknown_key(key: str, version: object) -> str:
@@ -338,20 +338,6 @@ def _unknown_key(key: str, version: object) -> str:
         f"terms: their key {key[:40]!a} is unknown to sordino {__version__}, which runs here; the coordinator runs "
         f"sordino {version if named else 'of an unknown version'}. Upgrade this site."
     )
-
-
-def _check_messages(plan: Plan, model: BuiltModel) -> None:
-    """Integer noise is added to an answer, so the message must be the answer itself, or be clipped as a whole."""
-    theta, state = model.init(), ()
-    for s, stage in enumerate(plan.stages):
-        round_plan = next(round_plans(plan, model, sum(plan.stage_rounds[:s])))
-        state = stage.rule.init(theta, round_plan.facts, state)
-        whole = any(query.kind is Kind.DELTA for query in stage.queries)
-        if not whole and not only_asks_for_the_gradient(stage, Broadcast(theta, stage.rule.broadcast(state))):
-            raise SordinoError(
-                f"method: {plan.method.name} transforms its gradient before it sends it, and secure aggregation "
-                "needs the gradient itself. Use dp-fedsofim, dp-fedgd or dp-fedadam, or trust = untrusted-server."
-            )
 
 
 def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
