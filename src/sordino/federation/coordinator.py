@@ -23,7 +23,7 @@ from torch import Tensor
 from sordino import files, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
-from sordino.engines.oracle import decode_sum
+from sordino.engines.oracle import decode_sum, masked_size
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import counting, readmes
@@ -210,8 +210,10 @@ class Coordinator:
 
     def _secure(self, round_plan: RoundPlan, broadcast: Broadcast) -> tuple[Tree, list[str]]:
         """The sum under secure aggregation, if at least the planned number of sites is in it."""
+        self.secure_sum.dimension = masked_size(self.plan, round_plan.t)
         total, came = self.secure_sum.round(round_plan.t, lambda offers: self._request(round_plan, broadcast, offers))
-        return (() if total is None else decode_sum(self.plan, round_plan, total).to(broadcast.theta)), came
+        aggregate: Tree = () if total is None else decode_sum(self.plan, round_plan, total)
+        return tree_map(lambda leaf: leaf.to(broadcast.theta), aggregate), came
 
     # ---------------------------------------------------------------------------------------------------------- storing
 
@@ -263,7 +265,8 @@ class Coordinator:
             self.secure_sum.dimension = agreed.dimension
             summed, came = self.secure_sum.round(self.plan.rounds, request)
             if summed is not None:
-                total = decode_sum(agreed.plan, agreed.round_plan, summed).numpy()
+                (counts_sum,) = leaves(decode_sum(agreed.plan, agreed.round_plan, summed))
+                total = counts_sum.numpy()
         else:
             replies = self.messenger.ask(dict.fromkeys(self.messenger.nodes, request({})), "update")
             counts = {name: self._counts(reply, agreed.dimension) for name, reply in replies.items()}

@@ -252,12 +252,14 @@ class SiteRun:
         cache = self._cache(round_plan)
         ask = oracle(self.model, self.data, round_plan, self.mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = local.compute(ask, broadcast, memory, cache)
-        if self.terms.secure:
-            ask.released(message)  # integers are noised in place of an answer, which must be sent as it is
+        # Integers are noised in place of answers, which must be sent as they are.
+        numbers = ask.released(message) if self.terms.secure else []
         message = ask.finish(message)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(message)):
             raise SordinoError("update: it is not finite, and noise does not hide that.")
-        return encode_integers(self.plan, round_plan, self.mine, message, source) if self.terms.secure else message
+        if not self.terms.secure:
+            return message
+        return encode_integers(self.plan, round_plan, self.mine, message, numbers, source)
 
     def _cache(self, round_plan: RoundPlan) -> Tree:
         if round_plan.stage.local.prepare is nothing:

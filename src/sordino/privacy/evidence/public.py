@@ -71,6 +71,7 @@ CERTIFICATE: Mapping[str, str] = {
     "queries[].stream": PLAN,
     "queries[].carried": PLAN,
     "queries[].step": PLAN,
+    "queries[].dimension": PLAN,
     "queries[].bound": WORDS,
     "worst_client": ACCOUNT,
     "groups[].clients": "Numbers of clients, by account.",
@@ -223,7 +224,6 @@ EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluatio
 }
 ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
 SECURE: Mapping[str, str] = {  # of a federation that adds up integers
-    "secure.dimension": PLAN,
     "secure.dropouts": SETTING,
     "secure.colluders": SETTING,
     "secure.honest": PLAN,
