@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+from sordino.cli.federate import _sentence
 from sordino.core import Adjacency
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
@@ -73,6 +74,19 @@ def train_next(made):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if "statistics_epsilon" not in line))
     made.run()
+
+
+@pytest.mark.parametrize(("epsilon", "warned"), [(0.5, True), (45.0, False)])
+def test_rough_ranges_are_told_to_the_coordinator_and_to_the_sites(places, epsilon, warned):
+    made = places()
+    give(made, OPEN, statistics_epsilon=epsilon)
+    made.run()
+    (line,) = made.progress("finished")
+    told = _sentence(line, None)
+    assert f"the completed schema is {made.coordinator / 'run' / 'schema.toml'}" in told
+    assert ("WARNING: the found ranges are rough (age)" in told) is warned
+    assert ("raise statistics_epsilon in federation.toml" in told) is warned
+    assert ("are rough" in made.events("north")[-1].get("hint", "")) is warned
 
 
 @pytest.mark.parametrize("persons", [False, True])

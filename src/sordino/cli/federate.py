@@ -196,6 +196,8 @@ def _sentence(line: dict[str, Any], rounds: int | None) -> str:
             return _evaluation(line)
         case "finished":
             why = f". {_warning(line['useless'])}" if "useless" in line else ""
+            why += f"; the completed schema is {line['schema']}" if "schema" in line else ""
+            why += f". WARNING: {line['rough']}" if "rough" in line else ""
             return f"finished: ε = {line['epsilon']:.4g}, {_count(len(line['sites']), 'site')}{why}"
         case "failed":
             return f"failed: {line['why']}"
