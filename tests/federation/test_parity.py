@@ -8,21 +8,22 @@ import torch
 
 from sordino.data.records import Records
 from sordino.engines import reference
+from sordino.federation.coordinator import Coordinator
 from sordino.federation.terms import against_terms
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.training.artifacts import load_model
 from sordino.training.verify_run import verify_run
+from sordino.tree import leaves
 
 
-def simulated(federation, coordinator):
+def simulated_rounds(federation, coordinator):
     terms = coordinator.terms
     parts = [federation.site(name).load(terms.resolved.source.normalize) for name in terms.names]
     x, y = (np.concatenate([getattr(part, key) for part in parts]) for key in ("x_train", "y_train"))
     client = np.repeat(np.arange(len(parts)), [len(part.y_train) for part in parts])
     records = Records.of(x, y, client, dtype=terms.number)
-    *_, last = reference.run(terms.plan, terms.model, records, Seeded(federation.seed))
-    return last.model
+    return list(reference.run(terms.plan, terms.model, records, Seeded(federation.seed)))
 
 
 CASES = [
@@ -40,7 +41,7 @@ def test_the_model_is_the_simulators(federation, method, trust, keys):
     federation = federation(method, trust, **keys)
     coordinator, _ = federation.run()
     _, theta, *_ = load_model(coordinator.out / "model.safetensors")
-    expected = simulated(federation, coordinator)
+    expected = simulated_rounds(federation, coordinator)[-1].model
     assert torch.isfinite(theta).all()
     assert theta.abs().max() > 0
     torch.testing.assert_close(theta, expected, rtol=2e-6, atol=2e-6)
@@ -68,3 +69,41 @@ def test_the_model_is_the_simulators(federation, method, trust, keys):
     assert whole.problems == []
     assert not any("ledger" in gap for gap in whole.gaps), "a coordinator has none"
     assert any(gap.startswith("the plan of the federation") for gap in verify_run(coordinator.out).gaps)
+
+
+MASKED = [
+    ("auto", {}),
+    ("auto", {"calibrate": 0.1}),
+    ("dp-fedfc", {}),
+    ("dp-boost", {}),
+    ("dp-fedgd", {"quantile": 0.5}),
+    ("dp-adadps", {}),
+    ("dp-fedavg", {"noise_at": "final", "steps": 2}),
+    ("dp-fednew-fc", {"duals": False}),
+]
+
+
+@pytest.mark.parametrize(("method", "keys"), MASKED)
+def test_opened_sums_are_the_simulators_bit_for_bit(tiny, monkeypatch, method, keys):
+    """Under masks the sites send integers, so that a sum has one value whatever the order of its terms."""
+    federation = tiny(method, "secure-aggregation", rounds=7, names=("a", "b", "c", "d"), dropouts=1, **keys)
+    opened, step = [], Coordinator._step
+
+    def kept(self, round_plan, aggregate, theta, state):
+        opened.append(aggregate)
+        return step(self, round_plan, aggregate, theta, state)
+
+    monkeypatch.setattr(Coordinator, "_step", kept)
+    coordinator, _ = federation.run()
+    rounds = simulated_rounds(federation, coordinator)
+    assert len(opened) == len(rounds) == 7
+    for total, simulated_round in zip(opened, rounds, strict=True):
+        assert type(total) is type(simulated_round.aggregate)
+        for left, right in zip(leaves(total), leaves(simulated_round.aggregate), strict=True):
+            assert torch.equal(left, right)
+    assert not torch.equal(leaves(opened[0])[0], leaves(opened[-1])[0])
+    for cert in (coordinator.out / "certificate.json", *federation.folder.glob("*/runs/*/certificate.json")):
+        stated = json.loads(cert.read_text())
+        assert verify(stated).problems == []
+        assert stated["epsilon"] <= 8 * (1 + 1e-9)
+    assert verify_run(coordinator.out, against_terms=against_terms).problems == []

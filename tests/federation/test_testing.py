@@ -12,6 +12,7 @@ from sordino.federation import demonstration, testing
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence import public
+from sordino.training import noised_metrics
 from sordino.training.verify_run import verify_run
 from tests.federation.fixtures import LocalFolders, Talk
 
@@ -47,6 +48,8 @@ def test_the_coordinator_learns_how_good_the_model_is(tmp_path, trust):
         theta = coordinator._last_model(*coordinator._restore()[1:])
         right += int((coordinator.model.predict(theta, x) == y).sum())
         total += len(y)
+    assert line["constant_guess"] == found["constant_guess"] == noised_metrics.against_constant(found)
+    assert line["doubt"] == noised_metrics.doubt(found)
     assert found["accuracy"]["low"] <= right / total <= found["accuracy"]["high"]
     verdict = verify_run(coordinator.out / "evaluation")
     assert [problem for problem in verdict.problems if "signed" not in problem] == []
@@ -255,3 +258,12 @@ def test_the_demonstration_turns_the_evaluation_on_at_both_sides(tmp_path):
     coordinator = demonstration.prepare(tmp_path, 3, spec={}, evaluation=2.0)
     assert FederationConfig.read(coordinator / "federation.toml").evaluation_epsilon == 2.0
     assert SiteConfig.read(tmp_path / "sites" / "site1" / "site.toml").evaluation_epsilon == 4.0
+
+
+def test_a_model_that_is_not_shown_to_be_better_than_a_constant_is_told_loudly():
+    metric = {"estimate": 0.52, "low": 0.4, "high": 0.6}
+    found = {"task": "survival times", "concordance": metric}
+    line = {"what": "evaluation", "came": ["a", "b"], "epsilon": 1.0, "records": 90, **found}
+    told = _sentence({**line, "doubt": noised_metrics.doubt(found)}, None)
+    assert "concordance 0.52 (0.4 to 0.6). WARNING: these counts do not show that the model is better" in told
+    assert "WARNING" not in _sentence({**line, "doubt": ""}, None)

@@ -159,3 +159,74 @@ def test_sites_that_did_not_come_are_left_out():
     noise = plan_of(settings, (300,))
     assert half["noise"] == pytest.approx(measure(settings, noise, vector)["noise"])
     assert math.isfinite(half["auc"]["high"])
+
+
+def verdict(z, y, std=0.0, rng=None):
+    found = {"task": "two classes"} | of_scores(released(z, y, std, rng), EDGES, 0.5, two_classes=True)
+    return noised_metrics.against_constant(found), noised_metrics.doubt(found)
+
+
+def test_a_model_is_compared_with_a_constant_guess():
+    rng = np.random.default_rng(20)
+    z, y = draw(4000, rng)
+    assert verdict(z, y) == (noised_metrics.BETTER, "")
+    prior = np.log(y.mean() / (1 - y.mean()))
+    told = verdict(np.full(4000, prior), y)
+    assert told[0] != noised_metrics.BETTER, "the prevalence itself"
+    assert "no better than a constant guess: its AUC is 0.5" in verdict(np.full(4000, 6.0), y)[1]
+    backwards, why = verdict(prior - 0.3 * (z - z.mean()), y)
+    assert backwards == noised_metrics.NO_BETTER
+    assert "slightly better" not in why, "the interval excludes it"
+    ranks, why = verdict(z - 5.0, y)
+    assert ranks == noised_metrics.NO_BETTER
+    assert "Brier score of the prevalence less that of the model is -0." in why, "in order, but risks are far too low"
+    assert "AUC" not in why
+
+
+def test_noise_leaves_the_comparison_open_and_says_so():
+    rng = np.random.default_rng(21)
+    z, y = draw(300, rng)
+    found, why = verdict(z, y, 0.06, rng)
+    assert found == noised_metrics.OPEN
+    assert "do not show that the model is better" in why
+    assert "narrow the interval" in why
+
+
+@pytest.mark.parametrize("std", [0.0, 0.004])
+def test_the_interval_of_the_brier_gain_covers(std):
+    rng = np.random.default_rng(22)
+    z, y = draw(400_000, rng)
+    true = y.mean() * (1 - y.mean()) - metrics.full(Task.TWO_CLASSES, y, z)["brier"]
+    held = 0
+    for _ in range(200):
+        rows = rng.integers(len(z), size=1500)
+        part = of_scores(released(z[rows], y[rows], std, rng), EDGES, 0.5, two_classes=True)["brier_gain"]
+        held += part["low"] <= true <= part["high"]
+    assert 179 <= held < 200, held
+
+
+def test_a_useless_model_is_rarely_called_better():
+    """The wrong claim has at most the chance that one side of an interval misses."""
+    rng, wrong = np.random.default_rng(23), 0
+    for _ in range(200):
+        z = 0.5 * rng.normal(size=1000) - 1
+        wrong += verdict(z, (rng.random(1000) < 0.3).astype(np.int64), 0.004, rng)[0] == noised_metrics.BETTER
+    assert wrong <= 5
+
+
+@pytest.mark.parametrize(("task", "key"), [("quantities", "r2"), ("counts", "r2"), ("survival times", "concordance")])
+def test_other_tasks_are_compared_by_one_metric(task, key):
+    chance = noised_metrics.CHANCE[task][0][1]
+
+    def told(value, low, high):
+        found = {"task": task, key: {"estimate": value, "low": low, "high": high}}
+        return noised_metrics.against_constant(found), noised_metrics.doubt(found)
+
+    assert told(chance + 0.2, chance + 0.1, chance + 0.3) == (noised_metrics.BETTER, "")
+    assert told(chance + 0.2, chance - 0.1, chance + 0.3)[0] == noised_metrics.OPEN
+    assert told(None, chance - 0.1, chance + 0.3)[0] == noised_metrics.OPEN
+    found, why = told(chance, chance - 0.1, chance + 0.1)
+    assert found == noised_metrics.NO_BETTER
+    assert "does not exclude" in why
+    assert "does not exclude" not in told(chance - 0.2, chance - 0.3, chance - 0.1)[1]
+    assert noised_metrics.against_constant({"task": "many classes"}) == noised_metrics.NOT_COMPARED

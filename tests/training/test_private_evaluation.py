@@ -126,6 +126,26 @@ def test_the_console_states_sensitivity_unit_adjacency_and_trust(place, tmp_path
     assert "trained with the method" not in statement
 
 
+def test_a_useless_model_is_told_loudly(place, tmp_path, capsys):
+    """Labels that do not depend on the features: no model is better than a constant on them."""
+    lines = (place / "test.csv").read_text().split()
+    rng = np.random.default_rng(3)
+    for k, line in enumerate(lines[1:], 1):
+        age, dose, _, site = line.split(",")
+        lines[k] = f"{age},{dose},{'yes' if rng.random() < 0.3 else 'no'},{site}"
+    (tmp_path / "random.csv").write_text("\n".join(lines) + "\n")
+    assert evaluate(place, tmp_path / "good", epsilon="8") == 0
+    assert "WARNING" not in capsys.readouterr().out
+    assert evaluate(place, tmp_path / "bad", data=tmp_path / "random.csv", epsilon="8") == 0
+    assert "WARNING: the model is no better than a constant guess: " in capsys.readouterr().out
+    for name, expected in (("good", "better"), ("bad", "no better")):
+        found = json.loads((tmp_path / name / "public" / "evaluation.json").read_text())
+        assert found["constant_guess"] == expected
+        assert verify_run(tmp_path / name / "public").problems == []
+    with pytest.warns(UserWarning, match="no better than a constant guess"):
+        private_evaluation.evaluate_privately(place / "run", tmp_path / "random.csv", tmp_path / "x", epsilon=8.0)
+
+
 def test_the_folder_of_a_run_takes_several_evaluations(place, tmp_path):
     shutil.copytree(place / "run", tmp_path / "run")
     for k in (1, 2):

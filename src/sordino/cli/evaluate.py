@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, check_out, command, emit, facts
+from sordino.cli.show import add_json, check_json, check_out, command, console, emit, facts
 from sordino.errors import SordinoError
 
 NUMBERS = (
@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.secagg.keys import read_signer
-    from sordino.training import private_evaluation
+    from sordino.training import noised_metrics, private_evaluation
 
     if arguments.limit is not None and arguments.ledger is None:
         raise SordinoError("--limit: it is the limit of a ledger; name one with --ledger tests.db.")
@@ -94,6 +94,8 @@ def act(arguments: argparse.Namespace) -> int:
             facts([("ledger", f"{text} ({shared.path.name})")])
         may = "public/ may be published, private/ may not" if cert["certified"] else "nothing here may be published"
         facts([("files", f"{out}: {may} (README.txt)")])
+        if why := noised_metrics.doubt(found):
+            console().print(f"WARNING: {why}", markup=False)
     return 0
 
 
@@ -132,6 +134,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     line("sensitivity", "sensitivity")
     line("specificity", "specificity")
     line("Brier score", "brier")
+    line("", "brier_gain", " below that of the prevalence")
     line("predicted", "mean_predicted", " on average")
     line("observed", "observed", "")
     line("difference", "predicted_minus_observed", ", predicted minus observed")
@@ -149,7 +152,11 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def shown(part: dict[str, Any], key: str, counts: bool = False) -> str:
     """An estimate with its interval."""
-    style = ".4g" if counts or key in ("brier", "mae", "mse", "r2", "auc", "deviance", "concordance") else ".1%"
+    style = (
+        ".4g"
+        if counts or key in ("brier", "brier_gain", "mae", "mse", "r2", "auc", "deviance", "concordance")
+        else ".1%"
+    )
     value = "open, too much noise" if part["estimate"] is None else format(part["estimate"], style)
     return f"{value} ({format(part['low'], style)} to {format(part['high'], style)})"
 

@@ -146,12 +146,14 @@ def _evaluation(line: dict[str, Any]) -> str:
     names = {
         "accuracy": "accuracy",
         "auc": "AUC",
+        "concordance": "concordance",
         "mae": "absolute error",
         "predicted_minus_observed": "predicted minus observed",
     }
     parts = ", ".join(f"{name} {shown(line[key], key)}" for key, name in names.items() if key in line)
     where = f"{line['records']:,} test records of {_count(len(line['came']), 'site')}"
-    return f"evaluation on {where}, ε = {line['epsilon']:.4g}: {parts}"
+    doubt = f". WARNING: {line['doubt']}" if line.get("doubt") else ""
+    return f"evaluation on {where}, ε = {line['epsilon']:.4g}: {parts}{doubt}"
 
 
 def _count(number: int, what: str) -> str:

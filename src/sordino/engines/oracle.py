@@ -24,10 +24,11 @@ from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.gaussian import Draw, grid_of, settle
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, mechanism_of
+from sordino.privacy.mechanisms.quantization import Answer
 from sordino.privacy.mechanisms.random import Address, Source
-from sordino.privacy.plan import Plan, plan_mechanism
+from sordino.privacy.plan import Plan, plan_mechanism, sent_answers
 from sordino.privacy.releases import QueryNoise
-from sordino.tree import leaves
+from sordino.tree import leaves, rebuild
 
 DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
 PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records
@@ -281,42 +282,66 @@ class Oracle:
         return noised(answer, self._draw(number, call, tuple(answer.shape[-axes:])), std, secret=self._secret)
 
 
-def encode_integers(plan: Plan, round_plan: RoundPlan, i: int, message: Tree, source: Source) -> np.ndarray:
-    """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised.
+def encode_integers(
+    plan: Plan, round_plan: RoundPlan, i: int, message: Tree, numbers: list[int], source: Source
+) -> np.ndarray:
+    """Client i's message as integers modulo 2^32: weighted, randomly rounded, and noised, answer after answer.
 
     Args:
         plan: A plan with integers.
         round_plan: The round.
         i: The client.
-        message: Its message without noise, one vector of the model's size.
+        message: Its message without noise.
+        numbers: The query that each leaf of the message answers (`Oracle.released`).
         source: The client's randomness.
 
     Returns:
-        One uint32 per entry.
+        One uint32 per number of the plan's answers.
 
     Raises:
-        SordinoError: The message is not one vector of the plan's dimension.
+        SordinoError: The message does not hold the plan's answers.
     """
-    noise, mechanism = _integer_noise(plan, round_plan)
-    if not isinstance(message, Tensor) or tuple(message.shape) != (mechanism.integers.dimension,):
-        raise SordinoError("message: secure aggregation adds up one vector of the model's size.")
-    at = Address(i, round_plan.t, noise.number)
-    values, variance = plan.weights[i] * message.double().numpy(), calibration.integer_variance(plan, noise)
-    steps = 1 / (noise.step * noise.weight.max())
-    return mechanism.encode(values, steps, variance, source, at, at._replace(query=ROUNDING))
+    stage, parts = plan.stage_of(round_plan.t), leaves(message)
+    sent = sent_answers(plan, stage)
+    described = [(answer.query, answer.shape) for answer in sent]
+    held = [(number, tuple(part.shape)) for number, part in zip(numbers, parts, strict=True)]
+    if held != described:
+        raise SordinoError(f"message: it holds answers {held} (query, shape), and the plan describes {described}.")
+    encoded = []
+    for place, (answer, part) in enumerate(zip(sent, parts, strict=True)):
+        noise, mechanism = _integer_noise(plan, stage, answer)
+        at = Address(i, round_plan.t, answer.query)
+        dither_at = Address(i, round_plan.t, ROUNDING, place)
+        values = plan.weights[i] * answer.flat(part.double().numpy())
+        variance, steps = calibration.integer_variance(plan, noise), 1 / (noise.step * noise.weight.max())
+        encoded.append(mechanism.encode(values, steps, variance, source, at, dither_at))
+    return np.concatenate(encoded)
 
 
-def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tensor:
-    """The aggregate, from the sum of integers modulo 2^32."""
-    noise, mechanism = _integer_noise(plan, round_plan)
-    return torch.from_numpy(mechanism.decode(total, 1 / (noise.step * noise.weight.max())))
+def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tree:
+    """The aggregate, from the sum of integers modulo 2^32: a tree of the messages' form."""
+    stage = plan.stage_of(round_plan.t)
+    sent, parts = sent_answers(plan, stage), list[Tensor]()
+    ends = np.cumsum([answer.dimension for answer in sent])
+    if total.shape != (ends[-1],):
+        raise SordinoError(f"total: it has shape {total.shape}, and the plan's answers have {ends[-1]} numbers.")
+    for answer, integers in zip(sent, np.split(total, ends[:-1]), strict=True):
+        noise, mechanism = _integer_noise(plan, stage, answer)
+        values = mechanism.decode(integers, 1 / (noise.step * noise.weight.max()))
+        parts.append(torch.from_numpy(answer.unflat(values)))
+    return parts[0] if len(parts) == 1 else rebuild(tuple(parts), round_plan.stage.local.message)
 
 
-def _integer_noise(plan: Plan, round_plan: RoundPlan) -> tuple[QueryNoise, DiscreteGaussianNoise]:
-    """The noise of the stage's only noised query, and its mechanism."""
-    noises = calibration.query_noises(plan)
-    noise = next(noise for noise in noises if noise.stage == plan.stage_of(round_plan.t))
-    mechanism = plan_mechanism(plan, noise.query)
+def masked_size(plan: Plan, t: int) -> int:
+    """Integers of one message of round t."""
+    return sum(answer.dimension for answer in sent_answers(plan, plan.stage_of(t)))
+
+
+def _integer_noise(plan: Plan, stage: int, answer: Answer) -> tuple[QueryNoise, DiscreteGaussianNoise]:
+    """The noise of an answer, and its mechanism."""
+    place = stage, answer.query
+    noise = next(noise for noise in calibration.query_noises(plan) if (noise.stage, noise.number) == place)
+    mechanism = plan_mechanism(plan, *place)
     if not isinstance(mechanism, DiscreteGaussianNoise):
         raise SordinoError("integers: the plan has none; set Plan.integers.")
     return noise, mechanism

@@ -117,10 +117,10 @@ def run(
             aggregate = total
         elif plan.integers is not None:
             wrapped = sum(
-                (encode_integers(plan, round_plan, i, compute(i, add_noise=False)[0], source) for i in cohort),
+                (encode_integers(plan, round_plan, i, *compute(i, add_noise=False), source) for i in cohort),
                 np.zeros(1, "u4"),
             )
-            aggregate = decode_sum(plan, round_plan, wrapped).to(theta)  # modulo 2^32
+            aggregate = tree_map(lambda leaf: leaf.to(records.x), decode_sum(plan, round_plan, wrapped))  # modulo 2^32
         elif round_plan.noise_on_sum:
             if cohort or plan.amplified:  # an empty secret cohort releases noise alone, so that nobody can tell
                 computed = [compute(i, add_noise=False) for i in cohort or [0]]

@@ -24,7 +24,7 @@ from torch import Tensor
 from sordino import files, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
-from sordino.engines.oracle import decode_sum
+from sordino.engines.oracle import decode_sum, masked_size
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import counting, limits, readmes
@@ -40,7 +40,7 @@ from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.signing import sha256
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Secure
-from sordino.training import evaluation_plan
+from sordino.training import evaluation_plan, noised_metrics
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate, no_better
 from sordino.training.folder import SCHEMA
@@ -228,8 +228,10 @@ class Coordinator:
 
     def _secure(self, round_plan: RoundPlan, broadcast: Broadcast) -> tuple[Tree, list[str]]:
         """The sum under secure aggregation, if at least the planned number of sites is in it."""
+        self.secure_sum.dimension = masked_size(self.plan, round_plan.t)
         total, came = self.secure_sum.round(round_plan.t, lambda offers: self._request(round_plan, broadcast, offers))
-        return (() if total is None else decode_sum(self.plan, round_plan, total).to(broadcast.theta)), came
+        aggregate: Tree = () if total is None else decode_sum(self.plan, round_plan, total)
+        return tree_map(lambda leaf: leaf.to(broadcast.theta), aggregate), came
 
     # ---------------------------------------------------------------------------------------------------------- storing
 
@@ -281,7 +283,8 @@ class Coordinator:
             self.secure_sum.dimension = agreed.dimension
             summed, came = self.secure_sum.round(self.plan.rounds, request)
             if summed is not None:
-                total = decode_sum(agreed.plan, agreed.round_plan, summed).numpy()
+                (counts_sum,) = leaves(decode_sum(agreed.plan, agreed.round_plan, summed))
+                total = counts_sum.numpy()
         else:
             replies = self.messenger.ask(dict.fromkeys(self.messenger.nodes, request({})), "update")
             counts = {name: self._counts(reply, agreed.dimension) for name, reply in replies.items()}
@@ -294,7 +297,8 @@ class Coordinator:
         numbers = sorted(self.terms.names.index(name) for name in came)
         path = self.out / "model.safetensors"
         found = agreed.store(out, total, numbers, path, evaluation_plan.assumptions(self.config.table_schema))
-        parts = {key: part for key, part in found.items() if isinstance(part, dict)}
+        parts: dict[str, Any] = {key: part for key, part in found.items() if isinstance(part, dict)}
+        parts |= {"constant_guess": found["constant_guess"], "doubt": noised_metrics.doubt(found)}
         self.tell("evaluation", came=came, epsilon=self.terms.evaluation, records=found["records"], **parts)
 
     def _counts(self, reply: wire.Message, size: int) -> np.ndarray | None:

@@ -23,7 +23,7 @@ from sordino.federation.progress import count_lines, follow
 from sordino.federation.terms import SITE_NAME, federated
 from sordino.secagg import Roster
 
-DEFAULTS = {"method": "dp-fedsofim", "rounds": 10, "epsilon": 8.0, "trust": "secure-aggregation"}
+DEFAULTS = {"method": "auto", "rounds": 10, "epsilon": 8.0, "trust": "secure-aggregation"}
 SITES = 3  # where neither the caller nor a schema says how many
 MOST_SITES = 20  # processes on one machine
 TEST_FRACTION = 0.2  # of a table: the coordinator's own test records

@@ -31,7 +31,7 @@ class SecureSum:
         self.terms, self.messenger, self.path = terms, messenger, folder / "offers.json"
         self.session = secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
         self.offers: dict[str, bytes] = {}  # for the next round
-        self.dimension = terms.dimension  # numbers of a masked vector
+        self.dimension = terms.dimension  # numbers of a masked vector: the coordinator sets it for every round
 
     def gather(self, t: int) -> None:
         """Collect the missing offers for round t. A site that was away may be back."""

@@ -38,7 +38,7 @@ from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.privacy.plan import Plan
 from sordino.training import evaluation_plan
 from sordino.training.artifacts import save_model
-from sordino.training.evaluate import evaluate
+from sordino.training.evaluate import evaluate, no_better
 from sordino.training.folder import SCHEMA
 from sordino.training.private_statistics import found_schema
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
@@ -252,12 +252,14 @@ class SiteRun:
         cache = self._cache(round_plan)
         ask = oracle(self.model, self.data, round_plan, self.mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = local.compute(ask, broadcast, memory, cache)
-        if self.terms.secure:
-            ask.released(message)  # integers are noised in place of an answer, which must be sent as it is
+        # Integers are noised in place of answers, which must be sent as they are.
+        numbers = ask.released(message) if self.terms.secure else []
         message = ask.finish(message)
         if not all(bool(torch.isfinite(part).all()) for part in leaves(message)):
             raise SordinoError("update: it is not finite, and noise does not hide that.")
-        return encode_integers(self.plan, round_plan, self.mine, message, source) if self.terms.secure else message
+        if not self.terms.secure:
+            return message
+        return encode_integers(self.plan, round_plan, self.mine, message, numbers, source)
 
     def _cache(self, round_plan: RoundPlan) -> Tree:
         if round_plan.stage.local.prepare is nothing:
@@ -341,7 +343,7 @@ class SiteRun:
     def finish(self, theta: Tensor, done: int) -> None:
         """Write certificate, statement and model, and delete the run's secret."""
         if (self.folder / "certificate.json").exists():
-            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have come between the two
+            self._end()  # a kill may have come between the two
             return
         if self.terms.cells:
             files.write(self.folder / SCHEMA, self.completed(theta).toml().encode())
@@ -361,8 +363,14 @@ class SiteRun:
         )
         files.write(self.folder / "README.txt", readmes.of_run(cert, readmes.SITE_RUN).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
-        (self.folder / "secret").unlink(missing_ok=True)
+        self._end()
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
+
+    def _end(self) -> None:
+        """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers."""
+        (self.folder / "secret").unlink(missing_ok=True)
+        with self.site.ledger() as ledger:
+            ledger.compact([self.terms.run, testing.plan_name(self.terms.run)])
 
     def _certify_evaluation(self) -> None:
         """The site's own certificate of the evaluation that it answered, in evaluation/; none if it answered none."""
@@ -436,14 +444,13 @@ class SiteRun:
         if self.terms.cells:
             return {"schema": str(self.folder / SCHEMA)}
         x, y = self._test
-        if not self.terms.classes or not len(y):
+        if not len(y):
             return {}
-        scores, constant = evaluate(self.model, theta, x, y), int(torch.bincount(y).max()) / len(y)
-        if scores["accuracy"] > constant:
-            return {}
-        return {
-            "hint": "the model is no better than a constant guess on this site's test records; are the features scaled?"
-        }
+        schema, none = self.site.config.table_schema, np.zeros(0)
+        data = Dataset("site", none, none, none, y.numpy(), None, self.terms.classes, schema=schema)
+        why = no_better(data, evaluate(self.model, theta, x, y, unit=data.unit))
+        where = "the model is no better than a constant guess on this site's test records"
+        return {"hint": f"{where}: {why}; are the features scaled?"} if why else {}
 
 
 class OwnRecords:

@@ -101,11 +101,13 @@ class AgreedEvaluation:
         model: Any = self.tally
         ask = oracle(model, own, self.round_plan, mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = self.round_plan.stage.local.compute(ask, Broadcast(theta), (), ())
-        ask.released(message)
+        numbers = ask.released(message)
         assert isinstance(message, Tensor)
         if not bool(torch.isfinite(message).all()):
             raise SordinoError("evaluation: the counts are not finite.")
-        return encode_integers(self.plan, self.round_plan, mine, message, source) if self.terms.secure else message
+        if not self.terms.secure:
+            return message
+        return encode_integers(self.plan, self.round_plan, mine, message, numbers, source)
 
     def store(self, out: Path, aggregate: np.ndarray, came: Sequence[int], model: Path, assumes: list[str]) -> Any:
         """Write the coordinator's folder of the evaluation, and return the metrics."""

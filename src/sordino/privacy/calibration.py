@@ -40,14 +40,14 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
     for client, epsilon in plan.privacy.client_epsilon.items():
         epsilons[client] = epsilon
     distinct, which = np.unique(epsilons, return_inverse=True)
-    kinds = [plan_mechanism(plan, q).event for *_, q in queries]
+    kinds = [plan_mechanism(plan, s, k).event for s, k, _ in queries]
     may_fail = int(sum(count for kind, count in zip(kinds, counts, strict=True) if kind.may_fail))
     mu = np.array([events.allowed_mu(kinds, e, plan.privacy.delta, may_fail) for e in distinct])[which]
     noises = []
     for (s, k, query), share, count in zip(queries, shares, counts, strict=True):
         # The schedule may leave a stage empty: nobody uses its noise, and it takes no budget.
         noise, needed = _query_noise(plan, s, k, query, mu, count / share if count else 1.0)
-        noises.append(noise if plan.integers is None else _in_steps(plan, noise, plan.integers, needed))
+        noises.append(noise if plan.integers is None else _in_steps(plan, noise, plan.integers.of(s, k), needed))
     if plan.integers is None and plan.noise is None and not plan.noiseless:
         factor = _subsampling_factor(plan, noises, epsilons)
         noises = [noise._replace(std=noise.std * factor) for noise in noises]
@@ -151,7 +151,7 @@ def _query_noise(
     divisor = divisor * plan.rates if query.kind in SAMPLED else divisor
     weight = plan.weights / divisor
     factor = release_counts(plan, stage, query)[1].max()
-    mechanism = plan_mechanism(plan, query)
+    mechanism = plan_mechanism(plan, stage, number)
     needed = np.zeros(plan.clients) if plan.noiseless else mechanism.std(sensitivity * factor * np.sqrt(parts), mu)
     std = (weight * needed).max() / weight if plan.only_sums_visible else needed
     if plan.noise is not None:  # the caller fixes the noise of a cohort's sum; its shape over clients stays
@@ -165,6 +165,7 @@ def _in_steps(plan: Plan, noise: QueryNoise, integers: Integers, needed: np.ndar
     """The same noise for integers: the finest steps that fit, with noise that also covers rounding.
 
     Args:
+      integers: of this query's answers.
       needed: the std that each client's own promise needs without rounding; rounding lengthens a small sensitivity
         by a larger factor than a large one.
     """
@@ -174,7 +175,7 @@ def _in_steps(plan: Plan, noise: QueryNoise, integers: Integers, needed: np.ndar
     steps = integers.steps(largest, total, plan.clients)
     sensitivity = steps * noise.weight * noise.sensitivity
     factor = integers.lengthened(sensitivity, noise.weight * needed) if plan.noise is None else 1.0
-    noise = noise._replace(std=noise.std * factor, step=1 / (steps * noise.weight.max()))
+    noise = noise._replace(std=noise.std * factor, step=1 / (steps * noise.weight.max()), dimension=integers.dimension)
     variance = integer_variance(plan, noise)
     if variance < quantization.LEAST_STEP_VARIANCE:
         raise SordinoError(

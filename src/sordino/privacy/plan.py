@@ -36,7 +36,7 @@ from sordino.privacy.accounting import slots
 from sordino.privacy.mechanisms import quantization
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.mechanism import Mechanism
-from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.participation import FULL, Participation, Sampling
 
 MOST_ROUNDS = 1_000_000
@@ -202,10 +202,19 @@ def noised_queries(plan: Plan) -> Iterator[tuple[int, int, Query]]:
                 yield s, k, query
 
 
-def plan_mechanism(plan: Plan, query: Query) -> Mechanism:
-    """The mechanism that noises the query's answers in this plan."""
-    mechanism = mechanism_of(query.noise)
-    return mechanism if plan.integers is None else mechanism.with_integers(plan.integers)
+def plan_mechanism(plan: Plan, stage: int, number: int) -> Mechanism:
+    """The mechanism that noises the answers of a stage's query in this plan."""
+    mechanism = mechanism_of(plan.stages[stage].queries[number].noise)
+    return mechanism if plan.integers is None else mechanism.with_integers(plan.integers.of(stage, number))
+
+
+def sent_answers(plan: Plan, stage: int) -> tuple[Answer, ...]:
+    """The noised answers of one message of the stage, in their order, where secure aggregation adds up integers."""
+    assert plan.integers is not None
+    messages = plan.integers.messages
+    if not isinstance(messages, int):
+        return messages[stage]
+    return tuple(Answer(k, (messages,)) for s, k, _ in noised_queries(plan) if s == stage)
 
 
 def continues_stream(plan: Plan, t: int) -> bool:
@@ -307,9 +316,13 @@ def _check_proved(plan: Plan) -> None:
 
 def _check_integers(plan: Plan, integers: Integers) -> None:
     integers.honest(plan.clients)
-    quantization.check(plan.method)
-    for _, _, query in noised_queries(plan):
-        plan_mechanism(plan, query)
+    if not isinstance(integers.messages, int) and len(integers.messages) != len(plan.stages):
+        raise SordinoError(
+            f"messages: {len(integers.messages)} are described, but there are {len(plan.stages)} stages."
+        )
+    quantization.check(plan.method, integers)
+    for stage, number, _ in noised_queries(plan):
+        plan_mechanism(plan, stage, number)
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: sums of integers need secure-aggregation, not {plan.privacy.trust}.")
     if plan.privacy.person_clients > 1:

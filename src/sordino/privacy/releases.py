@@ -32,6 +32,7 @@ class QueryNoise(NamedTuple):
     std: np.ndarray  # of client i's own noise; where only sums are visible, of a cohort of one
     weight: np.ndarray  # w_i / b_i: how far a unit of client i's sum moves the aggregate
     step: float = 0.0  # of integers, in units of the heaviest client's sum; 0 where real numbers are sent
+    dimension: int = 0  # integers of one answer; 0 where real numbers are sent
 
     @property
     def name(self) -> str:
@@ -96,7 +97,7 @@ def visible(plan: Plan, noise: QueryNoise) -> tuple[np.ndarray, np.ndarray]:
     heaviest = noise.weight.max()
     std = (noise.weight * noise.std).max() / heaviest
     sensitivity = noise.sensitivity * noise.weight / heaviest
-    sensitivity = plan_mechanism(plan, noise.query).visible_sensitivity(sensitivity, noise.step)
+    sensitivity = plan_mechanism(plan, noise.stage, noise.number).visible_sensitivity(sensitivity, noise.step)
     return sensitivity, np.full(plan.clients, std)
 
 
@@ -138,7 +139,7 @@ def releases(plan: Plan, noises: Sequence[QueryNoise], account: np.ndarray) -> t
     for noise, (sensitivity, std, count, rate) in zip(noises, account.reshape(-1, 4), strict=True):
         if not count:
             continue
-        event = plan_mechanism(plan, noise.query).event
+        event = plan_mechanism(plan, noise.stage, noise.number).event
         release = Release(noise.name, float(sensitivity), float(std), int(count), mechanism=event.name)
         if rate < 1:
             release = release._replace(

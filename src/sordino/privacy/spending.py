@@ -15,6 +15,7 @@ from sordino.privacy.releases import (
     account_columns,
     mu_squared_of_round,
     participation_table,
+    release_counts,
     releases,
     sampling_rates,
 )
@@ -70,8 +71,10 @@ def epsilon_after(plan: Plan, t: int) -> float:
     if samples(plan):
         return float(_epsilon_path(plan)[t])
     squares = _mu_squared_path(plan)
-    kinds = [plan_mechanism(plan, noise.query).event for noise in query_noises(plan)]
-    return events.epsilon_of_mu_squared(kinds, float(squares[t]), plan.privacy.delta, t + 1)
+    noises = query_noises(plan)
+    kinds = [plan_mechanism(plan, noise.stage, noise.number).event for noise in noises]
+    released = sum(release_counts(plan, noise.stage, noise.query, t + 1)[0].max() for noise in noises)
+    return events.epsilon_of_mu_squared(kinds, float(squares[t]), plan.privacy.delta, int(released))
 
 
 def mu_after_each_round(plan: Plan) -> np.ndarray:

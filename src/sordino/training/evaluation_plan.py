@@ -179,6 +179,7 @@ def measure(settings: Settings, plan: Plan, aggregate: np.ndarray, came: Sequenc
     promise = settings.privacy
     return {
         **found,
+        "constant_guess": noised_metrics.against_constant(found),
         "noise": std / share * records,
         "sensitivity_of_counts": tally.bound(1, promise.adjacency),
         **{"epsilon": promise.epsilon, "delta": promise.delta},

@@ -45,6 +45,7 @@ LEAST_SHARE = 1e-9  # a denominator below it is a rounding error
 WIDEST = (-1.0, 2.0)  # an interval of a ratio that noise leaves open
 LEAST_SEEN = 0.05  # an edge that fewer records are followed up to has no Brier score: its weights explode
 SPREAD = 1.8  # E[v^2] / E[v]^2 for a squared error v of predictions that are even over their range
+ROUNDING = 1e-9  # above the rounding error of an estimate, so that a constant never counts as better than itself
 DIFFERENCE = 1e-6  # for derivatives
 
 
@@ -153,6 +154,7 @@ def of_scores(
     if two_classes:
         auc, binning = area(shares, z)
         found["auc"] = {**auc.document(), "binning": binning}
+        found["brier_gain"] = gain(released, shares, centres, z).document()
         for name, whose, which in (("sensitivity", 1, place >= below), ("specificity", 0, place < below)):
             found[name] = part_of(shares, (label == whose) & which, label == whose, z).document()
     fourth = _between(float(shares.f @ (centres[place] - label) ** 4), brier**2, abs(brier))
@@ -367,6 +369,62 @@ def _by_differences(
     return function(shares), std**2 * float(((slopes - slopes.mean()) ** 2).sum()), sampling
 
 
+# ------------------------------------------------------------------------------------------ against a constant guess
+
+BETTER, NO_BETTER, OPEN, NOT_COMPARED = "better", "no better", "open", "not compared"
+CHANCE: Mapping[str, Sequence[tuple[str, float, str]]] = {  # by task: a metric, its value for a constant, its name
+    "two classes": (
+        ("auc", 0.5, "its AUC"),
+        ("brier_gain", 0.0, "the Brier score of the prevalence less that of the model"),
+    ),
+    "quantities": (("r2", 0.0, "its R²"),),
+    "counts": (("r2", 0.0, "its R²"),),
+    "survival times": (("concordance", 0.5, "its concordance"),),
+}
+
+
+def against_constant(found: Mapping[str, Any]) -> str:
+    """How the model compares with a constant guess, by the metrics that were found.
+
+    Two classes are compared by AUC and by Brier score with the constant that knows the prevalence; a log loss has no
+    bound, so none is released. Quantities and counts are compared by R², survival by concordance. Of many classes the
+    counts do not hold how common each class is, so no constant is known.
+
+    Returns:
+      `better` if every interval lies above the constant; `no better` if an estimate does not; else `open`.
+    """
+    if found["task"] not in CHANCE:
+        return NOT_COMPARED
+    parts = [(found[key]["estimate"], found[key]["low"], chance) for key, chance, _ in CHANCE[found["task"]]]
+    if any(value is not None and value <= chance + ROUNDING for value, _, chance in parts):
+        return NO_BETTER
+    return BETTER if all(value is not None and low > chance + ROUNDING for value, low, chance in parts) else OPEN
+
+
+def doubt(found: Mapping[str, Any]) -> str:
+    """A sentence for people if the model is not shown to be better than a constant guess; else empty."""
+    verdict = against_constant(found)
+    if verdict not in (NO_BETTER, OPEN):
+        return ""
+    told, certain = [], False
+    for key, chance, name in CHANCE[found["task"]]:
+        value, low, high = (found[key][part] for part in ("estimate", "low", "high"))
+        reach = float(found[key].get("binning", 0.0))
+        certain |= high + reach <= chance
+        if value is None or low <= chance + ROUNDING:
+            shown = "open" if value is None else f"{value:.4g}"
+            bins = f", and bins may hide {reach:.3f}" if reach >= 0.01 else ""
+            told.append(f"{name} is {shown} ({low:.4g} to {high:.4g}{bins}), and {chance:g} is a constant's")
+    why = "; ".join(told)
+    if verdict == OPEN:
+        return (
+            f"these counts do not show that the model is better than a constant guess: {why}. More test records, or a "
+            "larger epsilon of the evaluation, narrow the interval."
+        )
+    sure = "" if certain else ". The interval does not exclude that it is slightly better"
+    return f"the model is no better than a constant guess: {why}{sure}."
+
+
 # ----------------------------------------------------------------------------------------------------------- estimates
 
 
@@ -406,6 +464,20 @@ def area(shares: Shares, z: float) -> tuple[Estimate, float]:
     ties = _ratio_of_pairs(shares, np.eye(bins) / 2, everyone, z)
     clipped = None if auc.value is None else _inside(auc.value)
     return Estimate(clipped, _inside(auc.low), _inside(auc.high)), min(max(ties.high, 0.0), 0.5)
+
+
+def gain(released: Released, shares: Shares, centres: np.ndarray, z: float) -> Estimate:
+    """The Brier score p (1 - p) of the constant prediction p, the share of positive records, less the model's.
+
+    Above 0 the model is better than that constant. One record moves the difference by (1 - 2 p) label - (score -
+    label)^2, whose spread is taken from the cells; p is an estimate, whose noise of variance v lowers p (1 - p) by v.
+    """
+    bins = shares.bins
+    label, score = np.repeat([0.0, 1.0], bins), np.tile(centres, 2)
+    p, noise = shares.total(label)
+    slope = 1 - 2 * p
+    variance = released.std[BRIER] ** 2 + slope**2 * noise + shares.sampling(slope * label - (score - label) ** 2)
+    return _normal(p * (1 - p) + noise - _mean(released, BRIER), variance, z, -1.0)
 
 
 def _ratio_of_pairs(shares: Shares, some: np.ndarray, of: np.ndarray, z: float) -> Estimate:

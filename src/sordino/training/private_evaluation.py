@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +245,9 @@ def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **o
 
     Returns:
       The metrics: accuracy, AUC, calibration and Brier score, each with an interval. Beside them `certified`, `reasons`
-      (why not) and `certificate` (the content of certificate.json).
+      (why not) and `certificate` (the content of certificate.json). `constant_guess` says how the model compares with
+      a constant: better, no better, open, or not compared (many classes). A model that is not shown to be better
+      raises a warning.
 
     Raises:
       SordinoError: the model, the data, the folder or an option does not fit.
@@ -264,6 +267,8 @@ def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **o
       (True, True)
     """
     found, cert = evaluate_into(prepare(model, data, **options), Path(out))
+    if doubt := noised_metrics.doubt(found):
+        warnings.warn(doubt, UserWarning, stacklevel=2)
     return {**found, "certified": cert["certified"], "reasons": cert["reasons"], "certificate": cert}
 
 

@@ -9,12 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sordino.core import Adjacency, Broadcast, Divisor, Privacy, Trust
+from sordino.core import Adjacency, Broadcast, Divisor, Local, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import decode_sum, encode_integers
 from sordino.engines.schedule import round_plans
+from sordino.engines.trace import sent_answers
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
@@ -25,9 +28,9 @@ from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import verify
-from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Plan, plan_mechanism
 
 SIZES = (40, 50, 60, 70)
 
@@ -75,8 +78,8 @@ def drawn(plan, theta, x, y, client, source, round_plan):
     model = Linear(6, 3)
     records = Records.of(x, y, client, dtype=torch.float64)
     ask = reference.oracle(model, records, round_plan, 0, source, add_noise=False)
-    message = ask.finish(round_plan.stage.local.compute(ask, Broadcast(theta, ()), (), ()))
-    return encode_integers(plan, round_plan, 0, message, source)
+    message = round_plan.stage.local.compute(ask, Broadcast(theta, ()), (), ())
+    return encode_integers(plan, round_plan, 0, ask.finish(message), ask.released(message), source)
 
 
 @pytest.mark.parametrize("adjacency", Adjacency)
@@ -135,7 +138,7 @@ def test_integers_come_back_as_the_aggregate():
     level, message = calibration.query_noises(plan)[0], torch.linspace(-1, 1, 21, dtype=torch.float64)
     total = np.zeros(21, np.uint32)
     for i in range(4):
-        total += encode_integers(plan, round_plan, i, message, Noiseless(i))
+        total += encode_integers(plan, round_plan, i, message, [0], Noiseless(i))
     step = level.step * level.weight.max()
     assert (decode_sum(plan, round_plan, total) - message).abs().max() < 4 * step
 
@@ -143,9 +146,11 @@ def test_integers_come_back_as_the_aggregate():
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"method": "dp-scaffold", "uncertified": True}, "one noised vector"),
-        ({"method": "dp-fedavg", "options": {"steps": 3}, "uncertified": True}, "one noised vector"),
-        ({"method": "dp-fednew-fc", "uncertified": True}, "one noised vector"),
+        ({"method": "dp-scaffold", "uncertified": True}, "clients that store their own message"),
+        ({"method": "dp-fedavg", "options": {"steps": 3}, "uncertified": True}, "asks 3 times per round"),
+        ({"method": "dp-fednew-fc", "uncertified": True}, "clients that store their own message"),
+        ({"method": "dp-ftrl"}, "carries noise from round to round"),
+        ({"method": "dp-fedgd", "options": {"quantile": 0.5}}, "every noised answer exactly once"),
         ({"trust": Trust.UNTRUSTED_SERVER}, "secure-aggregation"),
         ({"dropouts": 2}, "no better than untrusted-server"),
         ({"sizes": (40, 50)}, "no better than untrusted-server"),
@@ -156,6 +161,160 @@ def test_integers_come_back_as_the_aggregate():
 def test_what_cannot_be_is_refused(keys, why):
     with pytest.raises(SordinoError, match=why):
         calibration.query_noises(made(**keys))
+
+
+# ------------------------------------------------------------------------------------- several answers, and matrices
+
+
+def masked_plan(method, rounds=6, model=None, sizes=SIZES, dropouts=0, adjacency=Adjacency.REPLACE_ONE, **options):
+    """A plan whose messages are what the method sends of this model."""
+    privacy = Privacy(8.0, 1e-5, adjacency=adjacency, trust=Trust.SECURE_AGGREGATION)
+    plan = Plan(build(method, **options), rounds, sizes, privacy)
+    messages = sent_answers(plan, model or Linear(6, 3), 6, torch.int64)
+    return replace(plan, integers=Integers(messages, dropouts, 1))
+
+
+@given(st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_a_symmetric_matrix_becomes_a_vector_of_its_norm_and_comes_back(rows, seed):
+    rng = np.random.default_rng(seed)
+    a, b = (m + m.T for m in rng.normal(size=(2, rows, rows)))
+    answer = Answer(0, (rows, rows))
+    assert answer.flat(a).shape == (answer.dimension,) == (rows * (rows + 1) // 2,)
+    np.testing.assert_allclose(np.linalg.norm(answer.flat(a) - answer.flat(b)), np.linalg.norm(a - b), rtol=1e-12)
+    np.testing.assert_allclose(answer.unflat(answer.flat(a)), a, rtol=1e-12)
+
+
+class WithoutRoot(Answer):
+    """A wrong twin: it sends the upper triangle as it is, so equal noise is too small off the diagonal of A."""
+
+    def flat(self, values):
+        return values[np.triu_indices(self.shape[0])]
+
+
+def grams(plan, x, source):
+    """The first stage's integers of client 0 in `auto`."""
+    records = Records.of(x, np.zeros(len(x), int), np.repeat(np.arange(4), SIZES), dtype=torch.float64)
+    round_plan = next(round_plans(plan, Linear(6, 3)))
+    ask = reference.oracle(Linear(6, 3), records, round_plan, 0, source, add_noise=False)
+    message = round_plan.stage.local.compute(ask, Broadcast(torch.zeros(21), ()), (), ())
+    return encode_integers(plan, round_plan, 0, message, ask.released(message), source)
+
+
+def test_one_record_moves_the_matrix_in_steps_by_what_is_claimed_and_nearly_reaches_it():
+    plan, rng, worst = masked_plan("auto"), np.random.default_rng(3), 0.0
+    level = calibration.query_noises(plan)[0]
+    claim = charges(plan, 0, 0, "run")[0].sensitivity / level.step
+    assert level.dimension == 28
+    for trial in range(60):
+        x = rng.normal(size=(sum(SIZES), 6)) * 10.0 ** rng.integers(-1, 3)
+        # u u^T of orthogonal u: far apart in the Frobenius norm, though their inner product is 0
+        one, other = np.linalg.qr(rng.normal(size=(6, 6)))[0][:2] * 10.0 ** rng.integers(0, 4)
+        x[0] = one
+        first = grams(plan, x, Noiseless(trial))
+        x[0] = other if trial % 3 else -other * 1e6
+        moved = np.linalg.norm((first - grams(plan, x, Noiseless(trial))).view(np.int32).astype(float))
+        assert moved <= claim
+        worst = max(worst, moved / claim)
+    assert worst > 0.95
+
+
+def test_a_matrix_without_the_root_of_two_moves_less_and_gets_other_noise(monkeypatch):
+    """The wrong twin is found: its matrix comes back with the wrong entries, and its noise is not white."""
+    rows = 5
+    right, wrong = Answer(0, (rows, rows)), WithoutRoot(0, (rows, rows))
+    a = np.ones((rows, rows))
+    assert np.linalg.norm(wrong.flat(a)) < np.linalg.norm(a) - 1
+    assert not np.allclose(right.unflat(wrong.flat(a)), a)
+
+
+def test_the_noise_of_a_matrix_is_white_in_the_frobenius_norm():
+    plan = masked_plan("auto")
+    x, rng = np.zeros((sum(SIZES), 6)), np.random.default_rng(0)
+    round_plan = next(round_plans(plan, Linear(6, 3)))
+    x += rng.normal(size=x.shape)
+    still = grams(plan, x, Noiseless(0))
+    draws = np.array([(grams(plan, x, Seeded(k)) - still).view(np.int32).astype(float) for k in range(400)])
+    variance = calibration.integer_variance(plan, calibration.query_noises(plan)[0])
+    tolerance = 5 * math.sqrt(2 / draws.size)
+    assert (draws**2).mean() / variance == pytest.approx(1, abs=tolerance + 1e-3)
+    matrix = decode_sum(plan, round_plan, np.zeros(28, np.uint32))
+    assert matrix.shape == (7, 7)
+    ones = decode_sum(plan, round_plan, np.full(28, 2**20, np.uint32))
+    assert torch.equal(ones, ones.T)
+    assert float(ones[0, 0] / ones[0, 1]) == pytest.approx(math.sqrt(2))
+
+
+def test_each_answer_of_a_round_has_its_own_steps_noise_and_rounding():
+    plan = masked_plan("dp-fedgd", quantile=0.5)
+    gradient, count = calibration.query_noises(plan)
+    assert (gradient.dimension, count.dimension) == (21, 1)
+    assert gradient.step != count.step
+    assert spending.epsilon(plan) <= 8
+    assert spending.epsilon_after(plan, 5) == pytest.approx(spending.epsilon(plan), rel=1e-9)
+    round_plan, message = next(round_plans(plan, Linear(6, 3))), (torch.zeros(21), torch.zeros(1))
+    asked = []
+
+    class Noting(Seeded):
+        def uniform(self, at, shape):
+            asked.append(("dither", at))
+            return super().uniform(at, shape)
+
+        def words(self, at, count):
+            asked.append(("noise", at))
+            return super().words(at, count)
+
+    integers = encode_integers(plan, round_plan, 0, message, [0, 1], Noting(1))
+    assert integers.shape == (22,)
+    assert len({at for what, at in asked if what == "dither"}) == 2
+    assert len({at for what, at in asked if what == "noise"}) >= 2
+    total = decode_sum(plan, round_plan, integers)
+    assert type(total).__name__ == "GradientAndCount"
+
+
+@pytest.mark.parametrize(
+    ("message", "numbers"),
+    [
+        ((torch.zeros(21), torch.zeros(1)), [1, 0]),
+        ((torch.zeros(1), torch.zeros(21)), [0, 1]),
+        ((torch.zeros(21), torch.zeros(1), torch.zeros(1)), [0, 1, 1]),  # a second count, which nobody pays for
+        (torch.zeros(21), [0]),
+    ],
+)
+def test_a_message_of_other_answers_than_the_plan_has_is_refused(message, numbers):
+    plan = masked_plan("dp-fedgd", quantile=0.5)
+    with pytest.raises(SordinoError, match="the plan describes"):
+        encode_integers(plan, next(round_plans(plan, Linear(6, 3))), 0, message, numbers, Seeded(0))
+
+
+@pytest.mark.parametrize(
+    "messages", [((Answer(0, (21,)),),), ((Answer(0, (21,)), Answer(1, (1,)), Answer(1, (1,))),), ((), ())]
+)
+def test_a_plan_needs_every_noised_answer_once(messages):
+    with pytest.raises(SordinoError, match=r"exactly once|stages|dimension"):
+        replace(masked_plan("dp-fedgd", quantile=0.5), integers=Integers(messages))
+
+
+def test_rounding_costs_each_answer_by_its_own_length():
+    """A wrong twin that rounds the matrix as if it were as short as the count claims less than the records reach."""
+    plan = masked_plan("auto")
+    level = calibration.query_noises(plan)[0]
+    short = replace(plan, integers=replace(plan.integers, messages=((Answer(0, (1,)),), *plan.integers.messages[1:])))
+    steps = 20 * level.step  # coarse steps, where rounding is most of it
+    honest = plan_mechanism(plan, 0, 0).visible_sensitivity(level.sensitivity * 0 + 3 * steps, steps)
+    twin = plan_mechanism(short, 0, 0).visible_sensitivity(level.sensitivity * 0 + 3 * steps, steps)
+    assert (twin < honest).all()
+
+
+def test_a_method_that_changes_its_answers_is_refused():
+    def compute(ask, broadcast, memory, cache):
+        return 2 * ask.gradient(broadcast.theta)
+
+    method = build("dp-fedgd")
+    (stage,) = method.stages
+    privacy = Privacy(8.0, trust=Trust.SECURE_AGGREGATION)
+    plan = Plan(method._replace(stages=(stage._replace(local=Local(compute)),)), 3, SIZES, privacy)
+    with pytest.raises(SordinoError, match="changes its answers"):
+        sent_answers(plan, Linear(6, 3), 6, torch.int64)
 
 
 def test_the_fast_engine_does_not_pretend():
@@ -227,7 +386,7 @@ def drop_marks(c):
         drop_marks,
         lambda c: c["secure"].update(colluders=0),
         lambda c: c["secure"].update(colluders=0, honest=3),
-        lambda c: c["secure"].update(dimension=1),
+        lambda c: [q.update(dimension=1) for q in c["queries"]],
         lambda c: c.update(trust="trusted-server"),
         lambda c: [r.update(mechanism="gaussian") for g in c["groups"] for r in g["releases"]],
         lambda c: [q.update(step=q["step"] * 1e6) for q in c["queries"]],

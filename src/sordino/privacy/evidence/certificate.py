@@ -143,10 +143,11 @@ def certificate(
                 "calls": level.query.calls,
                 "joint": level.query.joint,
                 "semidefinite": level.query.psd,
-                "mechanism": plan_mechanism(plan, level.query).name,
+                "mechanism": plan_mechanism(plan, level.stage, level.number).name,
                 "stream": mechanism_of(level.query.noise).spans_rounds,
                 "carried": mechanism_of(level.query.noise).carried,
                 "step": level.step,
+                "dimension": level.dimension,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
             }
             for level in noises
@@ -246,7 +247,6 @@ def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
     )  # against the server alone, the noise of colluders counts too
     without_colluders = [[r._replace(std=r.std * more) for r in group.releases] for group in groups]
     return {
-        "dimension": how.dimension,
         "dropouts": how.dropouts,
         "colluders": how.colluders,
         "honest": honest,

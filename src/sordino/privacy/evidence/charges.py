@@ -32,7 +32,7 @@ def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Charge]:
             continue
         if std:
             sensitivity = std * math.sqrt(mu_squared_of_round(plan, noise, t)[client] / query.calls)
-        mechanism = plan_mechanism(plan, query).event.name
+        mechanism = plan_mechanism(plan, noise.stage, noise.number).event.name
         release = Release(noise.name, sensitivity, std, query.calls, mechanism=mechanism)
         rows.append(Charge.of(release, who, t, run_id, plan.privacy.adjacency))
     return rows

@@ -71,6 +71,7 @@ CERTIFICATE: Mapping[str, str] = {
     "queries[].stream": PLAN,
     "queries[].carried": PLAN,
     "queries[].step": PLAN,
+    "queries[].dimension": PLAN,
     "queries[].bound": WORDS,
     "worst_client": ACCOUNT,
     "groups[].clients": "Numbers of clients, by account.",
@@ -186,7 +187,8 @@ FILES: Mapping[str, Mapping[str, str]] = {
     "curve.png": {"(picture)": "A function of metrics.jsonl, delta, the method's and the data's name alone."},
 }
 INTERVALS = ("accuracy", "auc", "sensitivity", "specificity", "brier", "mean_predicted", "observed")
-EVALUATION_METRICS = (*INTERVALS, "predicted_minus_observed", "mae", "mse", "r2", "deviance", "concordance")
+OTHER_TASKS = ("mae", "mse", "r2", "deviance", "concordance")
+EVALUATION_METRICS = (*INTERVALS, "brier_gain", "predicted_minus_observed", *OTHER_TASKS)
 OF_A_METRIC = ("estimate", "low", "high")
 EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
     "task": NAMES_ARE_PUBLIC,
@@ -194,6 +196,7 @@ EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
     **dict.fromkeys(("confidence", "bins", "threshold", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
     **{f"{name}.{part}": FROM_RELEASES for name in EVALUATION_METRICS for part in OF_A_METRIC},
     "auc.binning": FROM_RELEASES,
+    "constant_guess": FROM_RELEASES,
     "most_deviance": "A constant: the deviance of one count is at most that much.",
     **{
         f"calibration_curve[].{part}": FROM_RELEASES
@@ -221,7 +224,6 @@ EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluatio
 }
 ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
 SECURE: Mapping[str, str] = {  # of a federation that adds up integers
-    "secure.dimension": PLAN,
     "secure.dropouts": SETTING,
     "secure.colluders": SETTING,
     "secure.honest": PLAN,

@@ -341,7 +341,7 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
         r.get("mechanism") != events.DiscreteGaussian.name for g in cert["groups"] for r in g["releases"]
     ):
         raise SordinoError("certificate: sums of integers need a step above 0 and the mechanism discrete-gaussian.")
-    return step * discrete_gaussian.rounded(moved / step, int(secure["dimension"]))
+    return step * discrete_gaussian.rounded(moved / step, int(query["dimension"]))
 
 
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:

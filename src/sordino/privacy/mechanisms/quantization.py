@@ -1,18 +1,20 @@
 """Sums of integers under secure aggregation: whose noise counts, how fine the integers are, and what rounding costs.
 
 Client i sends floor(u_i + dither) + discrete Gaussian noise, modulo 2^32, where u_i is its weighted clipped sum in
-steps of a public size. Of n clients `dropouts` may fail and `colluders` may reveal their noise. The noise of the
-h = n - dropouts - colluders others gives the protection, so each client adds 1/h of the variance that is needed.
+steps of a public size. Several answers of one round stand one after another, each with its own steps and noise. Of n
+clients `dropouts` may fail and `colluders` may reveal their noise. The noise of the h = n - dropouts - colluders others
+gives the protection, so each client adds 1/h of the variance that is needed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import Correlated, Kind, Method, Stream, keep, nothing
+from sordino.core import Correlated, Method, Stage, Stream, keep
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms import discrete_gaussian
 
@@ -23,24 +25,86 @@ FINEST_STD = 2.0**20  # of one client's noise, in steps: finer steps gain nothin
 LEAST_STEP_VARIANCE = 100.0
 
 
+class Answer(NamedTuple):
+    """One noised answer of a message, as it is sent.
+
+    Args:
+      query: number of its query within the stage.
+      shape: of the answer: one axis for a vector, two for a symmetric matrix.
+    """
+
+    query: int
+    shape: tuple[int, ...]
+
+    @property
+    def dimension(self) -> int:
+        """Integers that are sent: of a symmetric matrix, those on and above its diagonal."""
+        rows = self.shape[0]
+        return rows if len(self.shape) == 1 else rows * (rows + 1) // 2
+
+    def flat(self, values: np.ndarray) -> np.ndarray:
+        """The answer as a vector of the same norm: of a symmetric matrix A, a_ii and sqrt(2) a_ij for i < j.
+
+        |A|² = Σ a_ii² + Σ_{i<j} 2 a_ij² in the Frobenius norm, so the vector has the sensitivity of the matrix. Equal
+        noise on its numbers is noise of half the variance off the diagonal, as `Draw.symmetric` has it.
+        """
+        if len(self.shape) == 1:
+            return values
+        above = np.triu_indices(self.shape[0])
+        return np.asarray(values[above] * np.where(above[0] == above[1], 1.0, math.sqrt(2)))
+
+    def unflat(self, vector: np.ndarray) -> np.ndarray:
+        """The answer, from what `flat` returns."""
+        if len(self.shape) == 1:
+            return vector
+        above = np.triu_indices(self.shape[0])
+        matrix = np.zeros(self.shape)
+        matrix[above] = vector / np.where(above[0] == above[1], 1.0, math.sqrt(2))
+        return np.asarray(matrix + np.triu(matrix, 1).T)
+
+
 @dataclass(frozen=True)
 class Integers:
     """The parameters of a secure sum of integers.
 
     Args:
-      dimension: numbers per message.
+      messages: per stage, the noised answers of one message, in their order (`engines.trace.sent_answers`); a number
+        stands for one vector of so many numbers in every round.
       dropouts: sites that may fail in a round.
       colluders: sites that may reveal their noise to the server.
     """
 
-    dimension: int
+    messages: int | tuple[tuple[Answer, ...], ...]
     dropouts: int = 0
     colluders: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dimension", "dropouts", "colluders"):
-            if getattr(self, name) < (name == "dimension"):
-                raise SordinoError(f"{name}: {getattr(self, name)} must be at least {int(name == 'dimension')}.")
+        sizes = [self.messages] if isinstance(self.messages, int) else [a.dimension for m in self.messages for a in m]
+        for name, least, values in (
+            ("dimension", 1, sizes),
+            ("dropouts", 0, [self.dropouts]),
+            ("colluders", 0, [self.colluders]),
+        ):
+            if not values or min(values) < least:
+                raise SordinoError(f"{name}: {min(values, default=0)} must be at least {least}.")
+
+    @property
+    def dimension(self) -> int:
+        """Numbers of the only answer.
+
+        Raises:
+          SordinoError: there are several; `of` says which one is meant.
+        """
+        if not isinstance(self.messages, int):
+            raise SordinoError("dimension: the answers differ in length; say which one is meant.")
+        return self.messages
+
+    def of(self, stage: int, number: int) -> Integers:
+        """The parameters for one query's answers alone."""
+        if isinstance(self.messages, int):
+            return self
+        (dimension,) = (answer.dimension for answer in self.messages[stage] if answer.query == number)
+        return replace(self, messages=dimension)
 
     def honest(self, clients: int) -> int:
         """The number of clients whose noise is in every opened sum and unknown to the coalition."""
@@ -89,20 +153,44 @@ class Integers:
         return factor
 
 
-def check(method: Method) -> None:
-    """Check that each round releases one noised vector, sent unchanged.
+def check(method: Method, integers: Integers) -> None:
+    """Check that every noised answer is sent once per round, as it is, with fresh noise.
 
     Raises:
-      SordinoError: the method sends something else.
+      SordinoError: the method sends something else, for which no integer noise is proved.
     """
-    for stage in method.stages:
-        noised = [query for query in stage.queries if query.noise is not None]
-        single = len(noised) == 1 and noised[0].calls == 1 and not isinstance(noised[0].noise, Correlated | Stream)
-        bare = (
-            stage.local.update_memory is keep and stage.local.prepare is nothing
-        )  # a memory depends on a single message
-        if not (single and bare) or noised[0].kind not in (Kind.GRADIENT, Kind.TALLY, Kind.DELTA):
+    for number, stage in enumerate(method.stages):
+        if why := _unproved(stage):
             raise SordinoError(
-                f"method: {method.name} does not send one noised vector per round, which secure aggregation adds up; "
-                "use dp-fedsofim, dp-fedgd, dp-fedadam or another with one gradient per round, or untrusted-server."
+                f"method: {method.name} {why}. Use auto, dp-fedsofim, dp-fedgd or dp-fedadam, or untrusted-server."
             )
+        noised = [k for k, query in enumerate(stage.queries) if query.noise is not None]
+        sent = noised if isinstance(integers.messages, int) else sorted(a.query for a in integers.messages[number])
+        if sent != noised or (isinstance(integers.messages, int) and len(noised) != 1):
+            raise SordinoError(
+                f"method: {method.name} releases queries {noised} in stage {number}, and its messages hold {sent}; "
+                "secure aggregation needs every noised answer exactly once."
+            )
+
+
+def _unproved(stage: Stage) -> str:
+    """Why the stage cannot be summed as integers; empty if it can."""
+    if stage.local.update_memory is not keep:
+        return (
+            "has clients that store their own message with its noise. Under masks a message has no noise of its own: "
+            "only the sum has enough, so what a client stores would not be private"
+        )
+    for query in stage.queries:
+        if query.noise is None:
+            continue
+        if query.calls != 1:
+            return (
+                f"asks {query.calls} times per round, each time about a point that depends on the answer before. Under "
+                "masks that answer has only a part of the noise, and the sum of all messages is not linear in it"
+            )
+        if isinstance(query.noise, Correlated | Stream):
+            return (
+                "carries noise from round to round. Its mixing matrix has entries that are not integers, so the noise "
+                "of a round would not be one of integers"
+            )
+    return ""
