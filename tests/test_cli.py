@@ -131,7 +131,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),
         ([], "sordino: COMMAND is missing; see sordino --help"),
-        (["ledger"], "ledger: name a step: show, export or new-account"),
+        (["ledger"], "ledger: name a step: show, export, new-account or compact"),
         (["ledger", "show"], "ledger show: LEDGER.db is missing; see sordino ledger show --help"),
         (["privacy"], "privacy: give one of --epsilon, --noise"),
         (["privacy", "--epsilon", "1", "--noise", "1"], "--noise: --epsilon is given too; leave one out"),

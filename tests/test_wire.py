@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sordino import wire
 from sordino.errors import SordinoError, WireError
 from sordino.federation.config import SiteConfig
+from sordino.federation.derived import stated
 from sordino.federation.refusal import REASONS
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
@@ -241,7 +242,7 @@ def test_any_skeleton_makes_a_tree_or_is_refused(skeleton):
 
 
 SPEC = {"method": "dp-fedsofim", "rounds": 3, "epsilon": 8.0, "delta": 1e-5, "trust": "untrusted-server"}
-TERMS = Terms("ab" * 16, written(federated(SPEC)), ("north", "south"), (20, 20), {}, 4, ("0", "1", "2"))
+TERMS = stated(Terms("ab" * 16, written(federated(SPEC)), ("north", "south"), (20, 20), {}, 4, ("0", "1", "2")))
 VALUES = json.loads(TERMS.json())
 
 

@@ -9,8 +9,10 @@ import tomli_w
 from sklearn.datasets import load_digits
 
 from sordino import wire
+from sordino.errors import SordinoError
 from sordino.federation.config import SiteConfig
 from sordino.federation.coordinator import Coordinator
+from sordino.federation.derived import stated
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
 from sordino.privacy.evidence.ledger import NOTES, Ledger
@@ -119,7 +121,11 @@ class LocalFolders:
             colluders=self.about.get("colluders", 1),
             roster=self.roster.sha256() if secure else "",
         )
-        return replace(made, **changes)
+        made = replace(made, **changes)
+        try:
+            return made if "derived" in changes else stated(made)
+        except SordinoError:  # a site refuses these
+            return made
 
     def ledger(self, name):
         return Ledger(self.place(name) / "ledger.db")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sordino.core import Unit
+from sordino.federation.derived import stated
 from sordino.methods import REGISTRY, MethodEntry
 from sordino.methods.bounds import CLIP, declare
 from sordino.methods.fedgd import fedgd
@@ -67,7 +68,7 @@ def test_terms_that_need_thousands_of_calibrations_are_refused_before_any(tiny, 
     assert talk(site, crowd(terms, 2000)).propose().fields["code"] == "policy"
     assert "round them" in federation.events(NORTH)[-1]["detail"]
     assert time.monotonic() - began < 10
-    assert talk(site, crowd(terms, 4)).propose().kind == "agreed"
+    assert talk(site, stated(crowd(terms, 4))).propose().kind == "agreed"
 
 
 @pytest.mark.parametrize("rounds", [60, pytest.param(1000, marks=pytest.mark.soak)])

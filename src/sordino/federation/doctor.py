@@ -12,6 +12,7 @@ from sordino import files
 from sordino.core import Trust
 from sordino.errors import LedgerError, OverspentError, Refused, SordinoError
 from sordino.federation.config import FederationConfig, SiteConfig
+from sordino.federation.derived import stated
 from sordino.federation.folders import proposed
 from sordino.federation.policy import agree, broken_rules
 from sordino.federation.site import Site
@@ -188,7 +189,7 @@ def _offered(site: Site, coordinator: Path) -> Terms:
     if config.run_epsilon is not None and config.run_epsilon < terms.resolved.privacy.epsilon:
         terms = replace(terms, requested_epsilons={config.name: config.run_epsilon})
     if not terms.secure:
-        return terms
+        return stated(terms)
     if set(site.roster.names) != set(federation.sites):
         raise SordinoError(
             f"roster.toml: it lists {', '.join(site.roster.names)}, and federation.toml lists "
@@ -197,4 +198,4 @@ def _offered(site: Site, coordinator: Path) -> Terms:
     theirs = coordinator / federation.roster
     if theirs.exists() and Roster.read(theirs).sha256() != site.roster.sha256():
         raise SordinoError("roster.toml: the coordinator has another roster; compare the hashes.")
-    return replace(terms, names=site.roster.names, roster=site.roster.sha256())
+    return stated(replace(terms, names=site.roster.names, roster=site.roster.sha256()))

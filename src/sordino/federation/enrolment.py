@@ -15,10 +15,9 @@ from sordino.core import MOST_EPSILON, Trust
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import counting, messenger
 from sordino.federation.config import FederationConfig
+from sordino.federation.derived import stated
 from sordino.federation.messenger import Messenger, read, reason_of
 from sordino.federation.terms import Terms, federated, schema_hash, written
-from sordino.federation.testing import AgreedEvaluation
-from sordino.privacy import calibration
 from sordino.settings import read_toml
 
 
@@ -167,12 +166,10 @@ class Enrolment:
             evaluation=config.evaluation_epsilon or 0.0,
             tests=self._tests(met, names),
         )
+        terms = stated(terms)  # refuses a plan that cannot be calibrated before any site is asked
         if roster:
             secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
         terms = Terms.read(terms.json())
-        if terms.evaluation:
-            calibration.query_noises(AgreedEvaluation(terms).plan)
-        calibration.query_noises(terms.plan)  # refuses a plan that cannot be calibrated before any site is asked
         files.write(self.path, terms.json().encode())
         files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True

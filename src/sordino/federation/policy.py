@@ -6,6 +6,7 @@ from sordino import secagg
 from sordino.core import Unit
 from sordino.errors import Refused, SordinoError
 from sordino.federation import counting
+from sordino.federation.derived import check_derived
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms, schema_hash
 from sordino.methods import entry
@@ -131,5 +132,6 @@ def check_data(site: SiteData, terms: Terms) -> None:
             raise SordinoError(
                 f"the plan costs epsilon {spending.epsilon_of(plan, group_of_site):g}, and {allowed:g} is allowed"
             )
+        check_derived(terms)
     except SordinoError as error:
         raise Refused("policy", str(error)) from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +31,7 @@ from sordino.privacy.plan import Plan
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
 from sordino.training.verify_run import differences
+from sordino.version import __version__
 
 TERMS_FORMAT = 1
 SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -55,7 +57,8 @@ PRIVATE = (
 LOCAL = ("person", "person_ids", "clients", "partition", "sizes", "client_epsilon", "evaluate_every", "threshold")
 UNSERVED = ("uncertainty",)  # the coordinator writes no intervals
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
-MOST_SITES, MOST_CLASSES, MOST_BLOCKS = 10_000, 100_000, 10_000
+MOST_SITES, MOST_CLASSES, MOST_BLOCKS, MOST_DERIVED = 10_000, 100_000, 10_000, 1_000
+VERSION = re.compile(r"[0-9A-Za-z.+-]{0,64}", re.ASCII)
 
 
 def federated(values: Mapping[str, Any]) -> Spec:
@@ -116,6 +119,8 @@ class Terms:
     found: tuple[str, ...] = ()  # parts of the schema that an earlier run found from noised counts
     cells: tuple[int, ...] = ()  # of the counts of a run that finds such parts; empty for a training
     tests: tuple[int, ...] = ()  # test records or, at person level, persons: public; empty without an evaluation
+    version: str = ""  # of the package that wrote the terms
+    derived: dict[str, float] = field(default_factory=dict)  # numbers that follow from the rest; sites compare them
     format: int = TERMS_FORMAT
 
     def json(self) -> str:
@@ -128,6 +133,12 @@ class Terms:
     def read(text: str) -> Terms:
         try:
             values: dict[str, Any] = json.loads(text)
+            unknown = sorted(values.keys() - {part.name for part in fields(Terms)})
+        except (TypeError, ValueError, AttributeError, RecursionError):
+            raise SordinoError("terms: they are not JSON of the known keys.") from None
+        if unknown:
+            raise SordinoError(_unknown_key(unknown[0], values.get("version")))
+        try:
             terms = Terms(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
         except (TypeError, ValueError, AttributeError, RecursionError):
             raise SordinoError("terms: they are not JSON of the known keys.") from None
@@ -207,6 +218,15 @@ class Terms:
                 f"found must be a list of at most {MOST_BLOCKS}",
             ),
             (all(isinstance(name, str) and len(name) < 256 for name in self.found), "found is not a list of names"),
+            (isinstance(self.version, str) and VERSION.fullmatch(self.version), "version is not one of this package"),
+            (
+                isinstance(self.derived, dict) and len(self.derived) <= MOST_DERIVED,
+                f"derived must have at most {MOST_DERIVED} numbers",
+            ),
+            (
+                all(len(k) < 256 and type(v) is float and math.isfinite(v) for k, v in self.derived.items()),
+                "derived is not made of finite numbers",
+            ),
         ):
             if not fine:
                 raise SordinoError(f"terms: {what}.")
@@ -309,6 +329,15 @@ class Terms:
             label = torch.int64 if self.classes else torch.float64
             messages = sent_answers(plan, self.model, self.features, label)
         return replace(plan, integers=Integers(messages, self.dropouts, self.colluders))
+
+
+def _unknown_key(key: str, version: object) -> str:
+    """What to do about terms that another version wrote."""
+    named = isinstance(version, str) and version and VERSION.fullmatch(version)
+    return (
+        f"terms: their key {key[:40]!a} is unknown to sordino {__version__}, which runs here; the coordinator runs "
+        f"sordino {version if named else 'of an unknown version'}. Upgrade this site."
+    )
 
 
 def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:

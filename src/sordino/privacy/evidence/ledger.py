@@ -10,6 +10,8 @@ rows and the last hash), so that `audit` notices rows that were cut off at the e
 forge chain and witness together, but cannot forge a chain that ends in a hash that a certificate already states. So
 store `head()` and `len()` elsewhere and pass them to `audit`.
 
+`compact` deletes the bytes of the releases of runs that have ended; their hashes stay in the chain.
+
 `mark` stores how many rounds of a plan are done, so that a run that was reset to an earlier round is refused.
 
 A site's ledger has one account, which pays for all of the site's data: `account`. It does not depend on the data, so no
@@ -66,6 +68,13 @@ _LATER = (  # tables that files of earlier versions do not have
     "CREATE TABLE IF NOT EXISTS witness (rows INTEGER NOT NULL, head TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS progress (plan TEXT PRIMARY KEY, rounds INTEGER NOT NULL)",
 )
+
+
+def _append_only(table: str, verb: str) -> str:
+    """The trigger that refuses this kind of change."""
+    return f"CREATE TRIGGER {table}_no_{verb} BEFORE {verb} ON {table} BEGIN SELECT RAISE(ABORT, 'append-only'); END"
+
+
 _TABLES = (
     """CREATE TABLE entries (
         who TEXT NOT NULL, round INTEGER NOT NULL, query TEXT NOT NULL, sensitivity REAL NOT NULL, std REAL NOT NULL,
@@ -76,11 +85,7 @@ _TABLES = (
     "CREATE UNIQUE INDEX entries_by_key ON entries (key) WHERE key <> ''",
     "CREATE TABLE limits (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, epsilon REAL NOT NULL, delta REAL NOT NULL)",
     *_LATER,
-    *(
-        f"CREATE TRIGGER {table}_no_{verb} BEFORE {verb} ON {table} BEGIN SELECT RAISE(ABORT, 'append-only'); END"
-        for table in ("entries", "limits")
-        for verb in ("UPDATE", "DELETE")
-    ),
+    *(_append_only(table, verb) for table in ("entries", "limits") for verb in ("UPDATE", "DELETE")),
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {SCHEMA}",
 )
@@ -337,6 +342,42 @@ class Ledger:
         rows = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
         return rows[0][0] if rows else None
 
+    def compact(self, plans: Sequence[str]) -> int:
+        """Delete the stored releases of plans that have ended, because nobody asks for them again.
+
+        Charges, hashes and notes stay, so the chain does, and a round that was charged is still not released again.
+        The file keeps its size and reuses the space; `shrink` gives it back.
+
+        Args:
+          plans: the plans that have ended.
+
+        Returns:
+          How many releases were deleted.
+        """
+        marks = ", ".join("?" * len(NOTES))
+        found = [
+            seq
+            for plan in plans
+            for (seq,) in self._ask(
+                f"SELECT seq FROM entries WHERE plan = ? AND payload IS NOT NULL AND query NOT IN ({marks})",
+                plan,
+                *NOTES,
+            )
+        ]
+        if found:
+            with self._transaction():
+                self._db.execute("CREATE TABLE IF NOT EXISTS compacted (seq INTEGER PRIMARY KEY, time TEXT NOT NULL)")
+                self._db.executemany("INSERT INTO compacted VALUES (?, ?)", [(seq, _now()) for seq in found])
+                self._db.execute("DROP TRIGGER entries_no_UPDATE")
+                self._db.executemany("UPDATE entries SET payload = NULL WHERE seq = ?", [(seq,) for seq in found])
+                self._db.execute(_append_only("entries", "UPDATE"))
+        return len(found)
+
+    def shrink(self) -> None:
+        """Give the space of deleted releases back to the disk. It needs as much free space as the file will have."""
+        self._ask("VACUUM")
+        self._ask("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def charged(self, plan: str, who: str, round: int) -> bool:
         """Whether this round was charged, as a charge or as the key of a payload."""
         by_round = "SELECT 1 FROM entries WHERE plan = ? AND who = ? AND round = ? LIMIT 1"
@@ -457,6 +498,7 @@ class Ledger:
         """
         problems = []
         seq, previous, count, head_seen = 0, GENESIS, 0, expect_head in (None, GENESIS)
+        compacted = {row for (row,) in self._ask("SELECT seq FROM compacted")} if self._has("compacted") else set()
         try:
             for *fields, payload in self._db.execute(f"{_READ}, CAST(payload AS BLOB) FROM entries ORDER BY seq"):
                 row = LedgerRow(*fields)
@@ -466,7 +508,8 @@ class Ledger:
                     problems.append(f"Row {row.seq} does not continue the row before it: the chain is broken.")
                 if row.hash != _chained(row):
                     problems.append(f"Row {row.seq} does not match its hash: it was changed.")
-                if row.payload_sha256 != _sha256(payload):
+                deleted = payload is None and row.seq in compacted
+                if row.payload_sha256 != _sha256(payload) and not deleted:
                     problems.append(f"Row {row.seq} has a payload that does not match its hash: it was changed.")
                 seq, previous, count, head_seen = row.seq, row.hash, count + 1, head_seen or row.hash == expect_head
         except sqlite3.Error as error:
