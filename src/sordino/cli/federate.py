@@ -216,7 +216,7 @@ def _site_sentence(line: dict[str, Any]) -> str:
         case "joining":
             return f"{line['site']} joins {line['link']}; stop with Ctrl-C"
         case "restarted":
-            return f"the {line['process']} ended, or the link is gone (see {line['log']}); starting it again"
+            return f"the {line['process']} is started again, because {line['why']} (see {line['log']})"
         case "agreed":
             return f"agreed to run {run}: {line['method']}, {_count(line['rounds'], 'round')}"
         case "refused":
