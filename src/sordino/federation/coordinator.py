@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum, masked_size
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import counting, readmes
+from sordino.federation import counting, limits, readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about, printable, reason_of
@@ -50,6 +51,8 @@ from sordino.version import __version__
 
 log = logging.getLogger("sordino.coordinator")
 LONGEST_TEXT = 2000  # characters of a text in progress.jsonl; one that names many sites is long
+LOCK = "coordinator.lock"  # in the coordinator's folder
+LOCK_SECONDS = 10.0  # to wait for a coordinator that is just ending
 MOST_LOST_ROUNDS = 3  # rounds in a row without a result before the run stops
 
 
@@ -62,13 +65,24 @@ class StoredRun(NamedTuple):
 
 
 def serve(transport: Transport, folder: Path) -> None:
-    """Run the federation that `folder` describes, from the round where it stands."""
-    coordinator = Coordinator(transport, Path(folder))
-    try:
-        coordinator.run()
-    except Exception as error:
-        coordinator.tell("failed", why=str(error) if isinstance(error, SordinoError) else type(error).__name__)
-        raise
+    """Run the federation that `folder` describes, from the round where it stands.
+
+    Raises:
+      StoppedError: another process coordinates this folder, or the run cannot go on.
+      OSError: a file cannot be written, perhaps because the disk is full.
+    """
+    folder = Path(folder)
+    with files.alone(
+        folder / LOCK, f"'{folder}' is in use by another coordinator; stop it, or choose another folder.", LOCK_SECONDS
+    ):
+        coordinator = Coordinator(transport, folder)
+        try:
+            coordinator.run()
+        except Exception as error:
+            why = str(error) if isinstance(error, SordinoError | OSError) else type(error).__name__
+            with suppress(OSError):  # a full disk cannot be told to the progress; the exit status tells it
+                coordinator.tell("failed", why=why)
+            raise
 
 
 class Coordinator:
@@ -81,6 +95,9 @@ class Coordinator:
         self.out.mkdir(mode=0o700, exist_ok=True)
         if not (self.out / "README.txt").exists():
             files.write(self.out / "README.txt", readmes.of_run(None, readmes.COORDINATOR_RUN).encode())
+        progress = self.out / "progress.jsonl"
+        if progress.exists() and not progress.read_bytes().endswith(b"\n"):
+            files.append(progress, "\n")  # a full disk or a kill cut the last line off
         self.messenger = Messenger(transport, self.config.deadline, self.tell, Receipts(folder / RECEIPTS))
         self.enrolment = Enrolment(self.config, self.out, self.messenger, self.tell)
         self.forms: dict[int, Any] = {}  # of the messages that a stage's rule accepted
@@ -91,6 +108,7 @@ class Coordinator:
         met = self.enrolment.meet()
         self.terms = terms = self.enrolment.propose(met)
         self.plan, self.model = terms.plan, terms.model
+        self.messenger.most = limits.message_bytes(terms)
         start, theta, state = self._restore()
         self._agree(self.messenger.nodes, start)
         lost = 0

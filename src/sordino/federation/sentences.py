@@ -90,7 +90,7 @@ def of_site(line: dict[str, Any]) -> str:
         case "joining":
             return f"{line['site']} joins {line['link']}; stop with Ctrl-C"
         case "restarted":
-            return f"the {line['process']} ended, or the link is gone (see {line['log']}); starting it again"
+            return f"the {line['process']} is started again, because {line['why']} (see {line['log']})"
         case "agreed":
             return f"agreed to run {run}: {line['method']}, {count(line['rounds'], 'round')}"
         case "refused":
