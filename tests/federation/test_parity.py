@@ -77,6 +77,7 @@ MASKED = [
     ("dp-fedfc", {}),
     ("dp-boost", {}),
     ("dp-fedgd", {"quantile": 0.5}),
+    ("dp-fedgd", {"batch": "poisson:8"}),
     ("dp-adadps", {}),
     ("dp-fedavg", {"noise_at": "final", "steps": 2}),
     ("dp-fednew-fc", {"duals": False}),

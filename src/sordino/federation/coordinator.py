@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,7 +167,8 @@ class Coordinator:
         """Append a line to progress.jsonl. Texts, which may come from a site, are cut and made safe to print."""
         fields = {key: _safe(value) for key, value in fields.items()}
         log.info("%s %s", what, fields)
-        files.append(self.out / "progress.jsonl", json.dumps({"what": what, **fields}) + "\n")
+        line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "what": what, **fields}
+        files.append(self.out / "progress.jsonl", json.dumps(line) + "\n")
 
     def _agree(self, names: Iterable[str], t: int) -> None:
         """Send the terms to sites that may not know them; round t is next. A refusal before round 0 ends the run."""

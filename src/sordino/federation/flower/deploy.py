@@ -47,6 +47,7 @@ def coordinate(
     Raises:
       SordinoError: the run is over, the port is taken, another process coordinates this folder, or a file is missing.
     """
+    from sordino.federation import counting
     from sordino.federation.config import FederationConfig
     from sordino.federation.flower.commands import (
         environment,
@@ -84,7 +85,8 @@ def coordinate(
         env = environment(home, own)
         progress = folder / "run" / "progress.jsonl"
         seen = count_lines(progress)
-        link = superlink_command(tls, key, host=bind, port=port, most=request_bytes(terms))
+        counts = sum(counting.cells_of(config.table_schema)) if config.statistics_epsilon else 0
+        link = superlink_command(tls, key, host=bind, port=port, most=request_bytes(terms, counts))
         running.start("link", link, env)
         running.wait(lambda: listening(port), 60, "link")
         running.start("server", server_command(address, tls.authority, key, once=True), env)

@@ -47,7 +47,13 @@ from sordino.privacy.accounting.subsampled import Sampler
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # the hash before the first row
 MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse the last planned release
-SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
+SAMPLERS = (
+    "poisson add-remove",
+    "poisson replace-one",
+    "fixed replace-one",
+    "poisson add-remove smoothed-discrete-gaussian",
+    "poisson replace-one smoothed-discrete-gaussian",
+)
 NEW_ACCOUNT = "new account"  # the query of the row that opens an account
 SURVIVORS = "survivors"  # the query of the row that holds the survivors of a masked round
 NOTES = (NEW_ACCOUNT, SURVIVORS)  # queries of rows that release nothing
@@ -105,8 +111,8 @@ class Charge(NamedTuple):
       times: number of equal releases.
       plan: the plan to which the round belongs.
       rate: the chance of a record to be in the sample; 1 for all of the data.
-      sampler: if the rate is below 1, the sampler and the adjacency, as in 'poisson add-remove'. At rate 1, a noise law
-        that is not Gaussian, or an empty string.
+      sampler: if the rate is below 1, the sampler and the adjacency, as in 'poisson add-remove', and a noise law that
+        is not Gaussian. At rate 1, such a law, or an empty string.
     """
 
     who: str
@@ -123,15 +129,17 @@ class Charge(NamedTuple):
     def of(release: events.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Charge:
         """The charge for a release of the plan."""
         query, sensitivity, std, times, rate, sampler, mechanism = release
-        if rate < 1 and mechanism != events.Gaussian.name:
-            raise SordinoError(f"mechanism: there is no account of {mechanism} noise on a sample; use Gaussian noise.")
-        law = f"{sampler} {adjacency}" if rate < 1 else "" if mechanism == events.Gaussian.name else mechanism
+        law = "" if mechanism == events.Gaussian.name else mechanism
+        law = f"{sampler} {adjacency} {law}".strip() if rate < 1 else law
+        if rate < 1 and law not in SAMPLERS:
+            raise SordinoError(f"mechanism: there is no account of {mechanism} noise on a {sampler} sample.")
         return Charge(who, round, query, sensitivity, std, times, plan, rate, law)
 
     @property
     def mechanism(self) -> str:
-        """The name of the accounting event of the noise; noise on a sample is Gaussian."""
-        return self.sampler if self.rate == 1 and self.sampler else events.Gaussian.name
+        """The name of the accounting event of the noise."""
+        law = self.sampler if self.rate == 1 else " ".join(self.sampler.split()[2:])
+        return law or events.Gaussian.name
 
 
 class LedgerRow(NamedTuple):
@@ -751,7 +759,8 @@ class Spent:
 
     def __init__(self) -> None:
         self.square = 0.0  # mu squared, as if nothing were sampled
-        self.parts: dict[tuple[str, float, float, float], int] = {}  # (sampler, rate, sensitivity, std) -> times
+        # (sampler and adjacency, rate, sensitivity, std, mechanism) -> times
+        self.parts: dict[tuple[str, float, float, float, str], int] = {}
         self.gaussian = True  # all noise is Gaussian
         self.may_fail = 0  # releases whose bound may fail
 
@@ -766,16 +775,20 @@ class Spent:
         self.square += gaussian.mu_of([(noise.mu, 1.0, entry.times)]) ** 2
         self.gaussian &= noise.is_gaussian
         self.may_fail += entry.times * noise.may_fail
-        sampler = entry.sampler if entry.rate < 1 else ""
-        key = (sampler, entry.rate, entry.sensitivity, entry.std)
+        sampler = " ".join(entry.sampler.split()[:2]) if entry.rate < 1 else ""
+        key = (sampler, entry.rate, entry.sensitivity, entry.std, entry.mechanism)
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def epsilon(self, delta: float) -> float:
         """The smallest bound on epsilon: for each sampler, count its charges as sampled and all others as unsampled."""
-        if not self.gaussian:  # then all of it counts as concentrated DP, as if nothing were sampled
-            return concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
-        plain = gaussian.epsilon(math.sqrt(self.square), delta)
-        return min([plain, *(self._with(name, delta) for name in {key[0] for key in self.parts} - {""})])
+        if self.gaussian:
+            plain = gaussian.epsilon(math.sqrt(self.square), delta)
+        else:  # all of it as concentrated DP, as if nothing were sampled
+            plain = concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
+        names = {key[0] for key in self.parts}
+        if self.gaussian:
+            names -= {""}
+        return min([plain, *(self._with(name, delta) for name in names)])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         """Whether the total exceeds a limit, which has this mu."""
@@ -801,10 +814,11 @@ class Spent:
         return any(key[0] for key in self.parts)
 
     def _with(self, name: str, delta: float) -> float:
-        sampler, adjacency = name.split()
+        sampler, adjacency = name.split() if name else (Sampler.FULL, Adjacency.REPLACE_ONE)
         releases = [
-            events.Release("", moved, std, times, *((rate, Sampler(sampler)) if part_sampler == name else ()))
-            for (part_sampler, rate, moved, std), times in self.parts.items()
+            events.Release("", moved, std, times, *sampled, mechanism=mechanism)
+            for (part_sampler, rate, moved, std, mechanism), times in self.parts.items()
+            for sampled in [(rate, Sampler(sampler)) if name and part_sampler == name else (1.0, Sampler.FULL)]
         ]
         return events.epsilon(releases, delta, Adjacency(adjacency))
 
