@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.cli.federate import _sentence
+from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
 
 
@@ -348,4 +348,4 @@ def test_errors_name_what_is_missing(capsys, tmp_path, monkeypatch):
     ],
 )
 def test_a_coordinator_says_who_joined_who_is_away_and_what_a_lost_round_cost(line, words):
-    assert _sentence(line, 5) == words
+    assert of_coordinator(line, 5) == words

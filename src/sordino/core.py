@@ -178,10 +178,10 @@ class Privacy:
 class Shard(NamedTuple):
     """One client's examples; a cohort has a leading axis.
 
-    `mask` is 0 for padding and for records a minibatch left out, else 1; a fused engine folds public client weights
-    (at most 1) into it. `length` is the norm of each row of x where it was computed beforehand. Each person has
-    `per_person` consecutive rows, a public number; those it does not fill have mask 0. A sum clips one term per person:
-    the sum over the person's records.
+    `mask` is 0 for padding and for records a minibatch left out, else 1, or the record's weight (at most 1); a fused
+    engine folds public client weights (at most 1) into it. `length` is the norm of each row of x where it was computed
+    beforehand. Each person has `per_person` consecutive rows, a public number; those it does not fill have mask 0. A
+    sum clips one term per person: the sum over the person's records.
     """
 
     x: Tensor

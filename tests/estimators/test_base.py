@@ -8,11 +8,13 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from sklearn.base import clone
+from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV
 
 import sordino
 from sordino import FederatedClassifier, FederatedCox, FederatedRegressor, Schema, SordinoError
 from sordino.estimators.pipelines import PREPARED
+from sordino.estimators.reading import WEIGHTED
 
 SCHEMA = {
     "client": "hospital",
@@ -229,7 +231,12 @@ def test_the_same_frame_shares_a_ledger(tmp_path):
             {"target_range": (0, 1)},
             r"^columns.age: age is the target|^target_range: the target of the schema",
         ),
-        (FederatedClassifier, without("person"), {"options": {"private_statistics": 0.1}}, r"^options: 'private_stat"),
+        (
+            FederatedClassifier,
+            without("person"),
+            {"options": {"private_statistics": 0.1}},
+            r"^private_statistics: .* the schema has none",
+        ),
         (
             FederatedClassifier,
             {**without("person"), "columns": {"age": {"type": "number", "within": [0, 200]}}},
@@ -267,12 +274,57 @@ def test_bad_frames_are_named():
         fast(without("client", "person")).fit(frame, groups=[1, 2, 3])
 
 
-def test_weights_of_records_are_refused():
-    x, y = np.eye(4), [0, 1, 0, 1]
-    with pytest.raises(SordinoError, match=r"^sample_weight: no bound is proved"):
-        FederatedClassifier().fit(x, y, sample_weight=np.ones(4))
+def test_weights_of_records_mean_what_those_of_scikit_learn_do():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(600, 3))
+    y = (rng.random(600) < 1 / (1 + np.exp(-x[:, 0]))).astype(int)
+    weight = np.where(x[:, 1] > 0, 1.0, 0.2)
+    options = {"lr": 4.0, "clip": 1e6}
+    without_noise = {"epsilon": np.inf, "method": "dp-fedgd", "rounds": 1500, "normalize": "none", "random_state": 0}
+    model = FederatedClassifier(**without_noise, options=options).fit(x, y, sample_weight=weight)
+    other = FederatedClassifier(**without_noise, options=options).fit(x, y)
+    exact = LogisticRegression(C=np.inf, tol=1e-8).fit(x, y, sample_weight=weight)
+    assert model.coef_ == pytest.approx(exact.coef_, abs=2e-3)
+    assert model.intercept_ == pytest.approx(exact.intercept_, abs=2e-3)
+    assert np.abs(other.coef_ - exact.coef_).max() > 0.02, "the weights matter"
+    absent = FederatedClassifier(**without_noise, options=options).fit(x, y, sample_weight=(weight > 0.5).astype(float))
+    part = LogisticRegression(C=np.inf, tol=1e-8).fit(x[weight > 0.5], y[weight > 0.5])
+    assert absent.coef_ == pytest.approx(part.coef_, abs=2e-2), "a weight of 0 leaves a record out"
+
+
+def test_weights_of_records_cost_no_more_and_are_named_in_the_certificate():
+    x, y = np.random.default_rng(0).normal(size=(80, 3)), np.arange(80) % 2
+    model = FederatedClassifier(epsilon=2.0, rounds=6, clients=4)
+    plain = model.fit(x, y).certificate_
+    weighted = model.fit(x, y, sample_weight=np.linspace(0, 1, 80)).certificate_
+    assert weighted["certified"]
+    assert weighted["epsilon"] == plain["epsilon"]
+    assert WEIGHTED in weighted["assumes"]
+    assert WEIGHTED not in plain["assumes"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "settings", "more", "message"),
+    [
+        (np.full(40, 1.5), {}, {}, "a weight is not in"),
+        (np.full(40, -0.1), {}, {}, "a weight is not in"),
+        (np.full(40, np.nan), {}, {}, "a weight is not in"),
+        (np.ones(3), {}, {}, r"shape \(3,\) for 40 records"),
+        (["a"] * 40, {}, {}, "it must hold numbers"),
+        (np.ones(40), {}, {"persons": np.arange(40) // 2}, "here unit = person"),
+        (np.ones(40), {"model": "mlp", "method": "dp-fedadam"}, {}, "here model = mlp"),
+        (np.ones(40), {"method": "dp-fednew"}, {}, "here method = dp-fednew"),
+    ],
+)
+def test_weights_without_a_proof_are_refused(weight, settings, more, message):
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    with pytest.raises(SordinoError, match=rf"^sample_weight: .*{message}"):
+        FederatedClassifier(**settings).fit(x, y, sample_weight=weight, **more)
+
+
+def test_unknown_arguments_of_fit_are_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
-        FederatedClassifier().fit(x, y, weights=np.ones(4))
+        FederatedClassifier().fit(np.eye(4), [0, 1, 0, 1], weights=np.ones(4))
 
 
 def test_balanced_weights_from_public_shares():
@@ -307,3 +359,52 @@ def test_a_network():
     assert model.predict_proba(x).shape == (200, 2)
     assert (pickle.loads(pickle.dumps(model)).predict(x) == model.predict(x)).all()
     assert hasattr(model.set_params(model="auto", method="auto", options=None, rounds=10).fit(x, y), "coef_")
+
+
+def test_balanced_weights_from_counts_that_are_paid_for():
+    frame = table(4000)
+    frame = frame[(frame["died"] == "no") | (np.arange(4000) % 4 == 0)]
+    share = (frame["died"] == "yes").mean()
+    schema = without("person", column="died", levels=["no", "yes"], find_prevalence=True)
+    options = {"class_weights": "balanced", "private_statistics": 0.1, "lr": 1.0}
+    model = fast(schema, random_state=None, epsilon=8.0, options=options).fit(frame)
+    assert model.schema_.target.prevalence[1] == pytest.approx(share, abs=0.03)
+    assert model.certificate_["certified"]
+    assert model.certificate_["epsilon"] == pytest.approx(8.0, rel=1e-3)
+    assert any("tally" in str(query) for query in model.certificate_["queries"])
+    assert len(model.history_) == 11, "one round counts"
+    public = fast(
+        without("person", column="died", levels=["no", "yes"], prevalence=[1 - share, share]),
+        options={"class_weights": "balanced", "lr": 1.0},
+    ).fit(frame)
+    risk, known = (each.predict_proba(frame)[:, 1].mean() for each in (model, public))
+    assert risk == pytest.approx(known, abs=0.05)
+    with pytest.raises(SordinoError, match=r"find_prevalence"):
+        fast(schema, options={"class_weights": "balanced"}).fit(frame)
+
+
+def test_balanced_weights_of_arrays_from_counts_that_are_paid_for():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(3000, 2))
+    y = np.where(rng.random(3000) < 1 / (1 + np.exp(3 - x[:, 0])), "yes", "no")
+    options = {"class_weights": "balanced", "private_statistics": 0.1, "lr": 1.0}
+    usual = {"method": "dp-fedgd", "epsilon": 8.0, "rounds": 20, "normalize": "clip:3"}
+    with pytest.raises(SordinoError, match=r"^private_statistics: .*must be declared"):
+        FederatedClassifier(**usual, options=options).fit(x, y)
+    model = FederatedClassifier(**usual, options=options, classes=["no", "yes"]).fit(x, y)
+    assert model.certificate_["certified"]
+    assert list(model.classes_) == ["no", "yes"]
+    assert 0.35 < model.predict_proba(x)[:, 1].mean() < 0.65, "as if both classes were equally common"
+
+
+def test_ranges_that_noised_counts_find_are_part_of_the_estimator():
+    frame = table(3000)
+    schema = without("person")
+    schema["columns"] = {**schema["columns"], "age": {"type": "number", "within": [0, 1000]}}
+    model = fast(schema, epsilon=20.0, options={"private_statistics": 0.2, "lr": 1.0}).fit(frame)
+    low, high = model.schema_.columns["age"].range
+    assert 0 <= low <= 40
+    assert 80 <= high <= 130
+    assert model.score(frame) > 0.7
+    copy = pickle.loads(pickle.dumps(model))
+    assert np.array_equal(copy.predict_proba(frame), model.predict_proba(frame))

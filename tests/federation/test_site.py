@@ -535,6 +535,7 @@ FIELDS = {
         "sordino": "the version of this program",
         "epsilon": "a stricter epsilon for a single run: a rule of the site's, not of its data",
         "receipt": "how far the ledger is: public.RECEIPT",
+        "signature": "the site's, over name, records, epsilon and the server's own random digits",
     },
     "agreed": {
         "run": "the server's own word",
@@ -621,7 +622,7 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
         for field, value in found.fields.items():
             if field == "receipt":
                 assert value.keys() == public.RECEIPT.keys()
-            elif field == "confirmation":
+            elif field in ("confirmation", "signature"):
                 assert re.fullmatch("[0-9a-f]{128}", value)
             else:
                 assert value == known[field], (found.kind, field)

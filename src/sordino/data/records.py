@@ -39,7 +39,7 @@ def check_device(name: str, field: str = "device") -> torch.device:
 
 def row_norms(x: Tensor) -> Tensor:
     """Norms summed in float64, because float32 underestimates long rows; in blocks of rows, to save memory."""
-    blocks = torch.split(x.reshape(-1, x.shape[-1]), 4096)
+    blocks = torch.split(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 4096)
     norms = [torch.linalg.vector_norm(block, dim=-1, dtype=torch.float64) for block in blocks]
     return torch.cat(norms).to(x.dtype).reshape(x.shape[:-1])
 
@@ -133,6 +133,19 @@ def _numbers(values: Any, field: str) -> Tensor:
         raise SordinoError(f"{field}: not an array of numbers ({error}); {remedy}.") from None
 
 
+def _weights(weight: np.ndarray, records: int) -> Tensor:
+    """Factors on the terms of single records, each in [0, 1]."""
+    factor = _numbers(weight, "weight").double()
+    if factor.shape != (records,):
+        raise SordinoError(f"weight: of shape {tuple(factor.shape)} for {records} records; give one number per record.")
+    if not ((factor >= 0) & (factor <= 1)).all():  # false for NaN
+        raise SordinoError(
+            "weight: a weight is not in [0, 1]; divide all weights by a public number that none exceeds, because a "
+            "larger factor would carry a term out of its clip."
+        )
+    return factor
+
+
 def _check_finite(values: Tensor, field: str) -> None:
     """Refuse NaN and infinity: such a record would count as one of the client's, and contribute nothing."""
     # A sum is finite only if every term is. numpy needs no copy of the values for it; torch would make one in float64.
@@ -160,6 +173,7 @@ class Records:
         starts: First row of each client, and the number of rows.
         filled: Which rows hold a record; None if all do.
         per_person: Rows of each person, of which it may fill fewer; 1 if each record stands for itself.
+        weight: Factors in [0, 1] on the clipped terms of the records; None if all count fully.
 
     Example:
         >>> import numpy as np
@@ -173,6 +187,7 @@ class Records:
     starts: np.ndarray
     filled: Tensor | None = None
     per_person: int = 1
+    weight: Tensor | None = None
 
     @staticmethod
     def of(
@@ -183,10 +198,15 @@ class Records:
         person: np.ndarray | None = None,
         per_person: int = 1,
         choose: Callable[[int], np.ndarray] | None = None,
+        weight: np.ndarray | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> Records:
         """Sort records by client. A client of -1 leaves its record out.
+
+        With `weight`, a factor in [0, 1] per record, the clipped term of a record is multiplied by it, so that the
+        term stays within the clip. Divisors stay numbers of records. Refused for persons: a person's terms are clipped
+        as a sum, in which weights may undo what cancels.
 
         With `person`, a number per record, the records of a person at a client lie together, in `per_person` rows. Of a
         person with more records the first `per_person` are used, or as many that `choose` draws.
@@ -217,7 +237,10 @@ class Records:
                 "clients or another partition."
             )
         y = y if y.is_floating_point() else y.long()
+        factor = None if weight is None else _weights(weight, len(x)).to(dtype)
         if person is not None:
+            if factor is not None:
+                raise SordinoError("weight: nothing is proved for weights of the records of a person; leave them out.")
             rows, starts = person_rows(client, np.asarray(person), per_person, choose)
             filled = torch.from_numpy(rows >= 0)
             at = torch.from_numpy(np.maximum(rows, 0))
@@ -227,9 +250,9 @@ class Records:
         if not (np.diff(client) >= 0).all() or client[0] < 0:
             order = np.argsort(client, kind="stable")
             at = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
-            x, y = x[at], y[at]
+            x, y, factor = x[at], y[at], None if factor is None else factor[at]
         starts = np.concatenate([[0], np.cumsum(counts)])
-        return Records(x.to(here), y.to(here), starts)
+        return Records(x.to(here), y.to(here), starts, weight=None if factor is None else factor.to(here))
 
     def check_fits(self, model: Model) -> None:
         """Refuse records whose number of features or labels do not fit the model."""
@@ -276,12 +299,14 @@ class Records:
         rows = slice(int(self.starts[i]), int(self.starts[i + 1]))
         x = self.x[..., rows, :]
         mask = x.new_ones(x.shape[-2]) if self.filled is None else self.filled[rows].to(x.dtype)
+        mask = mask if self.weight is None else self.weight[rows]
         return Shard(x, self.y[..., rows], mask, self.length[..., rows], self.per_person)
 
     def fused(self, cohort: np.ndarray, weight: np.ndarray) -> Shard:
         """A cohort as one client, each record weighted by its owner's public `weight`."""
         scale = torch.as_tensor(weight, dtype=self.x.dtype, device=self.x.device)[self._owner]
         scale = scale if self.filled is None else scale * self.filled
+        scale = scale if self.weight is None else scale * self.weight
         if len(cohort) == len(self.sizes):
             return Shard(self.x, self.y, scale, self.length, self.per_person)
         rows = torch.from_numpy(np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in cohort]))
@@ -301,7 +326,8 @@ class Records:
             shape = (len(clients), int(sizes[0]))
             x = self.x[own].view(*shape, -1)
             y, length = self.y[own].view(shape), self.length[own].view(shape)
-            return clients, Shard(x, y, x.new_ones(shape), length, self.per_person)
+            mask = x.new_ones(shape) if self.weight is None else self.weight[own].view(shape)
+            return clients, Shard(x, y, mask, length, self.per_person)
         column = np.arange(sizes.max())
         inside = column < sizes[:, None]
         rows = np.where(inside, self.starts[clients][:, None] + column, -1)
@@ -321,7 +347,8 @@ class Records:
         real = real if self.filled is None else real & self.filled[at]
         x = self.x[..., at, :].masked_fill_(~real.unsqueeze(-1), 0)
         length = self.length[..., at].masked_fill(~real, 0)
-        return Shard(x, self.y[..., at], real.to(x.dtype), length, self.per_person)
+        mask = real.to(x.dtype) if self.weight is None else self.weight[at].masked_fill(~real, 0)
+        return Shard(x, self.y[..., at], mask, length, self.per_person)
 
 
 @dataclass(frozen=True)

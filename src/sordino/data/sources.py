@@ -39,6 +39,7 @@ class Dataset(NamedTuple):
         schema: The public schema by which a table was encoded, where there was one.
         person: Whom each training record is about, as numbers; None where the source does not say.
         person_test: Whom each test record is about; None where nothing says.
+        weight: Factors in [0, 1] on the clipped terms of training records; None where all count fully.
 
     Example:
         >>> import sordino as so
@@ -59,6 +60,7 @@ class Dataset(NamedTuple):
     schema: Schema | None = None  # by which a table was encoded
     person: np.ndarray | None = None  # whom each training record is about; equal numbers for one person
     person_test: np.ndarray | None = None  # whom each test record is about, where persons were held out as a whole
+    weight: np.ndarray | None = None  # factors in [0, 1] on the terms of training records; None where all count fully
 
     @property
     def unit(self) -> float:

@@ -16,7 +16,7 @@ import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from sordino.core import Unit
+from sordino.core import Tree, Unit
 from sordino.data.preprocess import preprocess
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
@@ -24,7 +24,7 @@ from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.estimators.parameters import plain, spec_of
 from sordino.estimators.pipelines import PREPARED, UnpaidStepWarning, doubt, steps_of_callers
-from sordino.estimators.reading import check_roles, entries, read_schema, refuse_unknown, with_target
+from sordino.estimators.reading import WEIGHTED, check_roles, entries, read_schema, read_weights, weight_of, with_target
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.privacy import spending
@@ -32,7 +32,7 @@ from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.evidence.statement import statement
 from sordino.training.evaluate import predictions
 from sordino.training.resolved import ResolvedSpec, resolve
-from sordino.training.run import PreparedRun, life_table, prepare_resolved
+from sordino.training.run import PreparedRun, after_count, count, life_table, prepare_resolved
 from sordino.training.shared_ledger import array_digest, join
 from sordino.training.spec import Spec
 from sordino.version import __version__
@@ -125,6 +125,8 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             replaces that column.
           groups: the client of each record, unless the schema names a client column.
           persons: whom each record is about, unless the schema names a person column; persons are then protected.
+          unknown: `sample_weight` alone, numbers in [0, 1], one per record: factors on the clipped terms of the records
+            of a linear model, at record level.
 
         Returns:
           The estimator itself.
@@ -132,54 +134,79 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         Raises:
           SordinoError: a parameter, a column or a value does not fit; the message begins with its name.
         """
-        refuse_unknown(unknown)
+        sample_weight = weight_of(unknown)
         schema = self._read_schema()
         check_roles(schema, groups, persons)
         resolved = self._resolve(schema, groups is not None, persons is not None)
+        counts = resolved.spec.private_statistics is not None
+        widest = schema.at_its_widest if counts and schema is not None else schema
         with np.errstate(over="ignore"):  # values that overflow are reported as infinite
-            table = self._table(X, y, schema, resolved)
+            table = self._table(X, y, widest, resolved)
         records = len(table.x)
-        site = table.site if groups is None else entries(groups, records)
-        who = table.person if persons is None else entries(persons, records, "persons")
+        weights = read_weights(sample_weight, records, resolved)
+        self._check_weights(table.labels, weights)
         if resolved.clients is not None and resolved.clients > records:
             if self.clients is not None:
                 raise SordinoError(f"clients: {self.clients} must be at most the number of records, {records}.")
             resolved = dataclasses.replace(resolved, clients=records)
         scaling = resolved.source.normalize
-        x, (labels, classes) = preprocess(table.x, None, scaling), table.labels
-        number = None if who is None else np.unique(who, return_inverse=True)[1]
-        names = () if classes is None else tuple(map(str, classes))
-        data = Dataset(
-            "given", x, labels, x[:0], labels[:0], site, names, table.features, None, resolved.source.schema, number
-        )
-        run = prepare_resolved(resolved, data)
+
+        def dataset(table: _Table, resolved: ResolvedSpec, scaled: bool = True) -> Dataset:
+            site = table.site if groups is None else entries(groups, records)
+            who = table.person if persons is None else entries(persons, records, "persons")
+            x, (labels, classes) = preprocess(table.x, None, scaling) if scaled else table.x, table.labels
+            number = None if who is None else np.unique(who, return_inverse=True)[1]
+            names = () if classes is None else tuple(map(str, classes))
+            described = resolved.source.schema
+            data = Dataset("given", x, labels, x[:0], labels[:0], site, names, table.features, None, described, number)
+            return data._replace(weight=weights)
+
+        unscaled = dataset(table, resolved, scaled=False)._replace(weight=None) if counts else None
+        if unscaled is not None and schema is None:  # the counts are those of the classes alone
+            unscaled = unscaled._replace(x_train=unscaled.x_train[:, :0], x_test=unscaled.x_test[:, :0])
+        run = prepare_resolved(resolved, dataset(table, resolved), unscaled)
         searched, steps = self._warn_of_a_search(), self._warn_of_steps()
         doubts = [doubt(steps)] if steps else []
         self._pay(run, table.digest, searched, doubts)
 
-        history = []
-        for this_round in simulate.run(run.plan, run.model, run.records, run.source):
+        history: list[dict[str, Any]] = []
+        checkpoint: Tree = ()
+        if counts:
+            assert resolved.source.schema is not None
+            found = count(run, resolved.source.schema)
+            schema, resolved = None if schema is None else found, resolved.with_schema(found)
+            history.append({"round": 1, "epsilon": finite(spending.epsilon_after(run.plan, 0))})
+            table = table if schema is None else self._table(X, y, found, resolved)
+            done = prepare_resolved(resolved, dataset(table, resolved), unscaled)
+            run = dataclasses.replace(done, plan=run.plan, source=run.source)
+            checkpoint = after_count(run)
+        for this_round in simulate.run(
+            run.plan, run.model, run.records, run.source, start=int(counts), checkpoint=checkpoint
+        ):
             history.append(
                 {"round": this_round.t + 1, "epsilon": finite(spending.epsilon_after(run.plan, this_round.t))}
             )
         theta = this_round.model.cpu()
         self.normalize_, self.history_ = scaling, history
         self._schema, self._theta = schema, theta
+        self.__dict__.pop("schema_", None)
+        if schema is not None:
+            self.schema_ = schema
         self._built: Any = run.model
         self._target: Any = resolved.source.schema  # what it says of the target; None for classes without a schema
         if schema is not None:
             self.feature_names_in_ = np.array(list(schema.reads(target=False)), dtype=object)
             self.n_features_in_ = len(self.feature_names_in_)
         self.features_ = np.array(table.features, dtype=object)
-        if classes is not None:
-            self.classes_ = classes
+        if table.labels.classes is not None:
+            self.classes_ = table.labels.classes
         for name in ("coef_", "intercept_", "life_table_"):  # of a fit of another model
             self.__dict__.pop(name, None)
         if isinstance(run.model, LINEAR):
             self._keep(theta.double().numpy())
         if (table_of_lives := life_table(run, this_round.checkpoint)) is not None:
             self.life_table_ = table_of_lives
-        assumes = self._assumes(resolved, schema, bool(steps))
+        assumes = self._assumes(resolved, schema, bool(steps)) + ([] if weights is None else [WEIGHTED])
         self.certificate_ = _certificate(run, searched, assumes, doubts)
         self.statement_ = statement(self.certificate_)
         return self
@@ -201,6 +228,9 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
 
     def _keep(self, theta: np.ndarray) -> None:
         """Set the coefficients of a linear model."""
+
+    def _check_weights(self, labels: Labels, weights: np.ndarray | None) -> None:
+        """Refuse weights that leave nothing to learn."""
 
     def _public_target(self) -> list[str]:
         """What is assumed of the target, without a schema."""

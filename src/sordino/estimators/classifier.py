@@ -12,7 +12,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 
-from sordino.data.schema import Schema
+from sordino.data.schema import Schema, Target
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
 from sordino.estimators.base import FederatedEstimator, Labels, warn_of_a_useless_model
@@ -44,7 +44,10 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
       `UnpaidSearchWarning`, once per search. `sordino.privacy.accounting.selection` computes the joint cost.
     - The set of classes, which is public. It comes from `y`, unless `classes` or the schema declares it.
 
-    `sample_weight` is refused by `fit`: the bound is proved for records that count equally, and for `class_weights`.
+    `fit(X, y, sample_weight=w)` multiplies each record's clipped gradient by its weight. Weights lie in [0, 1], so a
+    record's term stays within the clip; divide larger ones by a public number, because their maximum is private. It is
+    proved for linear models at record level, and refused elsewhere. Each weight must be a function of its own record,
+    or public: `assumes` in the certificate says so. Small weights lose signal, and the noise stays.
 
     Args:
       schema: what the columns of a frame mean: the path of a schema.toml, a dict with its keys, or a `Schema`. None for
@@ -62,7 +65,9 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
       options: options of the method, as in `{"lr": 0.5, "clip": 2.0}`; and of the model (`class_weights`,
         `prevalence`);
         also the keys `batch`, `calibrate`, `client_epsilon`, `dtype`, `participation`, `person_records`,
-        `person_clients`, `person_ids`, `person_choice` and `uncertified` of a run.
+        `person_clients`, `person_ids`, `person_choice`, `private_statistics` and `uncertified` of a run.
+        `{"class_weights": "balanced", "private_statistics": 0.05}` pays for noised counts of the classes by that part
+        of the budget; the classes must be declared, or the schema has `find_prevalence`.
       classes: all labels that may occur, even if `y` lacks some.
       ledger: a file that adds up the fits and runs on the same data, as `sordino run --ledger` does; None for none. The
         same data are the same arrays X and y, so that parts of them, as in cross-validation, are other data.
@@ -74,6 +79,7 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
     Attributes:
       classes_, n_features_in_, feature_names_in_, coef_, intercept_: as in scikit-learn's linear classifiers. Networks
         and trees have no coefficients. With a schema, `classes_` are its levels, and features are columns of the frame.
+      schema_: with a schema, the one that encodes records: completed by what `private_statistics` found.
       features_: names of the features that `coef_` is of, where there are names.
       normalize_: how records are scaled before they are used.
       certificate_: all numbers of the guarantee, for `sordino.verify`. statement_: the same in words, as Markdown.
@@ -176,6 +182,28 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
                 "y: all records have one class; use more data, or declare the other classes by `classes`."
             )
         return Labels(index.astype(np.int64), classes)
+
+    def _check_weights(self, labels: Labels, weights: np.ndarray | None) -> None:
+        """As for y: records of one class are refused, unless the classes are declared."""
+        if weights is None or self.classes is not None or self.schema is not None:
+            return
+        if len(np.unique(labels.y[weights > 0])) < 2:
+            raise SordinoError(
+                "sample_weight: all records with a weight above 0 have one class; use more data, or declare the other "
+                "classes by `classes`."
+            )
+
+    def _only_target(self) -> Schema | None:
+        """The levels of the target, where noised counts are to find their shares."""
+        if "private_statistics" not in (self.options or {}):
+            return None
+        if self.classes is None:
+            raise SordinoError(
+                "private_statistics: it counts the records of each class here, so the classes must be declared: "
+                "classes=['no', 'yes']; or give a schema with find_prevalence = true under its target."
+            )
+        levels = tuple(map(str, np.unique(np.asarray(self.classes))))
+        return Schema({}, Target("y", "classes", levels=levels, find_prevalence=True))
 
     def _classes_of(self, z: np.ndarray) -> np.ndarray:
         return np.asarray(self.classes_[(z > 0).astype(int) if z.ndim == 1 else z.argmax(1)])

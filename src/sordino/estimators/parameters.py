@@ -23,6 +23,7 @@ OTHERS = (
     "client_epsilon",
     "dtype",
     "participation",
+    "private_statistics",
     "uncertified",
     *PERSON,
 )

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from sordino.core import Unit
 from sordino.data import tables
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
+from sordino.training.resolved import ResolvedSpec
 
+WEIGHED_MODELS = ("auto", "softmax", "logistic", "squares", "poisson")  # one clipped term per record
 ESTIMATORS = {
     "classes": "FederatedClassifier",
     "quantity": "FederatedRegressor",
@@ -54,15 +57,60 @@ def with_target(frame: Any, columns: Mapping[str, np.ndarray]) -> Any:
     return table
 
 
-def refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Refuse what `fit` does not take. Weights of single records are not proved: see `FederatedClassifier`."""
-    if unknown.get("sample_weight") is not None:
-        raise SordinoError(
-            "sample_weight: no bound is proved for weights of single records; weigh whole classes by options = "
-            '{"class_weights": [1.0, 4.0]}, or drop the records that are not to count.'
-        )
+WEIGHTED = (
+    "Each weight of a record (sample_weight) is a function of that record alone, or public; weights that were computed "
+    "from several records are a release that no budget pays for."
+)
+
+
+def weight_of(unknown: Mapping[str, Any]) -> Any:
+    """`sample_weight` out of what `fit` is given beside its parameters; everything else is refused.
+
+    It is no parameter by name, because scikit-learn's meta-estimators (AdaBoost, Voting) would pass weights of their
+    own, which they compute from all records.
+    """
     if extra := [name for name in unknown if name != "sample_weight"]:
         raise TypeError(f"fit() got an unexpected keyword argument '{extra[0]}'")
+    return unknown.get("sample_weight")
+
+
+def read_weights(given: Any, records: int, resolved: ResolvedSpec) -> np.ndarray | None:
+    """The weights of records, where the run has a proof for them.
+
+    A record's clipped term is multiplied by its weight. The factor is at most 1, so the term stays within the clip,
+    whatever the weight depends on within the record; divisors are numbers of records, so no weight enters them.
+
+    Raises:
+      SordinoError: a weight is not in [0, 1], or nothing is proved for weights in this run.
+    """
+    if given is None:
+        return None
+    rules = (
+        (resolved.privacy.unit is Unit.RECORD, f"unit = {resolved.privacy.unit}"),
+        (resolved.model.name in WEIGHED_MODELS, f"model = {resolved.model.name}"),
+        (
+            all(query.bound is None for stage in resolved.method.stages for query in stage.queries),
+            f"method = {resolved.method_name}, whose bound is a lemma about records that count equally",
+        ),
+    )
+    if wrong := [what for fine, what in rules if not fine]:
+        raise SordinoError(
+            "sample_weight: it is proved for unit = record and linear models, whose clipped terms it multiplies, and "
+            f"here {wrong[0]}; leave it out, or weigh whole classes by options = {{'class_weights': [1.0, 4.0]}}."
+        )
+    try:
+        weights = np.asarray(given, np.float64)
+    except (TypeError, ValueError):
+        raise SordinoError("sample_weight: it must hold numbers, one per record.") from None
+    weights = np.full(records, float(weights)) if weights.ndim == 0 else weights
+    if weights.shape != (records,):
+        raise SordinoError(f"sample_weight: shape {weights.shape} for {records} records; give one number per record.")
+    if not ((weights >= 0) & (weights <= 1)).all():  # false for NaN
+        raise SordinoError(
+            "sample_weight: a weight is not in [0, 1]; divide all weights by a public number that none exceeds (not by "
+            "their maximum, which is private), because a larger factor would carry a record's term out of its clip."
+        )
+    return weights
 
 
 def check_roles(schema: Schema | None, groups: Any, persons: Any) -> None:

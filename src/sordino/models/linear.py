@@ -291,7 +291,7 @@ class Linear:
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
             p, factor = self._curved(theta, part, clip)
-            u = self._long(part, factor)
+            u = self._long(part._replace(mask=(part.mask > 0).to(part.mask)), factor)  # the factor holds the mask
             if self.kind is not Loss.SOFTMAX:
                 return outer(u)
             p = p.double()
@@ -478,7 +478,7 @@ class Linear:
         u = torch.cat([shard.x, torch.ones_like(shard.x[..., :1])], -1) if self.bias else shard.x
         root = factor.sqrt()
         root = root.masked_fill(root < torch.finfo(u.dtype).tiny, 0)  # too few digits to keep the bound
-        return u * (root.to(u) * shard.mask).unsqueeze(-1)
+        return u * (root.to(u) * shard.mask.sqrt()).unsqueeze(-1)
 
     def _curved(self, theta: Tensor, shard: Shard, clip: float) -> tuple[Tensor, Tensor]:
         """Softmax probabilities (unused for other losses), and per record the clip factor times all but u u^T (x) S."""

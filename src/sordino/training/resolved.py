@@ -347,6 +347,7 @@ class ResolvedSpec:
             person=dataset.person if self.privacy.unit is Unit.PERSON else None,
             per_person=self.privacy.person_records,
             choose=record_choice(source(self.seed), self.privacy),
+            weight=dataset.weight,
             dtype=self.dtype,
             device=self.device,
         )

@@ -142,17 +142,23 @@ def prepare(spec: Spec, dataset: Dataset | None = None, device: str = "cpu") -> 
     return prepare_resolved(resolve(spec, device), dataset)
 
 
-def prepare_resolved(resolved: ResolvedSpec, dataset: Dataset | None = None) -> PreparedRun:
-    """The same, from a spec that was resolved already."""
+def prepare_resolved(
+    resolved: ResolvedSpec, dataset: Dataset | None = None, widest: Dataset | None = None
+) -> PreparedRun:
+    """The same, from a spec that was resolved already.
+
+    widest: where private statistics are asked for and data are given, what they count: the same records, with searched
+    columns scaled by `within` (`Schema.at_its_widest`).
+    """
     resolved.check_certifiable()
     schema, unscaled = resolved.source.schema, None
     if resolved.spec.private_statistics is not None:
-        if dataset is not None:
+        if dataset is not None and widest is None:
             raise SordinoError("private_statistics: the records are in memory already; give the path of a table.")
-        whole = resolved.read_unscaled()
-        unscaled = resolved.records(whole)
-        if schema is not None and schema.unknown:  # `release_statistics` finds the ranges
-            dataset = whole._replace(schema=schema)
+        widest = resolved.read_unscaled() if widest is None else widest
+        unscaled = resolved.records(widest)
+        if dataset is None and schema is not None and schema.unknown:  # `release_statistics` finds the ranges
+            dataset = widest._replace(schema=schema)
     dataset = resolved.read_data() if dataset is None else dataset
     if resolved.partition.by_site and resolved.clients and dataset.site is not None:
         sites = len(np.unique(dataset.site))
@@ -235,23 +241,34 @@ def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
         began = time.perf_counter()
         stored = Schema.read(folder.public / SCHEMA)
         if stored.unknown:
-            tally = run.resolved.statistics
-            (first,) = reference.run(run.plan, tally, run.unscaled, run.source, stop=1)  # type: ignore[arg-type]
-            aggregate = first.aggregate if isinstance(first.aggregate, Tensor) else torch.zeros(tally.dimension)
-            std = calibration.aggregate_std(run.plan, 0)
-            stored = found_schema(stored, tally, aggregate.double().cpu().numpy(), std)
+            stored = count(run, stored)
             files.write(folder.public / SCHEMA, stored.toml().encode())
         elif progress.done:
             return run
         found = replace(prepare_resolved(run.resolved.with_schema(stored)), plan=run.plan, source=run.source)
         if not progress.done:
-            theta = found.model.init()
-            state = theta.new_zeros(run.resolved.statistics.dimension)
+            checkpoint = after_count(found)
             line = {"round": 1, "epsilon": finite(spending.epsilon_after(run.plan, 0))}
-            artifacts.store(folder, identity, (Checkpoint(theta, state, ()), theta), line)
+            artifacts.store(folder, identity, (checkpoint, checkpoint.theta), line)
             ledger.mark(identity, 1)
             artifacts.add_timing(folder, 1, time.perf_counter() - began)
     return found
+
+
+def count(run: PreparedRun, schema: Schema) -> Schema:
+    """Release the first round, the noised counts, and complete the schema by them. The caller has paid."""
+    assert run.unscaled is not None
+    tally = run.resolved.statistics
+    (first,) = reference.run(run.plan, tally, run.unscaled, run.source, stop=1)  # type: ignore[arg-type]
+    aggregate = first.aggregate if isinstance(first.aggregate, Tensor) else torch.zeros(tally.dimension)
+    std = calibration.aggregate_std(run.plan, 0)
+    return found_schema(schema, tally, aggregate.double().cpu().numpy(), std)
+
+
+def after_count(run: PreparedRun) -> Checkpoint:
+    """Where the engine goes on after the round of counts."""
+    theta = run.model.init()
+    return Checkpoint(theta, theta.new_zeros(run.resolved.statistics.dimension), ())
 
 
 def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]]:
