@@ -71,6 +71,9 @@ def _add_up(parts: Any) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
     parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
+    parser.add_argument(
+        "--prepare", action="store_true", help="only write the folders, for `coordinate` and `join` in other places"
+    )
     add_json(parser)
 
 
@@ -95,6 +98,8 @@ def _up(arguments: argparse.Namespace) -> int:
         about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
         about |= {"evaluation": arguments.evaluate, "schema": arguments.schema and Path(arguments.schema)}
         demonstration.prepare(out, arguments.sites, spec=spec, **about)
+        if arguments.prepare:
+            return _prepared(arguments, out)
     began = time.monotonic()
     try:
         lines = list(_shown(demonstration.up(out)))
@@ -107,6 +112,21 @@ def _up(arguments: argparse.Namespace) -> int:
     document = _outcome(out, lines, time.monotonic() - began)
     if not emit(arguments, document):
         _show_outcome(out, document)
+    return 0
+
+
+def _prepared(arguments: argparse.Namespace, out: Path) -> int:
+    """Say what was written, and what to start with it."""
+    sites = sorted(path.name for path in (out / "sites").iterdir())
+    if not emit(arguments, {"out": str(out), "sites": sites}):
+        facts(
+            [
+                ("written", f"{out}/coordinator and {out}/sites/{{{','.join(sites)}}}"),
+                ("coordinator", f"sordino federate coordinate {out}/coordinator"),
+                ("each site", f"sordino federate join {out}/sites/{sites[0]}/site.toml --link HOST:8000 --authority "
+                 f"{out}/coordinator/tls/authority.pem"),
+            ]
+        )  # fmt: skip
     return 0
 
 

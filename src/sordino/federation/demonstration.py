@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def prepare(
             with open(place / "site.toml", "a", encoding="utf-8") as file:
                 file.write(f"evaluation_epsilon = {2 * evaluation!r}   # limit over all evaluations on test records\n")
         ensure_node_key(place / "node")
+        shutil.copy(place / "node.pub", coordinator / "nodes" / f"{name}.pub")
         parts.save(place / f"data{suffix}", k)
     roster = Roster(tuple(cards))
     for place in (coordinator, *(folder / "sites" / name for name in names)):
