@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.cli.federate import _sentence
+from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
 
 
@@ -131,7 +131,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),
         ([], "sordino: COMMAND is missing; see sordino --help"),
-        (["ledger"], "ledger: name a step: show, export or new-account"),
+        (["ledger"], "ledger: name a step: show, export, new-account or compact"),
         (["ledger", "show"], "ledger show: LEDGER.db is missing; see sordino ledger show --help"),
         (["privacy"], "privacy: give one of --epsilon, --noise"),
         (["privacy", "--epsilon", "1", "--noise", "1"], "--noise: --epsilon is given too; leave one out"),
@@ -348,4 +348,4 @@ def test_errors_name_what_is_missing(capsys, tmp_path, monkeypatch):
     ],
 )
 def test_a_coordinator_says_who_joined_who_is_away_and_what_a_lost_round_cost(line, words):
-    assert _sentence(line, 5) == words
+    assert of_coordinator(line, 5) == words

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from sordino.errors import StoppedError
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -111,6 +114,37 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
             pass
         else:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextmanager
+def alone(path: Path, otherwise: str, seconds: float = 10.0) -> Iterator[None]:
+    """Hold a lock that no other process holds, and wait a little for one that is just ending.
+
+    Args:
+      path: the lock file.
+      otherwise: what to say if another process has it.
+      seconds: how long to wait.
+
+    Raises:
+      StoppedError: another process has the lock.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with alone(folder / "lock", "in use"), alone(folder / "lock", "in use", seconds=0):
+    ...     pass
+    Traceback (most recent call last):
+    sordino.errors.StoppedError: in use
+    """
+    end = time.monotonic() + seconds
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(lock(path, wait=False))
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise StoppedError(otherwise) from None
+                time.sleep(0.1)
         yield
 
 

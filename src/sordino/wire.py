@@ -89,6 +89,45 @@ def decode(data: bytes, most: int = MAX_MESSAGE_BYTES) -> Message:
     """
     if len(data) > most:
         raise WireError(f"message: {len(data):,} bytes; the limit is {most:,}.")
+    kind, fields, listed, at = _head(data)
+    if len(listed) > MAX_ARRAYS:
+        raise WireError(f"message: {len(listed):,} arrays; the limit is {MAX_ARRAYS:,}.")
+    arrays = dict[str, np.ndarray]()
+    for item in listed:
+        name, code, shape = _array_header(item)
+        if name in arrays:
+            raise WireError(f"message: two arrays have the name {name[:40]!r}.")
+        dtype = np.dtype(TYPES[code]).newbyteorder("<")
+        length = dtype.itemsize * math.prod(shape)
+        if length > len(data) - at:
+            raise WireError(f"message: the array {name[:40]!r} does not fit into the message.")
+        arrays[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape).astype(TYPES[code])
+        at += length
+    if at != len(data):
+        raise WireError(f"message: {len(data) - at:,} bytes follow the last array.")
+    return Message(kind, fields, arrays)
+
+
+def peek(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Kind and fields of a message, without its arrays: enough to know how long the message may be.
+
+    Args:
+        data: The bytes, which anybody may have sent.
+
+    Returns:
+        The kind and the fields.
+
+    Raises:
+        WireError: The bytes do not begin as a message does.
+
+    >>> peek(encode("hello", {"t": 1}, {"x": np.zeros(2)}))
+    ('hello', {'t': 1})
+    """
+    return _head(data)[:2]
+
+
+def _head(data: bytes) -> tuple[str, dict[str, Any], list[Any], int]:
+    """Kind, fields, the list of arrays, and where the first array begins."""
     if len(data) < 8 or data[:4] != MAGIC:
         raise WireError(f"message: it must start with {MAGIC!r} and the length of its head.")
     (size,) = struct.unpack("<I", data[4:8])
@@ -103,22 +142,7 @@ def decode(data: bytes, most: int = MAX_MESSAGE_BYTES) -> Message:
     kind, fields, listed = head["kind"], head["fields"], head["arrays"]
     if not (isinstance(kind, str) and isinstance(fields, dict) and isinstance(listed, list)):
         raise WireError(NOT_A_HEAD)
-    if len(listed) > MAX_ARRAYS:
-        raise WireError(f"message: {len(listed):,} arrays; the limit is {MAX_ARRAYS:,}.")
-    arrays, at = dict[str, np.ndarray](), 8 + size
-    for item in listed:
-        name, code, shape = _array_header(item)
-        if name in arrays:
-            raise WireError(f"message: two arrays have the name {name[:40]!r}.")
-        dtype = np.dtype(TYPES[code]).newbyteorder("<")
-        length = dtype.itemsize * math.prod(shape)
-        if length > len(data) - at:
-            raise WireError(f"message: the array {name[:40]!r} does not fit into the message.")
-        arrays[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape).astype(TYPES[code])
-        at += length
-    if at != len(data):
-        raise WireError(f"message: {len(data) - at:,} bytes follow the last array.")
-    return Message(kind, fields, arrays)
+    return kind, fields, listed, 8 + size
 
 
 def _array_header(item: Any) -> tuple[str, str, tuple[int, ...]]:

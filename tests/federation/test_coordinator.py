@@ -2,18 +2,22 @@
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fixtures import Loopback
 
-from sordino import secagg, wire
+from sordino import files, secagg, wire
 from sordino.cli import federate
 from sordino.data.sources import Dataset
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, StoppedError
+from sordino.federation import coordinator as coordinator_module
 from sordino.federation import messenger
 from sordino.federation import site_run as module
 from sordino.federation.coordinator import Coordinator
+from sordino.federation.progress import parsed, read_lines
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg.messages import write_reveal
 from sordino.training.artifacts import load_model
@@ -711,3 +715,39 @@ def test_a_useless_model_is_called_one(federation):
     assert "WARNING: the model is no better than a constant guess: its" in federate._sentence(line, 2)
     coordinator.__dict__["_test"] = None
     assert coordinator._useless(data, model) == {}
+
+
+def test_two_coordinators_on_one_folder_are_refused(tiny, monkeypatch):
+    federation = tiny()
+    monkeypatch.setattr(coordinator_module, "LOCK_SECONDS", 0.1)
+    path = federation.coordinator / coordinator_module.LOCK
+    with files.lock(path), pytest.raises(StoppedError, match="in use by another coordinator"):
+        coordinator_module.serve(Loopback(federation.sites()), federation.coordinator)
+    assert not (federation.coordinator / "run").exists()  # not a word in the progress of the other one
+    coordinator_module.serve(Loopback(federation.sites()), federation.coordinator)
+    assert federation.progress("finished")
+
+
+@pytest.mark.parametrize("where", ["write", "append"])
+def test_a_full_disk_ends_the_coordinator_and_the_run_goes_on_when_there_is_room(tiny, monkeypatch, where):
+    federation = tiny()
+    plain, full = getattr(files, where), []
+
+    def fails(path, data, **more):
+        mine = federation.coordinator in Path(path).parents
+        if mine and (full or Path(path).name == "checkpoint" or '"what": "round"' in str(data)):
+            full.append(path)
+            if where == "append":
+                plain(path, data[:7])  # what still fitted; `write` leaves no half of a file
+            raise OSError(28, "No space left on device")
+        plain(path, data, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, where, fails)
+        with pytest.raises(OSError, match="No space left"):
+            coordinator_module.serve(Loopback(federation.sites()), federation.coordinator)
+    assert full
+    coordinator_module.serve(Loopback(federation.sites()), federation.coordinator)
+    told = list(parsed(read_lines(federation.coordinator / "run" / "progress.jsonl")))
+    assert told[-1]["what"] == "finished"
+    assert all(len(federation.charged(name)) == 3 for name in federation.names)

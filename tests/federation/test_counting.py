@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import tomli_w
 
-from sordino.cli.federate import _sentence
 from sordino.core import Adjacency
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation import counting
 from sordino.federation.config import FederationConfig
 from sordino.federation.doctor import doctor
+from sordino.federation.sentences import of_coordinator
 from sordino.federation.terms import Terms, against_terms
 from sordino.privacy import spending
 from sordino.privacy.evidence.ledger import NOTES
@@ -82,7 +82,7 @@ def test_rough_ranges_are_told_to_the_coordinator_and_to_the_sites(places, epsil
     give(made, OPEN, statistics_epsilon=epsilon)
     made.run()
     (line,) = made.progress("finished")
-    told = _sentence(line, None)
+    told = of_coordinator(line, None)
     assert f"the completed schema is {made.coordinator / 'run' / 'schema.toml'}" in told
     assert ("WARNING: the found ranges are rough (age)" in told) is warned
     assert ("raise statistics_epsilon in federation.toml" in told) is warned

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sordino.errors import SordinoError
-from sordino.federation.progress import count_lines, follow
+from sordino.federation.progress import NOT_WRITTEN, count_lines, follow, parsed, read_lines
 
 
 @pytest.fixture
@@ -45,3 +45,25 @@ def test_a_process_that_dies_is_told_and_not_waited_for(tmp_path, running, name)
 def test_it_is_not_followed_for_ever(tmp_path, running):
     with pytest.raises(SordinoError, match=r"more than 0\.3 s"):
         list(follow(tmp_path / "none", running, 0.3))
+
+
+def test_a_coordinator_that_could_not_write_is_told_so(tmp_path, running):
+    ended = lambda name: NOT_WRITTEN if name == "server" else None  # noqa: E731
+    full = SimpleNamespace(ended=ended, log=running.log)
+    with pytest.raises(
+        SordinoError, match=r"could not write to .* \(is the disk full\?\); see .*server.log.*continues"
+    ):
+        list(follow(progress(tmp_path / "p", "waiting"), full, 30.0))
+
+
+def test_a_run_that_finished_is_not_an_error_though_its_processes_ended(tmp_path, running):
+    over = SimpleNamespace(ended=lambda name: 0, log=running.log)
+    path = progress(tmp_path / "p", "waiting", "finished")
+    assert [line["what"] for line in follow(path, over, 5.0)] == ["waiting", "finished"]
+
+
+def test_a_line_that_a_full_disk_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "p"
+    path.write_text('{"what": "waiting"}\n{"what": "rou\n{"what": "round"}\n{"what": "fini')
+    assert [line["what"] for line in parsed(read_lines(path))] == ["waiting", "round"]
+    assert count_lines(path) == 3

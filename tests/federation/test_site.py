@@ -464,7 +464,7 @@ def test_a_run_that_is_over_answers_no_more_and_charges_nothing(tiny, talk):
         assert talk_to.say("finish", fields, {"theta": NUMBERS}).kind == "finished"
         refused(federation, talk_to.round(1), "order")
         assert federation.charged(NORTH) == [(talk_to.terms.run, 0)]
-        assert talk_to.round(0).kind == "update"  # what was said may be said again
+        refused(federation, talk_to.round(0), "order")  # the bytes are gone, and nothing is computed again
 
 
 def test_a_disk_that_is_full_refuses_and_nothing_leaves(tiny, talk, monkeypatch):
@@ -535,6 +535,7 @@ FIELDS = {
         "sordino": "the version of this program",
         "epsilon": "a stricter epsilon for a single run: a rule of the site's, not of its data",
         "receipt": "how far the ledger is: public.RECEIPT",
+        "signature": "the site's, over name, records, epsilon and the server's own random digits",
     },
     "agreed": {
         "run": "the server's own word",
@@ -621,7 +622,7 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
         for field, value in found.fields.items():
             if field == "receipt":
                 assert value.keys() == public.RECEIPT.keys()
-            elif field == "confirmation":
+            elif field in ("confirmation", "signature"):
                 assert re.fullmatch("[0-9a-f]{128}", value)
             else:
                 assert value == known[field], (found.kind, field)

@@ -316,3 +316,21 @@ def test_the_witness_lies_where_site_toml_says_and_is_private(tiny, talk, tmp_pa
     path.write_text("{}")
     with pytest.raises(SordinoError, match=r"witness .* put it back"):
         federation.site(NORTH)
+
+
+def test_a_finished_run_leaves_charges_and_no_bytes(tiny, talk, capsys):
+    federation = tiny(rounds=2)
+    coordinator, _ = federation.run()
+    path, run = federation.place(NORTH) / "ledger.db", coordinator.terms.run
+    with federation.ledger(NORTH) as ledger:
+        assert ledger.audit() == []
+        assert [ledger.charged(run, ledger.account(), t) for t in range(2)] == [True, True]
+        assert [ledger.release(run, ledger.account(), t) for t in range(2)] == [None, None]
+    late = talk(federation.site(NORTH), coordinator.terms)
+    assert code(late.round(0)) == "order"  # nothing is computed again
+    assert federation.charged(NORTH) == [(run, 0), (run, 1)]
+    assert main(["ledger", "compact", str(path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["finished_runs"] == 1
+    assert main(["ledger", "show", str(path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["whole"]
+    assert main(["ledger", "compact", str(path.parent / "none.db")]) == 2

@@ -120,13 +120,15 @@ def default_folder(model: Path) -> Path:
 
 def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What an evaluation found, line by line."""
+    from sordino.federation.sentences import interval_text
+
     level = f"{found['confidence']:.0%}"
     tested = "persons, whose records share one count" if found["unit"] == "person" else "test records"
     lines = [("evaluation", f"{found['records']:,} {tested}; intervals of {level} cover sampling and noise")]
 
     def line(name: str, key: str, text: str = "") -> None:
         if key in found:
-            lines.append((name, shown(found[key], key, found["task"] == "counts") + text))
+            lines.append((name, interval_text(found[key], key, found["task"] == "counts") + text))
 
     line("accuracy", "accuracy", f" (threshold {found['threshold']:g})" if found["task"] == "two classes" else "")
     if "auc" in found:
@@ -148,17 +150,6 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         observed = "open" if group["observed"] is None else f"{group['observed']:.1%}"
         lines.append(("calibration", f"{where}: observed {observed} ({group['low']:.1%} to {group['high']:.1%})"))
     return lines
-
-
-def shown(part: dict[str, Any], key: str, counts: bool = False) -> str:
-    """An estimate with its interval."""
-    style = (
-        ".4g"
-        if counts or key in ("brier", "brier_gain", "mae", "mse", "r2", "auc", "deviance", "concordance")
-        else ".1%"
-    )
-    value = "open, too much noise" if part["estimate"] is None else format(part["estimate"], style)
-    return f"{value} ({format(part['low'], style)} to {format(part['high'], style)})"
 
 
 def _privacy(found: dict[str, Any], cert: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts, table
 from sordino.errors import SordinoError
+from sordino.federation import sentences
 
 
 def add(commands: Any) -> None:
@@ -24,15 +27,17 @@ def add(commands: Any) -> None:
         "sordino federate keys north site-north\n"
         "sordino federate doctor site-north/site.toml\n"
         "sordino federate coordinate study --host coordinator.example.org\n"
-        "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
+        "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem\n"
+        "sordino federate status study",
     )
     parts = parent.add_subparsers(title="steps", metavar="STEP")
-    for add_one in (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join):
+    every = (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join, _add_status, _add_renew)
+    for add_one in every:
         add_one(parts)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate or join.")
+    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join, status or renew.")
 
 
 # ------------------------------------------------------------------------------------------------------------------ up
@@ -66,6 +71,9 @@ def _add_up(parts: Any) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
     parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
+    parser.add_argument(
+        "--prepare", action="store_true", help="only write the folders, for `coordinate` and `join` in other places"
+    )
     add_json(parser)
 
 
@@ -90,6 +98,8 @@ def _up(arguments: argparse.Namespace) -> int:
         about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
         about |= {"evaluation": arguments.evaluate, "schema": arguments.schema and Path(arguments.schema)}
         demonstration.prepare(out, arguments.sites, spec=spec, **about)
+        if arguments.prepare:
+            return _prepared(arguments, out)
     began = time.monotonic()
     try:
         lines = list(_shown(demonstration.up(out)))
@@ -105,6 +115,21 @@ def _up(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _prepared(arguments: argparse.Namespace, out: Path) -> int:
+    """Say what was written, and what to start with it."""
+    sites = sorted(path.name for path in (out / "sites").iterdir())
+    if not emit(arguments, {"out": str(out), "sites": sites}):
+        facts(
+            [
+                ("written", f"{out}/coordinator and {out}/sites/{{{','.join(sites)}}}"),
+                ("coordinator", f"sordino federate coordinate {out}/coordinator"),
+                ("each site", f"sordino federate join {out}/sites/{sites[0]}/site.toml --link HOST:8000 --authority "
+                 f"{out}/coordinator/tls/authority.pem"),
+            ]
+        )  # fmt: skip
+    return 0
+
+
 # ------------------------------------------------------------------------------------------------------------ progress
 
 
@@ -114,7 +139,7 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         rounds: int | None = None
         for line in lines:
             rounds = line["rounds"] if line["what"] == "begun" else rounds
-            print(f"{time.strftime('%H:%M:%S')}  {_sentence(line, rounds)}", file=sys.stderr, flush=True)
+            print(f"{time.strftime('%H:%M:%S')}  {sentences.of_coordinator(line, rounds)}", file=sys.stderr, flush=True)
             yield line
         return
     with bar("starting link and sites") as progress:
@@ -126,109 +151,10 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             elif line["what"] == "begun":
                 progress.update(description=line["method"], total=line["rounds"], completed=line["start"])
             elif line["what"] == "round":
-                progress.update(completed=line["t"] + 1, shown=_score(line))
+                progress.update(completed=line["t"] + 1, shown=sentences.score(line))
             elif line["what"] not in ("finished", "failed"):
-                progress.print(_sentence(line, None))
+                progress.print(sentences.of_coordinator(line, None))
             yield line
-
-
-def _score(line: dict[str, Any]) -> str:
-    score = f"accuracy {line['accuracy']:6.1%}  " if "accuracy" in line else ""
-    return f"{score}ε {line['epsilon']:6.3f}  {_count(len(line['came']), 'site')}"
-
-
-def _evaluation(line: dict[str, Any]) -> str:
-    """What the sites' noised counts say about the model."""
-    from sordino.cli.evaluate import shown
-
-    if "why" in line:
-        return f"no evaluation: {line['why']}"
-    names = {
-        "accuracy": "accuracy",
-        "auc": "AUC",
-        "concordance": "concordance",
-        "mae": "absolute error",
-        "predicted_minus_observed": "predicted minus observed",
-    }
-    parts = ", ".join(f"{name} {shown(line[key], key)}" for key, name in names.items() if key in line)
-    where = f"{line['records']:,} test records of {_count(len(line['came']), 'site')}"
-    doubt = f". WARNING: {line['doubt']}" if line.get("doubt") else ""
-    return f"evaluation on {where}, ε = {line['epsilon']:.4g}: {parts}{doubt}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _sentence(line: dict[str, Any], rounds: int | None) -> str:
-    """One line of a coordinator's progress, in words."""
-    what, site, t = line["what"], line.get("site", "a node"), line.get("t")
-    where = "" if t is None else f" in round {t + 1}"
-    if what == "round":
-        width = len(str(rounds or line["t"] + 1))
-        lost = f"lost; up to ε {line['epsilon']:.3f} charged"  # a site that was not reached charges nothing
-        score = _score(line) if line["came"] else lost
-        return f"round {line['t'] + 1:{width}}{f' of {rounds}' if rounds else ''}  {score}"
-    match what:
-        case "waiting":
-            return f"waiting for {', '.join(line['sites'])}"
-        case "joined":
-            rest = (
-                f"waiting up to {line['seconds']} s for {', '.join(line['missing'])}"
-                if line["missing"]
-                else "all are here"
-            )
-            return f"{', '.join(line['sites'])} joined; {rest}"
-        case "away":
-            return f"{site} left the link; waiting up to {line['seconds']} s for an answer"
-        case "begun":
-            first = line["start"] + 1
-            return f"{line['method']}, {_count(line['rounds'], 'round')}, beginning with round {first}"
-        case "missing":
-            return f"{site} did not answer in time ({line['kind']})"
-        case "refused":
-            return f"{site} refused: {line['reason']}"
-        case "misfit":
-            return f"{site} sent a wrong message{where}" + (f": {line['why']}" if line.get("why") else "")
-        case "abandoned":
-            return f"round {line['t'] + 1} has no result: {line['why']}"
-        case "evaluation":
-            return _evaluation(line)
-        case "finished":
-            why = f". {_warning(line['useless'])}" if "useless" in line else ""
-            why += f"; the completed schema is {line['schema']}" if "schema" in line else ""
-            why += f". WARNING: {line['rough']}" if "rough" in line else ""
-            return f"finished: ε = {line['epsilon']:.4g}, {_count(len(line['sites']), 'site')}{why}"
-        case "failed":
-            return f"failed: {line['why']}"
-    return str(what)
-
-
-def _warning(why: str) -> str:
-    return (
-        f"WARNING: the model is no better than a constant guess: {why}. The noise exceeds the signal, or features "
-        "differ in scale: scale the files at the sites by public figures, or try normalize=l2 or a larger epsilon."
-    )
-
-
-def _site_sentence(line: dict[str, Any]) -> str:
-    """One line of a site's own log, in words."""
-    run = str(line.get("run", ""))[:8]
-    match line["what"]:
-        case "joining":
-            return f"{line['site']} joins {line['link']}; stop with Ctrl-C"
-        case "restarted":
-            return f"the {line['process']} ended, or the link is gone (see {line['log']}); starting it again"
-        case "agreed":
-            return f"agreed to run {run}: {line['method']}, {_count(line['rounds'], 'round')}"
-        case "refused":
-            return f"refused ({line['code']}): {line['detail']}"
-        case "failed":
-            return f"failed in round {line['t'] + 1} of run {run}: {line['detail']}"
-        case "finished":
-            hint = f"; {line['hint']}" if "hint" in line else ""
-            return f"finished run {run}: ε = {line['epsilon']:.4g} in {_count(line['rounds'], 'round')}{hint}"
-    return str(line["what"])
 
 
 # ----------------------------------------------------------------------------------------------------------- outcome
@@ -265,7 +191,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
 def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     page, accuracy = console(), document["accuracy"]
     scored = "" if accuracy is None else f", accuracy {accuracy:.1%} on the coordinator's test records"
-    page.print(f"{_count(document['rounds'], 'round')} in {document['seconds']:.0f} s{scored}", markup=False)
+    page.print(f"{sentences.count(document['rounds'], 'round')} in {document['seconds']:.0f} s{scored}", markup=False)
     page.print()
     rows = []
     for site in document["sites"]:
@@ -291,9 +217,9 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     ):
         page.print(f"{heading:<13}{where}", markup=False)
     if document["evaluation"]:
-        page.print(_evaluation(document["evaluation"]), markup=False)
+        page.print(sentences.evaluation(document["evaluation"]), markup=False)
     if document["useless"]:
-        page.print(_warning(document["useless"]), markup=False)
+        page.print(sentences.warning(document["useless"]), markup=False)
     page.print(f"{'files':<13}{out}: {out}/README.txt says which files may leave", markup=False)
 
 
@@ -418,29 +344,41 @@ def _add_doctor(parts: Any) -> None:
         parts,
         "doctor",
         _doctor,
-        "check a site's data, keys and budget before it joins",
-        "sordino federate doctor site-north/site.toml\nsordino federate doctor site.toml --federation study",
+        "check a site's data, keys and budget before it joins, or a coordinator's folder",
+        "sordino federate doctor site-north/site.toml\n"
+        "sordino federate doctor site.toml --federation study\n"
+        "sordino federate doctor study",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
+    parser.add_argument("site", metavar="SITE.toml|DIR", help="the site's settings, or a coordinator's folder")
     parser.add_argument(
         "--federation", metavar="DIR", help="a coordinator's folder: check its run against site.toml and the budget"
+    )
+    parser.add_argument(
+        "--authority", metavar="FILE", help="the coordinator's authority.pem (default: the one beside SITE.toml)"
     )
     add_json(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation.doctor import doctor
+    from sordino.federation.doctor import coordinator_doctor, doctor
 
-    checks = list(doctor(Path(arguments.site), arguments.federation and Path(arguments.federation)))
-    if not emit(arguments, [{"fine": bool(check.fine), "about": check.about, "what": check.says} for check in checks]):
+    place = Path(arguments.site)
+    coordinates = (place / "federation.toml").exists()
+    if coordinates and (arguments.federation or arguments.authority):
+        raise SordinoError(f"--federation, --authority: '{place}' is a coordinator's folder; leave both out.")
+    others = (value and Path(value) for value in (arguments.federation, arguments.authority))
+    checks = list(coordinator_doctor(place) if coordinates else doctor(place, *others))
+    document = [{"fine": bool(c.fine), "about": c.about, "what": c.says, "soon": bool(c.soon)} for c in checks]
+    if not emit(arguments, document):
         page, width = console(), max(len(check.about) for check in checks)
         for check in checks:
-            mark = "[green]ok[/] " if check.fine else "[red]fix[/]"
+            mark = "[yellow]soon[/]" if check.soon else "[green]ok[/]  " if check.fine else "[red]fix[/] "
             page.print(f"{mark}  {check.about:<{width}}  " + check.says.replace("[", "\\["))
         problems = sum(not check.fine for check in checks)
+        ready = "this coordinator is ready" if coordinates else "this site is ready to join"
         page.print()
-        page.print(f"{_count(problems, 'problem')} to fix" if problems else "this site is ready to join")
+        page.print(f"{sentences.count(problems, 'problem')} to fix" if problems else ready)
     return 0 if all(check.fine for check in checks) else 1
 
 
@@ -463,6 +401,7 @@ def _add_coordinate(parts: Any) -> None:
         help="address to listen on (default: loopback, behind a proxy)",
     )
     parser.add_argument("--port", type=int, default=8000, metavar="N")
+    _add_status_port(parser)
     _add_transport(parser)
 
 
@@ -472,6 +411,7 @@ def _coordinate(arguments: argparse.Namespace) -> int:
     _check_port(arguments.port)
     place = Path(arguments.folder)
     transport = deployment(arguments.transport)
+    _serve_status(place, arguments.status_port)
     lines = transport.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
     *_, last = _shown(lines)
     if last["what"] == "failed":
@@ -497,6 +437,43 @@ def _check_port(port: int) -> None:
         raise SordinoError(f"--port: {port} must lie between 1 and 65535.")
 
 
+def _add_renew(parts: Any) -> None:
+    parser = command(
+        parts,
+        "renew",
+        _renew,
+        "renew the certificate of a coordinator's link; the sites need nothing new",
+        "sordino federate renew study\n"
+        "sordino federate renew study --host new.example.org\n"
+        "sordino federate renew study --new-authority",
+    )
+    parser.add_argument("folder", metavar="DIR", help="made by 'sordino federate init'")
+    parser.add_argument("--host", action="append", default=[], metavar="NAME", help="another name of the link")
+    parser.add_argument(
+        "--new-authority", action="store_true", help="make new keys too; every site needs the new tls/authority.pem"
+    )
+
+
+def _renew(arguments: argparse.Namespace) -> int:
+    from sordino.federation import tls as made
+
+    place = Path(arguments.folder) / "tls"
+    if not made.Tls.of(place).authority.exists():
+        raise SordinoError(f"'{place}' has no certificates; `sordino federate coordinate` makes them.")
+    if arguments.new_authority:
+        old = made.Tls.of(place).certificate
+        hosts = [*(made.hosts_of(old) if old.exists() else []), *arguments.host]
+        tls = made.certificates(place, hosts=hosts)
+        then = f"send {tls.authority} to the sites (it is public), then start `coordinate` and each `join` again"
+    else:
+        tls = made.renew(place, hosts=arguments.host)
+        then = "start `coordinate` again; the sites need nothing new"
+    page = console()
+    page.print(f"valid until {made.end_of(tls.certificate):%d %b %Y}  {tls.certificate}", markup=False)
+    page.print(f"next        {then}", markup=False)
+    return 0
+
+
 def _add_join(parts: Any) -> None:
     parser = command(
         parts,
@@ -511,6 +488,7 @@ def _add_join(parts: Any) -> None:
     parser.add_argument(
         "--port", type=int, default=9094, metavar="N", help="a free port on this machine (default: 9094)"
     )
+    _add_status_port(parser)
     _add_transport(parser)
 
 
@@ -519,6 +497,88 @@ def _join(arguments: argparse.Namespace) -> int:
 
     _check_port(arguments.port)
     transport = deployment(arguments.transport)
+    _serve_status(Path(arguments.site).parent, arguments.status_port)
     for line in transport.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
-        print(f"{time.strftime('%H:%M:%S')}  {_site_sentence(line)}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')}  {sentences.of_site(line)}", flush=True)
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------------- status
+
+
+def _add_status(parts: Any) -> None:
+    parser = command(
+        parts,
+        "status",
+        _status,
+        "show where a run stands, or what a site spent; on request as a web page with Prometheus metrics",
+        "sordino federate status study\n"
+        "sordino federate status site-north --json -\n"
+        "sordino federate status study --serve 8080",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder of a coordinator or of a site")
+    parser.add_argument(
+        "--serve", type=int, metavar="PORT", help="serve a page and /metrics on loopback until stopped (0: a free port)"
+    )
+    add_json(parser)
+
+
+def _add_status_port(parser: Any) -> None:
+    parser.add_argument(
+        "--status-port", type=int, metavar="N", help="also serve a read-only status page and /metrics, on loopback"
+    )
+
+
+def _serve_status(folder: Path, port: int | None) -> None:
+    """Serve the status of a folder in the background."""
+    if port is not None:
+        from sordino.federation.status_page import StatusServer
+
+        print(f"status: {StatusServer(folder, _checked_port(port)).url}", file=sys.stderr, flush=True)
+
+
+def _checked_port(port: int) -> int:
+    if not 0 <= port <= 65_535:
+        raise SordinoError(f"--status-port, --serve: {port} must lie between 0 and 65535.")
+    return port
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from sordino.federation import status
+
+    check_json(arguments)
+    found = status.of_folder(Path(arguments.folder))
+    if arguments.serve is not None:
+        _serve_status(Path(arguments.folder), arguments.serve)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        return 0
+    if emit(arguments, status.document(found)):
+        return 0
+    if isinstance(found, status.BudgetStatus):
+        facts(
+            [
+                ("site", found.name),
+                ("spent", f"ε = {found.epsilon:.4g} of {found.limit:g} at δ = {found.delta:g}"),
+                ("left", f"ε = {found.left:.4g} for one run"),
+                ("answered", sentences.count(found.answered, "round")),
+                ("runs", f"{found.runs} ended; {found.refusals} refusals, {found.failures} failures"),
+            ]
+        )
+        return 0
+    planned = "" if found.planned_epsilon is None else f" of {found.planned_epsilon:g}"
+    lost = f", {found.lost} without a result" if found.lost else ""
+    facts(
+        [
+            ("state", found.state + (f": {found.why}" if found.why else "")),
+            ("round", f"{found.done} of {found.rounds}{lost}"),
+            ("spent", f"ε = {found.epsilon:.4g}{planned}"),
+            ("changed", found.changed or "-"),
+            *([(found.metric, f"{found.curve[-1][1]:.4g} on the coordinator's test records")] if found.curve else []),
+        ]
+    )
+    table(
+        ["site", "state", "answered", "missed", "why"],
+        [[s.name, s.state, str(s.rounds), str(s.lost), s.why.replace("[", "\\[")] for s in found.sites],
+    )
     return 0

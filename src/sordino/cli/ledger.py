@@ -38,13 +38,20 @@ def add(commands: Any) -> None:
         'sordino ledger new-account site-north/ledger.db --why "only patients of 2027, who are in no earlier data"',
     )
     new.add_argument("--why", required=True, metavar="TEXT", help="why these data may spend a budget of their own")
-    for parser in (show, export, new):
+    compact = command(
+        parts,
+        "compact",
+        _compact,
+        "delete the stored answers of a site's finished runs, and give the space back; charges and hashes stay",
+        "sordino ledger compact site-north/ledger.db",
+    )
+    for parser in (show, export, new, compact):
         parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("ledger: name a step: show, export or new-account.")
+    raise SordinoError("ledger: name a step: show, export, new-account or compact.")
 
 
 def _open(arguments: argparse.Namespace) -> Any:
@@ -74,6 +81,29 @@ def _new_account(arguments: argparse.Namespace) -> int:
         page = console()
         page.print(f"new runs of this site are paid from {who}", markup=False)
         page.print(f"WARNING: {WARNING}", markup=False)
+    return 0
+
+
+def _compact(arguments: argparse.Namespace) -> int:
+    from sordino.federation.testing import plan_name
+    from sordino.privacy.evidence.ledger import Ledger
+
+    with _open(arguments):  # a path without a ledger must not become one
+        pass
+    path = _path(arguments)
+    before, runs = path.stat().st_size, path.parent / "runs"
+    over = [run.name for run in sorted(runs.glob("*/")) if (run / "certificate.json").exists()]
+    over = [name for name in over if not (runs / name / "secret").exists()]  # until then a site may be asked again
+    with Ledger(path) as ledger:
+        deleted = ledger.compact([plan for name in over for plan in (name, plan_name(name))])
+        ledger.shrink()
+    document = {"finished_runs": len(over), "deleted": deleted, "bytes_before": before, "bytes": path.stat().st_size}
+    if not emit(arguments, document):
+        console().print(
+            f"{deleted} answers of {len(over)} finished runs deleted; the file has {document['bytes']:,} bytes, "
+            f"{before:,} before",
+            markup=False,
+        )
     return 0
 
 

@@ -12,6 +12,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import decode_sum, masked_size
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import counting, readmes
+from sordino.federation import counting, limits, readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about, printable, reason_of
@@ -49,6 +51,8 @@ from sordino.version import __version__
 
 log = logging.getLogger("sordino.coordinator")
 LONGEST_TEXT = 2000  # characters of a text in progress.jsonl; one that names many sites is long
+LOCK = "coordinator.lock"  # in the coordinator's folder
+LOCK_SECONDS = 10.0  # to wait for a coordinator that is just ending
 MOST_LOST_ROUNDS = 3  # rounds in a row without a result before the run stops
 
 
@@ -61,13 +65,24 @@ class StoredRun(NamedTuple):
 
 
 def serve(transport: Transport, folder: Path) -> None:
-    """Run the federation that `folder` describes, from the round where it stands."""
-    coordinator = Coordinator(transport, Path(folder))
-    try:
-        coordinator.run()
-    except Exception as error:
-        coordinator.tell("failed", why=str(error) if isinstance(error, SordinoError) else type(error).__name__)
-        raise
+    """Run the federation that `folder` describes, from the round where it stands.
+
+    Raises:
+      StoppedError: another process coordinates this folder, or the run cannot go on.
+      OSError: a file cannot be written, perhaps because the disk is full.
+    """
+    folder = Path(folder)
+    with files.alone(
+        folder / LOCK, f"'{folder}' is in use by another coordinator; stop it, or choose another folder.", LOCK_SECONDS
+    ):
+        coordinator = Coordinator(transport, folder)
+        try:
+            coordinator.run()
+        except Exception as error:
+            why = str(error) if isinstance(error, SordinoError | OSError) else type(error).__name__
+            with suppress(OSError):  # a full disk cannot be told to the progress; the exit status tells it
+                coordinator.tell("failed", why=why)
+            raise
 
 
 class Coordinator:
@@ -80,6 +95,9 @@ class Coordinator:
         self.out.mkdir(mode=0o700, exist_ok=True)
         if not (self.out / "README.txt").exists():
             files.write(self.out / "README.txt", readmes.of_run(None, readmes.COORDINATOR_RUN).encode())
+        progress = self.out / "progress.jsonl"
+        if progress.exists() and not progress.read_bytes().endswith(b"\n"):
+            files.append(progress, "\n")  # a full disk or a kill cut the last line off
         self.messenger = Messenger(transport, self.config.deadline, self.tell, Receipts(folder / RECEIPTS))
         self.enrolment = Enrolment(self.config, self.out, self.messenger, self.tell)
         self.forms: dict[int, Any] = {}  # of the messages that a stage's rule accepted
@@ -90,6 +108,7 @@ class Coordinator:
         met = self.enrolment.meet()
         self.terms = terms = self.enrolment.propose(met)
         self.plan, self.model = terms.plan, terms.model
+        self.messenger.most = limits.message_bytes(terms)
         start, theta, state = self._restore()
         self._agree(self.messenger.nodes, start)
         lost = 0
@@ -148,7 +167,8 @@ class Coordinator:
         """Append a line to progress.jsonl. Texts, which may come from a site, are cut and made safe to print."""
         fields = {key: _safe(value) for key, value in fields.items()}
         log.info("%s %s", what, fields)
-        files.append(self.out / "progress.jsonl", json.dumps({"what": what, **fields}) + "\n")
+        line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "what": what, **fields}
+        files.append(self.out / "progress.jsonl", json.dumps(line) + "\n")
 
     def _agree(self, names: Iterable[str], t: int) -> None:
         """Send the terms to sites that may not know them; round t is next. A refusal before round 0 ends the run."""

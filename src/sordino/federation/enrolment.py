@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sordino import files, secagg, wire
 from sordino.core import MOST_EPSILON, Trust
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import counting, messenger
+from sordino.federation import counting, introductions, messenger
 from sordino.federation.config import FederationConfig
 from sordino.federation.derived import stated
-from sordino.federation.messenger import Messenger, read, reason_of
+from sordino.federation.messenger import Messenger, names_of, read, reason_of
 from sordino.federation.terms import Terms, federated, schema_hash, written
 from sordino.settings import read_toml
 
@@ -44,6 +44,7 @@ class Enrolment:
     def __init__(self, config: FederationConfig, out: Path, messenger: Messenger, tell: Callable[..., None]) -> None:
         self.config, self.messenger, self.tell = config, messenger, tell
         self.out, self.path = out, out / "terms.json"
+        self._doubts: set[tuple[int, str]] = set()
         self.fresh = False  # whether the terms were made by this process
 
     def meet(self) -> dict[str, Hello]:
@@ -79,9 +80,10 @@ class Enrolment:
         new = [node for node in self.messenger.transport.sites() if node not in known.values()]
         if not new:
             return {}
-        request = wire.encode("hello", {})
+        nonce = secrets.token_hex(32)
+        request = wire.encode("hello", {"nonce": nonce})
         replies = self.messenger.transport.exchange(dict.fromkeys(new, request), self.config.deadline)
-        hellos = [hello for node, reply in replies.items() if (hello := self._hello(node, reply)) is not None]
+        hellos = [hello for node, reply in replies.items() if (hello := self._hello(node, reply, nonce)) is not None]
         met = {hello.name: hello for hello in hellos if hello.name in self.config.sites}
         met = self._remind(met)
         known.update({name: hello.node for name, hello in met.items()})
@@ -103,7 +105,30 @@ class Enrolment:
                 self.messenger.keep_receipt(name, message)
         return met
 
-    def _hello(self, node: int, reply: bytes) -> Hello | None:
+    def _believed(self, node: int, fields: Mapping[str, Any], nonce: str) -> bool:
+        """Whether a node may say the name that it says.
+
+        A transport that admits nodes by their keys knows whose key the node has, and the roster has the key that the
+        site signs with. Each of the two that is there must agree."""
+        name, owners = str(fields.get("name")), names_of(self.messenger.transport)
+        why = ""
+        if owners and owners.get(node) != name:
+            why = f"it says that it is {name}, and does not have the node key of {name}"
+        elif self._cards and not (name in self._cards and introductions.proves(fields, nonce, self._cards[name])):
+            why = f"it says that it is {name}, and did not sign with the key that the roster has for {name}"
+        if why and (node, why) not in self._doubts:
+            self._doubts.add((node, why))  # told once, because such a node is asked again every second
+            self.tell("misfit", node=str(node), why=why)
+        return not why
+
+    @cached_property
+    def _cards(self) -> dict[str, str]:
+        """The sites' keys for signatures; empty if the coordinator has no roster."""
+        if not self.config.path(self.config.roster).exists():
+            return {}
+        return {card.name: card.sign for card in self.roster.sites}
+
+    def _hello(self, node: int, reply: bytes, nonce: str) -> Hello | None:
         message = read(reply, "hello")
         if message is not None and message.kind == "refused":
             self.tell("refused", site=f"node {node}", kind="hello", reason=reason_of(message))
@@ -111,6 +136,8 @@ class Enrolment:
         fields = message.fields if message else {}
         name, records, epsilon = (fields.get(key) for key in ("name", "records", "epsilon"))
         if isinstance(name, str) and type(records) is int and 0 < records < 2**40:
+            if name in self.config.sites and not self._believed(node, fields, nonce):
+                return None
             tests = fields.get("tests", 0)
             if type(tests) is not int or not 0 <= tests < 2**40:
                 tests = 0  # it answers no evaluation

@@ -77,8 +77,8 @@ command continues the run. For another run, rename `run/` first.
 Afterwards `SITE_FOLDER/runs/` holds the site's own certificate and statement. `sordino ledger show
 SITE_FOLDER/ledger.db` prints what was spent.
 
-The link's port also serves Flower's control interface, which has no login. Do not open the port to the sites: put a
-proxy before it that passes only `/v1/fleet/` (see docs/federation.md of sordino).
+The link listens on this machine alone. For sites elsewhere put a proxy before it that passes only `/v1/fleet/` (see
+docs/federation.md of sordino).
 """
 
 

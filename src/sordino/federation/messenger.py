@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from sordino import wire
 from sordino.errors import WireError
+from sordino.federation import limits
 from sordino.federation.witness import Receipts
 
 REASON = 200  # characters of a reason that a site gives
@@ -15,7 +16,10 @@ POLL = 1.0  # seconds between two looks for connected sites
 
 
 class Transport(Protocol):
-    """Carries bytes to numbered nodes and back. A node that failed or was late is missing from the replies."""
+    """Carries bytes to numbered nodes and back. A node that failed or was late is missing from the replies.
+
+    A transport that admits nodes by their keys also has `names`: whose node has which number (see `names_of`).
+    """
 
     def sites(self) -> list[int]:
         """Nodes that are connected now. One that died may be listed for another minute."""
@@ -24,6 +28,11 @@ class Transport(Protocol):
         self, requests: dict[int, bytes], seconds: float, enough: Callable[[dict[int, bytes]], bool] | None = None
     ) -> dict[int, bytes]:
         """The replies, once all are there, or `enough` is satisfied, or `seconds` are over. Later ones are dropped."""
+
+
+def names_of(transport: Transport) -> dict[int, str]:
+    """The sites by the numbers of their nodes, where the transport knows whose key a node has; otherwise empty."""
+    return dict(getattr(transport, "names", {}))
 
 
 class Messenger:
@@ -38,6 +47,7 @@ class Messenger:
     ) -> None:
         self.transport, self.deadline, self.tell, self.receipts = transport, deadline, tell, receipts
         self.nodes: dict[str, int] = {}
+        self.most = limits.SMALL  # bytes of a reply; the terms say how long an update may be
         self.unknown_sites: set[str] = set()  # sites that answered that they do not know the run
 
     def ask(self, requests: dict[str, bytes], kind: str) -> dict[str, wire.Message]:
@@ -47,7 +57,7 @@ class Messenger:
         replies = self._exchange({self.nodes[name]: request for name, request in requests.items()})
         answers = {}
         for name in requests:
-            message = read(replies.get(self.nodes[name], b""), kind)
+            message = read(replies.get(self.nodes[name], b""), kind, self.most)
             if message is None:
                 self.tell("missing", site=name, kind=kind)
             elif message.kind == "refused":
@@ -84,10 +94,10 @@ class Messenger:
                 replies |= self.transport.exchange(back, max(POLL, until - time.monotonic()))
 
 
-def read(reply: bytes, kind: str) -> wire.Message | None:
-    """A message of this kind, or a refusal; None for anything else."""
+def read(reply: bytes, kind: str, most: int = limits.SMALL) -> wire.Message | None:
+    """A message of this kind, or a refusal, of at most so many bytes; None for anything else."""
     try:
-        message = wire.decode(reply)
+        message = wire.decode(reply, most)
     except WireError:
         return None
     return message if message.kind in (kind, "refused") else None

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from sordino.errors import SordinoError
 
+NOT_WRITTEN = 74  # exit status of a coordinator that could not write a file
+
 
 class Running(Protocol):
     """The processes of a transport."""
@@ -21,9 +23,26 @@ class Running(Protocol):
         """The log file of a process."""
 
 
+def read_lines(path: Path) -> list[str]:
+    """Whole lines of a file; none if there is no file. A line that is still being written is left for later."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
 def count_lines(path: Path) -> int:
-    """Lines of a file; 0 if there is no file."""
-    return len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+    """Whole lines of a file; 0 if there is no file."""
+    return len(read_lines(path))
+
+
+def parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """What the lines hold. A line that a full disk cut off is left out."""
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "what" in line:
+            yield line
 
 
 def follow(path: Path, running: Running, seconds: float, seen: int = 0) -> Iterator[dict[str, Any]]:
@@ -34,17 +53,20 @@ def follow(path: Path, running: Running, seconds: float, seen: int = 0) -> Itera
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        for text in lines[seen:]:
-            line = json.loads(text)
+        ended = {name: status for name in ("server", "link") if (status := running.ended(name)) is not None}
+        lines = read_lines(path)  # after `ended`, so that no line of a process that ended is missed
+        for line in parsed(lines[seen:]):
             yield line
             if line["what"] in ("finished", "failed"):
                 return
         seen = len(lines)
-        for name, what in (("server", "coordinator"), ("link", "link")):
-            if (status := running.ended(name)) is not None:
-                raise SordinoError(
-                    f"the {what} ended with status {status}; see {running.log(name)}. Started again, the run continues."
-                )
+        for name, status in ended.items():
+            why = f"with status {status}"
+            if status == NOT_WRITTEN:
+                why = f"because it could not write to {path.parent} (is the disk full?)"
+            raise SordinoError(
+                f"the {'coordinator' if name == 'server' else name} ended {why}; see {running.log(name)}. Started "
+                "again, the run continues."
+            )
         time.sleep(0.2)
     raise SordinoError(f"the federation took more than {seconds:g} s; see {running.log('server').parent}.")

@@ -22,7 +22,7 @@ from sordino import files, secagg, wire
 from sordino.core import Broadcast
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, RolledBackError, SordinoError, WireError
-from sordino.federation import testing, witness
+from sordino.federation import introductions, limits, testing, witness
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
@@ -76,7 +76,7 @@ class Site(SiteData):
 
     def _answer(self, request: bytes) -> bytes:
         try:
-            message = wire.decode(request, MAX_MESSAGE_BYTES)
+            message = wire.decode(request, self._most_bytes(request))
             handle = self._handlers.get(message.kind)
             if handle is None:
                 raise Refused("malformed", f"kind {message.kind[:40]!r}")
@@ -97,6 +97,14 @@ class Site(SiteData):
         except Exception as error:
             log.exception("the site failed")
             return self._refuse("failed", repr(error))
+
+    def _most_bytes(self, request: bytes) -> int:
+        """How long this message may be: a long one must belong to a run, whose terms say how long."""
+        if len(request) <= limits.UNKNOWN:
+            return limits.UNKNOWN
+        name = wire.peek(request)[1].get("run")
+        known = isinstance(name, str) and RUN.fullmatch(name) and (self.runs / name / "terms.json").exists()
+        return min(limits.message_bytes(self._run(str(name)).terms), MAX_MESSAGE_BYTES) if known else limits.UNKNOWN
 
     @cached_property
     def _handlers(self) -> dict[str, Callable[[wire.Message, bytes], bytes]]:
@@ -120,8 +128,9 @@ class Site(SiteData):
     def _hello(self, message: wire.Message, request: bytes) -> bytes:
         """Name, numbers of records and requested epsilon, which are all public, and a receipt for the ledger.
 
-        The coordinator may show the newest receipt that it has of this site."""
-        _only(message, fields=("receipt",) if "receipt" in message.fields else ())
+        The coordinator may show the newest receipt that it has of this site, and may send random digits, which the site
+        signs together with what it says: nobody else can then say it."""
+        _only(message, fields=tuple(key for key in ("receipt", "nonce") if key in message.fields))
         config = self.config
         with self.ledger() as ledger:
             self._compare(ledger, message.fields.get("receipt"))
@@ -129,6 +138,8 @@ class Site(SiteData):
         fields: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": __version__}
         fields |= {"epsilon": config.run_epsilon} if config.run_epsilon else {}
         fields |= {"tests": self.tests} if config.evaluation_epsilon else {}
+        if "nonce" in message.fields and self.signer is not None:
+            fields["signature"] = introductions.signed(fields, message.fields["nonce"], self.signer)
         return wire.encode("hello", fields | receipt)
 
     def _compare(self, ledger: SiteLedger, shown: Any) -> None:

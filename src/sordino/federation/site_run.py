@@ -343,7 +343,7 @@ class SiteRun:
     def finish(self, theta: Tensor, done: int) -> None:
         """Write certificate, statement and model, and delete the run's secret."""
         if (self.folder / "certificate.json").exists():
-            (self.folder / "secret").unlink(missing_ok=True)  # a kill may have come between the two
+            self._end()  # a kill may have come between the two
             return
         if self.terms.cells:
             files.write(self.folder / SCHEMA, self.completed(theta).toml().encode())
@@ -363,8 +363,14 @@ class SiteRun:
         )
         files.write(self.folder / "README.txt", readmes.of_run(cert, readmes.SITE_RUN).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
-        (self.folder / "secret").unlink(missing_ok=True)
+        self._end()
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
+
+    def _end(self) -> None:
+        """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers."""
+        (self.folder / "secret").unlink(missing_ok=True)
+        with self.site.ledger() as ledger:
+            ledger.compact([self.terms.run, testing.plan_name(self.terms.run)])
 
     def _certify_evaluation(self) -> None:
         """The site's own certificate of the evaluation that it answered, in evaluation/; none if it answered none."""

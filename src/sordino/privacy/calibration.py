@@ -13,17 +13,26 @@ public divisor of its answers), so a record of client i moves the observed quant
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query
 from sordino.errors import SordinoError
-from sordino.privacy.accounting import events, subsampled
+from sordino.privacy.accounting import concentrated, events, subsampled
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism
-from sordino.privacy.releases import QueryNoise, account_columns, person_factor, release_counts, releases
+from sordino.privacy.releases import (
+    QueryNoise,
+    account_columns,
+    person_factor,
+    release_counts,
+    releases,
+    sampled_terms,
+)
 
 
 @memoised
@@ -36,6 +45,8 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
     queries = list(noised_queries(plan))
     counts = np.array([release_counts(plan, s, q)[0].max() for s, _, q in queries], dtype=float)
     shares = _shares([q.share for *_, q in queries], counts)
+    if plan.integers is not None and plan.sampling.kind != FULL:
+        return _sampled_integers(plan, plan.integers, int(counts.sum()))
     epsilons = np.full(plan.clients, plan.privacy.epsilon)
     for client, epsilon in plan.privacy.client_epsilon.items():
         epsilons[client] = epsilon
@@ -131,6 +142,20 @@ def stage_facts(plan: Plan, stage: int) -> Facts:
 # --------------------------------------------------------------------------------------------------------- internals
 
 
+def _sampled_integers(plan: Plan, integers: Integers, releases: int) -> tuple[QueryNoise, ...]:
+    """Integer noise beside minibatches: that of real numbers, for what is left of delta, made a little larger.
+
+    Integer noise is a function of Gaussian noise of a slightly smaller standard deviation (`concentrated.SMOOTHING`).
+    """
+    left = concentrated.remaining(plan.privacy.delta, releases)
+    if left <= 0:
+        raise SordinoError(f"delta: {plan.privacy.delta} is too small for {releases} releases.")
+    gaussian = query_noises(replace(plan, integers=None, privacy=replace(plan.privacy, delta=left)))
+    factor = concentrated.SMOOTHING * (1 + 1e-12) if plan.noise is None else 1.0
+    larger = [noise._replace(std=noise.std * factor) for noise in gaussian]
+    return tuple(_in_steps(plan, n, integers.of(n.stage, n.number), 1 / n.weight) for n in larger)
+
+
 def _query_noise(
     plan: Plan, stage: int, number: int, query: Query, mu: np.ndarray, parts: float
 ) -> tuple[QueryNoise, np.ndarray]:
@@ -174,7 +199,8 @@ def _in_steps(plan: Plan, noise: QueryNoise, integers: Integers, needed: np.ndar
     total = float((noise.weight * noise.std).max())
     steps = integers.steps(largest, total, plan.clients)
     sensitivity = steps * noise.weight * noise.sensitivity
-    factor = integers.lengthened(sensitivity, noise.weight * needed) if plan.noise is None else 1.0
+    terms = sampled_terms(plan, noise.query)
+    factor = integers.lengthened(sensitivity, noise.weight * needed, terms) if plan.noise is None else 1.0
     noise = noise._replace(std=noise.std * factor, step=1 / (steps * noise.weight.max()), dimension=integers.dimension)
     variance = integer_variance(plan, noise)
     if variance < quantization.LEAST_STEP_VARIANCE:

@@ -205,7 +205,9 @@ def noised_queries(plan: Plan) -> Iterator[tuple[int, int, Query]]:
 def plan_mechanism(plan: Plan, stage: int, number: int) -> Mechanism:
     """The mechanism that noises the answers of a stage's query in this plan."""
     mechanism = mechanism_of(plan.stages[stage].queries[number].noise)
-    return mechanism if plan.integers is None else mechanism.with_integers(plan.integers.of(stage, number))
+    if plan.integers is None:
+        return mechanism
+    return mechanism.with_integers(plan.integers.of(stage, number), sampled=plan.sampling.kind != FULL)
 
 
 def sent_answers(plan: Plan, stage: int) -> tuple[Answer, ...]:
@@ -331,8 +333,11 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
         )
     if plan.participation.kind != FULL:
         raise SordinoError(f"participation: secure aggregation needs full participation, not {plan.participation}.")
-    if plan.sampling.kind != FULL:
-        raise SordinoError(f"batch: there is no account of discrete noise with {plan.sampling}; use batch = full.")
+    if plan.sampling.kind not in (FULL, "poisson"):
+        raise SordinoError(
+            f"batch: integers with {plan.sampling} have no account. A record that is drawn takes the place of another, "
+            "and the bound on rounding holds for each pair of samples, but not for all pairs at once. Use poisson:B."
+        )
     if plan.noiseless:
         raise SordinoError("epsilon: secure aggregation without noise is not supported; set a finite epsilon.")
 

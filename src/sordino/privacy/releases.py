@@ -97,8 +97,20 @@ def visible(plan: Plan, noise: QueryNoise) -> tuple[np.ndarray, np.ndarray]:
     heaviest = noise.weight.max()
     std = (noise.weight * noise.std).max() / heaviest
     sensitivity = noise.sensitivity * noise.weight / heaviest
-    sensitivity = plan_mechanism(plan, noise.stage, noise.number).visible_sensitivity(sensitivity, noise.step)
+    mechanism = plan_mechanism(plan, noise.stage, noise.number)
+    sensitivity = mechanism.visible_sensitivity(sensitivity, noise.step, sampled_terms(plan, noise.query))
     return sensitivity, np.full(plan.clients, std)
+
+
+def sampled_terms(plan: Plan, query: Query) -> np.ndarray:
+    """The terms of a sum that make up a client's change, where they are bounded one by one; else 1.
+
+    The account of a Poisson sample bounds every term by itself: a replaced one is also compared with none. Two terms of
+    length C differ by 2C, or by sqrt(2) C if they are semi-definite.
+    """
+    if plan.privacy.adjacency is Adjacency.ADD_REMOVE:
+        return np.ones(plan.clients)
+    return np.where(sampling_rates(plan, query) < 1, math.sqrt(2) if query.psd else 2.0, 1.0)
 
 
 def sampling_rates(plan: Plan, query: Query) -> np.ndarray:

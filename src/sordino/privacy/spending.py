@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -123,7 +124,9 @@ def _group_path(plan: Plan, group: Group) -> np.ndarray:
         sampled += parts
         counts += [times // noise.query.joint] * len(parts)
         squares += mu_of_one**2 * times
-    delta, adjacency = plan.privacy.delta, plan.privacy.adjacency
+    delta, adjacency = events.remaining_delta(group.releases, plan.privacy.delta), plan.privacy.adjacency
+    if delta <= 0:
+        return np.full(plan.rounds, math.inf)
     if not sampled:
         return np.array([gaussian.epsilon(float(each), delta) for each in np.sqrt(squares)])
     return subsampled.path(sampled, np.stack(counts, 1), delta, adjacency, np.sqrt(squares))

@@ -4,7 +4,8 @@ import socket
 from contextlib import suppress
 
 from sordino.federation.flower import commands, processes
-from sordino.federation.flower.keys import certificates, node_key, secret
+from sordino.federation.flower.keys import node_key, secret
+from sordino.federation.tls import certificates
 
 
 def try_all(federation, member):
@@ -27,7 +28,9 @@ def try_all(federation, member):
 
 
 def outcome(federation, name):
-    status, log = federation.processes.pop(f"node-{name}").wait(60), federation.log(f"node-{name}").read_text()
+    process = federation.processes.pop(f"node-{name}")
+    status, log = process.wait(60), federation.log(f"node-{name}").read_text()
+    process.stdin.close()
     turned_away = status and "Failed to initialize the connection" in log and "SuperNode ID" not in log
     return "refused" if turned_away else log[-1000:]
 

@@ -641,3 +641,29 @@ def test_what_is_not_yet_in_the_file_is_seen(copy, tmp_path, monkeypatch):
         assert (len(book), book.head()) == (rows, head)
         assert book.audit() == []
     assert folder_of(place / "a.db") == before
+
+
+def test_compaction_deletes_the_bytes_of_ended_plans_and_keeps_the_chain(tmp_path):
+    path, big = tmp_path / "ledger.db", b"x" * 200_000
+    with Ledger(path, epsilon=EPSILON, delta=DELTA) as opened:
+        for round in range(5):
+            opened.charge([entry(round=round, plan="ended")], big)
+        opened.charge([entry(round=5, plan="open")], b"kept")
+        opened.charge([entry(round=6, query=ledger.SURVIVORS, sensitivity=0.0, plan="ended")], b"a note")
+        head, spent = opened.head(), opened.spent("ann")
+        assert opened.compact(["ended"]) == 5
+        assert opened.compact(["ended"]) == 0
+        assert (opened.head(), opened.spent("ann")) == (head, spent)
+        assert opened.audit(head, 7) == []
+        assert opened.release("ended", "ann", 0) is None
+        assert opened.release("open", "ann", 5) == b"kept"
+        assert opened.release("ended", "ann", 6) == b"a note"
+        with pytest.raises(OverspentError, match="already released"):
+            opened.charge([entry(round=0, plan="ended")], b"once more")
+        with pytest.raises(SordinoError, match="append-only"):  # the triggers are back
+            opened._ask("UPDATE entries SET payload = NULL WHERE seq = 6")
+        opened.shrink()
+        assert opened.audit(head, 7) == []
+    assert path.stat().st_size < 100_000
+    tamper(path, ("UPDATE entries SET payload = NULL WHERE seq = 6",))
+    assert problems(path) == ["Row 6 has a payload that does not match its hash: it was changed."]

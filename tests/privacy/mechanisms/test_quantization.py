@@ -25,12 +25,15 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import concentrated
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.ledger import Ledger, Spent
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import verify
+from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
+from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan, plan_mechanism
+from sordino.tree import leaves
 
 SIZES = (40, 50, 60, 70)
 
@@ -300,9 +303,77 @@ def test_rounding_costs_each_answer_by_its_own_length():
     level = calibration.query_noises(plan)[0]
     short = replace(plan, integers=replace(plan.integers, messages=((Answer(0, (1,)),), *plan.integers.messages[1:])))
     steps = 20 * level.step  # coarse steps, where rounding is most of it
-    honest = plan_mechanism(plan, 0, 0).visible_sensitivity(level.sensitivity * 0 + 3 * steps, steps)
-    twin = plan_mechanism(short, 0, 0).visible_sensitivity(level.sensitivity * 0 + 3 * steps, steps)
+    honest = plan_mechanism(plan, 0, 0).visible_sensitivity(np.full(4, 3 * steps), steps, np.ones(4))
+    twin = plan_mechanism(short, 0, 0).visible_sensitivity(np.full(4, 3 * steps), steps, np.ones(4))
     assert (twin < honest).all()
+
+
+# ----------------------------------------------------------------------------------------------------- minibatches
+
+
+@pytest.fixture(scope="module", params=Adjacency)
+def sampled(request):
+    return sampled_plan(request.param)
+
+
+def sampled_plan(adjacency, batch="poisson:16", epsilon=4.0):
+    privacy = Privacy(epsilon, 1e-5, adjacency=adjacency, trust=Trust.SECURE_AGGREGATION)
+    return Plan(
+        build("dp-fedgd"), 8, (60,) * 4, privacy, sampling=Sampling.parse(batch), integers=Integers(21, dropouts=1)
+    )
+
+
+def test_minibatches_keep_the_promise_and_cost_little_more_than_real_numbers(sampled):
+    assert 4 * (1 - 5e-3) < spending.epsilon(sampled) <= 4
+    assert spending.epsilon_after(sampled, 7) == pytest.approx(spending.epsilon(sampled), rel=1e-9)
+    (level,), (plain,) = (calibration.query_noises(p) for p in (sampled, replace(sampled, integers=None)))
+    assert 1 < (level.std / plain.std).max() < 1.001
+    assert (
+        calibration.query_noises(sampled)[0].std
+        < calibration.query_noises(replace(sampled, sampling=Sampling()))[0].std
+    ).all()
+
+
+def test_a_replaced_term_of_a_sample_is_rounded_by_itself():
+    """Half of what rounding makes of the difference, the wrong twin, is less than what it makes of one term."""
+    plan, plan_ar = sampled_plan(Adjacency.REPLACE_ONE), sampled_plan(Adjacency.ADD_REMOVE)
+    (level,) = calibration.query_noises(plan)
+    claim = charges(plan, 0, 0, "run")[0].sensitivity / level.step
+    moved = level.sensitivity[0] * level.weight[0] / level.weight.max() / level.step
+    assert claim == pytest.approx(2 * discrete_gaussian.rounded(moved / 2, 21), rel=1e-6)
+    assert claim > discrete_gaussian.rounded(moved, 21)
+    assert charges(plan, 0, 0, "run")[0].mechanism == "smoothed-discrete-gaussian"
+    assert charges(plan_ar, 0, 0, "run")[0].rate < 1
+
+
+def test_the_ledger_and_the_certificate_agree_with_the_plan(sampled):
+    spent = Spent()
+    for t in range(8):
+        for entry in charges(sampled, 3, t, "run"):
+            spent.add(entry)
+    cert = json.loads(json.dumps(certificate(sampled, Secure(), version="1")))
+    assert verify(cert).problems == []
+    assert spent.epsilon(1e-5) <= spending.epsilon(sampled) * (1 + 1e-9)
+    assert spent.epsilon(1e-5) > 0.95 * spending.epsilon(sampled)
+    assert "function" in " ".join(cert["numerics"])
+    for wrong in ("gaussian", "discrete-gaussian"):
+        forged = copy.deepcopy(cert)
+        for release in (r for g in forged["groups"] for r in g["releases"]):
+            release["mechanism"] = wrong
+        with contextlib.suppress(SordinoError):
+            assert verify(forged).problems
+
+
+@pytest.mark.parametrize("batch", ["poisson:45", "poisson:1000"])
+def test_clients_that_use_all_their_records_keep_the_promise_too(batch):
+    plan = replace(sampled_plan(Adjacency.REPLACE_ONE, batch), sizes=(40, 40, 60, 60))
+    for group in spending.groups(plan):
+        assert spending.epsilon_of(plan, group) <= 4
+
+
+def test_samples_of_a_fixed_size_are_refused():
+    with pytest.raises(SordinoError, match="not for all pairs at once"):
+        sampled_plan(Adjacency.REPLACE_ONE, "fixed:16")
 
 
 def test_a_method_that_changes_its_answers_is_refused():
@@ -317,11 +388,33 @@ def test_a_method_that_changes_its_answers_is_refused():
         sent_answers(plan, Linear(6, 3), 6, torch.int64)
 
 
-def test_the_fast_engine_does_not_pretend():
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("auto", {}),
+        ("dp-fedgd", {"quantile": 0.5}),
+        ("dp-fednew-fc", {"duals": False}),
+        ("dp-fedavg", {"noise_at": "final"}),
+    ],
+)
+def test_the_fast_engine_adds_up_the_integers_of_the_reference(method, options):
+    plan, rng = masked_plan(method, **options), np.random.default_rng(5)
+    x, y = rng.normal(size=(sum(SIZES), 6)), rng.integers(0, 3, sum(SIZES))
+    records = Records.of(x, y, np.repeat(np.arange(4), SIZES), dtype=torch.float64)
+    runs = [list(engine.run(plan, Linear(6, 3), records, Seeded(3))) for engine in (reference, simulate)]
+    for left, right in zip(*runs, strict=True):
+        assert torch.equal(left.model, right.model)
+        for one, other in zip(leaves(left.aggregate), leaves(right.aggregate), strict=True):
+            assert torch.equal(one, other)
+    later = simulate.run(plan, Linear(6, 3), records, Seeded(3), start=4, checkpoint=runs[1][3].checkpoint)
+    assert torch.equal(list(later)[-1].model, runs[0][-1].model)
+
+
+def test_the_fast_engine_adds_up_the_integers_of_one_run_at_a_time():
     plan = made()
     records = Records.of(np.zeros((220, 6)), np.zeros(220, int), np.repeat(np.arange(4), SIZES))
-    with pytest.raises(SordinoError, match="reference engine"):
-        next(simulate.run(plan, Linear(6, 3), records, Secure()))
+    with pytest.raises(SordinoError, match="one by one"):
+        next(simulate.run([plan, plan], Linear(6, 3), records, [Secure(), Secure()], theta=torch.zeros(2, 21)))
 
 
 # ------------------------------------------------------------------------------------------------------ the account

@@ -22,6 +22,7 @@ from typing import Any
 
 from sordino.errors import SordinoError
 
+NODES = "SORDINO_NODES"  # names a file for the server: {site: number of its node at the link}
 FLWR = "1.41."  # `worker` and `supernode` use private parts of this version
 
 

@@ -1,8 +1,9 @@
 """Files and command lines of a Flower federation. Each function stands alone, for several machines or one.
 
-- One port serves three interfaces. `/v1/control` has no login: whoever reaches it can register a site or start a run
-  (and, with `flower-superexec`, run any code). It is bound to loopback here. Sites on other machines must come through
-  a proxy that passes `/v1/fleet/` and nothing else; TLS for the sites then ends at the proxy, with its certificate.
+- One port serves three interfaces. `/v1/control` has no login in Flower: whoever reaches it can register a site or
+  start a run (and, with `flower-superexec`, run any code). Our `superlink` asks for a header that only `control` sends,
+  which reads the secret file. The port is bound to loopback here. Sites on other machines come through a proxy that
+  passes `/v1/fleet/` and nothing else; TLS for the sites then ends at the proxy, with its certificate.
 - `/v1/runtime` gives the server's task only to a process that knows the secret file. Each SuperNode does the same with
   its messages.
 - The link keeps its state in memory unless a database is named. A database file holds bytes of messages even after the
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from sordino.federation.flower.keys import LOOPBACK, Tls
+from sordino.federation.tls import LOOPBACK, Tls
 
 CONNECTION = "sordino"  # of the connection in Flower's configuration
+MOST_BYTES = 2**30  # of a request to the link, where no terms say less
 
 PYPROJECT = """\
 [project]
@@ -73,17 +75,30 @@ def environment(home: Path, more: Mapping[str, str] | None = None) -> dict[str, 
     """Environment of every Flower process: its own home, no telemetry, no update check."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     settings = {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PATH": path}
-    return {**os.environ, **settings, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", **(more or {})}
+    settings |= {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2", "PYTHONUNBUFFERED": "1"}  # logs grow line by line
+    return {**os.environ, **settings, **(more or {})}
 
 
 def superlink_command(
-    tls: Tls, secret: Path, *, host: str = LOOPBACK, port: int = 8000, database: Path | None = None
+    tls: Tls,
+    secret: Path,
+    *,
+    host: str = LOOPBACK,
+    port: int = 8000,
+    database: Path | None = None,
+    most: int = MOST_BYTES,
 ) -> list[str]:
-    command = ["flower-superlink", "--host", host, "--port", str(port), "--ssl-ca-certfile", str(tls.authority)]
+    """most: bytes of the largest request that the link reads."""
+    command = [*_module("superlink"), "--login", str(secret), "--most", str(most)]
+    command += ["--host", host, "--port", str(port), "--ssl-ca-certfile", str(tls.authority)]
     command += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key), "--enable-supernode-auth"]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
     command += ["--disable-runtime-dependency-installation"]
     return command + (["--database", str(database)] if database else [])
+
+
+def _module(name: str) -> list[str]:
+    return [sys.executable, "-P", "-m", f"sordino.federation.flower.{name}"]
 
 
 def superexec_command(address: str, authority: Path, secret: Path) -> list[str]:
@@ -92,50 +107,55 @@ def superexec_command(address: str, authority: Path, secret: Path) -> list[str]:
     return [*command, "--superexec-auth-secret-file", str(secret)]
 
 
-def server_command(address: str, authority: Path, secret: Path) -> list[str]:
-    """Our replacement for the executor: it runs the installed coordinator, whatever bundle a run comes with."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "sordino.federation.flower.server",
-        "--link",
-        address,
-        "--authority",
-        str(authority),
-    ]
-    return [*command, "--secret", str(secret)]
+def server_command(address: str, authority: Path, secret: Path, *, once: bool = False) -> list[str]:
+    """Our replacement for the executor: it runs the installed coordinator, whatever bundle a run comes with.
+
+    once: the process ends with its first run, and its exit status tells whether the run failed.
+    """
+    command = [*_module("server"), "--link", address, "--authority", str(authority), "--secret", str(secret)]
+    return command + ["--once"] * once
 
 
 def supernode_command(
-    address: str, authority: Path, key: Path, secret: Path, *, port: int = 9094, idle: float | None = 0.2
+    address: str,
+    authority: Path,
+    key: Path,
+    secret: Path,
+    *,
+    port: int = 9094,
+    idle: float | None = 0.2,
+    pulse: Path | None = None,
 ) -> list[str]:
-    """idle: seconds it sleeps when there is no work; None for Flower's own `flower-supernode`, which sleeps 3."""
+    """Command of a site's node.
+
+    idle: seconds it sleeps when there is no work; None for Flower's own `flower-supernode`, which sleeps 3.
+    pulse: a file that it touches whenever the link answers.
+    """
     command = ["flower-supernode"]
-    if idle is not None:  # started by path with -P, so that it does not import sordino
-        command = [sys.executable, "-P", str(Path(__file__).with_name("supernode.py")), "--idle", str(idle)]
+    if idle is not None:
+        command = [*_module("supernode"), "--idle", str(idle), *(["--pulse", str(pulse)] if pulse else [])]
     command += ["--superlink", address, "--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
     return [*command, "--host", LOOPBACK, "--port", str(port)]
 
 
-def worker_command(handler: str, runtime: str, secret: Path, claim: Path) -> list[str]:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "sordino.federation.flower.worker",
-        "--runtime",
-        runtime,
-        "--handler",
-        handler,
-    ]
-    return [*command, "--secret", str(secret), "--claim", str(claim)]
+def worker_command(
+    handler: str, runtime: str, secret: Path, claim: Path, *, pulse: Path | None = None, rest: float | None = None
+) -> list[str]:
+    """Command of a site's worker.
+
+    pulse: a file that it touches whenever the node answers.
+    rest: seconds without a message after which it starts itself anew, without what it has loaded.
+    """
+    command = [*_module("worker"), "--runtime", runtime, "--handler", handler]
+    command += ["--secret", str(secret), "--claim", str(claim)]
+    command += ["--pulse", str(pulse)] if pulse else []
+    return command + (["--rest", str(rest)] if rest else [])
 
 
-def register_command(public: Path) -> list[str]:
-    return ["flwr", "supernode", "register", str(public), CONNECTION]
-
-
-def run_command(app: Path) -> list[str]:
-    return ["flwr", "run", str(app), CONNECTION]
+def control_command(secret: Path, *, register: Iterable[Path] = (), run: Path | None = None) -> list[str]:
+    """Register nodes by their public keys, and start a run of an app, at the link of the connection `CONNECTION`."""
+    command = [*_module("control"), "--login", str(secret)]
+    for path in register:
+        command += ["--register", str(path)]
+    return command + (["--run", str(run)] if run else [])

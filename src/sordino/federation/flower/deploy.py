@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sordino import files
 from sordino.errors import SordinoError
-from sordino.federation.config import FederationConfig, SiteConfig
-from sordino.federation.folders import proposed
-from sordino.federation.handler import HANDLER
-from sordino.federation.progress import count_lines, follow
-from sordino.federation.site import Site
-from sordino.secagg import Roster
+from sordino.federation.flower import NODES
+from sordino.federation.progress import count_lines, follow, parsed, read_lines
 
+if TYPE_CHECKING:
+    from sordino.federation.flower.processes import Processes
+
+HANDLER = "sordino.federation.handler:handle"  # by name: importing it loads the libraries for numbers
 RESTART_SECONDS = 5  # before a process of a site that ended is started again
+SILENT_SECONDS = 120  # without an answer of the other side, after which a process of a site is started again
+REST_SECONDS = 300  # without a message, after which the worker gives back the memory of what it loaded
+LOCK_SECONDS = 10.0  # to wait for an earlier command that is just ending
+PORT_SECONDS = 15  # to wait for a port that a killed process leaves
 
 
 def coordinate(
@@ -39,54 +45,75 @@ def coordinate(
       The lines of the coordinator's progress, until the run finished or failed.
 
     Raises:
-      SordinoError: the run is over, the port is taken, or a file is missing.
+      SordinoError: the run is over, the port is taken, another process coordinates this folder, or a file is missing.
     """
+    from sordino.federation import counting
+    from sordino.federation.config import FederationConfig
     from sordino.federation.flower.commands import (
         environment,
-        register_command,
-        run_command,
         server_command,
         superlink_command,
         write_app,
         write_connection,
     )
-    from sordino.federation.flower.keys import Tls, certificates, secret
-    from sordino.federation.flower.processes import Processes, called, listening
+    from sordino.federation.flower.keys import secret
+    from sordino.federation.flower.processes import Processes, listening, register
+    from sordino.federation.folders import proposed
+    from sordino.federation.limits import request_bytes
+    from sordino.federation.tls import valid
+    from sordino.secagg import Roster
 
     config = FederationConfig.read(folder / "federation.toml")
     if (folder / "run" / "certificate.json").exists():
         raise SordinoError(f"'{folder}': the run in {folder}/run is over; rename that folder to start another run.")
-    if listening(port):
-        raise SordinoError(f"--port: {port} is in use, perhaps by an earlier link; stop it or choose another port.")
-    if proposed(folder, [1000] * len(config.sites)).secure:  # refuses a spec that cannot be run before sites connect
+    terms = proposed(folder, [1000] * len(config.sites))  # refuses a spec that cannot be run before sites connect
+    if terms.secure:
         Roster.read(config.path(config.roster))
     nodes = {name: folder / "nodes" / f"{name}.pub" for name in config.sites}
     if missing := [name for name, path in nodes.items() if not path.is_file()]:
         raise SordinoError(f"nodes: {folder}/nodes/{missing[0]}.pub is missing; copy the node.pub of that site to it.")
-    where = folder / "tls"
-    tls = Tls(where / "authority.pem", where / "link.pem", where / "link.key")
-    if not tls.authority.exists():
-        tls = certificates(where, hosts=hosts, days=365)
-    key = folder / "link.secret"
-    if not key.exists():
-        secret(key)
-    home, address = folder / "flower", f"127.0.0.1:{port}"
-    write_connection(home, address, tls.authority)
-    env = environment(home, {"SORDINO_FOLDER": str(folder.resolve()), "OMP_NUM_THREADS": "1"})
-    progress = folder / "run" / "progress.jsonl"
-    seen = count_lines(progress)
-    with Processes(folder / "logs") as running:
-        running.start("link", superlink_command(tls, key, host=bind, port=port), env)
+    other = f"'{folder}' is in use by another `sordino federate coordinate`; stop it, or choose another folder."
+    with files.alone(folder / "coordinate.lock", other, LOCK_SECONDS), Processes(folder / "logs") as running:
+        _free(port, "perhaps by an earlier link; stop it or choose another port")
+        tls = valid(folder / "tls", hosts)
+        key = folder / "link.secret"
+        if not key.exists():
+            secret(key)
+        home, address, listed = folder / "flower", f"127.0.0.1:{port}", folder / "nodes.json"
+        write_connection(home, address, tls.authority)
+        own = {"SORDINO_FOLDER": str(folder.resolve()), NODES: str(listed.resolve()), "OMP_NUM_THREADS": "1"}
+        env = environment(home, own)
+        progress = folder / "run" / "progress.jsonl"
+        seen = count_lines(progress)
+        counts = sum(counting.cells_of(config.table_schema)) if config.statistics_epsilon else 0
+        link = superlink_command(tls, key, host=bind, port=port, most=request_bytes(terms, counts))
+        running.start("link", link, env)
         running.wait(lambda: listening(port), 60, "link")
-        running.start("server", server_command(address, tls.authority, key), env)
-        for path in nodes.values():
-            called(register_command(path), env)
-        called(run_command(write_app(folder / "app")), env)
+        running.start("server", server_command(address, tls.authority, key, once=True), env)
+        register(key, nodes, env, listed, write_app(folder / "app"))
         yield from follow(progress, running, config.patience + 30 * 86400, seen)
+
+
+def _free(port: int, who: str) -> None:
+    """Wait until nobody listens on the port: what a killed process left behind ends by itself.
+
+    Raises:
+      SordinoError: somebody still listens.
+    """
+    from sordino.federation.flower.processes import listening
+
+    end = time.monotonic() + PORT_SECONDS
+    while listening(port):
+        if time.monotonic() > end:
+            raise SordinoError(f"--port: {port} is in use, {who}.")
+        time.sleep(0.2)
 
 
 def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterator[dict[str, Any]]:
     """Start the SuperNode and the worker of a site, and start them again when they fail. It never ends by itself.
+
+    A process that lives but has heard nothing for `SILENT_SECONDS` is started again too: the node hears from the link,
+    the worker from the node.
 
     Args:
       path: the site's site.toml.
@@ -98,43 +125,82 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
       `{"what": "joining"}`, then the lines of the site's own log, and one line per process that is started again.
 
     Raises:
-      SordinoError: a file is missing, the port is taken, or the limit is above the ledger's.
+      SordinoError: a file is missing, the port is taken, another process joins this site, or the limit is above the
+        ledger's.
     """
     from sordino.federation.flower.commands import environment, supernode_command, worker_command
     from sordino.federation.flower.keys import secret
-    from sordino.federation.flower.processes import Processes, listening
+    from sordino.federation.flower.processes import Processes
 
     if not re.fullmatch(r"[^:/\s]+:\d+", link):
         raise SordinoError(f"--link: '{link}' must be HOST:PORT.")
-    if listening(port):
-        raise SordinoError(f"--port: {port} is in use, perhaps by another join; choose a free port.")
-    config = SiteConfig.read(path)
-    place = config.folder
+    if not path.is_file():
+        raise SordinoError(f"{path.name}: '{path}' does not exist; `sordino federate keys` writes one.")
+    place = path.resolve().parent
     if not (place / "node").exists():
         raise SordinoError(f"node: '{place / 'node'}' is missing; `sordino federate keys` creates it.")
     if not authority.is_file():
         raise SordinoError(f"--authority: '{authority}' does not exist; the coordinator has it as tls/authority.pem.")
-    Site(config)  # refuses a limit above the ledger's, and stores a new one
-    key = place / "node.secret"
-    if not key.exists():
-        secret(key)
-    env = environment(place / "flower", {"SORDINO_SITE_FILE": str(path.resolve()), "OMP_NUM_THREADS": "1"})
-    commands = {
-        "node": supernode_command(link, authority.resolve(), (place / "node").resolve(), key.resolve(), port=port),
-        "worker": worker_command(HANDLER, f"127.0.0.1:{port}", key.resolve(), (place / "worker.claim").resolve()),
-    }
-    events = place / "events.jsonl"
-    seen = count_lines(events)
-    yield {"what": "joining", "site": config.name, "link": link}
-    with Processes(place / "logs") as running:
+    other = f"'{place}' is in use by another `sordino federate join`; stop it first."
+    with files.alone(place / "join.lock", other, LOCK_SECONDS), Processes(place / "logs") as running:
+        _free(port, "perhaps by another join; choose a free port")
+        name = _checked(path, authority)
+        key = place / "node.secret"
+        if not key.exists():
+            secret(key)
+        env = environment(place / "flower", {"SORDINO_SITE_FILE": str(path.resolve()), "OMP_NUM_THREADS": "1"})
+        connection = (link, authority.resolve(), (place / "node").resolve(), key.resolve())
+        pulses = {name: running.logs / f"{name}.pulse" for name in ("node", "worker")}
+        claim = (place / "worker.claim").resolve()
+        commands = {
+            "node": supernode_command(*connection, port=port, pulse=pulses["node"]),
+            "worker": worker_command(
+                HANDLER, f"127.0.0.1:{port}", key.resolve(), claim, pulse=pulses["worker"], rest=REST_SECONDS
+            ),
+        }
+        events = place / "events.jsonl"
+        seen = count_lines(events)
+        yield {"what": "joining", "site": name, "link": link}
         while True:
-            lines = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
-            yield from map(json.loads, lines[seen:])
+            lines = read_lines(events)
+            yield from parsed(lines[seen:])
             seen = len(lines)
             for name, command in commands.items():
-                if name not in running.processes or running.ended(name) is not None:
+                if why := _needs_start(running, name, pulses[name]):
                     if name in running.processes:
-                        yield {"what": "restarted", "process": name, "log": os.path.relpath(running.log(name))}
+                        running.end(name)
+                        yield {
+                            "what": "restarted",
+                            "process": name,
+                            "why": why,
+                            "log": os.path.relpath(running.log(name)),
+                        }
                         time.sleep(RESTART_SECONDS)
+                    pulses[name].touch()
                     running.start(name, command, env)
             time.sleep(1)
+
+
+def _checked(path: Path, authority: Path) -> str:
+    """The name of the site, whose files are checked, and whose limit is stored if it is new.
+
+    A short process does it: this one then waits for months, without the libraries that the check needs.
+
+    Raises:
+      SordinoError: site.toml or the ledger is wrong, or the authority has ended.
+    """
+    command = [sys.executable, "-P", "-m", "sordino.federation.flower.admission", str(path), str(authority)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SordinoError(done.stderr.strip()[-2000:] or f"{path}: the check of the site failed.")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _needs_start(running: Processes, name: str, pulse: Path) -> str:
+    """Why a process of a site must be started; an empty text if it works."""
+    if name not in running.processes:
+        return "new"
+    if (status := running.ended(name)) is not None:
+        return f"it ended with status {status}"
+    age = time.time() - pulse.stat().st_mtime
+    return f"it heard nothing for {age:.0f} s" if age > SILENT_SECONDS else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,16 +11,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
+from sordino import files
 from sordino.errors import SordinoError
-from sordino.federation.flower import require
+from sordino.federation.flower import NODES, require
 from sordino.federation.flower.commands import (
+    MOST_BYTES,
+    control_command,
     environment,
-    register_command,
-    run_command,
     server_command,
     superexec_command,
     superlink_command,
@@ -28,13 +30,16 @@ from sordino.federation.flower.commands import (
     write_app,
     write_connection,
 )
-from sordino.federation.flower.keys import LOOPBACK, certificates, node_key, secret
+from sordino.federation.flower.keys import node_key, secret
+from sordino.federation.flower.lifeline import VARIABLE
+from sordino.federation.tls import LOOPBACK, certificates
 
 
 class Processes:
     """Named processes that end together, sites first; a context manager. Each has a log `<name>.log` in `folder`.
 
-    SIGTERM counts as Ctrl-C meanwhile, so a service that is stopped leaves no process behind.
+    SIGTERM counts as Ctrl-C meanwhile, so a service that is stopped leaves no process behind. If this process is
+    killed, the others notice it by themselves (`lifeline`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,11 +68,18 @@ class Processes:
 
     def start(self, name: str, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start a process in its own group, so that Ctrl-C here does not reach it before `stop`."""
+        if name in self.processes:
+            _hang_up(self.processes[name])
+        env = {**env, VARIABLE: "stdin"}
         with open(self.log(name), "ab") as log:
             self.processes[name] = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
         return self.processes[name]
+
+    def end(self, name: str, seconds: float = 10.0) -> None:
+        """End one process with its group."""
+        end_processes([self.processes[name]], seconds)
 
     def ended(self, name: str) -> int | None:
         """The exit status of a process that ended, or None."""
@@ -110,6 +122,8 @@ class LocalFederation(Processes):
     handler: "module:function" for a worker at each site; None if workers are started elsewhere.
     server, site: environment variables of the server's process and of the workers.
     executor: Flower's `flower-superexec` in place of our own `server`.
+    once: our own `server` ends with its first run.
+    most: bytes of the largest request that the link reads.
     """
 
     def __init__(
@@ -123,11 +137,13 @@ class LocalFederation(Processes):
         database: Path | None = None,
         idle: float | None = 0.2,
         executor: bool = False,
+        once: bool = False,
+        most: int = MOST_BYTES,
     ) -> None:
         super().__init__(folder / "logs")
         self.folder, self.sites, self.handler = folder.resolve(), list(sites), handler
         self.server, self.site, self.database, self.idle = dict(server or {}), dict(site or {}), database, idle
-        self.executor = executor
+        self.executor, self.once, self.most = executor, once, most
         self.nodes: dict[str, int] = {}  # site -> number at the link
         port, *ports = free_ports(1 + len(self.sites))
         self.address = f"{LOOPBACK}:{port}"
@@ -142,22 +158,30 @@ class LocalFederation(Processes):
         self.env = environment(self.folder / "home")
         write_connection(self.folder / "home", self.address, self.tls.authority)
         port = int(self.address.rpartition(":")[2])
-        self.start("link", superlink_command(self.tls, self.secret, port=port, database=self.database), self.env)
+        self.start("link", self._link(port), self.env)
         self.wait(lambda: listening(port), 60, "link")
-        settings = {"SORDINO_FOLDER": str(self.folder / "coordinator"), **self.server}
-        command = superexec_command if self.executor else server_command
-        executor = command(self.address, self.tls.authority, self.secret)
-        self.start("server", executor, environment(self.folder / "home", settings))
+        settings = {"SORDINO_FOLDER": str(self.folder / "coordinator"), NODES: str(keys / "nodes.json"), **self.server}
+        link = (self.address, self.tls.authority, self.secret)
+        command = superexec_command(*link) if self.executor else server_command(*link, once=self.once)
+        self.start("server", command, environment(self.folder / "home", settings))
         for name in self.sites:
             secret(keys / f"{name}.secret")
-        with ThreadPoolExecutor(4) as pool:  # each command takes seconds to start
-            list(pool.map(lambda name: called(register_command(node_key(keys / name)), self.env), self.sites))
+            node_key(keys / name)
+        self.register()
         for name in self.sites:
             self.start_node(name)
             if self.handler:
                 self.start_worker(name)
         for name in self.sites:
             self.wait_node(name)
+
+    def _link(self, port: int) -> list[str]:
+        return superlink_command(self.tls, self.secret, port=port, database=self.database, most=self.most)
+
+    def register(self) -> None:
+        """Register the keys of all sites at the link. A link that was started again has forgotten them."""
+        keys = self.folder / "keys"
+        register(self.secret, {name: keys / f"{name}.pub" for name in self.sites}, self.env, keys / "nodes.json")
 
     def start_node(self, name: str) -> subprocess.Popen[bytes]:
         keys = self.folder / "keys"
@@ -184,10 +208,41 @@ class LocalFederation(Processes):
           The run's number at the link.
         """
         app = self.folder / "app"
-        output = called(run_command(app if app.exists() else write_app(app)), self.env)
-        if not (match := re.search(r"run (\d+)", output)):
-            raise SordinoError(f"flwr run did not print the number of its run: {output.strip()[-500:]}")
-        return match[1]
+        command = control_command(self.secret, run=app if app.exists() else write_app(app))
+        return controlled(command, self.env).run
+
+
+def register(
+    secret: Path, publics: Mapping[str, Path], env: Mapping[str, str], listed: Path, run: Path | None = None
+) -> str:
+    """Register sites by their public keys, write down whose node is whose, and start a run.
+
+    Args:
+      secret: the link's secret file.
+      publics: files of public keys, by site.
+      env: environment of the command.
+      listed: a file for the sites' numbers at the link, which the server reads.
+      run: the app to run; None for none.
+
+    Returns:
+      The run's number at the link.
+    """
+    answer = controlled(control_command(secret, register=publics.values()), env) if publics else Controlled({}, "")
+    files.write(listed, json.dumps({name: answer.nodes[str(path)] for name, path in publics.items()}).encode())
+    return "" if run is None else controlled(control_command(secret, run=run), env).run
+
+
+class Controlled(NamedTuple):
+    """What the control interface answered."""
+
+    nodes: dict[str, int]  # by the file of the public key
+    run: str
+
+
+def controlled(command: list[str], env: Mapping[str, str]) -> Controlled:
+    """Run a `control_command`."""
+    told = json.loads(called(command, env).strip().splitlines()[-1])
+    return Controlled({path: int(number) for path, number in told["nodes"].items()}, str(told["run"]))
 
 
 def listening(port: int) -> bool:
@@ -211,8 +266,16 @@ def end_processes(processes: list[subprocess.Popen[bytes]], seconds: float) -> N
     while any(group_lives(process.pid) for process in processes) and time.monotonic() < end:
         time.sleep(0.05)
     for process in processes:
+        _hang_up(process)
         if group_lives(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    """Close the lifeline of a process."""
+    if process.stdin is not None:
+        with suppress(OSError):
+            process.stdin.close()
 
 
 def group_lives(group: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from sordino.errors import SordinoError
@@ -20,12 +20,13 @@ LINK_POLL = 0.15  # seconds between two requests to the link, and more with many
 class GridTransport:
     """Messages over Flower's Grid: the `Transport` of `federation.messenger`.
 
+    names: whose node has which number. The link admits a node by its key, so this binds a site's name to its key.
     failures: one code per site missing from the last exchange: "late", "unsent", "error <Flower's number>" or
     "malformed". It never holds a text that a site wrote.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
+    def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
+        self.grid, self.names = grid, dict(names or {})
         self.failures: dict[int, str] = {}
         self._count = 0
 

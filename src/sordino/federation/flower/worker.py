@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Self
 from sordino import files
 from sordino.errors import SordinoError
 from sordino.federation.flower import logs, named, require
-from sordino.federation.flower.supernode import uploads
+from sordino.federation.flower.lifeline import Pace, Pulse, hears, start_anew, watch
+from sordino.federation.flower.supernode import MAX_RESPONSE_BYTES, uploads
 from sordino.federation.flower.transport import FIELD, RECORD, opened
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from flwr.superlink.grid import HttpGrid
 
 FAILED = "The site could not answer."  # all that a server ever reads of a failure
+CLOCK_SLACK = 60.0  # seconds by which the clocks of site and server may differ
 HEARTBEAT = 10.0  # seconds; the SuperNode gives up a silent worker after 60
 
 log = logging.getLogger("sordino.federation.flower.worker")
@@ -221,7 +223,8 @@ def serve(
     claim: Path | None = None,
     stop: threading.Event | None = None,
     poll: float = 0.1,
-    slack: float = 60.0,
+    slack: float = CLOCK_SLACK,
+    rest: float | None = None,
 ) -> None:
     """Answer messages, one at a time, until `stop` is set.
 
@@ -230,6 +233,7 @@ def serve(
     authority: certificate, where that interface speaks TLS (not needed on loopback).
     claim: a file for the current task; a worker killed in the middle then costs one reply instead of a minute.
     slack: a message is refused unread this many seconds after its deadline (clocks differ).
+    rest: return after so many seconds without a message, if there was one before.
     """
     require()
     import httpx
@@ -241,12 +245,18 @@ def serve(
         raise SordinoError(f"secret, authority: {error}; choose a file that this user can read.") from error
     stop = stop or threading.Event()
     uploads(poll)
-    disconnected = False
+    disconnected, answered = False, False
+    pace = Pace(poll)
     with Runtime(address, key, trusted) as runtime:
         while not stop.is_set():
             try:
-                if not _one(handle, runtime, claim, slack):
-                    stop.wait(poll)
+                if _one(handle, runtime, claim, slack):
+                    pace.worked()
+                    answered = True
+                elif rest is not None and answered and pace.idle > rest:
+                    return
+                else:
+                    stop.wait(pace.wait)
                 disconnected = False
             except httpx.HTTPStatusError as error:
                 if refused(error) and not runtime.token:
@@ -289,17 +299,24 @@ def main() -> None:
     parser.add_argument("--handler", required=True, metavar="MODULE:FUNCTION")
     parser.add_argument("--secret", type=Path)
     parser.add_argument("--claim", type=Path)
+    parser.add_argument("--pulse", type=Path, help="a file to touch whenever the SuperNode answers")
+    parser.add_argument("--rest", type=float, help="seconds without a message after which this process starts anew")
     arguments = parser.parse_args()
     logs()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    watch()
+    hears(Pulse(arguments.pulse), MAX_RESPONSE_BYTES)
     serve(
-        named(arguments.handler, "--handler"),
+        lambda request: named(arguments.handler, "--handler")(request),
         arguments.runtime,
         secret=arguments.secret,
         claim=arguments.claim,
         stop=stop,
+        rest=arguments.rest,
     )
+    if not stop.is_set():
+        start_anew()  # a site that waits needs no library for numbers in memory
 
 
 if __name__ == "__main__":

@@ -28,14 +28,19 @@ class NoiseEvent:
     Attributes:
       ratio: sensitivity divided by standard deviation.
       name: as certificates and ledgers write it.
-      is_gaussian: the release is exactly `mu`-Gaussian DP. Only then may it be sampled.
+      is_gaussian: the release is exactly `mu`-Gaussian DP.
       may_fail: its bound fails with probability at most FAILURE.
+      gaussian_factor: the release is a function of a Gaussian one whose ratio is this factor times its own, also where
+        it is about a sample; 0 if nothing like that is proved. Only then may it be sampled.
+      is_concentrated: it is accounted for as concentrated DP, unless something is sampled.
     """
 
     ratio: float
     name: ClassVar[str]
     is_gaussian: ClassVar[bool] = False
     may_fail: ClassVar[bool] = False
+    gaussian_factor: ClassVar[float] = 0.0
+    is_concentrated: ClassVar[bool] = True
 
     @property
     def mu(self) -> float:
@@ -48,6 +53,8 @@ class Gaussian(NoiseEvent):
 
     name = "gaussian"
     is_gaussian = True
+    gaussian_factor = 1.0
+    is_concentrated = False
 
 
 class DiscreteGaussian(NoiseEvent):
@@ -55,6 +62,17 @@ class DiscreteGaussian(NoiseEvent):
 
     name = "discrete-gaussian"
     may_fail = True
+    gaussian_factor = concentrated.SMOOTHING
+
+
+class SmoothedDiscreteGaussian(DiscreteGaussian):
+    """The same noise in a plan with samples, accounted for as the Gaussian noise that it is a function of.
+
+    `concentrated.SMOOTHING` has the proof.
+    """
+
+    name = "smoothed-discrete-gaussian"
+    is_concentrated = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,9 @@ class Composed:
     events: tuple[Event, ...]
 
 
-EVENTS: dict[str, type[NoiseEvent]] = {Gaussian.name: Gaussian, DiscreteGaussian.name: DiscreteGaussian}
+EVENTS: dict[str, type[NoiseEvent]] = {
+    event.name: event for event in (Gaussian, DiscreteGaussian, SmoothedDiscreteGaussian)
+}
 
 
 def register_event(kind: type[NoiseEvent]) -> type[NoiseEvent]:
@@ -168,7 +188,8 @@ def mu(account: Account) -> float:
 def epsilon(account: Account, delta: float, adjacency: Adjacency) -> float:
     """The smallest proved epsilon; infinite if nothing is proved.
 
-    If some noise is not Gaussian, everything is accounted for as concentrated DP.
+    If some noise is not Gaussian, everything is accounted for as concentrated DP; if something is sampled as well, as
+    the Gaussian noise that each release is a function of.
 
     Args:
       account: the releases or events.
@@ -183,14 +204,23 @@ def epsilon(account: Account, delta: float, adjacency: Adjacency) -> float:
     """
     parts = [part for part in _parts(account) if part.times]
     total = _mu(parts)
-    if not all(part.noise.is_gaussian for part in parts):
-        if any(part.sampled for part in parts) or math.isinf(total):
-            return math.inf
-        return concentrated.epsilon(total**2 / 2, delta, sum(part.times for part in parts if part.noise.may_fail))
+    if math.isinf(total) or (
+        any(part.sampled for part in parts) and not all(part.noise.gaussian_factor for part in parts)
+    ):
+        return math.inf
+    failures = sum(part.times for part in parts if part.noise.may_fail)
+    if any(part.noise.is_concentrated for part in parts) and not any(part.sampled for part in parts):
+        return concentrated.epsilon(total**2 / 2, delta, failures)
     sampled, rest = _split(parts, adjacency)
-    if not sampled or math.isinf(total):
-        return gaussian.epsilon(total, delta)
-    return subsampled.epsilon(sampled, delta, adjacency, rest)
+    left = concentrated.remaining(delta, failures)
+    if left <= 0:
+        return math.inf
+    return subsampled.epsilon(sampled, left, adjacency, rest) if sampled else gaussian.epsilon(rest, left)
+
+
+def remaining_delta(account: Account, delta: float) -> float:
+    """What is left of delta beside the releases whose bound may fail; 0 or less if nothing is."""
+    return concentrated.remaining(delta, sum(part.times for part in _parts(account) if part.noise.may_fail))
 
 
 def allowed_mu(kinds: Sequence[type[NoiseEvent]], epsilon: float, delta: float, releases: int) -> float:
@@ -200,8 +230,8 @@ def allowed_mu(kinds: Sequence[type[NoiseEvent]], epsilon: float, delta: float, 
       kinds: of the noise events.
       releases: how many of them may fail.
     """
-    if all(kind.is_gaussian for kind in kinds):
-        return gaussian.mu(epsilon, delta)
+    if not any(kind.is_concentrated for kind in kinds):
+        return gaussian.mu(epsilon, concentrated.remaining(delta, releases)) / _largest_factor(kinds)
     return math.sqrt(2 * concentrated.rho_of(epsilon, delta, releases)) * (1 - 1e-11)
 
 
@@ -212,9 +242,14 @@ def epsilon_of_mu_squared(kinds: Sequence[type[NoiseEvent]], square: float, delt
       kinds: of the noise events.
       releases: how many of them may fail.
     """
-    if all(kind.is_gaussian for kind in kinds):
-        return gaussian.epsilon(square**0.5, delta)
+    if not any(kind.is_concentrated for kind in kinds):
+        left = concentrated.remaining(delta, releases)
+        return gaussian.epsilon(square**0.5 * _largest_factor(kinds), left) if left > 0 else math.inf
     return concentrated.epsilon(square / 2, delta, releases)
+
+
+def _largest_factor(kinds: Sequence[type[NoiseEvent]]) -> float:
+    return max((kind.gaussian_factor for kind in kinds), default=1.0)
 
 
 def guess(account: Account, adjacency: Adjacency) -> float:
@@ -250,15 +285,20 @@ def _split(parts: Iterable[_Part], adjacency: Adjacency) -> tuple[list[SampledGa
     sampled, rest = [], []
     for part in parts:
         if part.sampled and part.noise.mu and part.times:
-            if not part.noise.is_gaussian:
+            poisson = part.sampled.sampler is Sampler.POISSON
+            if not (part.noise.gaussian_factor and (poisson or part.noise.is_gaussian)):
                 raise SordinoError(
-                    f"mechanism: there is no account of {part.noise.name} noise on a sample; use Gaussian noise."
+                    f"mechanism: there is no account of {part.noise.name} noise on a {part.sampled.sampler} sample; "
+                    "use Gaussian noise."
                 )
-            ratio = terms * part.noise.mu
+            ratio = terms * part.noise.mu * part.noise.gaussian_factor
             sampled.append(SampledGaussian(part.sampled.rate, ratio, part.times, part.sampled.sampler))
         else:
             rest.append(part)
-    return sampled, _mu(rest)
+    if sampled and not all(part.noise.gaussian_factor for part in rest if part.noise.mu):
+        raise SordinoError("mechanism: beside releases about samples, there is an account of Gaussian noise only.")
+    factors = ((part.noise.mu * (part.noise.gaussian_factor or 1.0), 1.0, part.times) for part in rest)
+    return sampled, gaussian.mu_of(factors)
 
 
 def coarse(rates: np.ndarray, most: int = 8) -> np.ndarray:

@@ -49,6 +49,12 @@ INTEGERS = (
     "Gaussian noise sampled exactly. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; "
     "what the rounding's bound may miss, 2^-64 per release, is part of δ.",
 )
+INTEGERS_OF_SAMPLES = (
+    "Messages are integers modulo 2^32: clipped sums (added up in float64) in steps, randomly rounded, with discrete "
+    "Gaussian noise sampled exactly. The account is that of the Gaussian noise, smaller by a factor of 1 + 2^-12, of "
+    "which this noise is a function (docs/secure-aggregation.md), rounding included; what the rounding's bound may "
+    "miss, 2^-64 per release, is part of δ.",
+)
 
 
 def certificate(
@@ -171,7 +177,7 @@ def certificate(
         ],
         "secure": _secure(plan, groups),
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
-        "numerics": [*(INTEGERS if plan.integers else NUMERICS), *[SAMPLES] * spending.samples(plan)],
+        "numerics": [*_numerics(plan), *[SAMPLES] * spending.samples(plan)],
         "spec_sha256": spec_sha256,
         "model_sha256": model_sha256,
         "metrics_sha256": metrics_sha256,
@@ -231,6 +237,13 @@ def _person(plan: Plan) -> dict[str, int | str] | None:
         return None
     privacy = plan.privacy
     return {"records": privacy.person_records, "clients": privacy.person_clients, "choice": privacy.person_choice}
+
+
+def _numerics(plan: Plan) -> tuple[str, ...]:
+    """How numbers are computed, and by which account."""
+    if plan.integers is None:
+        return NUMERICS
+    return INTEGERS if plan.sampling.kind == FULL else INTEGERS_OF_SAMPLES
 
 
 def _counted(number: int, noun: str) -> str:

@@ -24,15 +24,16 @@ def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Charge]:
         sensitivity, std = (float(value[client]) for value in visible(plan, noise))
         query, who = noise.query, f"client {client}"
         rate = float(sampling_rates(plan, query)[client])
+        mechanism = plan_mechanism(plan, noise.stage, noise.number).event.name
         if rate < 1:
             sampler = sampler_of(plan)
             factor = sampled_factor(plan, query, sampler)
-            release = Release(noise.name, sensitivity * factor, std, query.calls // query.joint, rate, sampler)
+            times = query.calls // query.joint
+            release = Release(noise.name, sensitivity * factor, std, times, rate, sampler, mechanism)
             rows.append(Charge.of(release, who, t, run_id, plan.privacy.adjacency))
             continue
         if std:
             sensitivity = std * math.sqrt(mu_squared_of_round(plan, noise, t)[client] / query.calls)
-        mechanism = plan_mechanism(plan, noise.stage, noise.number).event.name
         release = Release(noise.name, sensitivity, std, query.calls, mechanism=mechanism)
         rows.append(Charge.of(release, who, t, run_id, plan.privacy.adjacency))
     return rows

@@ -10,6 +10,8 @@ rows and the last hash), so that `audit` notices rows that were cut off at the e
 forge chain and witness together, but cannot forge a chain that ends in a hash that a certificate already states. So
 store `head()` and `len()` elsewhere and pass them to `audit`.
 
+`compact` deletes the bytes of the releases of runs that have ended; their hashes stay in the chain.
+
 `mark` stores how many rounds of a plan are done, so that a run that was reset to an earlier round is refused.
 
 A site's ledger has one account, which pays for all of the site's data: `account`. It does not depend on the data, so no
@@ -45,7 +47,13 @@ from sordino.privacy.accounting.subsampled import Sampler
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # the hash before the first row
 MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse the last planned release
-SAMPLERS = ("poisson add-remove", "poisson replace-one", "fixed replace-one")
+SAMPLERS = (
+    "poisson add-remove",
+    "poisson replace-one",
+    "fixed replace-one",
+    "poisson add-remove smoothed-discrete-gaussian",
+    "poisson replace-one smoothed-discrete-gaussian",
+)
 NEW_ACCOUNT = "new account"  # the query of the row that opens an account
 SURVIVORS = "survivors"  # the query of the row that holds the survivors of a masked round
 NOTES = (NEW_ACCOUNT, SURVIVORS)  # queries of rows that release nothing
@@ -60,6 +68,13 @@ _LATER = (  # tables that files of earlier versions do not have
     "CREATE TABLE IF NOT EXISTS witness (rows INTEGER NOT NULL, head TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS progress (plan TEXT PRIMARY KEY, rounds INTEGER NOT NULL)",
 )
+
+
+def _append_only(table: str, verb: str) -> str:
+    """The trigger that refuses this kind of change."""
+    return f"CREATE TRIGGER {table}_no_{verb} BEFORE {verb} ON {table} BEGIN SELECT RAISE(ABORT, 'append-only'); END"
+
+
 _TABLES = (
     """CREATE TABLE entries (
         who TEXT NOT NULL, round INTEGER NOT NULL, query TEXT NOT NULL, sensitivity REAL NOT NULL, std REAL NOT NULL,
@@ -70,11 +85,7 @@ _TABLES = (
     "CREATE UNIQUE INDEX entries_by_key ON entries (key) WHERE key <> ''",
     "CREATE TABLE limits (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, epsilon REAL NOT NULL, delta REAL NOT NULL)",
     *_LATER,
-    *(
-        f"CREATE TRIGGER {table}_no_{verb} BEFORE {verb} ON {table} BEGIN SELECT RAISE(ABORT, 'append-only'); END"
-        for table in ("entries", "limits")
-        for verb in ("UPDATE", "DELETE")
-    ),
+    *(_append_only(table, verb) for table in ("entries", "limits") for verb in ("UPDATE", "DELETE")),
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {SCHEMA}",
 )
@@ -100,8 +111,8 @@ class Charge(NamedTuple):
       times: number of equal releases.
       plan: the plan to which the round belongs.
       rate: the chance of a record to be in the sample; 1 for all of the data.
-      sampler: if the rate is below 1, the sampler and the adjacency, as in 'poisson add-remove'. At rate 1, a noise law
-        that is not Gaussian, or an empty string.
+      sampler: if the rate is below 1, the sampler and the adjacency, as in 'poisson add-remove', and a noise law that
+        is not Gaussian. At rate 1, such a law, or an empty string.
     """
 
     who: str
@@ -118,15 +129,17 @@ class Charge(NamedTuple):
     def of(release: events.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Charge:
         """The charge for a release of the plan."""
         query, sensitivity, std, times, rate, sampler, mechanism = release
-        if rate < 1 and mechanism != events.Gaussian.name:
-            raise SordinoError(f"mechanism: there is no account of {mechanism} noise on a sample; use Gaussian noise.")
-        law = f"{sampler} {adjacency}" if rate < 1 else "" if mechanism == events.Gaussian.name else mechanism
+        law = "" if mechanism == events.Gaussian.name else mechanism
+        law = f"{sampler} {adjacency} {law}".strip() if rate < 1 else law
+        if rate < 1 and law not in SAMPLERS:
+            raise SordinoError(f"mechanism: there is no account of {mechanism} noise on a {sampler} sample.")
         return Charge(who, round, query, sensitivity, std, times, plan, rate, law)
 
     @property
     def mechanism(self) -> str:
-        """The name of the accounting event of the noise; noise on a sample is Gaussian."""
-        return self.sampler if self.rate == 1 and self.sampler else events.Gaussian.name
+        """The name of the accounting event of the noise."""
+        law = self.sampler if self.rate == 1 else " ".join(self.sampler.split()[2:])
+        return law or events.Gaussian.name
 
 
 class LedgerRow(NamedTuple):
@@ -329,6 +342,42 @@ class Ledger:
         rows = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
         return rows[0][0] if rows else None
 
+    def compact(self, plans: Sequence[str]) -> int:
+        """Delete the stored releases of plans that have ended, because nobody asks for them again.
+
+        Charges, hashes and notes stay, so the chain does, and a round that was charged is still not released again.
+        The file keeps its size and reuses the space; `shrink` gives it back.
+
+        Args:
+          plans: the plans that have ended.
+
+        Returns:
+          How many releases were deleted.
+        """
+        marks = ", ".join("?" * len(NOTES))
+        found = [
+            seq
+            for plan in plans
+            for (seq,) in self._ask(
+                f"SELECT seq FROM entries WHERE plan = ? AND payload IS NOT NULL AND query NOT IN ({marks})",
+                plan,
+                *NOTES,
+            )
+        ]
+        if found:
+            with self._transaction():
+                self._db.execute("CREATE TABLE IF NOT EXISTS compacted (seq INTEGER PRIMARY KEY, time TEXT NOT NULL)")
+                self._db.executemany("INSERT INTO compacted VALUES (?, ?)", [(seq, _now()) for seq in found])
+                self._db.execute("DROP TRIGGER entries_no_UPDATE")
+                self._db.executemany("UPDATE entries SET payload = NULL WHERE seq = ?", [(seq,) for seq in found])
+                self._db.execute(_append_only("entries", "UPDATE"))
+        return len(found)
+
+    def shrink(self) -> None:
+        """Give the space of deleted releases back to the disk. It needs as much free space as the file will have."""
+        self._ask("VACUUM")
+        self._ask("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def charged(self, plan: str, who: str, round: int) -> bool:
         """Whether this round was charged, as a charge or as the key of a payload."""
         by_round = "SELECT 1 FROM entries WHERE plan = ? AND who = ? AND round = ? LIMIT 1"
@@ -449,6 +498,7 @@ class Ledger:
         """
         problems = []
         seq, previous, count, head_seen = 0, GENESIS, 0, expect_head in (None, GENESIS)
+        compacted = {row for (row,) in self._ask("SELECT seq FROM compacted")} if self._has("compacted") else set()
         try:
             for *fields, payload in self._db.execute(f"{_READ}, CAST(payload AS BLOB) FROM entries ORDER BY seq"):
                 row = LedgerRow(*fields)
@@ -458,7 +508,8 @@ class Ledger:
                     problems.append(f"Row {row.seq} does not continue the row before it: the chain is broken.")
                 if row.hash != _chained(row):
                     problems.append(f"Row {row.seq} does not match its hash: it was changed.")
-                if row.payload_sha256 != _sha256(payload):
+                deleted = payload is None and row.seq in compacted
+                if row.payload_sha256 != _sha256(payload) and not deleted:
                     problems.append(f"Row {row.seq} has a payload that does not match its hash: it was changed.")
                 seq, previous, count, head_seen = row.seq, row.hash, count + 1, head_seen or row.hash == expect_head
         except sqlite3.Error as error:
@@ -708,7 +759,8 @@ class Spent:
 
     def __init__(self) -> None:
         self.square = 0.0  # mu squared, as if nothing were sampled
-        self.parts: dict[tuple[str, float, float, float], int] = {}  # (sampler, rate, sensitivity, std) -> times
+        # (sampler and adjacency, rate, sensitivity, std, mechanism) -> times
+        self.parts: dict[tuple[str, float, float, float, str], int] = {}
         self.gaussian = True  # all noise is Gaussian
         self.may_fail = 0  # releases whose bound may fail
 
@@ -723,16 +775,20 @@ class Spent:
         self.square += gaussian.mu_of([(noise.mu, 1.0, entry.times)]) ** 2
         self.gaussian &= noise.is_gaussian
         self.may_fail += entry.times * noise.may_fail
-        sampler = entry.sampler if entry.rate < 1 else ""
-        key = (sampler, entry.rate, entry.sensitivity, entry.std)
+        sampler = " ".join(entry.sampler.split()[:2]) if entry.rate < 1 else ""
+        key = (sampler, entry.rate, entry.sensitivity, entry.std, entry.mechanism)
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def epsilon(self, delta: float) -> float:
         """The smallest bound on epsilon: for each sampler, count its charges as sampled and all others as unsampled."""
-        if not self.gaussian:  # then all of it counts as concentrated DP, as if nothing were sampled
-            return concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
-        plain = gaussian.epsilon(math.sqrt(self.square), delta)
-        return min([plain, *(self._with(name, delta) for name in {key[0] for key in self.parts} - {""})])
+        if self.gaussian:
+            plain = gaussian.epsilon(math.sqrt(self.square), delta)
+        else:  # all of it as concentrated DP, as if nothing were sampled
+            plain = concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
+        names = {key[0] for key in self.parts}
+        if self.gaussian:
+            names -= {""}
+        return min([plain, *(self._with(name, delta) for name in names)])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         """Whether the total exceeds a limit, which has this mu."""
@@ -758,10 +814,11 @@ class Spent:
         return any(key[0] for key in self.parts)
 
     def _with(self, name: str, delta: float) -> float:
-        sampler, adjacency = name.split()
+        sampler, adjacency = name.split() if name else (Sampler.FULL, Adjacency.REPLACE_ONE)
         releases = [
-            events.Release("", moved, std, times, *((rate, Sampler(sampler)) if part_sampler == name else ()))
-            for (part_sampler, rate, moved, std), times in self.parts.items()
+            events.Release("", moved, std, times, *sampled, mechanism=mechanism)
+            for (part_sampler, rate, moved, std, mechanism), times in self.parts.items()
+            for sampled in [(rate, Sampler(sampler)) if name and part_sampler == name else (1.0, Sampler.FULL)]
         ]
         return events.epsilon(releases, delta, Adjacency(adjacency))
 

@@ -26,7 +26,8 @@ from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Sampling
 
-RECOMPUTED = (events.Gaussian.name, events.DiscreteGaussian.name)  # the mechanisms that dp-accounting recomputes
+OF_INTEGERS = (events.DiscreteGaussian.name, events.SmoothedDiscreteGaussian.name)
+RECOMPUTED = (events.Gaussian.name, *OF_INTEGERS)  # the mechanisms that dp-accounting recomputes
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
@@ -147,6 +148,12 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
     guesses = [rough / 2 + math.sqrt(2 * rough * math.log(1 / delta)) for delta in deltas]
     if any(step.mechanism == events.DiscreteGaussian.name for step in steps):
         return _by_concentration(steps, deltas)
+    if any(step.mechanism in OF_INTEGERS for step in steps):
+        # Integer noise is a function of Gaussian noise with a slightly smaller standard deviation.
+        failure = sum(step.times for step in steps if step.mechanism in OF_INTEGERS) * 2.0**-64
+        if min(deltas) <= failure:
+            return (math.inf,) * len(deltas)
+        steps, deltas = tuple(_smoothed(step) for step in steps), tuple(delta - failure for delta in deltas)
     accountants: dict[float, Any] = {}
     epsilons = []
     for delta, guess in zip(deltas, guesses, strict=True):
@@ -155,6 +162,15 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
             accountants[interval] = _by_losses(steps, interval, adjacency)
         epsilons.append(float(accountants[interval].get_epsilon(delta)))
     return tuple(epsilons)
+
+
+def _smoothed(step: Step) -> Step:
+    """The Gaussian release that a release of integers is a function of: docs/secure-aggregation.md."""
+    if step.mechanism not in OF_INTEGERS:
+        return step
+    if step.sampler is Sampler.FIXED:
+        raise SordinoError("certificate: there is no account of integers on a sample of fixed size.")
+    return step._replace(std=step.std / (1 + 2.0**-12), mechanism=events.Gaussian.name)
 
 
 def _interval(steps: Sequence[Step], guess: float) -> float:
@@ -213,7 +229,7 @@ def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[f
     from dp_accounting.rdp import RdpAccountant
 
     if any(step.rate < 1 for step in steps):
-        raise SordinoError("certificate: there is no account of discrete noise on a sample.")
+        raise SordinoError("certificate: discrete noise on a sample is accounted for as smoothed-discrete-gaussian.")
     rho = sum(step.times * (step.moved / step.std) ** 2 / 2 for step in steps)
     orders = 1 + np.geomspace(1e-3, 1e6, 4000)
     accountant = RdpAccountant(orders)
@@ -279,7 +295,10 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 apart = sampled and query["semidefinite"] and release["sampler"] == Sampler.POISSON
                 apart = apart and adjacency is Adjacency.REPLACE_ONE
                 joint = (int(query["joint"]) if sampled else 1) * (2 if apart else 1)
-                expected = _after_rounding(cert, query, bound * (high if only_sums_visible else 1.0) * math.sqrt(joint))
+                # A sample's terms are rounded one by one, because a replaced one is also compared with none.
+                terms = bound / clip if sampled and adjacency is Adjacency.REPLACE_ONE else 1.0
+                moved = bound / terms * (high if only_sums_visible else 1.0)
+                expected = terms * _after_rounding(cert, query, moved) * math.sqrt(joint)
                 if not _near(float(release["sensitivity"]), expected):
                     problems.append(
                         f"{name}: the sensitivity is {release['sensitivity']:.6g}, but clip {clip:g}, {unit} level and "
@@ -308,8 +327,9 @@ def _clients_of_a_person(cert: Mapping[str, Any], problems: list[str]) -> float:
 def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
     """Check the fields about sums of integers: all or none, enough noise, and the figures beside epsilon."""
     secure, releases = cert.get("secure"), [r for g in cert["groups"] for r in g["releases"]]
-    discrete = events.DiscreteGaussian.name
-    marks = [r.get("mechanism") == discrete for r in releases] + [float(q.get("step", 0)) > 0 for q in cert["queries"]]
+    marks = [r.get("mechanism") in OF_INTEGERS for r in releases] + [
+        float(q.get("step", 0)) > 0 for q in cert["queries"]
+    ]
     if any(mark != bool(secure) for mark in marks):
         problems.append("some fields describe sums of integers and others do not")
         return
@@ -337,10 +357,8 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
     secure, step = cert.get("secure"), float(query.get("step", 0.0))
     if secure is None:
         return moved
-    if not step > 0 or any(
-        r.get("mechanism") != events.DiscreteGaussian.name for g in cert["groups"] for r in g["releases"]
-    ):
-        raise SordinoError("certificate: sums of integers need a step above 0 and the mechanism discrete-gaussian.")
+    if not step > 0 or any(r.get("mechanism") not in OF_INTEGERS for g in cert["groups"] for r in g["releases"]):
+        raise SordinoError("certificate: sums of integers need a step above 0 and a mechanism of integers.")
     return step * discrete_gaussian.rounded(moved / step, int(query["dimension"]))
 
 

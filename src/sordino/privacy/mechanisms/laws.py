@@ -25,7 +25,7 @@ import numpy as np
 
 from sordino.core import Correlated, Independent, Noise, Stream
 from sordino.errors import SordinoError
-from sordino.privacy.accounting.events import EVENTS, DiscreteGaussian
+from sordino.privacy.accounting.events import EVENTS, DiscreteGaussian, SmoothedDiscreteGaussian
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.correlated import CorrelatedGaussian, StreamedGaussian
 from sordino.privacy.mechanisms.gaussian import Draw
@@ -47,8 +47,8 @@ class DiscreteGaussianNoise(Mechanism):
         super().__init__(noise)
         self.integers = integers
 
-    def visible_sensitivity(self, sensitivity: np.ndarray, step: float) -> np.ndarray:
-        return step * self.integers.rounded(sensitivity / step)
+    def visible_sensitivity(self, sensitivity: np.ndarray, step: float, terms: np.ndarray) -> np.ndarray:
+        return step * self.integers.rounded_terms(sensitivity / step, terms)
 
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
         raise SordinoError("integers: only the reference engine adds up integers; this engine uses real numbers.")
@@ -72,11 +72,18 @@ class DiscreteGaussianNoise(Mechanism):
         return discrete_gaussian.decode(total, steps)
 
 
+class SmoothedDiscreteGaussianNoise(DiscreteGaussianNoise):
+    """The same noise in a plan with minibatches, which has another account."""
+
+    name = "smoothed-discrete-gaussian"
+    event = SmoothedDiscreteGaussian
+
+
 class GaussianNoise(Mechanism):
     """Fresh Gaussian noise for every release; under secure aggregation, its discrete form."""
 
-    def with_integers(self, integers: Integers) -> Mechanism:
-        return DiscreteGaussianNoise(self.noise, integers)
+    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
+        return (SmoothedDiscreteGaussianNoise if sampled else DiscreteGaussianNoise)(self.noise, integers)
 
 
 NOISE_LAWS: dict[type[Noise], Build] = {

@@ -70,8 +70,12 @@ class Mechanism:
         """Calibrate: the standard deviation with which a release of this sensitivity spends at most mu."""
         return np.asarray(sensitivity / mu)
 
-    def visible_sensitivity(self, sensitivity: np.ndarray, step: float) -> np.ndarray:
-        """The sensitivity of what is sent; larger where it is rounded to steps."""
+    def visible_sensitivity(self, sensitivity: np.ndarray, step: float, terms: np.ndarray) -> np.ndarray:
+        """The sensitivity of what is sent; larger where it is rounded to steps.
+
+        Args:
+          terms: of a sum that make up each client's change, where they are bounded one by one.
+        """
         return sensitivity
 
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
@@ -82,8 +86,11 @@ class Mechanism:
         """
         return draw(source, [(1.0, at)], shape)
 
-    def with_integers(self, integers: Integers) -> Mechanism:
+    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
         """The law that takes this one's place where secure aggregation adds up integers.
+
+        Args:
+          sampled: the plan has minibatches.
 
         Raises:
           SordinoError: there is none.

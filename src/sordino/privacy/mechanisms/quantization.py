@@ -16,13 +16,15 @@ import numpy as np
 
 from sordino.core import Correlated, Method, Stage, Stream, keep
 from sordino.errors import SordinoError
+from sordino.privacy.accounting.concentrated import LEAST_SMOOTHED_VARIANCE
 from sordino.privacy.mechanisms import discrete_gaussian
 
 MOST_WRAP_PROBABILITY = 1e-9  # per round, that a coordinate of the sum leaves the range; it harms only accuracy
 MOST_ROUNDING_FACTOR = 1.1  # by which rounding may increase a sensitivity
 FINEST_STD = 2.0**20  # of one client's noise, in steps: finer steps gain nothing
-# Of one client's noise, in steps: a sum of such noises is a discrete Gaussian up to e^-900.
-LEAST_STEP_VARIANCE = 100.0
+# Of one client's noise, in steps. At least two are in a sum: it is a discrete Gaussian, and a function of a Gaussian,
+# up to e^-500 (`concentrated.SMOOTHING`).
+LEAST_STEP_VARIANCE = LEAST_SMOOTHED_VARIANCE / 2
 
 
 class Answer(NamedTuple):
@@ -136,15 +138,25 @@ class Integers:
         values, which = np.unique(np.ceil(moved * 2**20) / 2**20, return_inverse=True)
         return np.array([discrete_gaussian.rounded(float(v), self.dimension) for v in values])[which.reshape(-1)]
 
-    def lengthened(self, moved: np.ndarray, needed: np.ndarray) -> float:
+    def rounded_terms(self, moved: np.ndarray, terms: np.ndarray) -> np.ndarray:
+        """Sensitivities in steps after rounding, of changes that are made of `terms` terms of equal length each.
+
+        A release about a Poisson sample compares each of two replaced terms with no term at all, so that the bound must
+        hold for both of them: twice the rounded length of one. Rounding the difference of two would be less.
+        """
+        return np.asarray(terms * self.rounded(moved / terms))
+
+    def lengthened(self, moved: np.ndarray, needed: np.ndarray, terms: np.ndarray) -> float:
         """The factor by which rounding increases the noise, so that it is enough for every client.
 
         Args:
           moved: sensitivities in steps.
           needed: the noise that each client needs without rounding.
+          terms: of which each client's change is made; see `rounded_terms`.
         """
         most = float(moved.max())
-        factor = float((needed * self.rounded(moved) / moved).max() / needed.max()) if moved.min() > 0 else math.inf
+        longer = self.rounded_terms(moved, terms)
+        factor = float((needed * longer / moved).max() / needed.max()) if moved.min() > 0 else math.inf
         if not factor <= MOST_ROUNDING_FACTOR:
             raise SordinoError(
                 f"records: one record is only {most:.3g} integer steps long; rounding would multiply the noise by "

@@ -1,0 +1,116 @@
+"""What a coordinator or a site did, in words: one sentence per line of progress.jsonl or events.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def score(line: dict[str, Any]) -> str:
+    """How good the model is after a round, what it cost, and how many sites answered."""
+    measured = f"accuracy {line['accuracy']:6.1%}  " if "accuracy" in line else ""
+    return f"{measured}ε {line['epsilon']:6.3f}  {count(len(line['came']), 'site')}"
+
+
+def evaluation(line: dict[str, Any]) -> str:
+    """What the sites' noised counts say about the model."""
+    if "why" in line:
+        return f"no evaluation: {line['why']}"
+    names = {
+        "accuracy": "accuracy",
+        "auc": "AUC",
+        "concordance": "concordance",
+        "mae": "absolute error",
+        "predicted_minus_observed": "predicted minus observed",
+    }
+    parts = ", ".join(f"{name} {interval_text(line[key], key)}" for key, name in names.items() if key in line)
+    where = f"{line['records']:,} test records of {count(len(line['came']), 'site')}"
+    doubt = f". WARNING: {line['doubt']}" if line.get("doubt") else ""
+    return f"evaluation on {where}, ε = {line['epsilon']:.4g}: {parts}{doubt}"
+
+
+def count(number: int, what: str) -> str:
+    """A number and its noun."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
+    """One line of a coordinator's progress, in words."""
+    what, site, t = line["what"], line.get("site", "a node"), line.get("t")
+    where = "" if t is None else f" in round {t + 1}"
+    if what == "round":
+        width = len(str(rounds or line["t"] + 1))
+        lost = f"lost; up to ε {line['epsilon']:.3f} charged"  # a site that was not reached charges nothing
+        outcome = score(line) if line["came"] else lost
+        return f"round {line['t'] + 1:{width}}{f' of {rounds}' if rounds else ''}  {outcome}"
+    match what:
+        case "waiting":
+            return f"waiting for {', '.join(line['sites'])}"
+        case "joined":
+            rest = (
+                f"waiting up to {line['seconds']} s for {', '.join(line['missing'])}"
+                if line["missing"]
+                else "all are here"
+            )
+            return f"{', '.join(line['sites'])} joined; {rest}"
+        case "away":
+            return f"{site} left the link; waiting up to {line['seconds']} s for an answer"
+        case "begun":
+            first = line["start"] + 1
+            return f"{line['method']}, {count(line['rounds'], 'round')}, beginning with round {first}"
+        case "missing":
+            return f"{site} did not answer in time ({line['kind']})"
+        case "refused":
+            return f"{site} refused: {line['reason']}"
+        case "misfit":
+            return f"{site} sent a wrong message{where}" + (f": {line['why']}" if line.get("why") else "")
+        case "abandoned":
+            return f"round {line['t'] + 1} has no result: {line['why']}"
+        case "evaluation":
+            return evaluation(line)
+        case "finished":
+            why = f". {warning(line['useless'])}" if "useless" in line else ""
+            why += f"; the completed schema is {line['schema']}" if "schema" in line else ""
+            why += f". WARNING: {line['rough']}" if "rough" in line else ""
+            return f"finished: ε = {line['epsilon']:.4g}, {count(len(line['sites']), 'site')}{why}"
+        case "failed":
+            return f"failed: {line['why']}"
+    return str(what)
+
+
+def warning(why: str) -> str:
+    """What a useless model means, and what helps."""
+    return (
+        f"WARNING: the model is no better than a constant guess: {why}. The noise exceeds the signal, or features "
+        "differ in scale: scale the files at the sites by public figures, or try normalize=l2 or a larger epsilon."
+    )
+
+
+def of_site(line: dict[str, Any]) -> str:
+    """One line of a site's own log, in words."""
+    run = str(line.get("run", ""))[:8]
+    match line["what"]:
+        case "joining":
+            return f"{line['site']} joins {line['link']}; stop with Ctrl-C"
+        case "restarted":
+            return f"the {line['process']} is started again, because {line['why']} (see {line['log']})"
+        case "agreed":
+            return f"agreed to run {run}: {line['method']}, {count(line['rounds'], 'round')}"
+        case "refused":
+            return f"refused ({line['code']}): {line['detail']}"
+        case "failed":
+            return f"failed in round {line['t'] + 1} of run {run}: {line['detail']}"
+        case "finished":
+            hint = f"; {line['hint']}" if "hint" in line else ""
+            return f"finished run {run}: ε = {line['epsilon']:.4g} in {count(line['rounds'], 'round')}{hint}"
+    return str(line["what"])
+
+
+def interval_text(part: dict[str, Any], key: str, counts: bool = False) -> str:
+    """An estimate with its interval."""
+    style = (
+        ".4g"
+        if counts or key in ("brier", "brier_gain", "mae", "mse", "r2", "auc", "deviance", "concordance")
+        else ".1%"
+    )
+    value = "open, too much noise" if part["estimate"] is None else format(part["estimate"], style)
+    return f"{value} ({format(part['low'], style)} to {format(part['high'], style)})"

@@ -1,0 +1,150 @@
+"""`coordinate` and `join`: one of each per folder, and processes that are started again."""
+
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs sordino[flower]")
+
+from sordino import files
+from sordino.errors import SordinoError, StoppedError
+from sordino.federation import flower
+from sordino.federation.flower import commands, deploy, keys, processes
+from sordino.federation.folders import init, make_site
+from sordino.federation.tls import certificates
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def study(tmp_path):
+    init(tmp_path / "study", ["a", "b"], features=4, classes=["0", "1"], trust="untrusted-server")
+    for name in "ab":
+        (tmp_path / "study" / "nodes" / f"{name}.pub").write_text("a key")
+    return tmp_path / "study"
+
+
+@pytest.fixture
+def place(tmp_path):
+    make_site(tmp_path / "a", "a", data="data.csv", epsilon=8.0, classes=["0", "1"], label="y")
+    with open(tmp_path / "a" / "site.toml", "a") as file:
+        file.write(f'witness = "{tmp_path}/witness.json"\n')
+    keys.ensure_node_key(tmp_path / "a" / "node")
+    (tmp_path / "a" / "data.csv").write_text("x,y\n" + "1,0\n2,1\n" * 10)
+    tls = certificates(tmp_path / "tls")
+    tls.authority.rename(tmp_path / "authority.pem")
+    return tmp_path / "a"
+
+
+def test_two_coordinators_of_one_folder_are_refused(study, monkeypatch):
+    monkeypatch.setattr(deploy, "LOCK_SECONDS", 0.1)
+    with files.lock(study / "coordinate.lock"), pytest.raises(StoppedError, match="another `sordino federate coord"):
+        next(deploy.coordinate(study))
+
+
+def test_two_joins_of_one_site_are_refused(place, monkeypatch):
+    monkeypatch.setattr(deploy, "LOCK_SECONDS", 0.1)
+    with files.lock(place / "join.lock"), pytest.raises(StoppedError, match="another `sordino federate join`"):
+        next(deploy.join(place / "site.toml", "host:1", place.parent / "authority.pem"))
+
+
+def test_a_port_that_a_killed_process_still_has_is_waited_for(monkeypatch):
+    monkeypatch.setattr(deploy, "PORT_SECONDS", 5.0)
+    taken = iter([True, True, False])
+    monkeypatch.setattr(processes, "listening", lambda port: next(taken))
+    deploy._free(8000, "by somebody")
+    monkeypatch.setattr(deploy, "PORT_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "listening", lambda port: True)
+    with pytest.raises(SordinoError, match="8000 is in use, by somebody"):
+        deploy._free(8000, "by somebody")
+
+
+def test_a_process_that_hears_nothing_or_ended_is_started_again(place, monkeypatch):
+    (port,) = processes.free_ports(1)
+    for name in ("supernode_command", "worker_command"):
+        monkeypatch.setattr(commands, name, lambda *_, **__: SLEEP)
+    monkeypatch.setattr(deploy, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(deploy, "SILENT_SECONDS", 2.0)
+    started = []
+    plain = processes.Processes.start
+    monkeypatch.setattr(
+        processes.Processes, "start", lambda *words: (started.append(words[1]), plain(*words))[1], raising=True
+    )
+    lines = deploy.join(place / "site.toml", "host:1", place.parent / "authority.pem", port=port)
+    try:
+        assert next(lines)["what"] == "joining"
+        began = time.monotonic()
+        first = next(lines)  # neither of them touches its pulse
+        assert (first["what"], first["process"]) == ("restarted", "node")
+        assert "heard nothing" in first["why"]
+        assert time.monotonic() - began >= 2.0
+        second = next(lines)
+        assert (second["what"], second["process"]) == ("restarted", "worker")
+        assert started[:3] == ["node", "worker", "node"]
+    finally:
+        lines.close()
+
+
+class Runtime:
+    """A link with one run for the server."""
+
+    finished = None
+
+    def __init__(self, *_):
+        self.token = "t"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def acquire(self, server):
+        return True
+
+    def alive(self):
+        return self
+
+    def grid(self):
+        return self
+
+    def close(self):
+        pass
+
+    def finish(self, failed):
+        Runtime.finished = failed
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, 0), (SordinoError("no"), 1), (OSError(28, "No space left on device"), 74)]
+)
+def test_a_server_for_one_run_says_by_its_status_how_it_ended(tmp_path, monkeypatch, error, status):
+    import threading
+
+    from sordino.federation.flower import server, worker
+
+    def coordinate(grid):
+        if error:
+            raise error
+
+    monkeypatch.setattr(worker, "Runtime", Runtime)
+    monkeypatch.setattr(server, "coordinate", coordinate)
+    monkeypatch.setattr(server, "uploads", lambda seconds: None)
+    (tmp_path / "f").write_bytes(b"")
+    own = {"secret": tmp_path / "f", "authority": tmp_path / "f"}
+    assert server.attend("link:1", **own, stop=threading.Event(), once=True) == status
+    assert Runtime.finished is bool(status)
+
+
+def test_the_server_knows_whose_node_is_whose(tmp_path, monkeypatch):
+    from sordino.federation.flower import server
+
+    monkeypatch.delenv(flower.NODES, raising=False)
+    assert server.names() == {}
+    monkeypatch.setenv(flower.NODES, str(tmp_path / "nodes.json"))
+    assert server.names() == {}
+    told = processes.Controlled({"a.pub": 17}, "")
+    monkeypatch.setattr(processes, "controlled", lambda command, env: told)
+    processes.register(tmp_path / "s", {"a": "a.pub"}, {}, tmp_path / "nodes.json")
+    assert server.names() == {17: "a"}
