@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sordino.data.records import Records
-from sordino.engines import reference
+from sordino.engines import reference, simulate
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.terms import against_terms
 from sordino.privacy.evidence.verify import verify
@@ -17,13 +17,13 @@ from sordino.training.verify_run import verify_run
 from sordino.tree import leaves
 
 
-def simulated_rounds(federation, coordinator):
+def simulated_rounds(federation, coordinator, engine=reference):
     terms = coordinator.terms
     parts = [federation.site(name).load(terms.resolved.source.normalize) for name in terms.names]
     x, y = (np.concatenate([getattr(part, key) for part in parts]) for key in ("x_train", "y_train"))
     client = np.repeat(np.arange(len(parts)), [len(part.y_train) for part in parts])
     records = Records.of(x, y, client, dtype=terms.number)
-    return list(reference.run(terms.plan, terms.model, records, Seeded(federation.seed)))
+    return list(engine.run(terms.plan, terms.model, records, Seeded(federation.seed)))
 
 
 CASES = [
@@ -96,7 +96,7 @@ def test_opened_sums_are_the_simulators_bit_for_bit(tiny, monkeypatch, method, k
 
     monkeypatch.setattr(Coordinator, "_step", kept)
     coordinator, _ = federation.run()
-    rounds = simulated_rounds(federation, coordinator)
+    rounds = simulated_rounds(federation, coordinator, simulate)
     assert len(opened) == len(rounds) == 7
     for total, simulated_round in zip(opened, rounds, strict=True):
         assert type(total) is type(simulated_round.aggregate)

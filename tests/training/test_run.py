@@ -536,3 +536,39 @@ def test_how_long_a_run_took_is_private(tmp_path):
     timings = [json.loads(line) for line in (tmp_path / "run" / "private" / "timings.jsonl").read_text().splitlines()]
     assert [line["round"] for line in timings] == [1, 2, 3]
     assert artifacts.total_seconds(RunFolder.find(tmp_path / "run")) == timings[-1]["seconds"] > 0
+
+
+def test_a_run_of_integers_keeps_its_promise_resumes_and_is_verified(tmp_path):
+    settings = {"method": "auto", "trust": "secure-aggregation", "integers": True, "dropouts": 1, "clients": 4}
+    job, cert, history = finished(tmp_path / "run", **settings)
+    assert job.records.x.dtype == torch.float64
+    assert cert["secure"] | {"epsilon_server": 0} == {"dropouts": 1, "colluders": 1, "honest": 2, "epsilon_server": 0}
+    assert [query["dimension"] for query in cert["queries"]] == [65 * 66 // 2, 650, 650]
+    verdict = verify_run(tmp_path / "run")
+    assert verdict.problems == []
+    assert any("lengths of the answers" in gap for gap in verdict.gaps)
+    assert cert["epsilon"] <= 8
+    real, *_ = finished(tmp_path / "real", **{k: v for k, v in settings.items() if k not in ("integers", "dropouts")})
+    assert real.plan.integers is None
+    again = run.prepare(run.reopen(tmp_path / "run"))
+    assert list(run.rounds(again, tmp_path / "run")) == history  # all of it is stored
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"integers": True}, "need secure-aggregation"),
+        ({"dropouts": 1}, "belongs to sums of integers"),
+        ({"integers": True, "trust": "secure-aggregation", "clients": 2}, "no better than untrusted-server"),
+        ({"integers": True, "trust": "secure-aggregation", "participation": "fixed:3"}, "full participation"),
+    ],
+)
+def test_integers_that_no_federation_would_add_up_are_refused(values, why):
+    with pytest.raises(SordinoError, match=why):
+        run.prepare(Spec.of({"clients": 4, **values}))
+
+
+def test_runs_side_by_side_do_not_pretend_to_add_up_integers():
+    resolved = resolve(Spec.of({"integers": True, "trust": "secure-aggregation"}))
+    with pytest.raises(SordinoError, match="only sordino run"):
+        resolved.plan((10,) * 4)

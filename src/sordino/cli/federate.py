@@ -31,12 +31,13 @@ def add(commands: Any) -> None:
         "sordino federate status study",
     )
     parts = parent.add_subparsers(title="steps", metavar="STEP")
-    for add_one in (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join, _add_status):
+    every = (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join, _add_status, _add_renew)
+    for add_one in every:
         add_one(parts)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join or status.")
+    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join, status or renew.")
 
 
 # ------------------------------------------------------------------------------------------------------------------ up
@@ -343,29 +344,41 @@ def _add_doctor(parts: Any) -> None:
         parts,
         "doctor",
         _doctor,
-        "check a site's data, keys and budget before it joins",
-        "sordino federate doctor site-north/site.toml\nsordino federate doctor site.toml --federation study",
+        "check a site's data, keys and budget before it joins, or a coordinator's folder",
+        "sordino federate doctor site-north/site.toml\n"
+        "sordino federate doctor site.toml --federation study\n"
+        "sordino federate doctor study",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
+    parser.add_argument("site", metavar="SITE.toml|DIR", help="the site's settings, or a coordinator's folder")
     parser.add_argument(
         "--federation", metavar="DIR", help="a coordinator's folder: check its run against site.toml and the budget"
+    )
+    parser.add_argument(
+        "--authority", metavar="FILE", help="the coordinator's authority.pem (default: the one beside SITE.toml)"
     )
     add_json(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation.doctor import doctor
+    from sordino.federation.doctor import coordinator_doctor, doctor
 
-    checks = list(doctor(Path(arguments.site), arguments.federation and Path(arguments.federation)))
-    if not emit(arguments, [{"fine": bool(check.fine), "about": check.about, "what": check.says} for check in checks]):
+    place = Path(arguments.site)
+    coordinates = (place / "federation.toml").exists()
+    if coordinates and (arguments.federation or arguments.authority):
+        raise SordinoError(f"--federation, --authority: '{place}' is a coordinator's folder; leave both out.")
+    others = (value and Path(value) for value in (arguments.federation, arguments.authority))
+    checks = list(coordinator_doctor(place) if coordinates else doctor(place, *others))
+    document = [{"fine": bool(c.fine), "about": c.about, "what": c.says, "soon": bool(c.soon)} for c in checks]
+    if not emit(arguments, document):
         page, width = console(), max(len(check.about) for check in checks)
         for check in checks:
-            mark = "[green]ok[/] " if check.fine else "[red]fix[/]"
+            mark = "[yellow]soon[/]" if check.soon else "[green]ok[/]  " if check.fine else "[red]fix[/] "
             page.print(f"{mark}  {check.about:<{width}}  " + check.says.replace("[", "\\["))
         problems = sum(not check.fine for check in checks)
+        ready = "this coordinator is ready" if coordinates else "this site is ready to join"
         page.print()
-        page.print(f"{sentences.count(problems, 'problem')} to fix" if problems else "this site is ready to join")
+        page.print(f"{sentences.count(problems, 'problem')} to fix" if problems else ready)
     return 0 if all(check.fine for check in checks) else 1
 
 
@@ -422,6 +435,43 @@ def _add_transport(parser: Any) -> None:
 def _check_port(port: int) -> None:
     if not 1 <= port <= 65_535:
         raise SordinoError(f"--port: {port} must lie between 1 and 65535.")
+
+
+def _add_renew(parts: Any) -> None:
+    parser = command(
+        parts,
+        "renew",
+        _renew,
+        "renew the certificate of a coordinator's link; the sites need nothing new",
+        "sordino federate renew study\n"
+        "sordino federate renew study --host new.example.org\n"
+        "sordino federate renew study --new-authority",
+    )
+    parser.add_argument("folder", metavar="DIR", help="made by 'sordino federate init'")
+    parser.add_argument("--host", action="append", default=[], metavar="NAME", help="another name of the link")
+    parser.add_argument(
+        "--new-authority", action="store_true", help="make new keys too; every site needs the new tls/authority.pem"
+    )
+
+
+def _renew(arguments: argparse.Namespace) -> int:
+    from sordino.federation import tls as made
+
+    place = Path(arguments.folder) / "tls"
+    if not made.Tls.of(place).authority.exists():
+        raise SordinoError(f"'{place}' has no certificates; `sordino federate coordinate` makes them.")
+    if arguments.new_authority:
+        old = made.Tls.of(place).certificate
+        hosts = [*(made.hosts_of(old) if old.exists() else []), *arguments.host]
+        tls = made.certificates(place, hosts=hosts)
+        then = f"send {tls.authority} to the sites (it is public), then start `coordinate` and each `join` again"
+    else:
+        tls = made.renew(place, hosts=arguments.host)
+        then = "start `coordinate` again; the sites need nothing new"
+    page = console()
+    page.print(f"valid until {made.end_of(tls.certificate):%d %b %Y}  {tls.certificate}", markup=False)
+    page.print(f"next        {then}", markup=False)
+    return 0
 
 
 def _add_join(parts: Any) -> None:

@@ -79,6 +79,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any setting: lr=0.5, rho=1, divisor=pooled …"
     )
+    parser.add_argument(
+        "--integers",
+        action="store_true",
+        help="add up integers with discrete noise, as a federation with secure aggregation does; slower",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue an interrupted run")
@@ -160,6 +165,8 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
     for _, key, _ in RUN_FLAGS:
         if (flag := getattr(arguments, f"key_{key}")) is not None:
             values |= dict([parse_setting(f"{key}={flag}")])
+    if getattr(arguments, "integers", False):
+        values["integers"] = True
     return values | dict(map(parse_setting, arguments.set))
 
 

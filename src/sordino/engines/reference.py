@@ -13,7 +13,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch import Tensor
 from sordino.core import Broadcast, Checkpoint, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records, rows_of
 from sordino.engines import preconditions
-from sordino.engines.oracle import Oracle, decode_sum, encode_integers, noised, standard_noise
+from sordino.engines.oracle import Oracle, decode_sum, encode_integers, masked_size, noised, standard_noise
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.charges import charges
@@ -116,11 +116,7 @@ def run(
         if total is not None:
             aggregate = total
         elif plan.integers is not None:
-            wrapped = sum(
-                (encode_integers(plan, round_plan, i, *compute(i, add_noise=False), source) for i in cohort),
-                np.zeros(1, "u4"),
-            )
-            aggregate = tree_map(lambda leaf: leaf.to(records.x), decode_sum(plan, round_plan, wrapped))  # modulo 2^32
+            aggregate = integer_sum(plan, model, records, round_plan, broadcast, memory, caches, source)
         elif round_plan.noise_on_sum:
             if cohort or plan.amplified:  # an empty secret cohort releases noise alone, so that nobody can tell
                 computed = [compute(i, add_noise=False) for i in cohort or [0]]
@@ -144,6 +140,39 @@ def run(
             theta = theta + step
         checkpoint = Checkpoint(theta, state, tuple(memory))
         yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, checkpoint)
+
+
+def integer_sum(
+    plan: Plan,
+    model: Model,
+    records: Records | Lazy,
+    round_plan: RoundPlan,
+    broadcast: Broadcast,
+    memory: Sequence[Tree],
+    caches: Sequence[Tree],
+    source: Source,
+) -> Tree:
+    """The aggregate of a round of integers, modulo 2^32, as a federation's secure sum opens it bit for bit.
+
+    Args:
+        plan: A plan with integers.
+        model: The model.
+        records: All clients' records.
+        round_plan: The round.
+        broadcast: What the server sends.
+        memory: The memory of each client.
+        caches: The cache of each client.
+        source: The run's randomness.
+
+    Returns:
+        The aggregate, a tree of the messages' form.
+    """
+    total = np.zeros(masked_size(plan, round_plan.t), np.uint32)
+    for i in map(int, round_plan.cohort):
+        ask = oracle(model, records, round_plan, i, source, add_noise=False)
+        message = round_plan.stage.local.compute(ask, broadcast, memory[i], caches[i])
+        total += encode_integers(plan, round_plan, i, ask.finish(message), ask.released(message), source)
+    return tree_map(lambda leaf: leaf.to(records.x), decode_sum(plan, round_plan, total))
 
 
 def noised_sum(

@@ -7,6 +7,8 @@ Two paths, chosen once per stage by tracing the local rule:
 - *batched*: anything else. Clients of similar size are padded into a batch and the local rule runs once for all. At
   client level clients are computed one by one, because the size of one must not decide the shapes used for others.
 
+A plan with integers (`Plan.integers`) takes neither path: its sums are those of the reference, bit for bit.
+
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
 `shares=True` draws every client's own instead: slower, equal to the reference draw for draw.
@@ -49,7 +51,7 @@ from sordino.core import (
     nothing,
 )
 from sordino.data.records import Lazy, Records
-from sordino.engines import preconditions
+from sordino.engines import preconditions, reference
 from sordino.engines.oracle import Oracle, along, noised, standard_noise
 from sordino.engines.preconditions import MATRICES
 from sordino.engines.schedule import (
@@ -110,8 +112,8 @@ def run(
         OverspentError: A local rule asks more than its queries declare.
     """
     plans, plan = (list(plan), plan[0]) if isinstance(plan, Sequence) else ([plan], plan)
-    if plan.integers is not None:
-        raise SordinoError("integers: the fast engine has no integer arithmetic; use the reference engine.")
+    if plan.integers is not None and (len(plans) > 1 or (theta is not None and theta.dim() > 1)):
+        raise SordinoError("integers: runs that add up integers are simulated one by one; give one plan and one theta.")
     preconditions.check(plan, model, records, start=start)
     theta = (model.init() if theta is None else theta).to(records.x)
     state: Tree = ()
@@ -133,12 +135,15 @@ def run(
             memory = local.init(batched_clients.spread(theta), memory)
         if round_plan.t in (round_plan.first, start):
             fused = only_asks_for_the_gradient(round_plan.stage, Broadcast(theta, rule.broadcast(state)))
-            caches = batched_clients.prepare(round_plan)
+            caches = batched_clients.prepare(round_plan) if plan.integers is None else ()
+            own_caches = batched_clients.prepare_alone(round_plan) if plan.integers is not None else []
         aggregate: Tree = ()
         if len(round_plan.cohort) or (round_plan.noise_on_sum and plan.amplified):
             broadcast = Broadcast(theta, rule.broadcast(state))
             records.keep(round_plan.cohort)
-            if fused:
+            if plan.integers is not None:
+                aggregate = batched_clients.integers(round_plan, broadcast, memory, own_caches)
+            elif fused:
                 aggregate = batched_clients.fused(round_plan, theta, shares)
             else:
                 aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
@@ -189,6 +194,24 @@ class BatchedClients:
         order = torch.from_numpy(np.argsort(np.concatenate([clients for clients, _ in self._whole])))
         order, axis = order.to(self.records.x.device), self.data_axes
         return tree_map(lambda *leaf: torch.cat(leaf, axis).index_select(axis, order), *parts)
+
+    def prepare_alone(self, round_plan: RoundPlan) -> list[Tree]:
+        """Every client's cache, computed by itself as a site does."""
+        if round_plan.stage.local.prepare is nothing:
+            return [()] * self.plan.clients
+        return [
+            round_plan.stage.local.prepare(
+                reference.oracle(self.model, self.records, round_plan, i, self.sources[0], preparing=True)
+            )
+            for i in range(self.plan.clients)
+        ]
+
+    def integers(self, round_plan: RoundPlan, broadcast: Broadcast, memory: Tree, caches: list[Tree]) -> Tree:
+        """The sum of integers, client by client: a batch would round the clients' sums in other places."""
+        own = [tree_map(lambda leaf, k=i: leaf[k], memory) for i in range(self.plan.clients)]
+        return reference.integer_sum(
+            self.plan, self.model, self.records, round_plan, broadcast, own, caches, self.sources[0]
+        )
 
     def fused(self, round_plan: RoundPlan, theta: Tensor, shares: bool) -> Tensor:
         """The weighted sum of all noised gradients, from one matrix."""

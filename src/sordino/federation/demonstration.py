@@ -18,8 +18,9 @@ from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
-from sordino.federation.folders import init, make_site
+from sordino.federation.folders import init, make_site, proposed
 from sordino.federation.handler import HANDLER
+from sordino.federation.limits import request_bytes
 from sordino.federation.progress import count_lines, follow
 from sordino.federation.terms import SITE_NAME, federated
 from sordino.secagg import Roster
@@ -215,6 +216,8 @@ def up(folder: Path, seconds: float = 1800.0) -> Iterator[dict[str, Any]]:
     progress = coordinator / "run" / "progress.jsonl"
     seen = count_lines(progress)
     place = next(p for k in range(10_000) if not (p := folder / f"flower{k or ''}").exists())
-    with LocalFederation(place, names, handler=HANDLER, server=server, site=site) as running:
+    own: dict[str, Any] = {"handler": HANDLER, "server": server, "site": site, "once": True}
+    own["most"] = request_bytes(proposed(coordinator, [1000] * len(names)))
+    with LocalFederation(place, names, **own) as running:
         running.run()
         yield from follow(progress, running, seconds, seen)

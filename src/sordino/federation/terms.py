@@ -54,7 +54,19 @@ PRIVATE = (
     "uncertified",
     "public_data",
 )
-LOCAL = ("person", "person_ids", "clients", "partition", "sizes", "client_epsilon", "evaluate_every", "threshold")
+LOCAL = (
+    "integers",
+    "dropouts",
+    "colluders",
+    "person",
+    "person_ids",
+    "clients",
+    "partition",
+    "sizes",
+    "client_epsilon",
+    "evaluate_every",
+    "threshold",
+)
 UNSERVED = ("uncertainty",)  # the coordinator writes no intervals
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
 MOST_SITES, MOST_CLASSES, MOST_BLOCKS, MOST_DERIVED = 10_000, 100_000, 10_000, 1_000

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from sordino.methods.uncertainty import with_uncertainty
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
+from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
@@ -123,7 +124,8 @@ class ResolvedSpec:
     @property
     def dtype(self) -> torch.dtype:
         """Of records, sums and noise."""
-        return torch.float64 if self.spec.dtype == "float64" else torch.float32
+        wide = self.spec.dtype == "float64" or self.spec.integers  # integers are exact multiples of float64 sums
+        return torch.float64 if wide else torch.float32
 
     @cached_property
     def method(self) -> Method:
@@ -148,8 +150,28 @@ class ResolvedSpec:
     def noiseless(self) -> bool:
         return self.privacy.epsilon == math.inf and self.noise is None
 
-    def plan(self, sizes: tuple[int, ...], client_epsilon: Mapping[int, float] | None = None) -> Plan:
-        """The plan for clients of these sizes. client_epsilon: requested by single clients, in place of the spec's."""
+    def plan(
+        self,
+        sizes: tuple[int, ...],
+        client_epsilon: Mapping[int, float] | None = None,
+        messages: Callable[[Plan], tuple[tuple[Answer, ...], ...]] | None = None,
+    ) -> Plan:
+        """The plan for clients of these sizes.
+
+        Args:
+          sizes: of the clients.
+          client_epsilon: requested by single clients, in place of the spec's.
+          messages: says what a message of each stage holds, where the spec asks for integers.
+        """
+        if self.spec.integers and messages is None:
+            raise SordinoError("integers: only sordino run simulates sums of integers; leave integers out.")
+        plan = self._plan(sizes, client_epsilon)
+        if not self.spec.integers or messages is None:
+            return plan
+        colluders = 1 if self.spec.colluders is None else self.spec.colluders
+        return dataclasses.replace(plan, integers=Integers(messages(plan), self.spec.dropouts or 0, colluders))
+
+    def _plan(self, sizes: tuple[int, ...], client_epsilon: Mapping[int, float] | None) -> Plan:
         privacy = self.privacy
         if client_epsilon is not None:
             privacy = dataclasses.replace(privacy, client_epsilon=dict(client_epsilon))

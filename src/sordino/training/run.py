@@ -34,6 +34,7 @@ from sordino.data.records import Records
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.engines import reference, simulate
+from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError
 from sordino.methods.uncertainty import GRADIENT, HESSIAN
 from sordino.models.hazards import Hazards
@@ -166,7 +167,12 @@ def prepare_resolved(
     records = resolved.records(dataset)
     model = resolved.build_model(dataset.x_train.shape[1], len(dataset.classes))
     noise = Noiseless(resolved.seed or 0) if resolved.noiseless else source(resolved.seed)
-    return PreparedRun(resolved, dataset, records, model, resolved.plan(records.sizes), noise, unscaled)
+
+    def messages(plan: Plan) -> Any:
+        return sent_answers(plan, model, records.x.shape[-1], records.y.dtype)
+
+    plan = resolved.plan(records.sizes, messages=messages)
+    return PreparedRun(resolved, dataset, records, model, plan, noise, unscaled)
 
 
 def join_ledger(run: PreparedRun, path: str | Path, limit: float | None = None) -> SharedLedger:

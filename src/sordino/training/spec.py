@@ -75,6 +75,9 @@ class Spec:
     uncertainty: float | None = None  # part of the budget that gives coefficients standard errors; by default none
     client_epsilon: dict[str, float] = field(default_factory=dict)
     uncertified: bool = False
+    integers: bool | None = None  # true: messages are integers, as a federation with secure aggregation adds them up
+    dropouts: int | None = None  # of integers: clients that may fail in a round; by default 0
+    colluders: int | None = None  # of integers: clients that may reveal their noise to the server; by default 1
     # randomness
     seed: int | None = None
     schedule_seed: int | None = None
@@ -96,6 +99,14 @@ class Spec:
             raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{self.model}'; use float32.")
         if self.person_ids not in PERSON_IDS:
             raise SordinoError(f"person_ids: '{self.person_ids}' is unknown.{nearest(self.person_ids, PERSON_IDS)}")
+        for key in ("dropouts", "colluders"):
+            if getattr(self, key) is not None and not self.integers:
+                raise SordinoError(f"{key}: it belongs to sums of integers; set integers = true, or leave it out.")
+        if self.integers and self.private_statistics is not None:
+            raise SordinoError(
+                "integers: private_statistics asks another model in its first round, whose integers are not simulated; "
+                "leave one of them out."
+            )
         if self.evaluate_every < 1:
             raise SordinoError(f"evaluate_every: {self.evaluate_every} must be at least 1.")
         share = self.private_statistics

@@ -16,7 +16,9 @@ from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import code_sha256, sha256
 from sordino.privacy.evidence.statement import statement
 from sordino.privacy.evidence.verify import Verdict, malformed, verify
+from sordino.privacy.mechanisms.quantization import Answer
 from sordino.privacy.mechanisms.random import Noiseless, source
+from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
 from sordino.training.folder import EVALUATION_FILE, RunFolder, missing
 from sordino.training.resolved import ResolvedSpec, resolve
@@ -149,7 +151,7 @@ def _against_spec(
         resolved = _read_spec(folder, verdict.gaps, cert)
         sizes = sizes_of(cert) or (SIZE_PLACEHOLDER,) * int(cert["clients"])
         rebuilt = certificate(
-            resolved.plan(sizes),
+            resolved.plan(sizes, messages=partial(_messages, cert)),
             Noiseless() if resolved.noiseless else source(resolved.seed),
             version=cert["sordino"],
             execution=resolved.execution,
@@ -161,11 +163,22 @@ def _against_spec(
         return
     yield from differences(cert, rebuilt)
     verdict.assumed.clear()  # the rebuilt plan gives them
+    if resolved.spec.integers:
+        verdict.gaps.append("the lengths of the answers that are sent as integers: they follow from model and features")
     if cert["code_sha256"] != code_sha256():
         verdict.gaps.append(
             f"the code: sordino {cert['sordino']} with other sources wrote the certificate, and this installation "
             "rebuilt its numbers"
         )
+
+
+def _messages(cert: dict[str, Any], plan: Plan) -> tuple[tuple[Answer, ...], ...]:
+    """What the messages of each stage hold, as the certificate describes its queries."""
+    answers: list[list[Answer]] = [[] for _ in plan.stages]
+    for query in cert["queries"]:
+        stage, number = map(int, str(query["query"]).split()[0].split("."))
+        answers[stage].append(Answer(number, (int(query["dimension"]),)))
+    return tuple(map(tuple, answers))
 
 
 def _against_evaluation(cert: dict[str, Any], values: Mapping[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:

@@ -33,6 +33,7 @@ from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan, plan_mechanism
+from sordino.tree import leaves
 
 SIZES = (40, 50, 60, 70)
 
@@ -387,11 +388,33 @@ def test_a_method_that_changes_its_answers_is_refused():
         sent_answers(plan, Linear(6, 3), 6, torch.int64)
 
 
-def test_the_fast_engine_does_not_pretend():
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("auto", {}),
+        ("dp-fedgd", {"quantile": 0.5}),
+        ("dp-fednew-fc", {"duals": False}),
+        ("dp-fedavg", {"noise_at": "final"}),
+    ],
+)
+def test_the_fast_engine_adds_up_the_integers_of_the_reference(method, options):
+    plan, rng = masked_plan(method, **options), np.random.default_rng(5)
+    x, y = rng.normal(size=(sum(SIZES), 6)), rng.integers(0, 3, sum(SIZES))
+    records = Records.of(x, y, np.repeat(np.arange(4), SIZES), dtype=torch.float64)
+    runs = [list(engine.run(plan, Linear(6, 3), records, Seeded(3))) for engine in (reference, simulate)]
+    for left, right in zip(*runs, strict=True):
+        assert torch.equal(left.model, right.model)
+        for one, other in zip(leaves(left.aggregate), leaves(right.aggregate), strict=True):
+            assert torch.equal(one, other)
+    later = simulate.run(plan, Linear(6, 3), records, Seeded(3), start=4, checkpoint=runs[1][3].checkpoint)
+    assert torch.equal(list(later)[-1].model, runs[0][-1].model)
+
+
+def test_the_fast_engine_adds_up_the_integers_of_one_run_at_a_time():
     plan = made()
     records = Records.of(np.zeros((220, 6)), np.zeros(220, int), np.repeat(np.arange(4), SIZES))
-    with pytest.raises(SordinoError, match="reference engine"):
-        next(simulate.run(plan, Linear(6, 3), records, Secure()))
+    with pytest.raises(SordinoError, match="one by one"):
+        next(simulate.run([plan, plan], Linear(6, 3), records, [Secure(), Secure()], theta=torch.zeros(2, 21)))
 
 
 # ------------------------------------------------------------------------------------------------------ the account
