@@ -13,6 +13,7 @@ from sordino.errors import SordinoError
 from sordino.federation import counting
 from sordino.federation.config import FederationConfig
 from sordino.federation.doctor import doctor
+from sordino.federation.sentences import of_coordinator
 from sordino.federation.terms import Terms, against_terms
 from sordino.privacy import spending
 from sordino.privacy.evidence.ledger import NOTES
@@ -73,6 +74,19 @@ def train_next(made):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if "statistics_epsilon" not in line))
     made.run()
+
+
+@pytest.mark.parametrize(("epsilon", "warned"), [(0.5, True), (45.0, False)])
+def test_rough_ranges_are_told_to_the_coordinator_and_to_the_sites(places, epsilon, warned):
+    made = places()
+    give(made, OPEN, statistics_epsilon=epsilon)
+    made.run()
+    (line,) = made.progress("finished")
+    told = of_coordinator(line, None)
+    assert f"the completed schema is {made.coordinator / 'run' / 'schema.toml'}" in told
+    assert ("WARNING: the found ranges are rough (age)" in told) is warned
+    assert ("raise statistics_epsilon in federation.toml" in told) is warned
+    assert ("are rough" in made.events("north")[-1].get("hint", "")) is warned
 
 
 @pytest.mark.parametrize("persons", [False, True])

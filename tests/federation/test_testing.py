@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from sordino import wire
-from sordino.cli.federate import _sentence
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import demonstration, testing
 from sordino.federation.config import FederationConfig, SiteConfig
+from sordino.federation.sentences import of_coordinator
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence import public
 from sordino.training import noised_metrics
@@ -247,9 +247,9 @@ def test_the_console_shows_what_the_counts_say(tmp_path):
     federation = folders(tmp_path)
     federation.run()
     (line,) = federation.progress("evaluation")
-    sentence = _sentence(line, None)
+    sentence = of_coordinator(line, None)
     assert "evaluation on 15 test records of 3 sites, ε = 20: accuracy" in sentence
-    assert _sentence({"what": "evaluation", "came": [], "why": "too few sites answered"}, None).startswith(
+    assert of_coordinator({"what": "evaluation", "came": [], "why": "too few sites answered"}, None).startswith(
         "no evaluation: too few"
     )
 
@@ -264,6 +264,6 @@ def test_a_model_that_is_not_shown_to_be_better_than_a_constant_is_told_loudly()
     metric = {"estimate": 0.52, "low": 0.4, "high": 0.6}
     found = {"task": "survival times", "concordance": metric}
     line = {"what": "evaluation", "came": ["a", "b"], "epsilon": 1.0, "records": 90, **found}
-    told = _sentence({**line, "doubt": noised_metrics.doubt(found)}, None)
+    told = of_coordinator({**line, "doubt": noised_metrics.doubt(found)}, None)
     assert "concordance 0.52 (0.4 to 0.6). WARNING: these counts do not show that the model is better" in told
-    assert "WARNING" not in _sentence({**line, "doubt": ""}, None)
+    assert "WARNING" not in of_coordinator({**line, "doubt": ""}, None)

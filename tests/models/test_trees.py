@@ -161,3 +161,44 @@ def test_runs_and_clients_are_computed_together():
 def test_wrong_arguments(options, message):
     with pytest.raises(SordinoError, match=message):
         model(**options)
+
+
+@pytest.mark.parametrize("per_person", [1, 3])
+def test_the_slope_is_that_of_the_linear_model_and_a_person_adds_at_most_the_clip(per_person):
+    of = Trees(7, 2, trees=5, depth=3, widths=WIDTHS, seed=1)
+    part = shard()
+    part = part._replace(y=part.y % 2, per_person=per_person)
+    at = 3 * theta(of)
+    whole = of.slope_sum(at, part, math.sqrt(2))
+    linear = of.linear.slope_sum(at, part._replace(x=of._indicators(part.x).to(part.x)), math.sqrt(2))
+    assert torch.allclose(whole, linear)
+    moves = []
+    for first in range(0, 30, per_person):
+        mask = part.mask.clone()
+        mask[first : first + per_person] = 0
+        moves.append(float((of.slope_sum(at, part._replace(mask=mask), math.sqrt(2)) - whole).norm()))
+    assert 0.1 < max(moves) <= math.sqrt(2)
+
+
+def test_the_slope_of_trees_is_calibrated():
+    from sordino.core import Privacy
+    from sordino.data.records import Records
+    from sordino.engines import simulate
+    from sordino.methods import build
+    from sordino.methods.calibration import calibrated
+    from sordino.privacy.mechanisms.random import Seeded
+    from sordino.privacy.plan import Plan
+    from sordino.training.metrics import calibration_slope
+
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (4000, 3))
+    y = (rng.random(4000) < 1 / (1 + np.exp(-1.5 * x[:, 0]))).astype(np.int64)
+    records = Records.of(x, y, np.arange(4000) % 4, dtype=torch.float64)
+    of = Trees(3, 2, trees=30, depth=4, seed=1)
+    slopes = []
+    for slope in (0.0, 0.1):
+        plan = Plan(calibrated(build("dp-boost"), 0.1, slope), 33, records.sizes, Privacy(2.0, 1e-5))
+        *_, last = simulate.run(plan, of, records, Seeded(3))
+        z = of.logits(last.model, torch.from_numpy(x))
+        slopes.append(calibration_slope(y, (z[:, 1] - z[:, 0]).numpy()))
+    assert abs(slopes[1] - 1) < abs(slopes[0] - 1), slopes

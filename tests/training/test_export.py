@@ -110,7 +110,7 @@ def test_torch_agrees(runs, name, tmp_path):
     np.testing.assert_allclose(one, found[:1], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", [*LINEAR, "trees", "trees of numbers"])
 def test_onnx_agrees(runs, name, tmp_path):
     onnx = pytest.importorskip("onnx")
     run = runs(name)
@@ -200,6 +200,25 @@ def test_leaves_agree(runs, tmp_path):
     np.testing.assert_allclose(found, run.predict(x), rtol=1e-4, atol=1e-5)
 
 
+def test_the_cuts_of_trees_are_in_the_unit_of_the_table(runs, tmp_path):
+    run = runs("trees")
+    export(run, "coefficients", tmp_path / "leaves.csv")
+    comments, rows = read_coefficients(tmp_path / "leaves.csv")
+    assert "in the unit of the table" in comments[0]
+    cuts = set()
+    for row in rows:
+        for part in row["leaf"].split(" and "):
+            if " age" in f" {part}" and "missing" not in part:
+                cuts |= {float(word) for word in part.replace("<=", "<").split(" < ") if word != "age"}
+    assert len(cuts) >= 3
+    assert all(20 <= cut <= 90 for cut in cuts)
+    assert max(cuts) > 60
+    # Records just above and below a cut differ, others do not.
+    cut = sorted(cuts)[len(cuts) // 2]
+    risk = [run.predict_proba({"age": [age], "ward": ["surgery"]})[0, 1] for age in (cut - 1e-3, cut + 1e-3)]
+    assert risk[0] != risk[1]
+
+
 def test_the_json_beside_it(runs, tmp_path):
     run = runs("table")
     assert export(run, "torch", tmp_path / "m.pt2") == [tmp_path / "m.pt2", tmp_path / "m.pt2.json"]
@@ -222,7 +241,7 @@ def test_the_json_beside_it(runs, tmp_path):
         ("network", "coefficients", "coefficients is for linear models, and this is a network (mlp); use --to torch"),
         ("network", "onnx", "onnx is for linear models, and this is a network (mlp); use --to torch"),
         ("network", "sklearn", "sklearn is for linear models, and this is a network (mlp); use --to torch"),
-        ("trees", "onnx", "onnx is for linear models, and this is a model of trees; use --to torch"),
+        ("trees", "sklearn", "sklearn is for linear models, and this is a model of trees; use --to torch or onnx"),
         ("half", "coefficients", "a weight belongs to no single feature; use --to torch or --to onnx"),
         ("short", "coefficients", "a weight belongs to no single feature; use --to torch or --to onnx"),
         ("plain", "onx", "'onx' is unknown. Did you mean 'onnx'?"),

@@ -70,6 +70,23 @@ def test_it_has_what_a_run_has(place):
     assert set(run.predict(NEW)) <= {"no", "yes"}
 
 
+def test_predictions_are_written_to_a_file(place, tmp_path, capsys):
+    words = ["predict", str(place / "run"), str(place / "patients.csv")]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert main([*words, "--out", str(tmp_path / "risks.csv")]) == 0
+    assert (tmp_path / "risks.csv").read_text() == shown
+    assert "risks.csv" in capsys.readouterr().out
+    for more, why in (
+        (["--out", str(tmp_path / "risks.csv")], "exists; name another file"),
+        (["--out", str(tmp_path / "no" / "risks.csv")], "there is no folder for"),
+        (["--out", str(tmp_path / "more.csv"), "--json"], "use one of them"),
+    ):
+        assert main([*words, *more]) == 2
+        assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "risks.csv"]
+
+
 @pytest.mark.parametrize("where", ["run", "run/public", "run/public/model.safetensors"])
 def test_every_path_of_a_run_names_it(place, where):
     assert sordino.load_run(str(place / where)).certificate is not None

@@ -31,12 +31,23 @@ def add(commands: Any) -> None:
         "sordino federate status study",
     )
     parts = parent.add_subparsers(title="steps", metavar="STEP")
-    for add_one in (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join, _add_status):
+    every = (
+        _add_up,
+        _add_init,
+        _add_keys,
+        _add_doctor,
+        _add_coordinate,
+        _add_join,
+        _add_approve,
+        _add_status,
+        _add_renew,
+    )
+    for add_one in every:
         add_one(parts)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join or status.")
+    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join, approve, status or renew.")
 
 
 # ------------------------------------------------------------------------------------------------------------------ up
@@ -70,6 +81,9 @@ def _add_up(parts: Any) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
     parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
+    parser.add_argument(
+        "--prepare", action="store_true", help="only write the folders, for `coordinate` and `join` in other places"
+    )
     add_json(parser)
 
 
@@ -94,6 +108,8 @@ def _up(arguments: argparse.Namespace) -> int:
         about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
         about |= {"evaluation": arguments.evaluate, "schema": arguments.schema and Path(arguments.schema)}
         demonstration.prepare(out, arguments.sites, spec=spec, **about)
+        if arguments.prepare:
+            return _prepared(arguments, out)
     began = time.monotonic()
     try:
         lines = list(_shown(demonstration.up(out)))
@@ -106,6 +122,21 @@ def _up(arguments: argparse.Namespace) -> int:
     document = _outcome(out, lines, time.monotonic() - began)
     if not emit(arguments, document):
         _show_outcome(out, document)
+    return 0
+
+
+def _prepared(arguments: argparse.Namespace, out: Path) -> int:
+    """Say what was written, and what to start with it."""
+    sites = sorted(path.name for path in (out / "sites").iterdir())
+    if not emit(arguments, {"out": str(out), "sites": sites}):
+        facts(
+            [
+                ("written", f"{out}/coordinator and {out}/sites/{{{','.join(sites)}}}"),
+                ("coordinator", f"sordino federate coordinate {out}/coordinator"),
+                ("each site", f"sordino federate join {out}/sites/{sites[0]}/site.toml --link HOST:8000 --authority "
+                 f"{out}/coordinator/tls/authority.pem"),
+            ]
+        )  # fmt: skip
     return 0
 
 
@@ -323,29 +354,41 @@ def _add_doctor(parts: Any) -> None:
         parts,
         "doctor",
         _doctor,
-        "check a site's data, keys and budget before it joins",
-        "sordino federate doctor site-north/site.toml\nsordino federate doctor site.toml --federation study",
+        "check a site's data, keys and budget before it joins, or a coordinator's folder",
+        "sordino federate doctor site-north/site.toml\n"
+        "sordino federate doctor site.toml --federation study\n"
+        "sordino federate doctor study",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
+    parser.add_argument("site", metavar="SITE.toml|DIR", help="the site's settings, or a coordinator's folder")
     parser.add_argument(
         "--federation", metavar="DIR", help="a coordinator's folder: check its run against site.toml and the budget"
+    )
+    parser.add_argument(
+        "--authority", metavar="FILE", help="the coordinator's authority.pem (default: the one beside SITE.toml)"
     )
     add_json(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation.doctor import doctor
+    from sordino.federation.doctor import coordinator_doctor, doctor
 
-    checks = list(doctor(Path(arguments.site), arguments.federation and Path(arguments.federation)))
-    if not emit(arguments, [{"fine": bool(check.fine), "about": check.about, "what": check.says} for check in checks]):
+    place = Path(arguments.site)
+    coordinates = (place / "federation.toml").exists()
+    if coordinates and (arguments.federation or arguments.authority):
+        raise SordinoError(f"--federation, --authority: '{place}' is a coordinator's folder; leave both out.")
+    others = (value and Path(value) for value in (arguments.federation, arguments.authority))
+    checks = list(coordinator_doctor(place) if coordinates else doctor(place, *others))
+    document = [{"fine": bool(c.fine), "about": c.about, "what": c.says, "soon": bool(c.soon)} for c in checks]
+    if not emit(arguments, document):
         page, width = console(), max(len(check.about) for check in checks)
         for check in checks:
-            mark = "[green]ok[/] " if check.fine else "[red]fix[/]"
+            mark = "[yellow]soon[/]" if check.soon else "[green]ok[/]  " if check.fine else "[red]fix[/] "
             page.print(f"{mark}  {check.about:<{width}}  " + check.says.replace("[", "\\["))
         problems = sum(not check.fine for check in checks)
+        ready = "this coordinator is ready" if coordinates else "this site is ready to join"
         page.print()
-        page.print(f"{sentences.count(problems, 'problem')} to fix" if problems else "this site is ready to join")
+        page.print(f"{sentences.count(problems, 'problem')} to fix" if problems else ready)
     return 0 if all(check.fine for check in checks) else 1
 
 
@@ -404,6 +447,43 @@ def _check_port(port: int) -> None:
         raise SordinoError(f"--port: {port} must lie between 1 and 65535.")
 
 
+def _add_renew(parts: Any) -> None:
+    parser = command(
+        parts,
+        "renew",
+        _renew,
+        "renew the certificate of a coordinator's link; the sites need nothing new",
+        "sordino federate renew study\n"
+        "sordino federate renew study --host new.example.org\n"
+        "sordino federate renew study --new-authority",
+    )
+    parser.add_argument("folder", metavar="DIR", help="made by 'sordino federate init'")
+    parser.add_argument("--host", action="append", default=[], metavar="NAME", help="another name of the link")
+    parser.add_argument(
+        "--new-authority", action="store_true", help="make new keys too; every site needs the new tls/authority.pem"
+    )
+
+
+def _renew(arguments: argparse.Namespace) -> int:
+    from sordino.federation import tls as made
+
+    place = Path(arguments.folder) / "tls"
+    if not made.Tls.of(place).authority.exists():
+        raise SordinoError(f"'{place}' has no certificates; `sordino federate coordinate` makes them.")
+    if arguments.new_authority:
+        old = made.Tls.of(place).certificate
+        hosts = [*(made.hosts_of(old) if old.exists() else []), *arguments.host]
+        tls = made.certificates(place, hosts=hosts)
+        then = f"send {tls.authority} to the sites (it is public), then start `coordinate` and each `join` again"
+    else:
+        tls = made.renew(place, hosts=arguments.host)
+        then = "start `coordinate` again; the sites need nothing new"
+    page = console()
+    page.print(f"valid until {made.end_of(tls.certificate):%d %b %Y}  {tls.certificate}", markup=False)
+    page.print(f"next        {then}", markup=False)
+    return 0
+
+
 def _add_join(parts: Any) -> None:
     parser = command(
         parts,
@@ -430,6 +510,54 @@ def _join(arguments: argparse.Namespace) -> int:
     _serve_status(Path(arguments.site).parent, arguments.status_port)
     for line in transport.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
         print(f"{time.strftime('%H:%M:%S')}  {sentences.of_site(line)}", flush=True)
+    return 0
+
+
+def _add_approve(parts: Any) -> None:
+    parser = command(
+        parts,
+        "approve",
+        _approve,
+        "list the studies that a site with `ask = true` was asked about; approve or decline one",
+        "sordino federate approve site-north/site.toml\n"
+        "sordino federate approve site-north/site.toml --yes 3f9c21ab77d0\n"
+        "sordino federate approve site-north/site.toml --no 3f9c21ab77d0",
+    )
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument("--yes", metavar="STUDY", help="approve one run of this study")
+    answers.add_argument("--no", metavar="STUDY", help="decline this study")
+    add_json(parser)
+
+
+def _approve(arguments: argparse.Namespace) -> int:
+    from sordino.federation import approvals
+    from sordino.federation.config import SiteConfig
+
+    check_json(arguments)
+    config = SiteConfig.read(Path(arguments.site))
+    if begins := arguments.yes or arguments.no:
+        found = [approvals.answer(config.folder, begins, approved=arguments.yes is not None)]
+    else:
+        found = approvals.studies(config.folder)
+    if emit(arguments, [study._asdict() for study in found]):
+        return 0
+    if not config.ask:
+        print("note: site.toml has no `ask = true`, so this site asks nobody", file=sys.stderr)
+    rows = [
+        [
+            study.digest[:12],
+            study.state,
+            f"{study.facts['method']}, {sentences.count(study.facts['rounds'], 'round')}",
+            f"ε = {study.facts['epsilon']:g}, one {study.facts['unit']}",
+            f"{sentences.count(len(study.facts['sites']), 'site')}, {study.facts['trust']}",
+        ]
+        for study in found
+    ]
+    if rows:
+        table(["study", "state", "what", "privacy", "with whom"], rows)
+    else:
+        print("no study was proposed yet")
     return 0
 
 

@@ -6,9 +6,10 @@ import argparse
 import csv
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from sordino.cli.show import add_json, check_json, command, emit
+from sordino import files
+from sordino.cli.show import add_json, check_json, command, emit, facts
 from sordino.errors import SordinoError
 
 
@@ -18,7 +19,7 @@ def add(commands: Any) -> None:
         "predict",
         act,
         "apply a trained model to a file",
-        "sordino predict runs/mine new.csv",
+        "sordino predict runs/mine new.csv\nsordino predict runs/mine new.csv --out risks.csv",
     )
     parser.add_argument("model", metavar="MODEL", help="a run's directory, its public/, or a model.safetensors")
     parser.add_argument(
@@ -26,6 +27,7 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help=".csv or .parquet with the training columns, .npz with x, or (text models) .txt, one sentence per line",
     )
+    parser.add_argument("--out", metavar="FILE", help="write the table to this CSV file, which must not exist")
     add_json(parser)
 
 
@@ -36,6 +38,13 @@ def act(arguments: argparse.Namespace) -> int:
 
     if Path(arguments.model).exists() and not Path(arguments.file).expanduser().is_file():
         raise SordinoError(f"data: there is no file '{arguments.file}'; check the path.")
+    target = None if arguments.out is None else Path(arguments.out)
+    if target is not None and arguments.json:
+        raise SordinoError("--out: it writes a table, and --json prints a document; use one of them.")
+    if target is not None and target.exists():
+        raise SordinoError(f"--out: '{target}' exists; name another file.")
+    if target is not None and not target.absolute().parent.is_dir():
+        raise SordinoError(f"--out: there is no folder for '{target}'; make it first.")
     predictions = predict(arguments.model, arguments.file)
     if not (RunFolder.find(Path(arguments.model)).public / "certificate.json").is_file():
         print(
@@ -45,10 +54,19 @@ def act(arguments: argparse.Namespace) -> int:
     document = {"predictions": predictions.labels}
     if predictions.classes:
         document |= {"classes": predictions.classes, "probabilities": predictions.probabilities}
-    if not emit(arguments, document):
-        out = csv.writer(sys.stdout, lineterminator="\n")
-        out.writerow(["row", "prediction", *(f"p({name})" for name in predictions.classes)])
-        for row, label in enumerate(predictions.labels):
-            chances = [f"{p:.4f}" for p in predictions.probabilities[row]] if predictions.classes else []
-            out.writerow([row, label, *chances])
+    if target is not None:
+        with files.replacing(target) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+            write(predictions, file)
+        facts([("files", str(target)), ("records", f"{len(predictions.labels):,}")])
+    elif not emit(arguments, document):
+        write(predictions, sys.stdout)
     return 0
+
+
+def write(predictions: Any, file: IO[str]) -> None:
+    """One row per record: its number from 0, the prediction, and the probabilities."""
+    out = csv.writer(file, lineterminator="\n")
+    out.writerow(["row", "prediction", *(f"p({name})" for name in predictions.classes)])
+    for row, label in enumerate(predictions.labels):
+        chances = [f"{p:.4f}" for p in predictions.probabilities[row]] if predictions.classes else []
+        out.writerow([row, label, *chances])

@@ -98,6 +98,7 @@ class SiteConfig(_File):
     most_rounds: int = 1000
     most_dropouts: int = 10_000  # more dropouts mean smaller sums, and more noise of each site
     colluders: int = 1  # least number of colluding sites that the noise must withstand, under secure aggregation
+    ask: bool = False  # a person approves every run: `sordino federate approve`
     ledger: str = "ledger.db"
     witness: str | None = None  # a file outside of this folder that notices older ledgers; None: the state directory
     identity: str = "identity.key"

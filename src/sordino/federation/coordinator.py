@@ -45,7 +45,7 @@ from sordino.training import evaluation_plan, noised_metrics
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate, no_better
 from sordino.training.folder import SCHEMA
-from sordino.training.private_statistics import found_schema
+from sordino.training.private_statistics import LARGER_EPSILON, found_schema, rough
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
@@ -327,11 +327,14 @@ class Coordinator:
         schema = self.config.table_schema
         assert schema is not None
         std = calibration.aggregate_std(self.plan, 0)
-        found = found_schema(schema, counting.tally_of(schema), counts.double().numpy(), std)
+        tally = counting.tally_of(schema)
+        found = found_schema(schema, tally, counts.double().numpy(), std)
         files.write(self.out / SCHEMA, found.toml().encode())
         done = self._tell_sites(counts)
         cert = self._certify(schema_sha256=sha256(self.out / SCHEMA))
-        self.tell("finished", epsilon=cert["epsilon"], sites=done, schema=str(self.out / SCHEMA))
+        doubt = rough(tally, std, sum(self.plan.sizes), LARGER_EPSILON)
+        more = {} if doubt is None else {"rough": doubt}
+        self.tell("finished", epsilon=cert["epsilon"], sites=done, schema=str(self.out / SCHEMA), **more)
 
     def _tell_sites(self, result: Tensor) -> list[str]:
         """Send the sites what the run found. Returns those that have their certificate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
-from sordino.federation.folders import init, make_site
+from sordino.federation.folders import init, make_site, proposed
 from sordino.federation.handler import HANDLER
+from sordino.federation.limits import request_bytes
 from sordino.federation.progress import count_lines, follow
 from sordino.federation.terms import SITE_NAME, federated
 from sordino.secagg import Roster
@@ -94,6 +96,7 @@ def prepare(
             with open(place / "site.toml", "a", encoding="utf-8") as file:
                 file.write(f"evaluation_epsilon = {2 * evaluation!r}   # limit over all evaluations on test records\n")
         ensure_node_key(place / "node")
+        shutil.copy(place / "node.pub", coordinator / "nodes" / f"{name}.pub")
         parts.save(place / f"data{suffix}", k)
     roster = Roster(tuple(cards))
     for place in (coordinator, *(folder / "sites" / name for name in names)):
@@ -216,6 +219,8 @@ def up(folder: Path, seconds: float = 1800.0) -> Iterator[dict[str, Any]]:
     progress = coordinator / "run" / "progress.jsonl"
     seen = count_lines(progress)
     place = next(p for k in range(10_000) if not (p := folder / f"flower{k or ''}").exists())
-    with LocalFederation(place, names, handler=HANDLER, server=server, site=site) as running:
+    own: dict[str, Any] = {"handler": HANDLER, "server": server, "site": site, "once": True}
+    own["most"] = request_bytes(proposed(coordinator, [1000] * len(names)))
+    with LocalFederation(place, names, **own) as running:
         running.run()
         yield from follow(progress, running, seconds, seen)

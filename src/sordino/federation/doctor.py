@@ -17,6 +17,7 @@ from sordino.federation.folders import proposed
 from sordino.federation.policy import agree, broken_rules
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
+from sordino.federation.tls import AUTHORITY_KEY, NEW_AUTHORITY, RENEW_DAYS, Tls, days_left, end_of
 from sordino.federation.witness import older, read
 from sordino.privacy import spending
 from sordino.privacy.evidence.charges import charges
@@ -30,14 +31,16 @@ class Check(NamedTuple):
     fine: bool
     about: str  # what was checked: a file, a key, the budget
     says: str
+    soon: bool = False  # fine today, but somebody must act soon
 
 
-def doctor(path: Path, coordinator: Path | None = None) -> Iterator[Check]:
-    """Check everything that a site needs before it joins: data, keys, roster and budget.
+def doctor(path: Path, coordinator: Path | None = None, authority: Path | None = None) -> Iterator[Check]:
+    """Check everything that a site needs before it joins: data, keys, roster, budget and the link's authority.
 
     Args:
       path: the site's site.toml.
       coordinator: a coordinator's folder, to check whether the site would agree to its run and can afford it.
+      authority: the coordinator's tls/authority.pem; None for authority.pem beside site.toml, if it is there.
 
     Yields:
       One `Check` per item. Nothing is written.
@@ -64,8 +67,67 @@ def doctor(path: Path, coordinator: Path | None = None) -> Iterator[Check]:
     except (SordinoError, OSError) as error:
         yield Check(False, "data", f"{error}")
     yield from _keys(config)
+    if authority is not None or (config.folder / "authority.pem").exists():
+        yield _certificate(authority or config.folder / "authority.pem", "ask the coordinator for the new one")
     if site is not None:
         yield from _budget(site, coordinator)
+
+
+def coordinator_doctor(folder: Path) -> Iterator[Check]:
+    """Check a coordinator's folder before `coordinate`: the run, the sites' keys, and the link's certificates.
+
+    Args:
+      folder: the coordinator's folder.
+
+    Yields:
+      One `Check` per item. Nothing is written.
+
+    Raises:
+      SordinoError: federation.toml cannot be read.
+    """
+    config = FederationConfig.read(folder / "federation.toml")
+    yield Check(True, "federation.toml", f"{len(config.sites)} sites: {', '.join(config.sites)}")
+    try:
+        terms = proposed(folder, [1000] * len(config.sites))
+        yield Check(
+            True, "spec.toml", f"{terms.plan.method.name}, {terms.plan.rounds} rounds, {terms.resolved.spec.trust}"
+        )
+        needed = terms.secure
+    except SordinoError as error:
+        yield Check(False, "spec.toml", str(error))
+        needed = False
+    for name in config.sites:
+        if not (folder / "nodes" / f"{name}.pub").is_file():
+            yield Check(False, "nodes", f"nodes/{name}.pub is missing; copy the node.pub of that site to it")
+    try:
+        roster = Roster.read(config.path(config.roster))
+        same = set(roster.names) == set(config.sites)
+        problem = "" if same else f"; it lists {', '.join(roster.names)}"
+        yield Check(same, "roster.toml", f"{len(roster.names)} sites, hash {grouped(roster.sha256())}{problem}")
+    except (SordinoError, OSError) as error:
+        yield Check(
+            not needed, "roster.toml", f"{error} Secure aggregation needs it; without it, hellos are not signed"
+        )
+    tls = Tls.of(folder / "tls")
+    if not tls.authority.exists():
+        yield Check(True, "tls", "no certificates yet; `sordino federate coordinate` makes them")
+        return
+    yield _certificate(tls.authority, NEW_AUTHORITY)
+    renewable = (folder / "tls" / AUTHORITY_KEY).exists()
+    yield _certificate(tls.certificate, "start `coordinate` again, which renews it" if renewable else NEW_AUTHORITY)
+
+
+def _certificate(path: Path, remedy: str) -> Check:
+    """Whether a certificate is valid, and for how long."""
+    try:
+        left, end = days_left(path), f"{end_of(path):%d %b %Y}"
+    except SordinoError as error:
+        return Check(False, path.name, str(error))
+    if left <= 0:
+        return Check(False, path.name, f"it ended on {end}; {remedy}")
+    if left < RENEW_DAYS:
+        return Check(True, path.name, f"it ends on {end}, in {left:.0f} days; {remedy}", soon=True)
+    return Check(True, path.name, f"valid until {end}")
 
 
 def _keys(config: SiteConfig) -> Iterator[Check]:

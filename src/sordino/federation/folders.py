@@ -43,6 +43,7 @@ delta = 1e-5
 # run_epsilon = 1.0     # of any single run; if the federation's is larger, this site adds more noise
 # methods = ["dp-fedsofim"]
 # trust = ["secure-aggregation"]
+# ask = true   # a person approves every run: sordino federate approve site.toml
 # most_rounds = 1000
 """
 README_TEMPLATE = """\

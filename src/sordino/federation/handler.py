@@ -1,10 +1,4 @@
-"""What a site's worker calls for every message.
-
-    python -m sordino.federation.handler SITE.toml
-
-checks a site before it joins: it refuses a limit above the ledger's, stores a new one, and prints the site's name.
-
-Environment variables name the site's file to the worker:
+"""What a site's worker calls for every message. Environment variables name the site's file:
 
 SORDINO_SITE_FILE             site.toml
 SORDINO_SITES, SORDINO_SITE   or: a folder of sites, and the name of one of them
@@ -13,7 +7,6 @@ SORDINO_SITES, SORDINO_SITE   or: a folder of sites, and the name of one of them
 from __future__ import annotations
 
 import os
-import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -42,18 +35,3 @@ def handle(request: bytes) -> bytes:
     """The reply by the site's current rules: site.toml is read again after a change."""
     path = file()
     return site(path, path.stat().st_mtime_ns).answer(request)
-
-
-def main(path: str) -> int:
-    try:
-        config = SiteConfig.read(path)
-        Site(config)
-    except (SordinoError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(config.name)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -9,6 +9,7 @@ from sordino.secagg.keys import SITES
 SMALL = 2**20  # bytes of a message that carries no model and no update, and of a message's head
 PER_SITE = 2**16  # bytes of what a message carries for each site: keys, shares and signatures
 PARTS = 64  # vectors or matrices of the model's size in one message
+_EVALUATION = 2**23  # bytes of the counts of an evaluation, whatever the model
 _MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
 
 
@@ -27,10 +28,15 @@ def message_bytes(terms: Terms) -> int:
     """
     size = terms.dimension + len(terms.classes) + 1
     matrices = any(query.kind in _MATRICES for stage in terms.plan.stages for query in stage.queries)
-    tests = 2**23 if terms.evaluation else 0  # counts of an evaluation, whatever the model
+    tests = _EVALUATION if terms.evaluation else 0
     return small_bytes(len(terms.names)) + 8 * PARTS * size + (8 * PARTS * size * size if matrices else 0) + tests
 
 
-def request_bytes(terms: Terms) -> int:
-    """Bytes of the largest request to the link: a message, and what the transport adds."""
-    return message_bytes(terms) + SMALL
+def request_bytes(terms: Terms, counts: int = 0) -> int:
+    """Bytes of the largest request to the link: a message, and what the transport adds.
+
+    Args:
+      terms: what the coordinator's folder would propose for a training.
+      counts: cells that a run counts in place of a training.
+    """
+    return message_bytes(terms) + _EVALUATION + 8 * PARTS * counts + SMALL

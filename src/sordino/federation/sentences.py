@@ -69,6 +69,8 @@ def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
             return evaluation(line)
         case "finished":
             why = f". {warning(line['useless'])}" if "useless" in line else ""
+            why += f"; the completed schema is {line['schema']}" if "schema" in line else ""
+            why += f". WARNING: {line['rough']}" if "rough" in line else ""
             return f"finished: ε = {line['epsilon']:.4g}, {count(len(line['sites']), 'site')}{why}"
         case "failed":
             return f"failed: {line['why']}"

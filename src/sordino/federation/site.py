@@ -22,7 +22,7 @@ from sordino import files, secagg, wire
 from sordino.core import Broadcast
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, RolledBackError, SordinoError, WireError
-from sordino.federation import introductions, limits, testing, witness
+from sordino.federation import approvals, introductions, limits, testing, witness
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
@@ -178,6 +178,8 @@ class Site(SiteData):
                 )
                 if terms.evaluation:
                     self._afford_evaluation(ledger, _evaluation_entries(terms, mine, account))
+            if self.config.ask:
+                approvals.check(self.config.folder, terms)
             run = SiteRun.make(self, terms, account)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)

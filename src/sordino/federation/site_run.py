@@ -40,7 +40,7 @@ from sordino.training import evaluation_plan
 from sordino.training.artifacts import save_model
 from sordino.training.evaluate import evaluate, no_better
 from sordino.training.folder import SCHEMA
-from sordino.training.private_statistics import found_schema
+from sordino.training.private_statistics import LARGER_EPSILON, found_schema, rough
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
@@ -452,7 +452,10 @@ class SiteRun:
     def _hint(self, theta: Tensor) -> dict[str, str]:
         """A hint for the site if the model is useless on its test records."""
         if self.terms.cells:
-            return {"schema": str(self.folder / SCHEMA)}
+            tally, std = self.model, calibration.aggregate_std(self.plan, 0)
+            assert isinstance(tally, ColumnTally)
+            doubt = rough(tally, std, sum(self.plan.sizes), LARGER_EPSILON)
+            return {"schema": str(self.folder / SCHEMA), **({} if doubt is None else {"hint": doubt})}
         x, y = self._test
         if not len(y):
             return {}

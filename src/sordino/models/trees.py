@@ -16,9 +16,10 @@ leaf, whatever its features are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -50,16 +51,16 @@ class Split(NamedTuple):
     key: tuple[float, ...]
     edges: tuple[float, ...]
 
-    def words_of(self, place: int, names: Sequence[str]) -> str:
-        """Which records lie in a bin: levels of a category, or an interval of a number."""
+    def words_of(self, place: int, names: Sequence[str], written: Callable[[float], str] = "{:.6g}".format) -> str:
+        """Which records lie in a bin: levels of a category, or an interval of a number, whose ends are `written`."""
         own = names[self.first : self.first + len(self.key)]
         if len(self.key) > 2:
             return " or ".join(name for name, key in zip(own, self.key, strict=True) if key == place) or "none"
         if len(self.key) == 2 and place == len(self.edges):
             return own[1]
-        low = f"{self.edges[place - 1]:.6g} < " if place else ""
+        low = f"{written(self.edges[place - 1])} < " if place else ""
         last = place == len(self.edges) - (len(self.key) == 2)
-        return f"{low}{own[0]}" + ("" if last else f" <= {self.edges[place]:.6g}")
+        return f"{low}{own[0]}" + ("" if last else f" <= {written(self.edges[place])}")
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,21 @@ class Trees:
                 edges[t, c] = split.edges
         return keys, edges
 
-    def words_of(self, tree: int, leaf: int, names: Sequence[str]) -> str:
-        """Where a leaf lies, in terms of the features' names."""
+    def words_of(
+        self,
+        tree: int,
+        leaf: int,
+        names: Sequence[str],
+        written: Mapping[int, Callable[[float], str]] = MappingProxyType({}),
+    ) -> str:
+        """Where a leaf lies, in terms of the features' names.
+
+        written: by the first feature of a column, how an edge is written in the unit of the table.
+        """
         words = []
         for split in reversed(self.splits[tree]):
             leaf, place = divmod(leaf, self.bins)
-            words.append(split.words_of(place, names))
+            words.append(split.words_of(place, names, written.get(split.first, "{:.6g}".format)))
         return " and ".join(reversed(words))
 
     # ------------------------------------------------------------------------------------------------- predictions
@@ -283,6 +293,11 @@ class Trees:
     def calibration_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
         """The sum of (one-hot label, probabilities of the classes), each clipped to norm `clip`."""
         return self._linear_sum(shard, lambda part: self.linear.calibration_sum(theta, part, clip))
+
+    @exact_arithmetic()
+    def slope_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """The sum of the eight numbers that `Ask.slope` lists, each record's clipped to norm `clip`."""
+        return self._linear_sum(shard, lambda part: self.linear.slope_sum(theta, part, clip))
 
     # --------------------------------------------------------------------------------------------------- internals
 

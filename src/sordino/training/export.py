@@ -13,7 +13,9 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,18 +241,40 @@ def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
     theta = run.theta.double().cpu().numpy()
     values = theta[: -model.outputs].reshape(model.trees, model.leaves, model.outputs)
     names = list(run.features) or [f"x{k}" for k in range(model.features)]
-    outputs = list(run.classes) or [""]
+    outputs, written = list(run.classes) or [""], table_edges(run)
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        file.write("# the logit of a class is its intercept plus the values of the leaves that hold the record\n")
+        unit = "; numbers are cut in the unit of the table" if written else ""
+        file.write(
+            f"# the logit of a class is its intercept plus the values of the leaves that hold the record{unit}\n"
+        )
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["tree", "class", "leaf", "value"])
         table.writerows(
             ["", output, "(intercept)", repr(float(theta[k - model.outputs]))] for k, output in enumerate(outputs)
         )
         for t, leaf, k in zip(*np.nonzero(values), strict=True):
-            table.writerow(
-                [t + 1, outputs[k], model.words_of(int(t), int(leaf), names), repr(float(values[t, leaf, k]))]
-            )
+            words = model.words_of(int(t), int(leaf), names, written)
+            table.writerow([t + 1, outputs[k], words, repr(float(values[t, leaf, k]))])
+
+
+def _in_table(knot: Callable[[float], str], edge: float) -> str:
+    return knot((edge + 1) / 2)
+
+
+def table_edges(run: LoadedRun) -> dict[int, Callable[[float], str]]:
+    """By the first feature of a number or date, how an edge of a tree is written in the unit of the table.
+
+    Empty without a schema, and where records are scaled after they were encoded.
+    """
+    if run.schema is None or run.normalize != "none":
+        return {}
+    found: dict[int, Callable[[float], str]] = {}
+    first = 0
+    for block in run.schema.blocks:
+        if block.knot is not None:
+            found[first] = partial(_in_table, block.knot)
+        first += len(block.features)
+    return found
 
 
 def contrast(run: LoadedRun) -> str:
@@ -439,7 +463,7 @@ def write_sklearn(run: LoadedRun, out: Path) -> None:
 
     from sordino.training.record_scaler import RecordScaler
 
-    model, weight, offset = linear_parts(run, "sklearn", "use --to torch")
+    model, weight, offset = linear_parts(run, "sklearn", "use --to torch or onnx")
     estimator: Any
     if model.kind in NUMERIC_LOSSES:
         estimator = Ridge() if model.kind is Loss.SQUARES else PoissonRegressor()
@@ -470,11 +494,14 @@ def write_onnx(run: LoadedRun, out: Path) -> None:
     onnx = optional("onnx", "onnx", "--to onnx")
     graph, hazards = _Graph(onnx), hazard_parts(run)
     z = graph.prepare(graph.node("Cast", "features", to=onnx.TensorProto.DOUBLE), preparation(run))
-    if hazards is not None:
-        weight, offset = hazards[0][:, None], hazards[1]
+    model: Any = run.model
+    if isinstance(run.model, Trees):
+        z = graph.forest(z, run.model, run.theta.detach().cpu())
+    elif hazards is not None:
+        z = graph.linear(z, hazards[0][:, None], hazards[1])
     else:
         model, weight, offset = linear_parts(run, "onnx", "use --to torch")
-    z = graph.node("Add", graph.node("MatMul", z, graph.constant(weight)), graph.constant(offset))
+        z = graph.linear(z, weight, offset)
     if hazards is not None:
         tail = graph.node("Exp", graph.node("Neg", graph.node("Abs", z)))  # softplus of doubles is in no runtime
         tail = graph.node("Log", graph.node("Add", tail, graph.constant(1.0)))
@@ -487,11 +514,17 @@ def write_onnx(run: LoadedRun, out: Path) -> None:
         p = graph.node("Sigmoid", z)
         z = graph.node("Concat", graph.node("Sub", graph.constant(1.0), p), p, axis=-1)
     elif model.kind is Loss.POISSON:
-        z = graph.node("Exp", graph.node("Min", z, graph.constant(model.cap)))
+        cap = model.linear.cap if isinstance(model, Trees) else model.cap
+        z = graph.node("Exp", graph.node("Min", z, graph.constant(cap)))
+    if isinstance(model, Trees) and run.schema is not None and not run.classes:  # of linear models it is in the weights
+        middle = run.schema.middle if model.kind is Loss.SQUARES else 0.0
+        z = graph.node("Add", graph.node("Mul", z, graph.constant(run.schema.unit)), graph.constant(middle))
     name = "probabilities" if run.classes or run.edges else "values"
     graph.node("Cast", z, out=name, to=onnx.TensorProto.FLOAT)
     width = len(run.classes) or len(run.edges) or 1
-    inputs = [onnx.helper.make_tensor_value_info("features", onnx.TensorProto.FLOAT, ["records", len(weight)])]
+    inputs = [
+        onnx.helper.make_tensor_value_info("features", onnx.TensorProto.FLOAT, ["records", int(run.about["features"])])
+    ]
     outputs = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["records", width])]
     body = onnx.helper.make_graph(graph.nodes, "sordino", inputs, outputs, graph.constants)
     made = onnx.helper.make_model(
@@ -533,6 +566,30 @@ class _Graph:
         if mean is None or matrix is None:
             return x
         return self.node("MatMul", self.node("Sub", x, self.constant(mean)), self.constant(matrix))
+
+    def linear(self, x: str, weight: np.ndarray, offset: np.ndarray) -> str:
+        return self.node("Add", self.node("MatMul", x, self.constant(weight)), self.constant(offset))
+
+    def forest(self, x: str, model: Trees, theta: Tensor) -> str:
+        """The logits of trees: bins by counted edges, leaves by their number. Edges are compared in the run's type."""
+        single = theta.dtype == torch.float32
+        number = np.float32 if single else np.float64
+        keys, edges = model.arrays
+        values, constant = model.parts(theta.double())
+        x = self.node("Cast", x, to=self.onnx.TensorProto.FLOAT) if single else x
+        score = self.node("MatMul", x, self.constant(keys.reshape(model.features, -1), number))
+        score = self.node("Unsqueeze", score, self.constant([2], np.int64))
+        above = self.node("Greater", score, self.constant(edges.reshape(model.trees * model.columns, -1), number))
+        above = self.node("Cast", above, to=self.onnx.TensorProto.INT64)
+        place = self.node("ReduceSum", above, self.constant([2], np.int64), keepdims=0)
+        place = self.node("Reshape", place, self.constant([-1, model.trees, model.columns], np.int64))
+        strides = model.bins ** np.arange(model.columns)[::-1]
+        leaf = self.node("Mul", place, self.constant(strides, np.int64))
+        leaf = self.node("ReduceSum", leaf, self.constant([2], np.int64), keepdims=0)
+        leaf = self.node("Add", leaf, self.constant(model.leaves * np.arange(model.trees), np.int64))
+        found = self.node("Gather", self.constant(values.reshape(-1, model.outputs).numpy()), leaf, axis=0)
+        total = self.node("ReduceSum", found, self.constant([1], np.int64), keepdims=0)
+        return self.node("Add", total, self.constant(constant.numpy()))
 
     def prepare(self, x: str, prepared: Preparation) -> str:
         z = self.affine(x, prepared.mean, prepared.matrix)

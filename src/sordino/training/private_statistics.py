@@ -140,13 +140,18 @@ def _seen(tail: np.ndarray, std: float, least: float) -> int:
     return done
 
 
-def rough(tally: ColumnTally, std: float, units: int) -> str | None:
+LARGER_SHARE = "spend a larger share (--private-statistics)"
+LARGER_EPSILON = "raise statistics_epsilon in federation.toml"
+
+
+def rough(tally: ColumnTally, std: float, units: int, remedy: str = LARGER_SHARE) -> str | None:
     """Why the ranges that were found are rough, for people; None where the noise lets 2 % of the records be seen.
 
     Args:
       tally: what was counted.
       std: of the noise on one share.
       units: number of records, or of persons, whose shares were noised: public.
+      remedy: how this run could spend more on the counts.
     """
     noise = std * math.sqrt(tally.bins)
     if not tally.columns or noise <= 1 - COVERAGE:
@@ -155,7 +160,7 @@ def rough(tally: ColumnTally, std: float, units: int) -> str | None:
     return (
         f"the found ranges are rough ({names}): the noise on the records outside of a range has a standard deviation "
         f"of up to {noise:.1%} ({noise * units:.0f} of {units:,}), so {1 - COVERAGE:.0%} outside cannot be seen. Give "
-        "public ranges, leave within only where needed, or spend a larger share (--private-statistics)."
+        f"public ranges, leave within only where needed, or {remedy}."
     )
 
 

@@ -240,8 +240,8 @@ class ResolvedSpec:
         check_serves(self.privacy, model)
         if self.spec.calibrate_slope and not (hasattr(model, "slope_sum") and classes == 2):
             raise SordinoError(
-                f"calibrate_slope: it changes the slope of a linear model of two classes, and {self.model.name} with "
-                f"{classes} has none here; set calibrate_slope = 0."
+                "calibrate_slope: it changes the slope of a linear model or of trees for two classes, and "
+                f"{self.model.name} with {classes} has none here; set calibrate_slope = 0."
             )
         if self.spec.calibrate and not (
             hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)

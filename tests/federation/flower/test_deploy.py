@@ -12,6 +12,7 @@ from sordino.errors import SordinoError, StoppedError
 from sordino.federation import flower
 from sordino.federation.flower import commands, deploy, keys, processes
 from sordino.federation.folders import init, make_site
+from sordino.federation.tls import certificates
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -31,7 +32,8 @@ def place(tmp_path):
         file.write(f'witness = "{tmp_path}/witness.json"\n')
     keys.ensure_node_key(tmp_path / "a" / "node")
     (tmp_path / "a" / "data.csv").write_text("x,y\n" + "1,0\n2,1\n" * 10)
-    (tmp_path / "authority.pem").write_text("")
+    tls = certificates(tmp_path / "tls")
+    tls.authority.rename(tmp_path / "authority.pem")
     return tmp_path / "a"
 
 

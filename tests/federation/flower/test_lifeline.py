@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sordino.federation.flower import commands, keys, lifeline, processes, supernode
+from sordino.federation.tls import certificates
 
 pytestmark = pytest.mark.skipif(
     find_spec("flwr") is None, reason="flwr is not installed: pip install 'sordino[flower]'"
@@ -81,7 +82,7 @@ def test_a_process_that_nobody_holds_by_a_pipe_goes_on():
 
 @pytest.mark.soak  # real processes: each takes seconds to start
 def test_the_processes_of_a_federation_end_when_their_starter_is_killed(tmp_path):
-    tls, secret = keys.certificates(tmp_path / "tls"), keys.secret(tmp_path / "secret")
+    tls, secret = certificates(tmp_path / "tls"), keys.secret(tmp_path / "secret")
     keys.node_key(tmp_path / "node")
     link, node = processes.free_ports(2)
     started = {

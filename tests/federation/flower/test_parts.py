@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 import types
-from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from sordino.errors import SordinoError
 from sordino.federation import flower
+from sordino.federation import tls as tls_files
 from sordino.federation.flower import commands, keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning")  # of what flwr imports
@@ -25,20 +25,6 @@ def mode(path):
     return path.stat().st_mode & 0o777
 
 
-def test_certificates_name_their_hosts_and_end(tmp_path):
-    from cryptography import x509
-
-    tls = keys.certificates(tmp_path / "tls", hosts=["lab.example", "10.0.0.7"], days=3)
-    link = x509.load_pem_x509_certificate(tls.certificate.read_bytes())
-    authority = x509.load_pem_x509_certificate(tls.authority.read_bytes())
-    link.verify_directly_issued_by(authority)
-    names = link.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["localhost", "lab.example"]
-    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1", "10.0.0.7"]
-    assert timedelta(days=2) < link.not_valid_after_utc - datetime.now(UTC) <= timedelta(days=3)
-    assert mode(tls.key) == 0o600
-
-
 def test_private_files_are_private_and_never_overwritten(tmp_path):
     public = keys.node_key(tmp_path / "site")
     assert public.read_text().startswith("ecdsa-sha2-nistp384 ")
@@ -48,7 +34,7 @@ def test_private_files_are_private_and_never_overwritten(tmp_path):
 
 
 def test_commands(tmp_path):
-    tls = keys.Tls(Path("ca"), Path("crt"), Path("key"))
+    tls = tls_files.Tls(Path("ca"), Path("crt"), Path("key"))
     link = commands.superlink_command(tls, Path("s"))
     assert "--enable-supernode-auth" in link
     assert "--database" not in link  # messages stay in memory

@@ -4,7 +4,8 @@ import socket
 from contextlib import suppress
 
 from sordino.federation.flower import commands, processes
-from sordino.federation.flower.keys import certificates, node_key, secret
+from sordino.federation.flower.keys import node_key, secret
+from sordino.federation.tls import certificates
 
 
 def try_all(federation, member):

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from sordino.federation.flower.keys import LOOPBACK, Tls
+from sordino.federation.tls import LOOPBACK, Tls
 
 CONNECTION = "sordino"  # of the connection in Flower's configuration
 MOST_BYTES = 2**30  # of a request to the link, where no terms say less

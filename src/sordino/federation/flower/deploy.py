@@ -47,6 +47,7 @@ def coordinate(
     Raises:
       SordinoError: the run is over, the port is taken, another process coordinates this folder, or a file is missing.
     """
+    from sordino.federation import counting
     from sordino.federation.config import FederationConfig
     from sordino.federation.flower.commands import (
         environment,
@@ -55,10 +56,11 @@ def coordinate(
         write_app,
         write_connection,
     )
-    from sordino.federation.flower.keys import Tls, certificates, secret
+    from sordino.federation.flower.keys import secret
     from sordino.federation.flower.processes import Processes, listening, register
     from sordino.federation.folders import proposed
     from sordino.federation.limits import request_bytes
+    from sordino.federation.tls import valid
     from sordino.secagg import Roster
 
     config = FederationConfig.read(folder / "federation.toml")
@@ -73,10 +75,7 @@ def coordinate(
     other = f"'{folder}' is in use by another `sordino federate coordinate`; stop it, or choose another folder."
     with files.alone(folder / "coordinate.lock", other, LOCK_SECONDS), Processes(folder / "logs") as running:
         _free(port, "perhaps by an earlier link; stop it or choose another port")
-        where = folder / "tls"
-        tls = Tls(where / "authority.pem", where / "link.pem", where / "link.key")
-        if not tls.authority.exists():
-            tls = certificates(where, hosts=hosts, days=365)
+        tls = valid(folder / "tls", hosts)
         key = folder / "link.secret"
         if not key.exists():
             secret(key)
@@ -86,7 +85,8 @@ def coordinate(
         env = environment(home, own)
         progress = folder / "run" / "progress.jsonl"
         seen = count_lines(progress)
-        link = superlink_command(tls, key, host=bind, port=port, most=request_bytes(terms))
+        counts = sum(counting.cells_of(config.table_schema)) if config.statistics_epsilon else 0
+        link = superlink_command(tls, key, host=bind, port=port, most=request_bytes(terms, counts))
         running.start("link", link, env)
         running.wait(lambda: listening(port), 60, "link")
         running.start("server", server_command(address, tls.authority, key, once=True), env)
@@ -144,7 +144,7 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
     other = f"'{place}' is in use by another `sordino federate join`; stop it first."
     with files.alone(place / "join.lock", other, LOCK_SECONDS), Processes(place / "logs") as running:
         _free(port, "perhaps by another join; choose a free port")
-        name = _checked(path)
+        name = _checked(path, authority)
         key = place / "node.secret"
         if not key.exists():
             secret(key)
@@ -181,15 +181,15 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
             time.sleep(1)
 
 
-def _checked(path: Path) -> str:
+def _checked(path: Path, authority: Path) -> str:
     """The name of the site, whose files are checked, and whose limit is stored if it is new.
 
     A short process does it: this one then waits for months, without the libraries that the check needs.
 
     Raises:
-      SordinoError: site.toml or the ledger is wrong.
+      SordinoError: site.toml or the ledger is wrong, or the authority has ended.
     """
-    command = [sys.executable, "-P", "-m", "sordino.federation.handler", str(path)]
+    command = [sys.executable, "-P", "-m", "sordino.federation.flower.admission", str(path), str(authority)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SordinoError(done.stderr.strip()[-2000:] or f"{path}: the check of the site failed.")

@@ -19,6 +19,7 @@ from sordino import files
 from sordino.errors import SordinoError
 from sordino.federation.flower import NODES, require
 from sordino.federation.flower.commands import (
+    MOST_BYTES,
     control_command,
     environment,
     server_command,
@@ -29,8 +30,9 @@ from sordino.federation.flower.commands import (
     write_app,
     write_connection,
 )
-from sordino.federation.flower.keys import LOOPBACK, certificates, node_key, secret
+from sordino.federation.flower.keys import node_key, secret
 from sordino.federation.flower.lifeline import VARIABLE
+from sordino.federation.tls import LOOPBACK, certificates
 
 
 class Processes:
@@ -120,6 +122,8 @@ class LocalFederation(Processes):
     handler: "module:function" for a worker at each site; None if workers are started elsewhere.
     server, site: environment variables of the server's process and of the workers.
     executor: Flower's `flower-superexec` in place of our own `server`.
+    once: our own `server` ends with its first run.
+    most: bytes of the largest request that the link reads.
     """
 
     def __init__(
@@ -133,11 +137,13 @@ class LocalFederation(Processes):
         database: Path | None = None,
         idle: float | None = 0.2,
         executor: bool = False,
+        once: bool = False,
+        most: int = MOST_BYTES,
     ) -> None:
         super().__init__(folder / "logs")
         self.folder, self.sites, self.handler = folder.resolve(), list(sites), handler
         self.server, self.site, self.database, self.idle = dict(server or {}), dict(site or {}), database, idle
-        self.executor = executor
+        self.executor, self.once, self.most = executor, once, most
         self.nodes: dict[str, int] = {}  # site -> number at the link
         port, *ports = free_ports(1 + len(self.sites))
         self.address = f"{LOOPBACK}:{port}"
@@ -152,12 +158,12 @@ class LocalFederation(Processes):
         self.env = environment(self.folder / "home")
         write_connection(self.folder / "home", self.address, self.tls.authority)
         port = int(self.address.rpartition(":")[2])
-        self.start("link", superlink_command(self.tls, self.secret, port=port, database=self.database), self.env)
+        self.start("link", self._link(port), self.env)
         self.wait(lambda: listening(port), 60, "link")
         settings = {"SORDINO_FOLDER": str(self.folder / "coordinator"), NODES: str(keys / "nodes.json"), **self.server}
-        command = superexec_command if self.executor else server_command
-        executor = command(self.address, self.tls.authority, self.secret)
-        self.start("server", executor, environment(self.folder / "home", settings))
+        link = (self.address, self.tls.authority, self.secret)
+        command = superexec_command(*link) if self.executor else server_command(*link, once=self.once)
+        self.start("server", command, environment(self.folder / "home", settings))
         for name in self.sites:
             secret(keys / f"{name}.secret")
             node_key(keys / name)
@@ -168,6 +174,9 @@ class LocalFederation(Processes):
                 self.start_worker(name)
         for name in self.sites:
             self.wait_node(name)
+
+    def _link(self, port: int) -> list[str]:
+        return superlink_command(self.tls, self.secret, port=port, database=self.database, most=self.most)
 
     def register(self) -> None:
         """Register the keys of all sites at the link. A link that was started again has forgotten them."""
