@@ -18,6 +18,7 @@ from sordino.core import Broadcast
 from sordino.data.sources import load
 from sordino.engines.schedule import round_plans
 from sordino.errors import OverspentError, Refused, SordinoError, WireError
+from sordino.federation import site as site_module
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.policy import agree, check_rules
@@ -267,6 +268,25 @@ def test_a_round_is_refused_when_the_ledger_was_spent_elsewhere_in_between(tiny,
     refused(federation, talk.round(1), "budget")
     assert touched == []
     assert talk.round(0).kind == "update"  # paid for already
+
+
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_terms_that_come_to_nothing_leave_few_folders(tiny, talk, monkeypatch, trust):
+    monkeypatch.setattr(site_module, "UNUSED_RUNS", 3)
+    federation = tiny(trust=trust)
+    talk = talk(federation.site(NORTH), federation.terms())
+    assert talk.propose().kind == "agreed"
+    used = talk.terms
+    if trust == "untrusted-server":
+        assert talk.round(0).kind == "update"
+    for k in range(8):
+        assert talk.propose(replace(used, run=f"{k:032x}")).kind == "agreed"
+    left = {path.name for path in talk.site.runs.iterdir()}
+    last = {f"{k:032x}" for k in range(5, 8)}
+    assert left == (last | {used.run} if trust == "untrusted-server" else last)
+    assert talk.propose(replace(used, run=f"{0:032x}")).kind == "agreed"  # it is proposed again
+    if trust == "untrusted-server":
+        assert talk.round(1).kind == "update"  # of the run that had begun
 
 
 def test_a_run_refuses_other_data_and_goes_on_when_they_are_put_back(tiny, talk):
