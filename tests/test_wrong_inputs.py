@@ -304,7 +304,9 @@ def test_up_reads_the_label_it_is_told(here):
     (here / "p.csv").write_text("\n".join(["a,b,outcome", *rows, ""]))
     with pytest.raises(SordinoError, match="label: no column is called"):
         demonstration.prepare(here / "none", 3, spec={}, data="p.csv")
-    demonstration.prepare(here / "up", 3, spec={"method": "dp-fedsofim", "rounds": 2, "lr": 0.5}, data="p.csv", label="outcome")
+    demonstration.prepare(
+        here / "up", 3, spec={"method": "dp-fedsofim", "rounds": 2, "lr": 0.5}, data="p.csv", label="outcome"
+    )
     with np.load(here / "up" / "sites" / "site1" / "data.npz") as found:
         assert set(found["y"]) == {"yes", "no"}
         assert found["x"].shape[1] == 2
