@@ -119,7 +119,7 @@ def in_the_open(server):
     server.finish("an end after more rounds than agreed", "malformed", done=99)
     server.finish("an end with NaN for a model", "malformed", theta=put(np.nan))
     server.finish("an honest end", "finished")
-    server.all("another model after the end", "replayed", talk.request(2, arrays={"theta": put(2)}))
+    server.all("another model after the end", "order", talk.request(2, arrays={"theta": put(2)}))
     return {"messages": seen, "charged": [0, 2]}
 
 

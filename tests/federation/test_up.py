@@ -97,7 +97,7 @@ def test_a_table_with_a_schema_is_divided_among_the_sites(tmp_path, count):
     (tmp_path / "data.csv").write_text(text, encoding="latin-1")
     out = tmp_path / "federation"
     about = {"data": str(tmp_path / "data.csv"), "schema": tmp_path / "schema.toml"}
-    prepare(out, count, spec={"rounds": 2, "trust": "untrusted-server"}, **about)
+    prepare(out, count, spec={"method": "dp-fedsofim", "rounds": 2, "trust": "untrusted-server"}, **about)
     config = FederationConfig.read(out / "coordinator" / "federation.toml")
     assert list(config.sites) == (["north", "south", "west"] if count is None else ["site1", "site2"])
     held = (out / "coordinator" / "test.csv").read_text(encoding="latin-1").splitlines()[1:]

@@ -31,13 +31,23 @@ def add(commands: Any) -> None:
         "sordino federate status study",
     )
     parts = parent.add_subparsers(title="steps", metavar="STEP")
-    every = (_add_up, _add_init, _add_keys, _add_doctor, _add_coordinate, _add_join, _add_status, _add_renew)
+    every = (
+        _add_up,
+        _add_init,
+        _add_keys,
+        _add_doctor,
+        _add_coordinate,
+        _add_join,
+        _add_approve,
+        _add_status,
+        _add_renew,
+    )
     for add_one in every:
         add_one(parts)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join, status or renew.")
+    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join, approve, status or renew.")
 
 
 # ------------------------------------------------------------------------------------------------------------------ up
@@ -500,6 +510,54 @@ def _join(arguments: argparse.Namespace) -> int:
     _serve_status(Path(arguments.site).parent, arguments.status_port)
     for line in transport.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
         print(f"{time.strftime('%H:%M:%S')}  {sentences.of_site(line)}", flush=True)
+    return 0
+
+
+def _add_approve(parts: Any) -> None:
+    parser = command(
+        parts,
+        "approve",
+        _approve,
+        "list the studies that a site with `ask = true` was asked about; approve or decline one",
+        "sordino federate approve site-north/site.toml\n"
+        "sordino federate approve site-north/site.toml --yes 3f9c21ab77d0\n"
+        "sordino federate approve site-north/site.toml --no 3f9c21ab77d0",
+    )
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument("--yes", metavar="STUDY", help="approve one run of this study")
+    answers.add_argument("--no", metavar="STUDY", help="decline this study")
+    add_json(parser)
+
+
+def _approve(arguments: argparse.Namespace) -> int:
+    from sordino.federation import approvals
+    from sordino.federation.config import SiteConfig
+
+    check_json(arguments)
+    config = SiteConfig.read(Path(arguments.site))
+    if begins := arguments.yes or arguments.no:
+        found = [approvals.answer(config.folder, begins, approved=arguments.yes is not None)]
+    else:
+        found = approvals.studies(config.folder)
+    if emit(arguments, [study._asdict() for study in found]):
+        return 0
+    if not config.ask:
+        print("note: site.toml has no `ask = true`, so this site asks nobody", file=sys.stderr)
+    rows = [
+        [
+            study.digest[:12],
+            study.state,
+            f"{study.facts['method']}, {sentences.count(study.facts['rounds'], 'round')}",
+            f"ε = {study.facts['epsilon']:g}, one {study.facts['unit']}",
+            f"{sentences.count(len(study.facts['sites']), 'site')}, {study.facts['trust']}",
+        ]
+        for study in found
+    ]
+    if rows:
+        table(["study", "state", "what", "privacy", "with whom"], rows)
+    else:
+        print("no study was proposed yet")
     return 0
 
 

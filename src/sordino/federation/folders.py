@@ -14,7 +14,7 @@ from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
-from sordino.federation.terms import SITE_NAME, Terms, federated, schema_hash, written
+from sordino.federation.terms import SITE_NAME, Terms, federated, public_sizes, schema_hash, written
 from sordino.privacy import calibration
 from sordino.secagg import Identity
 from sordino.training.folder import SCHEMA
@@ -43,6 +43,7 @@ delta = 1e-5
 # run_epsilon = 1.0     # of any single run; if the federation's is larger, this site adds more noise
 # methods = ["dp-fedsofim"]
 # trust = ["secure-aggregation"]
+# ask = true   # a person approves every run: sordino federate approve site.toml
 # most_rounds = 1000
 """
 README_TEMPLATE = """\
@@ -167,11 +168,12 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
     from sordino.settings import read_toml
 
     config = FederationConfig.read(folder / "federation.toml")
+    spec = federated(read_toml(folder / config.spec))
     terms = Terms(
         run="0" * 32,
-        spec=written(federated(read_toml(folder / config.spec)), config.table_schema),
+        spec=written(spec, config.table_schema),
         names=tuple(names or config.sites),
-        sizes=tuple(sizes),
+        sizes=public_sizes(spec, sizes),
         requested_epsilons={},
         features=config.features,
         classes=config.classes,

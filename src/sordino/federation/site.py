@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from sordino import files, secagg, wire
 from sordino.core import Broadcast
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, RolledBackError, SordinoError, WireError
-from sordino.federation import introductions, limits, testing, witness
+from sordino.federation import approvals, introductions, limits, testing, witness
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
@@ -35,6 +36,7 @@ from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")
+UNUSED_RUNS = 16  # agreed runs without an answered round whose folders are kept
 MAX_MESSAGE_BYTES = 2**30  # bytes of a message
 
 
@@ -178,6 +180,10 @@ class Site(SiteData):
                 )
                 if terms.evaluation:
                     self._afford_evaluation(ledger, _evaluation_entries(terms, mine, account))
+            if self.config.ask:
+                approvals.check(self.config.folder, terms)
+            with self.ledger() as ledger:
+                self._forget_unused(ledger)
             run = SiteRun.make(self, terms, account)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
@@ -391,6 +397,22 @@ class Site(SiteData):
                 self.__dict__.pop(name, None)
             self._open.clear()
         self._last_id = now
+
+    def _forget_unused(self, ledger: Ledger) -> None:
+        """Delete the oldest agreed runs of which no round was answered: whoever proposes terms could fill the disk.
+
+        A coordinator that comes back to such a run proposes it again, and the site makes new secrets for it."""
+        paths = [path for path in self.runs.iterdir() if RUN.fullmatch(path.name) and (path / "secret").exists()]
+        if len(paths) < UNUSED_RUNS:
+            return
+        used = {row.plan.partition(" ")[0] for row in ledger.rows()}
+        unused = [path for path in paths if path.name not in used]
+        unused.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in unused[: max(0, len(unused) - UNUSED_RUNS + 1)]:
+            self._open.pop(path.name, None)
+            gone = self.runs / f".{path.name}-unused"
+            files.move(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _run_and_round(self, message: wire.Message) -> tuple[SiteRun, int]:
         run, t = self._run_of(message), message.fields.get("t")

@@ -125,31 +125,43 @@ def supernode_command(
     port: int = 9094,
     idle: float | None = 0.2,
     pulse: Path | None = None,
+    clock: Path | None = None,
 ) -> list[str]:
     """Command of a site's node.
 
     idle: seconds it sleeps when there is no work; None for Flower's own `flower-supernode`, which sleeps 3.
     pulse: a file that it touches whenever the link answers.
+    clock: a file into which it writes the link's time, for the worker.
     """
     command = ["flower-supernode"]
     if idle is not None:
         command = [*_module("supernode"), "--idle", str(idle), *(["--pulse", str(pulse)] if pulse else [])]
+        command += ["--clock", str(clock)] if clock else []
     command += ["--superlink", address, "--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
     return [*command, "--host", LOOPBACK, "--port", str(port)]
 
 
 def worker_command(
-    handler: str, runtime: str, secret: Path, claim: Path, *, pulse: Path | None = None, rest: float | None = None
+    handler: str,
+    runtime: str,
+    secret: Path,
+    claim: Path,
+    *,
+    pulse: Path | None = None,
+    clock: Path | None = None,
+    rest: float | None = None,
 ) -> list[str]:
     """Command of a site's worker.
 
     pulse: a file that it touches whenever the node answers.
+    clock: the file that the node writes the link's time into.
     rest: seconds without a message after which it starts itself anew, without what it has loaded.
     """
     command = [*_module("worker"), "--runtime", runtime, "--handler", handler]
     command += ["--secret", str(secret), "--claim", str(claim)]
     command += ["--pulse", str(pulse)] if pulse else []
+    command += ["--clock", str(clock)] if clock else []
     return command + (["--rest", str(rest)] if rest else [])
 
 

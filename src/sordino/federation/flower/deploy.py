@@ -152,12 +152,14 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
         connection = (link, authority.resolve(), (place / "node").resolve(), key.resolve())
         pulses = {name: running.logs / f"{name}.pulse" for name in ("node", "worker")}
         claim = (place / "worker.claim").resolve()
+        own: dict[str, Any] = {"clock": running.logs / "link.clock"}
         commands = {
-            "node": supernode_command(*connection, port=port, pulse=pulses["node"]),
+            "node": supernode_command(*connection, port=port, pulse=pulses["node"], **own),
             "worker": worker_command(
-                HANDLER, f"127.0.0.1:{port}", key.resolve(), claim, pulse=pulses["worker"], rest=REST_SECONDS
+                HANDLER, f"127.0.0.1:{port}", key.resolve(), claim, pulse=pulses["worker"], rest=REST_SECONDS, **own
             ),
         }
+        heard = {name: Silence(path) for name, path in pulses.items()}
         events = place / "events.jsonl"
         seen = count_lines(events)
         yield {"what": "joining", "site": name, "link": link}
@@ -166,7 +168,7 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
             yield from parsed(lines[seen:])
             seen = len(lines)
             for name, command in commands.items():
-                if why := _needs_start(running, name, pulses[name]):
+                if why := _needs_start(running, name, heard[name]):
                     if name in running.processes:
                         running.end(name)
                         yield {
@@ -176,7 +178,7 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
                             "log": os.path.relpath(running.log(name)),
                         }
                         time.sleep(RESTART_SECONDS)
-                    pulses[name].touch()
+                    heard[name].begin()
                     running.start(name, command, env)
             time.sleep(1)
 
@@ -196,11 +198,35 @@ def _checked(path: Path, authority: Path) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def _needs_start(running: Processes, name: str, pulse: Path) -> str:
+class Silence:
+    """How long a file was not touched, by a clock that nobody sets.
+
+    Args:
+      path: a file of `lifeline.Pulse`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now."""
+        self._last, self._since = self._touched(), time.monotonic()
+
+    def _touched(self) -> int:
+        return self.path.stat().st_mtime_ns if self.path.exists() else 0
+
+    @property
+    def seconds(self) -> float:
+        if self._touched() != self._last:
+            self.begin()
+        return time.monotonic() - self._since
+
+
+def _needs_start(running: Processes, name: str, heard: Silence) -> str:
     """Why a process of a site must be started; an empty text if it works."""
     if name not in running.processes:
         return "new"
     if (status := running.ended(name)) is not None:
         return f"it ended with status {status}"
-    age = time.time() - pulse.stat().st_mtime
-    return f"it heard nothing for {age:.0f} s" if age > SILENT_SECONDS else ""
+    return f"it heard nothing for {heard.seconds:.0f} s" if heard.seconds > SILENT_SECONDS else ""

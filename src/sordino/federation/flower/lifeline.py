@@ -100,10 +100,10 @@ class Pulse:
                 return
 
 
-def hears(pulse: Pulse, most: int) -> None:
+def hears(pulse: Pulse, most: int, date: Callable[[str | None], None] = lambda _: None) -> None:
     """Beat whenever a request of this process succeeds, and refuse responses of more than `most` bytes unread.
 
-    A process that calls this talks to one HTTP server alone.
+    A process that calls this talks to one HTTP server alone. `date` is called with the date of every response.
     """
     import httpx
 
@@ -112,6 +112,7 @@ def hears(pulse: Pulse, most: int) -> None:
     def send(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
         streamed = options.pop("stream", False)
         response = plain(client, request, stream=True, **options)
+        date(response.headers.get("date"))
         try:
             if int(response.headers.get("content-length", 0)) > most:
                 raise ValueError(f"a response of {response.headers['content-length']} bytes; the limit is {most:,}")

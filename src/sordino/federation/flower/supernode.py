@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
+from sordino.federation.flower.clock import LinkClock
 from sordino.federation.flower.lifeline import Pace, Pulse, hears, watch
 
 MAX_RESPONSE_BYTES = 2**30 + 2**20  # the largest message that a site reads, and what Flower adds
@@ -55,6 +56,22 @@ def idle(seconds: float) -> None:
     vars(loop)["time"] = SimpleNamespace(sleep=sleep)
 
 
+def keep_time(clock: LinkClock, rest: list[str]) -> None:
+    """Sign the link's time instead of this machine's, and ask for it once before the node connects."""
+    import ssl
+
+    import httpx
+    from flwr.supernode import node_auth_http_interceptor as stamps
+
+    vars(stamps)["now"] = clock.now
+    link, authority = (rest[rest.index(name) + 1] for name in ("--superlink", "--root-certificates"))
+    try:
+        with httpx.Client(verify=ssl.create_default_context(cafile=authority), timeout=10.0) as client:
+            client.get(f"https://{link}/v1/fleet/")
+    except (httpx.HTTPError, OSError):
+        return  # Flower tries again, and says what is wrong
+
+
 def leave(status: int) -> NoReturn:
     """End the process, with the thread that serves the worker."""
     sys.stdout.flush()
@@ -72,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sordino.federation.flower.supernode", add_help=False)
     parser.add_argument("--idle", type=float, default=0.2)
     parser.add_argument("--pulse", type=Path)
+    parser.add_argument("--clock", type=Path)
     arguments, rest = parser.parse_known_args()
     from importlib.metadata import version
 
@@ -82,7 +100,9 @@ def main() -> None:
 
     idle(arguments.idle)
     uploads(arguments.idle)
-    hears(Pulse(arguments.pulse), MAX_RESPONSE_BYTES)
+    clock = LinkClock(arguments.clock)
+    hears(Pulse(arguments.pulse), MAX_RESPONSE_BYTES, clock.heard)
+    keep_time(clock, rest)
     threading.excepthook = _thread_failed
     sys.argv = ["flower-supernode", *rest]
     try:

@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from sordino import files
 from sordino.errors import SordinoError
 from sordino.federation.flower import logs, named, require
+from sordino.federation.flower.clock import difference
 from sordino.federation.flower.lifeline import Pace, Pulse, hears, start_anew, watch
 from sordino.federation.flower.supernode import MAX_RESPONSE_BYTES, uploads
 from sordino.federation.flower.transport import FIELD, RECORD, opened
@@ -225,6 +227,7 @@ def serve(
     poll: float = 0.1,
     slack: float = CLOCK_SLACK,
     rest: float | None = None,
+    clock: Path | None = None,
 ) -> None:
     """Answer messages, one at a time, until `stop` is set.
 
@@ -234,6 +237,7 @@ def serve(
     claim: a file for the current task; a worker killed in the middle then costs one reply instead of a minute.
     slack: a message is refused unread this many seconds after its deadline (clocks differ).
     rest: return after so many seconds without a message, if there was one before.
+    clock: a file that tells by how many seconds the link's clock is ahead of this machine's.
     """
     require()
     import httpx
@@ -245,12 +249,13 @@ def serve(
         raise SordinoError(f"secret, authority: {error}; choose a file that this user can read.") from error
     stop = stop or threading.Event()
     uploads(poll)
+    keep_time(clock)
     disconnected, answered = False, False
     pace = Pace(poll)
     with Runtime(address, key, trusted) as runtime:
         while not stop.is_set():
             try:
-                if _one(handle, runtime, claim, slack):
+                if _one(handle, runtime, claim, slack, clock):
                     pace.worked()
                     answered = True
                 elif rest is not None and answered and pace.idle > rest:
@@ -273,7 +278,21 @@ def serve(
                 stop.wait(1.0)
 
 
-def _one(handle: Callable[[bytes], bytes], runtime: Runtime, claim: Path | None, slack: float) -> bool:
+def keep_time(clock: Path | None) -> None:
+    """Date replies by the link's clock: Flower refuses a reply whose time is over by the site's."""
+    from flwr.app.message import message
+
+    if clock is not None:
+        vars(message)["now"] = lambda: datetime.fromtimestamp(time.time() + difference(clock), UTC)
+
+
+def _one(
+    handle: Callable[[bytes], bytes],
+    runtime: Runtime,
+    claim: Path | None,
+    slack: float,
+    clock: Path | None,
+) -> bool:
     """Answer one message, if there is one."""
     if claim and claim.exists():
         log.warning("The previous worker died with a message in hand; it is answered as failed.")
@@ -287,7 +306,7 @@ def _one(handle: Callable[[bytes], bytes], runtime: Runtime, claim: Path | None,
         message = runtime.pull()
         if claim:
             runtime.keep(claim, message)
-        runtime.push(answer(handle, message, slack))
+        runtime.push(answer(handle, message, slack - difference(clock)))
     if claim:
         claim.unlink()
     return True
@@ -300,6 +319,7 @@ def main() -> None:
     parser.add_argument("--secret", type=Path)
     parser.add_argument("--claim", type=Path)
     parser.add_argument("--pulse", type=Path, help="a file to touch whenever the SuperNode answers")
+    parser.add_argument("--clock", type=Path, help="a file in which the SuperNode states the link's time")
     parser.add_argument("--rest", type=float, help="seconds without a message after which this process starts anew")
     arguments = parser.parse_args()
     logs()
@@ -314,6 +334,7 @@ def main() -> None:
         claim=arguments.claim,
         stop=stop,
         rest=arguments.rest,
+        clock=arguments.clock,
     )
     if not stop.is_set():
         start_anew()  # a site that waits needs no library for numbers in memory
