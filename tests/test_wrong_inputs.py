@@ -239,7 +239,7 @@ def test_a_module_that_does_not_give_one_tensor(wrap):
         (["papers", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
         (["papers", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' must be integers"),
         (["papers", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
-        (["federate", "up", "--set", "lr=x"], "lr: 'x' must be a number"),
+        (["federate", "up", "--set", "clip=x"], "clip: 'x' must be a number"),
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
         (["federate", "up", "--dropouts", "5"], "dropouts: 5 must lie in [0, 2]"),
         (["federate", "up", "--label", "x"], "label: 'digits' has no columns to name"),
@@ -304,7 +304,9 @@ def test_up_reads_the_label_it_is_told(here):
     (here / "p.csv").write_text("\n".join(["a,b,outcome", *rows, ""]))
     with pytest.raises(SordinoError, match="label: no column is called"):
         demonstration.prepare(here / "none", 3, spec={}, data="p.csv")
-    demonstration.prepare(here / "up", 3, spec={"rounds": 2, "lr": 0.5}, data="p.csv", label="outcome")
+    demonstration.prepare(
+        here / "up", 3, spec={"method": "dp-fedsofim", "rounds": 2, "lr": 0.5}, data="p.csv", label="outcome"
+    )
     with np.load(here / "up" / "sites" / "site1" / "data.npz") as found:
         assert set(found["y"]) == {"yes", "no"}
         assert found["x"].shape[1] == 2

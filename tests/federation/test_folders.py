@@ -21,7 +21,7 @@ pytest.importorskip("flwr", reason="needs sordino[flower]")
 @pytest.fixture
 def three(tmp_path):
     """A coordinator and three sites, as `up` makes them."""
-    demonstration.prepare(tmp_path / "f", 3, spec={"rounds": 4})
+    demonstration.prepare(tmp_path / "f", 3, spec={"method": "dp-fedsofim", "rounds": 4})
     return tmp_path / "f"
 
 

@@ -1,6 +1,7 @@
 """A federation and the simulator, given the same noise, make the same model."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ def simulated_rounds(federation, coordinator, engine=reference):
     x, y = (np.concatenate([getattr(part, key) for part in parts]) for key in ("x_train", "y_train"))
     client = np.repeat(np.arange(len(parts)), [len(part.y_train) for part in parts])
     records = Records.of(x, y, client, dtype=terms.number)
-    return list(engine.run(terms.plan, terms.model, records, Seeded(federation.seed)))
+    plan = replace(terms.plan, sizes=records.sizes)  # which the terms do not know where whole sites are protected
+    return list(engine.run(plan, terms.model, records, Seeded(federation.seed)))
 
 
 CASES = [
@@ -88,6 +90,26 @@ MASKED = [
 def test_opened_sums_are_the_simulators_bit_for_bit(tiny, monkeypatch, method, keys):
     """Under masks the sites send integers, so that a sum has one value whatever the order of its terms."""
     federation = tiny(method, "secure-aggregation", rounds=7, names=("a", "b", "c", "d"), dropouts=1, **keys)
+    compare_sums(federation, monkeypatch)
+
+
+@pytest.mark.parametrize("method", ["auto", "dp-fedgd", "dp-fedsam", "dp-boost"])
+def test_opened_sums_of_sites_that_are_protected_as_a_whole(tiny, monkeypatch, method):
+    """The terms state 1 record of every site, and each site divides by its own number."""
+    names = ("a", "b", "c", "d")
+    federation = tiny(method, "secure-aggregation", rounds=7, names=names, dropouts=1, unit="client")
+    for name in names:
+        federation.configure(name, unit="client")
+    coordinator = compare_sums(federation, monkeypatch)
+    assert coordinator.terms.sizes == (1, 1, 1, 1)
+    sizes = [len(federation.site(name).load().y_train) for name in names]
+    assert len(set(sizes)) > 1
+    cert = json.loads((coordinator.out / "certificate.json").read_text())
+    assert cert["unit"] == "client"
+    assert cert["records"] is None
+
+
+def compare_sums(federation, monkeypatch):
     opened, step = [], Coordinator._step
 
     def kept(self, round_plan, aggregate, theta, state):
@@ -108,3 +130,4 @@ def test_opened_sums_are_the_simulators_bit_for_bit(tiny, monkeypatch, method, k
         assert verify(stated).problems == []
         assert stated["epsilon"] <= 8 * (1 + 1e-9)
     assert verify_run(coordinator.out, against_terms=against_terms).problems == []
+    return coordinator

@@ -17,10 +17,11 @@ from sordino import secagg, wire
 from sordino.core import Broadcast
 from sordino.data.sources import load
 from sordino.engines.schedule import round_plans
-from sordino.errors import OverspentError, SordinoError, WireError
+from sordino.errors import OverspentError, Refused, SordinoError, WireError
 from sordino.federation import site as site_module
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
+from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.site_run import SiteRun
 from sordino.privacy import calibration
@@ -783,3 +784,47 @@ def test_a_ledger_is_asked_before_the_message_is_made_and_holds_it_before_it_lea
     assert order == ["settle", "afford", "compute", "keep", "charge", "settle"]
     with talk.site.ledger() as ledger:
         assert ledger.release(talk.terms.run, talk.site.account, 0) == reply
+
+
+def test_a_site_that_is_protected_as_a_whole_tells_no_number_and_answers_no_other_run(tiny, talk):
+    federation = tiny(trust="secure-aggregation", names=FOUR, unit="client")
+    for name in FOUR:
+        federation.configure(name, unit="client")
+    told = [wire.decode(federation.site(name).answer(wire.encode("hello", {}))).fields for name in FOUR]
+    assert {fields["records"] for fields in told} == {1}
+    assert len({len(federation.site(name).load().y_train) for name in FOUR}) > 1
+    talk_to = talk(federation.site(FOUR[0]), federation.terms())
+    assert talk_to.propose().kind == "agreed"
+    for spec, why in (
+        ({"unit": "record"}, "unit"),
+        ({"unit": "client", "adjacency": "add-remove"}, "none joins or leaves unseen"),
+        ({"unit": "client", "batch": "poisson:4"}, "minibatches"),
+    ):
+        with pytest.raises(Refused, match=why):
+            agree(federation.site(FOUR[0]), federation.terms(spec, run="cd" * 16))
+    with pytest.raises(Refused, match="state 1 of each"):
+        check_rules(federation.site(FOUR[0]), federation.terms(sizes=(24,) * 4, run="cd" * 16))
+
+
+def test_a_whole_site_moves_the_integers_by_what_is_claimed(tiny):
+    """All records of a site are replaced, and their number changes too."""
+    federations = [tiny("dp-fedgd", trust="secure-aggregation", names=FOUR, unit="client") for _ in range(2)]
+    for federation in federations:
+        for name in FOUR:
+            federation.configure(name, unit="client")
+    with np.load(federations[1].place(FOUR[0]) / "data.npz") as stored:
+        x, y = stored["x"], stored["y"]
+    np.savez(federations[1].place(FOUR[0]) / "data.npz", x=np.concatenate([-50 * x, 9 * x]), y=np.tile((y + 1) % 3, 2))
+    terms, vectors = federations[0].terms(), ([], [])
+    for k, federation in enumerate(federations):
+        run = SiteRun.make(federation.site(FOUR[0]), terms, "account 1")
+        for t, factor in enumerate((0, 1, -30)):
+            theta = torch.from_numpy(factor * np.linspace(-1, 1, run.model.size))
+            vectors[k].append(run.compute(next(round_plans(run.plan, run.model, t)), Broadcast(theta, ())))
+    (level,), (entry,) = calibration.query_noises(terms.plan), charges(terms.plan, 0, 0, terms.run)
+    noise = np.sqrt(float(calibration.integer_variance(terms.plan, level)) * terms.plan.integers.honest(4))
+    moved = [
+        np.linalg.norm((a - b).view(np.int32).astype(float)) / noise / (entry.sensitivity / entry.std)
+        for a, b in zip(*vectors, strict=True)
+    ]
+    assert 0.2 < max(moved) <= 1 + 1e-9

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sordino import plugins
-from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust
+from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust, Unit
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError, nearest
 from sordino.federation import counting
@@ -85,6 +85,7 @@ class SiteConfig(_File):
     methods: tuple[str, ...] = ()  # allowed methods; empty: all certified ones
     trust: tuple[str, ...] = (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER)
     adjacency: str = Adjacency.REPLACE_ONE  # one ledger adds up one kind of adjacency
+    unit: str | None = None  # client: runs must protect this site as a whole, and how many records it has stays here
     models: tuple[str, ...] = (
         "auto",
         "softmax",
@@ -120,6 +121,16 @@ class SiteConfig(_File):
             raise SordinoError(
                 f"evaluation_epsilon: {self.evaluation_epsilon} must lie in (0, {MOST_EPSILON:g}]; leave it out to "
                 "answer no evaluation."
+            )
+        if self.unit not in (None, Unit.CLIENT):
+            raise SordinoError(
+                f"unit: '{self.unit}' must be client, or be left out: then records are protected, or persons where the "
+                "schema names them."
+            )
+        if self.unit is not None and (self.adjacency != Adjacency.REPLACE_ONE or self.evaluation_epsilon is not None):
+            raise SordinoError(
+                "unit: a site that is protected as a whole needs adjacency = replace-one, because it is known by name, "
+                "and answers no evaluation, which counts records."
             )
         for name, listed, known in (
             ("adjacency", (self.adjacency,), list(Adjacency)),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from sordino import files
+from sordino.core import Unit
 from sordino.data import tables
 from sordino.data.partition import split
 from sordino.data.schema import Schema
@@ -89,6 +90,8 @@ def prepare(
         cards.append(make_site(place, name, data=f"data{suffix}", **parts.described, epsilon=limit).card)
         with open(place / "site.toml", "a", encoding="utf-8") as file:
             file.write(f'witness = "../../witness/{name}.json"   # by default in the state directory of this user\n')
+            if values.get("unit") == Unit.CLIENT:
+                file.write('unit = "client"   # runs must protect this site as a whole\n')
         if evaluation is not None:
             with open(place / "site.toml", "a", encoding="utf-8") as file:
                 file.write(f"evaluation_epsilon = {2 * evaluation!r}   # limit over all evaluations on test records\n")

@@ -17,7 +17,7 @@ from sordino.federation import counting, introductions, messenger
 from sordino.federation.config import FederationConfig
 from sordino.federation.derived import stated
 from sordino.federation.messenger import Messenger, names_of, read, reason_of
-from sordino.federation.terms import Terms, federated, schema_hash, written
+from sordino.federation.terms import Terms, federated, public_sizes, schema_hash, written
 from sordino.settings import read_toml
 
 
@@ -180,7 +180,7 @@ class Enrolment:
             run=secrets.token_hex(16),
             spec=written(spec, counting.filled(schema) if cells and schema is not None else schema),
             names=names,
-            sizes=tuple(met[name].records for name in names),
+            sizes=public_sizes(spec, [met[name].records for name in names]),
             requested_epsilons={name: e for name, e in requested.items() if e is not None and e < spec.epsilon},
             features=config.features,
             classes=tuple(config.classes),

@@ -14,7 +14,7 @@ from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
-from sordino.federation.terms import SITE_NAME, Terms, federated, schema_hash, written
+from sordino.federation.terms import SITE_NAME, Terms, federated, public_sizes, schema_hash, written
 from sordino.privacy import calibration
 from sordino.secagg import Identity
 from sordino.training.folder import SCHEMA
@@ -168,11 +168,12 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
     from sordino.settings import read_toml
 
     config = FederationConfig.read(folder / "federation.toml")
+    spec = federated(read_toml(folder / config.spec))
     terms = Terms(
         run="0" * 32,
-        spec=written(federated(read_toml(folder / config.spec)), config.table_schema),
+        spec=written(spec, config.table_schema),
         names=tuple(names or config.sites),
-        sizes=tuple(sizes),
+        sizes=public_sizes(spec, sizes),
         requested_epsilons={},
         features=config.features,
         classes=config.classes,

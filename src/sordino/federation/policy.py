@@ -111,8 +111,8 @@ def _check_options(resolved: ResolvedSpec) -> None:
 
 def check_data(site: SiteData, terms: Terms) -> None:
     """Compare the terms with the data, and the cost of the plan with the allowed epsilon."""
-    if (terms.resolved.privacy.unit is Unit.PERSON) != site.has_persons:
-        needs = "person, because its schema names a person column" if site.has_persons else "record"
+    if terms.resolved.privacy.unit is not site.unit:
+        needs = "person, because its schema names a person column" if site.unit is Unit.PERSON else str(site.unit)
         raise Refused(
             "policy", f"unit: the terms protect a {terms.resolved.privacy.unit}, this site needs unit = {needs}"
         )

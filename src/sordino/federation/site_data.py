@@ -49,7 +49,7 @@ class SiteData:
             epsilon=config.epsilon,
             delta=config.delta,
             adjacency=Adjacency(config.adjacency),
-            unit=Unit.PERSON if self.has_persons else Unit.RECORD,
+            unit=self.unit,
         )
 
     @cached_property
@@ -159,10 +159,21 @@ class SiteData:
         schema = self.config.table_schema
         return schema is not None and schema.person is not None
 
+    @property
+    def unit(self) -> Unit:
+        """What runs on these data must protect."""
+        if self.config.unit is not None:
+            return Unit(self.config.unit)
+        return Unit.PERSON if self.has_persons else Unit.RECORD
+
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Numbers of training records (or of persons, where the schema names them) and of features: public."""
-        return self._counted[0]
+        """Numbers of training records (or of persons, where the schema names them) and of features: public.
+
+        A site that is protected as a whole tells 1, whatever it has.
+        """
+        records, features = self._counted[0]
+        return (records if self.unit.sizes_public else 1), features
 
     @cached_property
     def _counted(self) -> tuple[tuple[int, int], int, tuple[str, ...]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sordino import files, secagg, wire
-from sordino.core import Broadcast, Tree, nothing
+from sordino.core import Broadcast, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
@@ -135,6 +135,8 @@ class SiteRun:
         """Check that the run is not over and that the data did not change."""
         if self.over:
             raise Refused("order", "the run is over, and its secret is deleted")
+        if not self.terms.resolved.privacy.unit.sizes_public:
+            return
         if (count := self.data.records.sizes[0]) != (agreed := self.terms.sizes[self.mine]):  # only counted
             unit = self.terms.resolved.privacy.unit
             raise Refused("changed", f"{count} training {unit}s, not {agreed}; did test_fraction change?")
@@ -162,7 +164,7 @@ class SiteRun:
             data.x_train,
             data.y_train,
             np.zeros(len(data.y_train), int),
-            person=data.person,
+            person=data.person if privacy.unit is Unit.PERSON else None,
             per_person=privacy.person_records,
             choose=record_choice(self._chooser(), privacy),
             dtype=self.terms.number,
@@ -244,7 +246,7 @@ class SiteRun:
 
     def compute(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
         """The noised update: a tree, or integers under secure aggregation."""
-        source = self.source(asked)
+        source, round_plan = self.source(asked), self._with_own_size(round_plan)
         local = round_plan.stage.local
         _, stage, memory = self._kept()
         if stage != round_plan.first:
@@ -260,6 +262,14 @@ class SiteRun:
         if not self.terms.secure:
             return message
         return encode_integers(self.plan, round_plan, self.mine, message, numbers, source)
+
+    def _with_own_size(self, round_plan: RoundPlan) -> RoundPlan:
+        """The round, where whole sites are protected with this site's real size: the terms do not know it."""
+        if self.terms.resolved.privacy.unit.sizes_public:
+            return round_plan
+        sizes = round_plan.sizes.copy()
+        sizes[self.mine] = self.data.records.sizes[0]
+        return round_plan._replace(sizes=sizes)
 
     def _cache(self, round_plan: RoundPlan) -> Tree:
         if round_plan.stage.local.prepare is nothing:

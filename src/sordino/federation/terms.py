@@ -7,7 +7,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from sordino.core import MOST_EPSILON, Trust, Unit
+from sordino.core import MOST_EPSILON, Adjacency, Trust, Unit
 from sordino.data.schema import Schema, assumption
 from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError, nearest
@@ -27,6 +27,7 @@ from sordino.models.tally import CellTally
 from sordino.privacy.evidence.certificate import STATISTICS, certificate
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Secure, Seeded
+from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
@@ -107,6 +108,11 @@ def written(spec: Spec, schema: Schema | None = None) -> str:
     return tomli_w.dumps({k: v for k, v in flat.items() if k not in (*PRIVATE, *LOCAL)})
 
 
+def public_sizes(spec: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes that terms state: what the sites told or, where whole sites are protected, 1 of each."""
+    return tuple(sizes) if spec.unit != Unit.CLIENT else (1,) * len(sizes)
+
+
 def schema_hash(schema: Schema | None) -> str:
     """How terms name a schema: by its hash, or an empty text where there is none."""
     return "" if schema is None else schema.sha256()
@@ -119,7 +125,7 @@ class Terms:
     run: str  # 128 random bits, hex
     spec: str  # TOML
     names: tuple[str, ...]
-    sizes: tuple[int, ...]  # training records or, at person level, persons: public
+    sizes: tuple[int, ...]  # training records or, at person level, persons: public; at client level 1 of each site
     requested_epsilons: dict[str, float]  # of sites that ask for a stricter epsilon
     features: int
     classes: tuple[str, ...]  # empty: the label is a number
@@ -283,7 +289,7 @@ class Terms:
         if spec.options.get("public"):
             raise SordinoError("public: the spec of a federation must not name a file; remove it.")
         if spec.unit == Unit.CLIENT:
-            raise SordinoError("unit: a federation protects records or persons; use unit = record or person.")
+            self._check_clients(spec)
         if spec.unit == Unit.PERSON and not self.schema:
             raise SordinoError("unit: persons are known by the `person` column of a schema, and these terms have none.")
         if Trust(spec.trust) is Trust.TRUSTED_SERVER:
@@ -291,6 +297,23 @@ class Terms:
                 "trust: trusted-server is not possible in a federation; use untrusted-server or secure-aggregation."
             )
         return resolve(spec, elsewhere=True)
+
+    def _check_clients(self, spec: Spec) -> None:
+        """What the protection of whole sites needs: the numbers of their records stay at the sites."""
+        if spec.adjacency != Adjacency.REPLACE_ONE:
+            raise SordinoError(
+                "adjacency: the sites of a federation are known by name, so none joins or leaves unseen; with unit = "
+                "client use replace-one."
+            )
+        if spec.batch != FULL:
+            raise SordinoError(
+                f"batch: {spec.batch} draws minibatches by a site's number of records, which unit = client hides; use "
+                "full."
+            )
+        if self.sizes != public_sizes(spec, self.sizes):
+            raise SordinoError("sizes: with unit = client the numbers of records stay at the sites; state 1 of each.")
+        if self.cells or self.evaluation:
+            raise SordinoError("unit: counts of records are proved for records and persons, not for whole clients.")
 
     @property
     def secure(self) -> bool:

@@ -472,26 +472,13 @@ def weights(layout: Sequence[Block]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------ columns in bins
 
 
-@dataclass(frozen=True)
-class CellTally(Tally):
-    """The public side of a `ColumnTally`: how many cells each block has. It knows bounds and sizes, and counts nothing.
+class _OfRecords(Tally):
+    """A tally of features and labels alone. It has no model; theta is one number, because it is never empty."""
 
-    Args:
-      features: number of features of a record.
-      cells: of each block.
-      classes: number of classes of the labels; 0 for numbers.
-    """
-
-    features: int
-    cells: tuple[int, ...]
-    classes: int = 0
+    classes: int
 
     size = 1
     shapes = ((1,),)
-
-    @property
-    def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
-        return tuple(Block(str(k), cells, 1.0) for k, cells in enumerate(self.cells))
 
     @property
     def outputs(self) -> int:
@@ -504,6 +491,25 @@ class CellTally(Tally):
     def init(self, generator: torch.Generator | None = None) -> Tensor:
         return torch.zeros(1)
 
+
+@dataclass(frozen=True)
+class CellTally(_OfRecords):
+    """The public side of a `ColumnTally`: how many cells each block has. It knows bounds and sizes, and counts nothing.
+
+    Args:
+      features: number of features of a record.
+      cells: of each block.
+      classes: number of classes of the labels; 0 for numbers.
+    """
+
+    features: int
+    cells: tuple[int, ...]
+    classes: int = 0
+
+    @property
+    def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
+        return tuple(Block(str(k), cells, 1.0) for k, cells in enumerate(self.cells))
+
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
         raise SordinoError("cells: these are only the sizes of blocks; count with ColumnTally.")
 
@@ -512,7 +518,7 @@ LABELS = "[target]"  # the block that counts classes; no column of a schema can 
 
 
 @dataclass(frozen=True)
-class ColumnTally(Tally):
+class ColumnTally(_OfRecords):
     """Histograms of some columns, each in even bins from -1 to 1 or by level; a missing value is not counted. And of
     the labels.
 
@@ -533,25 +539,11 @@ class ColumnTally(Tally):
     labels: bool = False
     levels: tuple[tuple[str, int, int], ...] = ()
 
-    size = 1  # there are no parameters, but theta is never empty
-    shapes = ((1,),)
-
     @property
     def layout(self) -> tuple[Block, ...]:  # type: ignore[override]
         counted = (Block(LABELS, self.classes, 1.0),) if self.labels else ()
         levels = (Block(name, count, 1.0) for name, _, count in self.levels)
         return (*(Block(name, self.bins, 1.0) for name, _, _ in self.columns), *levels, *counted)
-
-    @property
-    def outputs(self) -> int:
-        return max(1, self.classes)
-
-    @property
-    def kind(self) -> Any:
-        return Loss.SOFTMAX if self.classes else Loss.SQUARES
-
-    def init(self, generator: torch.Generator | None = None) -> Tensor:
-        return torch.zeros(1)
 
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
         given = []

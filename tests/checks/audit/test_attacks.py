@@ -24,10 +24,11 @@ from tests.support import tiers
 FEW = 1000
 
 
-def test_the_attack_on_fedgd_is_nearly_tight():
-    found = audit("dp-fedgd", Privacy(1.0, 1e-5), runs=10_000, seed=0)
+@pytest.mark.parametrize(("runs", "least"), [(2_000, 0.6), pytest.param(10_000, 0.7, marks=pytest.mark.soak)])
+def test_the_attack_on_fedgd_is_nearly_tight(runs, least):
+    found = audit("dp-fedgd", Privacy(1.0, 1e-5), runs=runs, seed=0)
     assert found.certified == pytest.approx(1.0)
-    assert 0.7 <= found.lower_gaussian <= found.certified
+    assert least <= found.lower_gaussian <= found.certified
     assert 0.1 <= found.lower_thresholds <= found.certified
     assert found.reach == pytest.approx(1.0, abs=1e-3)
     assert not found.broken
