@@ -172,11 +172,11 @@ def strangers_control_nothing(bench):
 
 def a_reply_that_is_too_long_stops_at_the_link(bench):
     federation, before = bench.federation, memory(bench.federation.processes["link"].pid)
-    replies, failures = bench.exchange({"a": b"long %d" % (64 * 2**20), "b": b"ab"}, enough=1)
+    replies, failures = bench.exchange({"a": b"long %d" % (24 * 2**20), "b": b"ab"}, enough=1)
     assert replies == {"b": b"ba"}
     assert failures == {"a": "late"}
     federation.wait(lambda: "413" in federation.log("node-a").read_text(), 30, "node-a")
-    assert memory(federation.processes["link"].pid) < before + 32 * 2**20
+    assert memory(federation.processes["link"].pid) < before + 16 * 2**20
     assert bench.exchange({"a": b"ab"}) == ({"a": b"ba"}, {})
 
 
