@@ -39,6 +39,8 @@ def add(commands: Any) -> None:
         _add_coordinate,
         _add_join,
         _add_approve,
+        _add_backup,
+        _add_restore,
         _add_status,
         _add_renew,
     )
@@ -47,7 +49,9 @@ def add(commands: Any) -> None:
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join, approve, status or renew.")
+    raise SordinoError(
+        "federate: choose a step: up, init, keys, doctor, coordinate, join, approve, backup, restore, status or renew."
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ up
@@ -558,6 +562,54 @@ def _approve(arguments: argparse.Namespace) -> int:
         table(["study", "state", "what", "privacy", "with whom"], rows)
     else:
         print("no study was proposed yet")
+    return 0
+
+
+def _add_backup(parts: Any) -> None:
+    parser = command(
+        parts,
+        "backup",
+        _backup,
+        "write a backup of a site, also while it works: settings, keys, ledger, certificates; no records",
+        "sordino federate backup site-north --out north-2027-01-31.tar",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the site's folder")
+    parser.add_argument(
+        "--out", required=True, metavar="FILE.tar", help="the file to write; keep it as secret as the keys"
+    )
+
+
+def _backup(arguments: argparse.Namespace) -> int:
+    from sordino.federation.backups import backup
+
+    names = backup(Path(arguments.folder), Path(arguments.out))
+    print(f"{sentences.count(len(names), 'file')} in {arguments.out}; the records and the witness are not among them")
+    return 0
+
+
+def _add_restore(parts: Any) -> None:
+    parser = command(
+        parts,
+        "restore",
+        _restore,
+        "unpack a backup of a site into a new folder, and say whether the site works with it",
+        "sordino federate restore north-2027-01-31.tar site-north",
+    )
+    parser.add_argument("archive", metavar="FILE.tar", help="made by 'sordino federate backup'")
+    parser.add_argument("folder", metavar="DIR", help="the folder to make")
+
+
+def _restore(arguments: argparse.Namespace) -> int:
+    from sordino.federation.backups import restore
+
+    problem = restore(Path(arguments.archive), Path(arguments.folder))
+    if problem:
+        print(f"the site refuses to work with this backup: {problem}")
+        return 1
+    print(
+        f"{arguments.folder} is restored; put the records in their place. The site takes part in new runs, and in none that "
+        "was open"
+    )
     return 0
 
 
