@@ -607,8 +607,8 @@ def _restore(arguments: argparse.Namespace) -> int:
         print(f"the site refuses to work with this backup: {problem}")
         return 1
     print(
-        f"{arguments.folder} is restored; put the records in their place. The site takes part in new runs, and in none that "
-        "was open"
+        f"{arguments.folder} is restored; put the records in their place. The site takes part in new runs, and in none "
+        "that was open"
     )
     return 0
 
