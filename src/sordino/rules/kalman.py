@@ -23,6 +23,7 @@ from typing import NamedTuple
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
+from sordino.rules.baseline import Baseline, recalibrated
 
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero if features are constant
 SATURATING_LOGIT = 2.0  # a logit at which softmax begins to saturate
@@ -43,6 +44,7 @@ class KalmanState(NamedTuple):
     damping: Tensor  # how much of h^2 P the gain doubts, because steps change the curvature
     shift: Tensor  # of the constants of a survival model while it is trained, because its events are clipped
     cells: Tensor  # of a survival model, the noised histogram of its life table; else empty
+    baseline: Baseline | tuple[()] = ()  # of a survival model, what its constants follow from at the end
 
 
 def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
@@ -151,11 +153,14 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
 
 
 def unshifted(theta: Tensor, state: KalmanState) -> Tensor:
-    """The model to hand out: of survival, with the hazards that events have without a clip."""
+    """The model to hand out: of survival, with the constants that fit the life table, which no clip has changed."""
     intervals = (state.cells.shape[-1] - 1) // 2
     if intervals < 1:
         return theta
-    return torch.cat([theta[..., :-intervals], theta[..., -intervals:] - state.shift], -1)
+    weight, constant = theta[..., :-intervals], theta[..., -intervals:] - state.shift
+    if state.baseline:
+        constant = recalibrated(weight, constant, state.baseline)
+    return torch.cat([weight, constant], -1)
 
 
 def grown(V: Tensor, h: Tensor, theta: Tensor, growth: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import numpy as np
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
+from sordino.rules.baseline import Baseline
 from sordino.rules.kalman import DAMPING, FLOOR, KalmanState, spectrum, unshifted
 
 FIRST_SURVIVAL = 0.5  # up to the last edge, before any data: in the middle of what is possible
@@ -191,8 +192,8 @@ def estimate_hazard_curvature(clip: float, most: float, prior: float) -> Rule:
 
     A clip below |u| cuts the gradients of events, whose residual is near -1, and few others. That is as if events
     counted less: hazards come out too low, and weights hardly change. So while the model is trained its constants are
-    those at which the *clipped* gradients of the life table balance (`balanced`), and the difference is taken back in
-    the model that is handed out.
+    those at which the *clipped* gradients of the life table balance (`balanced`). The model that is handed out has
+    those at which mean predicted survival is that of the life table (`rules.baseline`).
 
     Args:
         clip: Clip of a record's gradient.
@@ -221,7 +222,8 @@ def estimate_hazard_curvature(clip: float, most: float, prior: float) -> Rule:
         variance = prior**2 * mass / (h.shape[-1] * h)
         zero = torch.zeros_like(theta[..., :1])
         basis = vectors.to(theta), h.to(theta), variance.to(theta), std
-        return KalmanState(*basis, zero, zero + DAMPING, shift.to(theta), table.cells)
+        baseline = Baseline(*(part.to(theta) for part in Baseline.of(A.double(), clean, std, constant)))
+        return KalmanState(*basis, zero, zero + DAMPING, shift.to(theta), table.cells, baseline)
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> CurvatureState:
         if not isinstance(before, LifeTableState):
