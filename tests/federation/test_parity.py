@@ -83,6 +83,8 @@ MASKED = [
     ("dp-adadps", {}),
     ("dp-fedavg", {"noise_at": "final", "steps": 2}),
     ("dp-fednew-fc", {"duals": False}),
+    ("dp-ftrl", {}),
+    ("dp-ftrl", {"mechanism": "banded", "band": 3}),
 ]
 
 
@@ -93,7 +95,7 @@ def test_opened_sums_are_the_simulators_bit_for_bit(tiny, monkeypatch, method, k
     compare_sums(federation, monkeypatch)
 
 
-@pytest.mark.parametrize("method", ["auto", "dp-fedgd", "dp-fedsam", "dp-boost"])
+@pytest.mark.parametrize("method", ["auto", "dp-ftrl", "dp-fedsam", "dp-boost"])
 def test_opened_sums_of_sites_that_are_protected_as_a_whole(tiny, monkeypatch, method):
     """The terms state 1 record of every site, and each site divides by its own number."""
     names = ("a", "b", "c", "d")
@@ -107,6 +109,29 @@ def test_opened_sums_of_sites_that_are_protected_as_a_whole(tiny, monkeypatch, m
     cert = json.loads((coordinator.out / "certificate.json").read_text())
     assert cert["unit"] == "client"
     assert cert["records"] is None
+
+
+def test_a_stream_goes_on_after_the_coordinator_and_the_sites_were_killed(tiny, monkeypatch):
+    federation = tiny("dp-ftrl", "secure-aggregation", rounds=7, names=("a", "b", "c", "d"))
+    calls = []
+
+    def fault(node, message, answer):
+        reply = answer(message)
+        calls.append(node)
+        if len(calls) == 70:  # some sites have answered the round, and others have not
+            raise RuntimeError("killed")
+        return reply
+
+    with pytest.raises(RuntimeError, match="killed"):
+        federation.run(fault)
+    done = len(federation.progress("round"))
+    assert 1 < done < 6
+    coordinator, _ = federation.run()
+    rounds = simulated_rounds(federation, coordinator, simulate)
+    _, theta, *_ = load_model(coordinator.out / "model.safetensors")
+    torch.testing.assert_close(theta, rounds[-1].model, rtol=2e-6, atol=2e-6)
+    assert len(federation.progress("round")) == 7
+    assert [t for _, t in federation.charged("a")] == list(range(7))
 
 
 def compare_sums(federation, monkeypatch):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sordino.cli import operate
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts, table
 from sordino.errors import SordinoError
 from sordino.federation import sentences
@@ -38,8 +37,10 @@ def add(commands: Any) -> None:
         _add_doctor,
         _add_coordinate,
         _add_join,
-        _add_approve,
-        _add_status,
+        operate.add_approve,
+        operate.add_backup,
+        operate.add_restore,
+        operate.add_status,
         _add_renew,
     )
     for add_one in every:
@@ -47,7 +48,9 @@ def add(commands: Any) -> None:
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("federate: choose a step: up, init, keys, doctor, coordinate, join, approve, status or renew.")
+    raise SordinoError(
+        "federate: choose a step: up, init, keys, doctor, coordinate, join, approve, backup, restore, status or renew."
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ up
@@ -411,7 +414,7 @@ def _add_coordinate(parts: Any) -> None:
         help="address to listen on (default: loopback, behind a proxy)",
     )
     parser.add_argument("--port", type=int, default=8000, metavar="N")
-    _add_status_port(parser)
+    operate.add_status_port(parser)
     _add_transport(parser)
 
 
@@ -421,7 +424,7 @@ def _coordinate(arguments: argparse.Namespace) -> int:
     _check_port(arguments.port)
     place = Path(arguments.folder)
     transport = deployment(arguments.transport)
-    _serve_status(place, arguments.status_port)
+    operate.serve_status(place, arguments.status_port)
     lines = transport.coordinate(place, hosts=arguments.host, bind=arguments.bind, port=arguments.port)
     *_, last = _shown(lines)
     if last["what"] == "failed":
@@ -498,7 +501,7 @@ def _add_join(parts: Any) -> None:
     parser.add_argument(
         "--port", type=int, default=9094, metavar="N", help="a free port on this machine (default: 9094)"
     )
-    _add_status_port(parser)
+    operate.add_status_port(parser)
     _add_transport(parser)
 
 
@@ -507,136 +510,7 @@ def _join(arguments: argparse.Namespace) -> int:
 
     _check_port(arguments.port)
     transport = deployment(arguments.transport)
-    _serve_status(Path(arguments.site).parent, arguments.status_port)
+    operate.serve_status(Path(arguments.site).parent, arguments.status_port)
     for line in transport.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
         print(f"{time.strftime('%H:%M:%S')}  {sentences.of_site(line)}", flush=True)
-    return 0
-
-
-def _add_approve(parts: Any) -> None:
-    parser = command(
-        parts,
-        "approve",
-        _approve,
-        "list the studies that a site with `ask = true` was asked about; approve or decline one",
-        "sordino federate approve site-north/site.toml\n"
-        "sordino federate approve site-north/site.toml --yes 3f9c21ab77d0\n"
-        "sordino federate approve site-north/site.toml --no 3f9c21ab77d0",
-    )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
-    answers = parser.add_mutually_exclusive_group()
-    answers.add_argument("--yes", metavar="STUDY", help="approve one run of this study")
-    answers.add_argument("--no", metavar="STUDY", help="decline this study")
-    add_json(parser)
-
-
-def _approve(arguments: argparse.Namespace) -> int:
-    from sordino.federation import approvals
-    from sordino.federation.config import SiteConfig
-
-    check_json(arguments)
-    config = SiteConfig.read(Path(arguments.site))
-    if begins := arguments.yes or arguments.no:
-        found = [approvals.answer(config.folder, begins, approved=arguments.yes is not None)]
-    else:
-        found = approvals.studies(config.folder)
-    if emit(arguments, [study._asdict() for study in found]):
-        return 0
-    if not config.ask:
-        print("note: site.toml has no `ask = true`, so this site asks nobody", file=sys.stderr)
-    rows = [
-        [
-            study.digest[:12],
-            study.state,
-            f"{study.facts['method']}, {sentences.count(study.facts['rounds'], 'round')}",
-            f"ε = {study.facts['epsilon']:g}, one {study.facts['unit']}",
-            f"{sentences.count(len(study.facts['sites']), 'site')}, {study.facts['trust']}",
-        ]
-        for study in found
-    ]
-    if rows:
-        table(["study", "state", "what", "privacy", "with whom"], rows)
-    else:
-        print("no study was proposed yet")
-    return 0
-
-
-# -------------------------------------------------------------------------------------------------------------- status
-
-
-def _add_status(parts: Any) -> None:
-    parser = command(
-        parts,
-        "status",
-        _status,
-        "show where a run stands, or what a site spent; on request as a web page with Prometheus metrics",
-        "sordino federate status study\n"
-        "sordino federate status site-north --json -\n"
-        "sordino federate status study --serve 8080",
-    )
-    parser.add_argument("folder", metavar="DIR", help="the folder of a coordinator or of a site")
-    parser.add_argument(
-        "--serve", type=int, metavar="PORT", help="serve a page and /metrics on loopback until stopped (0: a free port)"
-    )
-    add_json(parser)
-
-
-def _add_status_port(parser: Any) -> None:
-    parser.add_argument(
-        "--status-port", type=int, metavar="N", help="also serve a read-only status page and /metrics, on loopback"
-    )
-
-
-def _serve_status(folder: Path, port: int | None) -> None:
-    """Serve the status of a folder in the background."""
-    if port is not None:
-        from sordino.federation.status_page import StatusServer
-
-        print(f"status: {StatusServer(folder, _checked_port(port)).url}", file=sys.stderr, flush=True)
-
-
-def _checked_port(port: int) -> int:
-    if not 0 <= port <= 65_535:
-        raise SordinoError(f"--status-port, --serve: {port} must lie between 0 and 65535.")
-    return port
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    from sordino.federation import status
-
-    check_json(arguments)
-    found = status.of_folder(Path(arguments.folder))
-    if arguments.serve is not None:
-        _serve_status(Path(arguments.folder), arguments.serve)
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
-        return 0
-    if emit(arguments, status.document(found)):
-        return 0
-    if isinstance(found, status.BudgetStatus):
-        facts(
-            [
-                ("site", found.name),
-                ("spent", f"ε = {found.epsilon:.4g} of {found.limit:g} at δ = {found.delta:g}"),
-                ("left", f"ε = {found.left:.4g} for one run"),
-                ("answered", sentences.count(found.answered, "round")),
-                ("runs", f"{found.runs} ended; {found.refusals} refusals, {found.failures} failures"),
-            ]
-        )
-        return 0
-    planned = "" if found.planned_epsilon is None else f" of {found.planned_epsilon:g}"
-    lost = f", {found.lost} without a result" if found.lost else ""
-    facts(
-        [
-            ("state", found.state + (f": {found.why}" if found.why else "")),
-            ("round", f"{found.done} of {found.rounds}{lost}"),
-            ("spent", f"ε = {found.epsilon:.4g}{planned}"),
-            ("changed", found.changed or "-"),
-            *([(found.metric, f"{found.curve[-1][1]:.4g} on the coordinator's test records")] if found.curve else []),
-        ]
-    )
-    table(
-        ["site", "state", "answered", "missed", "why"],
-        [[s.name, s.state, str(s.rounds), str(s.lost), s.why.replace("[", "\\[")] for s in found.sites],
-    )
     return 0

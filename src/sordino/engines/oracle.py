@@ -8,7 +8,7 @@ axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, SAMPLED, Batch, Facts, Kind, Query, Shard, Stage, Tree
+from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
 from sordino.engines.preconditions import MATRICES, check_message
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
@@ -330,6 +330,45 @@ def decode_sum(plan: Plan, round_plan: RoundPlan, total: np.ndarray) -> Tree:
         values = mechanism.decode(integers, 1 / (noise.step * noise.weight.max()))
         parts.append(torch.from_numpy(answer.unflat(values)))
     return parts[0] if len(parts) == 1 else rebuild(tuple(parts), round_plan.stage.local.message)
+
+
+class IntegerStream:
+    """What a stage with correlated noise needs of its earlier rounds where integers are added up.
+
+    Round t sends row t of `encoder @ x` with fresh noise, so a client needs its earlier answers x. The decoder's row t
+    gives the aggregate of the round, so the server needs the earlier sums.
+
+    Attributes:
+        answers: Of each client, its answers by round.
+        sums: The opened sums by round.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[int, dict[int, Tensor]] = {}
+        self.sums: dict[int, Tensor] = {}
+
+
+def rows_of_stream(by_round: Mapping[int, Tensor]) -> Tensor:
+    """One row per round, its number first: a tree that can be stored."""
+    return torch.stack([torch.cat([x.new_tensor([float(t)]), x]) for t, x in sorted(by_round.items())])
+
+
+def stream_of_rows(rows: Tree) -> dict[int, Tensor]:
+    """What `rows_of_stream` stored; nothing if it is ()."""
+    return {} if isinstance(rows, tuple) else {int(row[0]): row[1:] for row in rows}
+
+
+def stream_factors(plan: Plan, round_plan: RoundPlan) -> Correlated | None:
+    """The factors of the stage's stream; None if its noise is not correlated."""
+    noises = [query.noise for query in round_plan.stage.queries if isinstance(query.noise, Correlated)]
+    return noises[0] if noises and plan.integers is not None else None
+
+
+def combined(factor: np.ndarray, round_plan: RoundPlan, by_round: Mapping[int, Tensor]) -> Tensor:
+    """The factor's row of this round times what earlier rounds of the stage and this one gave; absent ones are 0."""
+    row = factor[round_plan.t - round_plan.first]
+    parts = [float(row[s - round_plan.first]) * by_round[s].double() for s in sorted(by_round)]
+    return torch.stack(parts).sum(0)
 
 
 def masked_size(plan: Plan, t: int) -> int:

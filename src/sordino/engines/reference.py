@@ -23,7 +23,17 @@ from torch import Tensor
 from sordino.core import Broadcast, Checkpoint, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records, rows_of
 from sordino.engines import preconditions
-from sordino.engines.oracle import Oracle, decode_sum, encode_integers, masked_size, noised, standard_noise
+from sordino.engines.oracle import (
+    IntegerStream,
+    Oracle,
+    combined,
+    decode_sum,
+    encode_integers,
+    masked_size,
+    noised,
+    standard_noise,
+    stream_factors,
+)
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.charges import charges
@@ -31,7 +41,7 @@ from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.random import COHORT, Address, Source
 from sordino.privacy.plan import Plan
-from sordino.tree import pack, tree_map, unpack
+from sordino.tree import leaves, pack, tree_map, unpack
 
 SUM = "the sum"  # the ledger's name for the sum of a round's messages, where only the sum is released
 
@@ -86,6 +96,7 @@ def run(
             state = rule.init(theta, round_plan.facts, state)
             memory = [local.init(theta, memory[i]) for i in clients]
             caches: list[Tree] = [()] * plan.clients
+            stream = IntegerStream()
             if local.prepare is not nothing:
                 caches = [local.prepare(oracle(model, records, round_plan, i, source, preparing=True)) for i in clients]
         broadcast = Broadcast(theta, rule.broadcast(state))
@@ -116,7 +127,7 @@ def run(
         if total is not None:
             aggregate = total
         elif plan.integers is not None:
-            aggregate = integer_sum(plan, model, records, round_plan, broadcast, memory, caches, source)
+            aggregate = integer_sum(plan, model, records, round_plan, broadcast, memory, caches, source, stream)
         elif round_plan.noise_on_sum:
             if cohort or plan.amplified:  # an empty secret cohort releases noise alone, so that nobody can tell
                 computed = [compute(i, add_noise=False) for i in cohort or [0]]
@@ -151,6 +162,7 @@ def integer_sum(
     memory: Sequence[Tree],
     caches: Sequence[Tree],
     source: Source,
+    stream: IntegerStream,
 ) -> Tree:
     """The aggregate of a round of integers, modulo 2^32, as a federation's secure sum opens it bit for bit.
 
@@ -163,16 +175,27 @@ def integer_sum(
         memory: The memory of each client.
         caches: The cache of each client.
         source: The run's randomness.
+        stream: What earlier rounds of the stage gave; this round is added to it.
 
     Returns:
         The aggregate, a tree of the messages' form.
     """
+    factors = stream_factors(plan, round_plan)
     total = np.zeros(masked_size(plan, round_plan.t), np.uint32)
     for i in map(int, round_plan.cohort):
         ask = oracle(model, records, round_plan, i, source, add_noise=False)
         message = round_plan.stage.local.compute(ask, broadcast, memory[i], caches[i])
-        total += encode_integers(plan, round_plan, i, ask.finish(message), ask.released(message), source)
-    return tree_map(lambda leaf: leaf.to(records.x), decode_sum(plan, round_plan, total))
+        numbers, message = ask.released(message), ask.finish(message)
+        if factors is not None:
+            mine = stream.answers.setdefault(i, {})
+            mine[round_plan.t] = leaves(message)[0]
+            message = combined(factors.encoder, round_plan, mine)
+        total += encode_integers(plan, round_plan, i, message, numbers, source)
+    aggregate = decode_sum(plan, round_plan, total)
+    if factors is not None:
+        stream.sums[round_plan.t] = leaves(aggregate)[0]
+        aggregate = combined(factors.decoder, round_plan, stream.sums)
+    return tree_map(lambda leaf: leaf.to(records.x), aggregate)
 
 
 def noised_sum(

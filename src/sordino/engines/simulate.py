@@ -52,7 +52,7 @@ from sordino.core import (
 )
 from sordino.data.records import Lazy, Records
 from sordino.engines import preconditions, reference
-from sordino.engines.oracle import Oracle, along, noised, standard_noise
+from sordino.engines.oracle import IntegerStream, Oracle, along, noised, standard_noise
 from sordino.engines.preconditions import MATRICES
 from sordino.engines.schedule import (
     SAMPLING,
@@ -71,7 +71,7 @@ from sordino.models.cuda_graphs import CapturedGraph
 from sordino.privacy.mechanisms.gaussian import Draw, stack
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Plan, continues_stream
 from sordino.tree import rebuild, tree_map
 
 NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it
@@ -124,6 +124,11 @@ def run(
     sources = [each.fresh() for each in (source if isinstance(source, Sequence) else [source])]
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
         raise SordinoError(f"source: got {len(sources)} for theta of shape {tuple(theta.shape)}; give one per run.")
+    if plan.integers is not None and 0 < start < plan.rounds and continues_stream(plan, start):
+        raise SordinoError(
+            f"resume: round {start} of {plan.method.name} needs the clients' answers of earlier rounds, which are not "
+            "stored; start a new run."
+        )
     if 0 < start < plan.rounds:
         for each in sources:
             check_stream(plan, start, each)
@@ -137,12 +142,13 @@ def run(
             fused = only_asks_for_the_gradient(round_plan.stage, Broadcast(theta, rule.broadcast(state)))
             caches = batched_clients.prepare(round_plan) if plan.integers is None else ()
             own_caches = batched_clients.prepare_alone(round_plan) if plan.integers is not None else []
+            stream = IntegerStream()
         aggregate: Tree = ()
         if len(round_plan.cohort) or (round_plan.noise_on_sum and plan.amplified):
             broadcast = Broadcast(theta, rule.broadcast(state))
             records.keep(round_plan.cohort)
             if plan.integers is not None:
-                aggregate = batched_clients.integers(round_plan, broadcast, memory, own_caches)
+                aggregate = batched_clients.integers(round_plan, broadcast, memory, own_caches, stream)
             elif fused:
                 aggregate = batched_clients.fused(round_plan, theta, shares)
             else:
@@ -206,11 +212,13 @@ class BatchedClients:
             for i in range(self.plan.clients)
         ]
 
-    def integers(self, round_plan: RoundPlan, broadcast: Broadcast, memory: Tree, caches: list[Tree]) -> Tree:
+    def integers(
+        self, round_plan: RoundPlan, broadcast: Broadcast, memory: Tree, caches: list[Tree], stream: IntegerStream
+    ) -> Tree:
         """The sum of integers, client by client: a batch would round the clients' sums in other places."""
         own = [tree_map(lambda leaf, k=i: leaf[k], memory) for i in range(self.plan.clients)]
         return reference.integer_sum(
-            self.plan, self.model, self.records, round_plan, broadcast, own, caches, self.sources[0]
+            self.plan, self.model, self.records, round_plan, broadcast, own, caches, self.sources[0], stream
         )
 
     def fused(self, round_plan: RoundPlan, theta: Tensor, shares: bool) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from sordino import files, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
-from sordino.engines.oracle import decode_sum, masked_size
+from sordino.engines.oracle import combined, decode_sum, masked_size, rows_of_stream, stream_factors, stream_of_rows
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import counting, limits, readmes
@@ -62,6 +62,7 @@ class StoredRun(NamedTuple):
     done: Tensor  # rounds done
     theta: Tensor
     state: Tree
+    sums: Tree = ()  # of a stream of integers: one row per opened round of the stage, its number and its sum
 
 
 def serve(transport: Transport, folder: Path) -> None:
@@ -100,6 +101,7 @@ class Coordinator:
             files.append(progress, "\n")  # a full disk or a kill cut the last line off
         self.messenger = Messenger(transport, self.config.deadline, self.tell, Receipts(folder / RECEIPTS))
         self.enrolment = Enrolment(self.config, self.out, self.messenger, self.tell)
+        self.sums: dict[int, Tensor] = {}  # of a stream of integers, by round
         self.forms: dict[int, Any] = {}  # of the messages that a stage's rule accepted
 
     def run(self) -> None:
@@ -233,19 +235,25 @@ class Coordinator:
         self.secure_sum.dimension = masked_size(self.plan, round_plan.t)
         total, came = self.secure_sum.round(round_plan.t, lambda offers: self._request(round_plan, broadcast, offers))
         aggregate: Tree = () if total is None else decode_sum(self.plan, round_plan, total)
+        factors = stream_factors(self.plan, round_plan)
+        self.sums = {t: row for t, row in self.sums.items() if factors is not None and t >= round_plan.first}
+        if total is not None and factors is not None:
+            self.sums[round_plan.t] = leaves(aggregate)[0]
+            aggregate = combined(factors.decoder, round_plan, self.sums)
         return tree_map(lambda leaf: leaf.to(broadcast.theta), aggregate), came
 
     # ---------------------------------------------------------------------------------------------------------- storing
 
     def _store(self, done: int, theta: Tensor, state: Tree) -> None:
-        files.write(self.out / "checkpoint", pack(StoredRun(torch.tensor([done]), theta, state)))
+        sums: Tree = rows_of_stream(self.sums) if self.sums else ()
+        files.write(self.out / "checkpoint", pack(StoredRun(torch.tensor([done]), theta, state, sums)))
 
     def _restore(self) -> tuple[int, Tensor, Tree]:
         path = self.out / "checkpoint"
         if not path.exists():
             return 0, self.model.init().to(self.terms.number), ()
         stored = unpack(path.read_bytes(), StoredRun(torch.zeros(1), torch.zeros(1), ()))
-        done = int(stored.done[0])
+        done, self.sums = int(stored.done[0]), stream_of_rows(stored.sums)
         template = checkpoint_template(self.plan, self.model, stored.theta, done)
         return done, stored.theta, rebuild(stored.state, template.state)
 

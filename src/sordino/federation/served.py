@@ -41,8 +41,8 @@ REASONS = (
     ),
     (
         "stream",
-        r"carries noise from round to round",
-        "Noise is carried from round to round, with a mixing matrix whose entries are not integers.",
+        r"more rows than rounds",
+        "A tree has more nodes than rounds, and a round sends one row of the encoder; use `honaker = full`.",
     ),
 )
 

@@ -19,7 +19,7 @@ from sordino.core import Broadcast, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
-from sordino.engines.oracle import encode_integers
+from sordino.engines.oracle import combined, encode_integers, rows_of_stream, stream_factors, stream_of_rows
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
@@ -52,6 +52,7 @@ class StoredMemory(NamedTuple):
 
     numbers: Tensor  # the next round, and the first round of the memory's stage
     memory: Tree
+    answers: Tree = ()  # of a stream of integers: one row per answered round of the stage, its number and its answer
 
 
 class SiteRun:
@@ -66,6 +67,7 @@ class SiteRun:
             self.model = counts
         self.mine = self.terms.names.index(site.config.name)
         self._caches: tuple[int, Tree] = (-1, ())
+        self._latest: Tree = ()  # what `keep` stores of a stream
         if (self.folder / "data").read_text() != site.dataset_id:
             raise Refused("changed", "the data differ from those the run began with; put them back")
 
@@ -107,7 +109,10 @@ class SiteRun:
         copy, another model would otherwise get the same noise. Noise carried over rounds cannot depend on it."""
         if seed := (self.folder / "noise").read_text():
             return Seeded(int(seed))
-        carried = any(carries(query.noise) for stage in self.plan.stages for query in stage.queries)
+        # Integers have fresh noise in every round: a stream carries answers, and no noise.
+        carried = not self.terms.secure and any(
+            carries(query.noise) for stage in self.plan.stages for query in stage.queries
+        )
         return Secure(self._derived(b"sordino noise", "" if carried else asked))
 
     def test_source(self, asked: str) -> Source:
@@ -261,7 +266,20 @@ class SiteRun:
             raise SordinoError("update: it is not finite, and noise does not hide that.")
         if not self.terms.secure:
             return message
+        self._latest = ()
+        if (factors := stream_factors(self.plan, round_plan)) is not None:
+            answers = self._answers(round_plan)
+            answers[round_plan.t] = leaves(message)[0].double()
+            message, self._latest = combined(factors.encoder, round_plan, answers), rows_of_stream(answers)
         return encode_integers(self.plan, round_plan, self.mine, message, numbers, source)
+
+    def _answers(self, round_plan: RoundPlan) -> dict[int, Tensor]:
+        """The answers of this stage that were charged, by round."""
+        path = self.folder / "memory"
+        if not path.exists():
+            return {}
+        stored = unpack(path.read_bytes(), StoredMemory(torch.zeros(2), ()))
+        return stream_of_rows(stored.answers) if int(stored.numbers[1]) == round_plan.first else {}
 
     def _with_own_size(self, round_plan: RoundPlan) -> RoundPlan:
         """The round, where whole sites are protected with this site's real size: the terms do not know it."""
@@ -286,7 +304,8 @@ class SiteRun:
             memory = round_plan.stage.local.init(broadcast.theta, memory)
         if not self.terms.secure:
             memory = round_plan.stage.local.update_memory(update, broadcast, memory)
-        files.write(self.folder / "pending", pack(StoredMemory(torch.tensor([t + 1, round_plan.first]), memory)))
+        stored = StoredMemory(torch.tensor([t + 1, round_plan.first]), memory, self._latest)
+        files.write(self.folder / "pending", pack(stored))
 
     def settle(self, ledger: Ledger) -> None:
         """Make the pending memory valid if its round was charged. A kill may have come between the two."""

@@ -21,8 +21,7 @@ from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import concentrated, events, subsampled
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
-from sordino.privacy.mechanisms.laws import carries
-from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, carries
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism
 from sordino.privacy.releases import (
@@ -46,7 +45,7 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
     counts = np.array([release_counts(plan, s, q)[0].max() for s, _, q in queries], dtype=float)
     shares = _shares([q.share for *_, q in queries], counts)
     if plan.integers is not None and plan.sampling.kind != FULL:
-        return _sampled_integers(plan, plan.integers, int(counts.sum()))
+        return _sampled_integers(plan, int(counts.sum()))
     epsilons = np.full(plan.clients, plan.privacy.epsilon)
     for client, epsilon in plan.privacy.client_epsilon.items():
         epsilons[client] = epsilon
@@ -58,7 +57,7 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
     for (s, k, query), share, count in zip(queries, shares, counts, strict=True):
         # The schedule may leave a stage empty: nobody uses its noise, and it takes no budget.
         noise, needed = _query_noise(plan, s, k, query, mu, count / share if count else 1.0)
-        noises.append(noise if plan.integers is None else _in_steps(plan, noise, plan.integers.of(s, k), needed))
+        noises.append(noise if plan.integers is None else _in_steps(plan, noise, needed))
     if plan.integers is None and plan.noise is None and not plan.noiseless:
         factor = _subsampling_factor(plan, noises, epsilons)
         noises = [noise._replace(std=noise.std * factor) for noise in noises]
@@ -143,7 +142,7 @@ def stage_facts(plan: Plan, stage: int) -> Facts:
 # --------------------------------------------------------------------------------------------------------- internals
 
 
-def _sampled_integers(plan: Plan, integers: Integers, releases: int) -> tuple[QueryNoise, ...]:
+def _sampled_integers(plan: Plan, releases: int) -> tuple[QueryNoise, ...]:
     """Integer noise beside minibatches: that of real numbers, for what is left of delta, made a little larger.
 
     Integer noise is a function of Gaussian noise of a slightly smaller standard deviation (`concentrated.SMOOTHING`).
@@ -154,7 +153,7 @@ def _sampled_integers(plan: Plan, integers: Integers, releases: int) -> tuple[Qu
     gaussian = query_noises(replace(plan, integers=None, privacy=replace(plan.privacy, delta=left)))
     factor = concentrated.SMOOTHING * (1 + 1e-12) if plan.noise is None else 1.0
     larger = [noise._replace(std=noise.std * factor) for noise in gaussian]
-    return tuple(_in_steps(plan, n, integers.of(n.stage, n.number), 1 / n.weight) for n in larger)
+    return tuple(_in_steps(plan, n, 1 / n.weight) for n in larger)
 
 
 def _query_noise(
@@ -187,16 +186,18 @@ def _query_noise(
     return QueryNoise(stage, number, query, scale, sensitivity, std, weight), needed
 
 
-def _in_steps(plan: Plan, noise: QueryNoise, integers: Integers, needed: np.ndarray) -> QueryNoise:
+def _in_steps(plan: Plan, noise: QueryNoise, needed: np.ndarray) -> QueryNoise:
     """The same noise for integers: the finest steps that fit, with noise that also covers rounding.
 
     Args:
-      integers: of this query's answers.
       needed: the std that each client's own promise needs without rounding; rounding lengthens a small sensitivity
         by a larger factor than a large one.
     """
     records = 1.0 if noise.query.kind is Kind.DELTA else np.asarray(plan.sizes, dtype=float)
-    largest = float((noise.weight * records * noise.query.clip).sum())
+    mechanism = plan_mechanism(plan, noise.stage, noise.number)
+    assert isinstance(mechanism, DiscreteGaussianNoise)
+    integers = mechanism.integers
+    largest = float((noise.weight * records * noise.query.clip).sum()) * integers.row_sums[1]
     total = float((noise.weight * noise.std).max())
     steps = integers.steps(largest, total, plan.clients)
     sensitivity = steps * noise.weight * noise.sensitivity

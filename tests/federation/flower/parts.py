@@ -14,6 +14,8 @@ def handle(request: bytes) -> bytes:
     if word == b"sleep":
         Path(os.environ["BEGUN"], os.environ["SORDINO_SITE"]).touch()
         time.sleep(float(rest))
+    if word == b"long":
+        return bytes(int(rest))
     return request[::-1]
 
 

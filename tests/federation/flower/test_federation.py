@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -70,7 +71,8 @@ def bench(tmp_path):
             file.write(MARK.format(str(mark)))
     begun.mkdir()
     server, site = variables(SORDINO_SERVE="parts:serve"), variables(BEGUN=str(begun))
-    with processes.LocalFederation(folder, "abc", handler="parts:handle", server=server, site=site) as federation:
+    own = {"handler": "parts:handle", "server": server, "site": site, "most": 8 * 2**20}
+    with processes.LocalFederation(folder, "abc", **own) as federation:
         federation.run()
         yield Bench(federation, marks)
 
@@ -155,6 +157,36 @@ def tasks_need_the_secret(bench):
         worker.serve(bytes, node, secret=keys / "b.secret", stop=threading.Event())
 
 
+def strangers_control_nothing(bench):
+    import ssl
+
+    import httpx
+
+    trusted = ssl.create_default_context(cafile=bench.federation.tls.authority)
+    with httpx.Client(verify=trusted, base_url=f"https://{bench.federation.address}") as stranger:
+        for name in ("start-run", "stop-run", "list-runs", "register-node", "list-nodes"):
+            assert stranger.post(f"/v1/control/{name}", content=b"").status_code == 401, name
+        assert stranger.get("/openapi.json").status_code == 404
+    assert bench.exchange({"a": b"ab"}) == ({"a": b"ba"}, {})
+
+
+def a_reply_that_is_too_long_stops_at_the_link(bench):
+    federation, before = bench.federation, memory(bench.federation.processes["link"].pid)
+    replies, failures = bench.exchange({"a": b"long %d" % (24 * 2**20), "b": b"ab"}, enough=1)
+    assert replies == {"b": b"ba"}
+    assert failures == {"a": "late"}
+    federation.wait(lambda: "413" in federation.log("node-a").read_text(), 30, "node-a")
+    assert memory(federation.processes["link"].pid) < before + 16 * 2**20
+    assert bench.exchange({"a": b"ab"}) == ({"a": b"ba"}, {})
+
+
+def memory(number):
+    """Bytes that a process held at most; 0 where the system does not tell."""
+    path = Path(f"/proc/{number}/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", path.read_text()) if path.exists() else None
+    return int(found[1]) * 1024 if found else 0
+
+
 def no_code_of_the_bundle_ran(bench):
     assert "get-fab" in bench.federation.log("link").read_text()
     assert not any(mark.exists() for mark in bench.marks)
@@ -179,6 +211,8 @@ def test_a_federation(bench):
         a_restarted_supernode_is_found_again,
         unknown_sites_are_refused,
         tasks_need_the_secret,
+        strangers_control_nothing,
+        a_reply_that_is_too_long_stops_at_the_link,
         no_code_of_the_bundle_ran,
         nothing_is_left,
     ):

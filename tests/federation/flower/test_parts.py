@@ -41,6 +41,7 @@ def test_commands(tmp_path):
     assert link[link.index("--host") + 1] == "127.0.0.1"
     assert commands.supernode_command("x:1", Path("ca"), Path("k"), Path("s"), idle=None)[0] == "flower-supernode"
     own = commands.environment(tmp_path, {"A": "b"})
+    assert own["PYTHONUNBUFFERED"] == "1"  # logs that are files grow line by line
     assert (own["FLWR_TELEMETRY_ENABLED"], own["FLWR_HOME"], own["A"]) == ("0", str(tmp_path), "b")
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sordino.core import Adjacency, Broadcast, Divisor, Local, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.oracle import decode_sum, encode_integers
+from sordino.engines.oracle import combined, decode_sum, encode_integers, stream_factors
 from sordino.engines.schedule import round_plans
 from sordino.engines.trace import sent_answers
 from sordino.errors import OverspentError, SordinoError
@@ -152,7 +152,7 @@ def test_integers_come_back_as_the_aggregate():
         ({"method": "dp-scaffold", "uncertified": True}, "clients that store their own message"),
         ({"method": "dp-fedavg", "options": {"steps": 3}, "uncertified": True}, "asks 3 times per round"),
         ({"method": "dp-fednew-fc", "uncertified": True}, "clients that store their own message"),
-        ({"method": "dp-ftrl"}, "carries noise from round to round"),
+        ({"method": "dp-ftrl", "options": {"honaker": "none"}}, "more rows than rounds"),
         ({"method": "dp-fedgd", "options": {"quantile": 0.5}}, "every noised answer exactly once"),
         ({"trust": Trust.UNTRUSTED_SERVER}, "secure-aggregation"),
         ({"dropouts": 2}, "no better than untrusted-server"),
@@ -374,6 +374,66 @@ def test_clients_that_use_all_their_records_keep_the_promise_too(batch):
 def test_samples_of_a_fixed_size_are_refused():
     with pytest.raises(SordinoError, match="not for all pairs at once"):
         sampled_plan(Adjacency.REPLACE_ONE, "fixed:16")
+
+
+# --------------------------------------------------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("options", [{}, {"mechanism": "banded", "band": 3}, {"mechanism": "schedule"}])
+def test_one_record_moves_a_stream_of_integers_by_what_is_claimed_and_nearly_reaches_it(options):
+    """The record pulls into one direction in every round, and its client encodes all that it answered."""
+    rounds, rng = 6, np.random.default_rng(4)
+    plan = masked_plan("dp-ftrl", rounds, **options)
+    (level,), model = calibration.query_noises(plan), Linear(6, 3)
+    claim = math.sqrt(sum(charges(plan, 0, t, "run")[0].sensitivity ** 2 for t in range(rounds))) / level.step
+    factors = stream_factors(plan, next(round_plans(plan, model)))
+    own_rounds = math.sqrt((np.diag(factors.encoder) ** 2).sum()) * claim / factors.sensitivity(np.arange(rounds))
+    x, y = rng.normal(size=(sum(SIZES), 6)), rng.integers(0, 3, sum(SIZES))
+    thetas = [torch.full((21,), float(t), dtype=torch.float64) for t in range(rounds)]  # all classes stay alike
+    x[0], y[0] = 50, 0
+
+    def encoded(x):
+        records = Records.of(x, y, np.repeat(np.arange(4), SIZES), dtype=torch.float64)
+        answers, sent = {}, []
+        for round_plan, theta in zip(round_plans(plan, model), thetas, strict=True):
+            ask = reference.oracle(model, records, round_plan, 0, Noiseless(1), add_noise=False)
+            answers[round_plan.t] = round_plan.stage.local.compute(ask, Broadcast(theta, ()), (), ())
+            row = combined(factors.encoder, round_plan, answers)
+            sent.append(encode_integers(plan, round_plan, 0, row, [0], Noiseless(1)).view(np.int32).astype(float))
+        return np.concatenate(sent)
+
+    first = encoded(x)
+    x[0] = -x[0]
+    moved = np.linalg.norm(first - encoded(x))
+    assert 0.9 * claim < moved <= claim
+    assert options.get("mechanism") == "schedule" or moved > 1.1 * own_rounds  # the twin that forgets earlier answers
+
+
+def test_a_stream_without_noise_is_the_plain_sum_and_its_noise_is_mixed_by_the_decoder():
+    plan, rng, model = masked_plan("dp-ftrl", lr=0.001), np.random.default_rng(5), Linear(6, 3)
+    x, y = rng.normal(size=(sum(SIZES), 6)), rng.integers(0, 3, sum(SIZES))
+    records = Records.of(x, y, np.repeat(np.arange(4), SIZES), dtype=torch.float64)
+    still = [each.aggregate for each in reference.run(plan, model, records, Noiseless(0))]
+    gradient = masked_plan("dp-fedgd", lr=0.001)
+    plain = [each.aggregate for each in reference.run(gradient, model, records, Noiseless(0))]
+    for one, other in zip(still, plain, strict=True):
+        assert (one - other).abs().max() < 1e-5
+    runs = [[each.aggregate for each in reference.run(plan, model, records, Seeded(k))] for k in range(60)]
+    noise = torch.stack([torch.stack([a - b for a, b in zip(run, still, strict=True)]) for run in runs])
+    decoder = stream_factors(plan, next(round_plans(plan, model))).decoder
+    claimed = calibration.aggregate_std(plan, 0) * np.sqrt((decoder**2).sum(1))
+    count = noise[:, 0].numel()
+    for t in range(6):
+        assert float(noise[:, t].square().mean().sqrt()) / claimed[t] == pytest.approx(1, abs=5 / math.sqrt(2 * count))
+
+
+def test_a_stream_of_integers_is_not_resumed_without_the_clients_answers():
+    plan, rng = masked_plan("dp-ftrl"), np.random.default_rng(5)
+    x, y = rng.normal(size=(sum(SIZES), 6)), rng.integers(0, 3, sum(SIZES))
+    records = Records.of(x, y, np.repeat(np.arange(4), SIZES), dtype=torch.float64)
+    rounds = list(simulate.run(plan, Linear(6, 3), records, Seeded(0)))
+    with pytest.raises(SordinoError, match="answers of earlier rounds"):
+        next(simulate.run(plan, Linear(6, 3), records, Seeded(0), start=3, checkpoint=rounds[2].checkpoint))
 
 
 def test_a_method_that_changes_its_answers_is_refused():

@@ -19,6 +19,7 @@ A law whose noise is not Gaussian also needs an accounting event (`accounting.ev
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -86,9 +87,43 @@ class GaussianNoise(Mechanism):
         return (SmoothedDiscreteGaussianNoise if sampled else DiscreteGaussianNoise)(self.noise, integers)
 
 
+class EncodedDiscreteGaussianNoise(DiscreteGaussianNoise):
+    """Fresh integer noise on the rows of `encoder @ x`: clients encode, and the server applies the decoder to the sums.
+
+    Round t sends row t of the encoder times all answers so far, so that no noise is carried from round to round. A unit
+    moves row t by at most the row's sum times the sensitivity of an answer, whatever was released before; the squares
+    of all rows add up to the squared sensitivity of the stream (adaptive composition of concentrated DP). A release of
+    the account is the whole stream: its up to 4,096 roundings fail with probability 2^-68 together, less than FAILURE.
+    """
+
+    spans_rounds = True
+
+    def __init__(self, noise: Correlated, integers: Integers) -> None:
+        sums = np.abs(noise.encoder).sum(1)
+        super().__init__(noise, replace(integers, row_sums=(float(sums.min()), float(sums.max()))))
+        self.factors = noise
+
+    def sensitivity_factor(self, rounds: np.ndarray) -> float:
+        return self.factors.sensitivity(rounds)
+
+
+class CorrelatedNoise(CorrelatedGaussian):
+    """Correlated Gaussian noise; under secure aggregation, fresh integer noise on encoded answers."""
+
+    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
+        encoder = self.factors.encoder
+        if encoder.shape[0] != encoder.shape[1] or np.triu(encoder, 1).any():
+            raise SordinoError(
+                "noise: under secure aggregation a round sends one row of the encoder, and this one has more rows than "
+                "rounds, as a tree has more nodes; use honaker = full, whose encoder has one row per round, or "
+                "untrusted-server."
+            )
+        return EncodedDiscreteGaussianNoise(self.factors, integers)
+
+
 NOISE_LAWS: dict[type[Noise], Build] = {
     Independent: GaussianNoise,
-    Correlated: CorrelatedGaussian,
+    Correlated: CorrelatedNoise,
     Stream: StreamedGaussian,
 }
 

@@ -74,11 +74,14 @@ class Integers:
         stands for one vector of so many numbers in every round.
       dropouts: sites that may fail in a round.
       colluders: sites that may reveal their noise to the server.
+      row_sums: the least and the largest sum of a row of a stream's encoder, in absolute values; 1 where answers are
+        sent as they are.
     """
 
     messages: int | tuple[tuple[Answer, ...], ...]
     dropouts: int = 0
     colluders: int = 1
+    row_sums: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         sizes = [self.messages] if isinstance(self.messages, int) else [a.dimension for m in self.messages for a in m]
@@ -143,8 +146,13 @@ class Integers:
 
         A release about a Poisson sample compares each of two replaced terms with no term at all, so that the bound must
         hold for both of them: twice the rounded length of one. Rounding the difference of two would be less.
+
+        Of a stream, round t sends a row of `encoder @ x`, which moves by at most a_t times as much as x, a_t the row's
+        sum. What rounding makes of a length, over the length, falls with the length. So no row is stretched by more
+        than the shortest one, and the stream of all rows by no more than that.
         """
-        return np.asarray(terms * self.rounded(moved / terms))
+        shortest = terms / self.row_sums[0]
+        return np.asarray(shortest * self.rounded(moved / shortest))
 
     def lengthened(self, moved: np.ndarray, needed: np.ndarray, terms: np.ndarray) -> float:
         """The factor by which rounding increases the noise, so that it is enough for every client.
@@ -200,9 +208,7 @@ def _unproved(stage: Stage) -> str:
                 f"asks {query.calls} times per round, each time about a point that depends on the answer before. Under "
                 "masks that answer has only a part of the noise, and the sum of all messages is not linear in it"
             )
-        if isinstance(query.noise, Correlated | Stream):
-            return (
-                "carries noise from round to round. Its mixing matrix has entries that are not integers, so the noise "
-                "of a round would not be one of integers"
-            )
+    streams = [query for query in stage.queries if isinstance(query.noise, Correlated | Stream)]
+    if streams and sum(query.noise is not None for query in stage.queries) > 1:
+        return "releases other answers beside a stream of correlated noise, whose rows are not sent as they are"
     return ""
