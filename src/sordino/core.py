@@ -603,6 +603,7 @@ class Facts:
     rates: bool = False  # the output is the logarithm of a rate, which the curvature is proportional to
     intervals: int = 0  # of a survival model
     mean_weight: float = 1.0  # of a record's term: below 1 where classes have weights
+    persons: bool = False  # sums have one clipped term per person
 
 
 class Checkpoint(NamedTuple):

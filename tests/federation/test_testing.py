@@ -265,5 +265,8 @@ def test_a_model_that_is_not_shown_to_be_better_than_a_constant_is_told_loudly()
     found = {"task": "survival times", "concordance": metric}
     line = {"what": "evaluation", "came": ["a", "b"], "epsilon": 1.0, "records": 90, **found}
     told = of_coordinator({**line, "doubt": noised_metrics.doubt(found)}, None)
-    assert "concordance 0.52 (0.4 to 0.6). WARNING: these counts do not show that the model is better" in told
-    assert "WARNING" not in of_coordinator({**line, "doubt": ""}, None)
+    assert "concordance 0.52 (0.4 to 0.6). note: these counts do not show that the model is better" in told
+    useless = {**found, "concordance": {"estimate": 0.45, "low": 0.4, "high": 0.49}}
+    told = of_coordinator({**line, "doubt": noised_metrics.doubt(useless)}, None)
+    assert "WARNING: the model is no better than a constant guess: its concordance is 0.45" in told
+    assert "constant guess" not in of_coordinator({**line, "doubt": ""}, None)

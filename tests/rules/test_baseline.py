@@ -18,7 +18,7 @@ def baseline(mean, covariance, records=1.0, std=0.0):
     mean, covariance = torch.tensor(mean, dtype=torch.float64), torch.tensor(covariance, dtype=torch.float64)
     A = torch.ones(len(mean) + 1, len(mean) + 1, dtype=torch.float64)
     A[:-1, :-1], A[-1, :-1], A[:-1, -1] = covariance + torch.outer(mean, mean), mean, mean
-    return Baseline.of(records * A, records * A, torch.tensor([std]), TABLE)
+    return Baseline.of(records * A, records * A, torch.tensor([std]), TABLE, torch.tensor(0.1))
 
 
 def test_without_weights_they_are_those_of_the_table():
@@ -70,6 +70,5 @@ def test_persons_with_several_records_are_predicted_without_the_bias_of_the_clip
         return np.abs(model.predict_survival_function(x).mean(0) - observed).mean()
 
     assert off() < 0.008
-    monkeypatch.setattr(module, "CLIP_BIAS", 0.0)
-    monkeypatch.setattr(module, "LEAST_NOISE", 1.0)
+    monkeypatch.setattr(module, "LEAST_NOISE", 1e9)
     assert off() > 0.012, "with the trained constants"

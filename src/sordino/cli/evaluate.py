@@ -95,7 +95,7 @@ def act(arguments: argparse.Namespace) -> int:
         may = "public/ may be published, private/ may not" if cert["certified"] else "nothing here may be published"
         facts([("files", f"{out}: {may} (README.txt)")])
         if why := noised_metrics.doubt(found):
-            console().print(f"WARNING: {why}", markup=False)
+            console().print(why, markup=False)
     return 0
 
 

@@ -24,7 +24,7 @@ def evaluation(line: dict[str, Any]) -> str:
     }
     parts = ", ".join(f"{name} {interval_text(line[key], key)}" for key, name in names.items() if key in line)
     where = f"{line['records']:,} test records of {count(len(line['came']), 'site')}"
-    doubt = f". WARNING: {line['doubt']}" if line.get("doubt") else ""
+    doubt = f". {line['doubt']}" if line.get("doubt") else ""
     return f"evaluation on {where}, ε = {line['epsilon']:.4g}: {parts}{doubt}"
 
 

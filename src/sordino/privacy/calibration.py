@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query
+from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import concentrated, events, subsampled
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
@@ -135,6 +135,7 @@ def stage_facts(plan: Plan, stage: int) -> Facts:
         rounds=plan.stage_rounds[stage],
         cohort=rate * plan.clients,
         aggregate_std=aggregate_std(plan, stage),
+        persons=plan.privacy.unit is Unit.PERSON,
     )
 
 

@@ -23,7 +23,8 @@ from sordino.lazy import Tensor, torch
 NODES = 21  # of the Gauss-Hermite rule
 REACH = 8.0  # constants lie within this distance of the table's log-odds
 HALVINGS = 32
-CLIP_BIAS = 0.1  # typical change of a constant by the clip, in log-odds
+# Typical change of a constant by the clip, in log-odds, where records are clipped, and where sums of a person's are.
+BIAS_OF_RECORDS, BIAS_OF_PERSONS = 0.1, 0.3
 LEAST_CURVATURE = LEAST_NOISE = 1e-9
 _PLACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(NODES)
 
@@ -36,15 +37,17 @@ class Baseline(NamedTuple):
         error: Standard deviation of the noise on an entry of it.
         square: The estimated mean of x x^T.
         constant: Log-odds of the hazards of the life table.
+        bias: Typical change of a constant by the clip.
     """
 
     mean: Tensor
     error: Tensor
     square: Tensor
     constant: Tensor
+    bias: Tensor
 
     @staticmethod
-    def of(A: Tensor, clean: Tensor, std: Tensor, constant: Tensor) -> Baseline:
+    def of(A: Tensor, clean: Tensor, std: Tensor, constant: Tensor, bias: Tensor) -> Baseline:
         """From the noised mean of u u^T and its estimate without noise; u = (x, 1).
 
         Where persons are protected, A is the mean over persons of a sum over records, so its last entry, the number of
@@ -53,7 +56,8 @@ class Baseline(NamedTuple):
         count = clean[..., -1:, -1:].clamp_min(LEAST_CURVATURE)
         last = (A[..., -1, :-1] + A[..., :-1, -1]) / 2
         error = std.double() / count[..., 0] / math.sqrt(2)
-        return Baseline(last / count[..., 0], error, clean[..., :-1, :-1] / count, constant)
+        typical = bias.to(count) + torch.zeros_like(count[..., 0])
+        return Baseline(last / count[..., 0], error, clean[..., :-1, :-1] / count, constant, typical)
 
 
 def recalibrated(weight: Tensor, trained: Tensor, baseline: Baseline) -> Tensor:
@@ -90,5 +94,6 @@ def recalibrated(weight: Tensor, trained: Tensor, baseline: Baseline) -> Tensor:
         b = (low + high) / 2
         alive = alive * (-(predictor + b)).sigmoid()
         constants.append(b)
-    share = CLIP_BIAS**2 / (CLIP_BIAS**2 + noise.clamp_min(LEAST_NOISE))
+    bias = baseline.bias.double().square()
+    share = bias / (bias + noise.clamp_min(LEAST_NOISE))
     return (trained.double() + share * (torch.cat(constants, -1) - trained.double())).to(weight)

@@ -21,7 +21,7 @@ import numpy as np
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
-from sordino.rules.baseline import Baseline
+from sordino.rules.baseline import BIAS_OF_PERSONS, BIAS_OF_RECORDS, Baseline
 from sordino.rules.kalman import DAMPING, FLOOR, KalmanState, spectrum, unshifted
 
 FIRST_SURVIVAL = 0.5  # up to the last edge, before any data: in the middle of what is possible
@@ -204,7 +204,7 @@ def estimate_hazard_curvature(clip: float, most: float, prior: float) -> Rule:
         A rule that leaves theta unchanged.
     """
 
-    def state_of(A: Tensor, theta: Tensor, table: LifeTableState, std: Tensor) -> KalmanState:
+    def state_of(A: Tensor, theta: Tensor, table: LifeTableState, std: Tensor, bias: Tensor) -> KalmanState:
         value, V = spectrum(A, std, most)
         clean = (V * value.unsqueeze(-2)).double() @ V.transpose(-1, -2).double()
         intervals = table.at_risk.shape[-1]
@@ -222,7 +222,7 @@ def estimate_hazard_curvature(clip: float, most: float, prior: float) -> Rule:
         variance = prior**2 * mass / (h.shape[-1] * h)
         zero = torch.zeros_like(theta[..., :1])
         basis = vectors.to(theta), h.to(theta), variance.to(theta), std
-        baseline = Baseline(*(part.to(theta) for part in Baseline.of(A.double(), clean, std, constant)))
+        baseline = Baseline(*(part.to(theta) for part in Baseline.of(A.double(), clean, std, constant, bias)))
         return KalmanState(*basis, zero, zero + DAMPING, shift.to(theta), table.cells, baseline)
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> CurvatureState:
@@ -231,13 +231,15 @@ def estimate_hazard_curvature(clip: float, most: float, prior: float) -> Rule:
         std = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
         rows = theta.shape[-1] - facts.intervals + 1
         A = theta.new_zeros(*theta.shape[:-1], rows, rows)
-        return CurvatureState(before, state_of(A, theta, before, std))
+        bias = theta.new_tensor(BIAS_OF_PERSONS if facts.persons else BIAS_OF_RECORDS)
+        return CurvatureState(before, state_of(A, theta, before, std, bias))
 
     def update(A: Tensor, state: CurvatureState, theta: Tensor, t: int) -> tuple[Tensor, CurvatureState]:
         table, kalman = state
+        assert isinstance(kalman.baseline, Baseline)
         rows = theta.shape[-1] - table.at_risk.shape[-1] + 1
         A = A.reshape(*theta.shape[:-1], rows, rows)
-        after = CurvatureState(table, state_of(A, theta, table, kalman.noise))
+        after = CurvatureState(table, state_of(A, theta, table, kalman.noise, kalman.baseline.bias))
         step = torch.zeros_like(theta)
         step[..., -table.at_risk.shape[-1] :] = after.kalman.shift
         return step, after

@@ -402,7 +402,11 @@ def against_constant(found: Mapping[str, Any]) -> str:
 
 
 def doubt(found: Mapping[str, Any]) -> str:
-    """A sentence for people if the model is not shown to be better than a constant guess; else empty."""
+    """A sentence for people if the model is not shown to be better than a constant guess; else empty.
+
+    It begins with WARNING where the estimates are no better than a constant's, and with note where the intervals decide
+    nothing.
+    """
     verdict = against_constant(found)
     if verdict not in (NO_BETTER, OPEN):
         return ""
@@ -418,11 +422,11 @@ def doubt(found: Mapping[str, Any]) -> str:
     why = "; ".join(told)
     if verdict == OPEN:
         return (
-            f"these counts do not show that the model is better than a constant guess: {why}. More test records, or a "
-            "larger epsilon of the evaluation, narrow the interval."
+            f"note: these counts do not show that the model is better than a constant guess: {why}. More test records, or "
+            "a larger epsilon of the evaluation, narrow the interval."
         )
     sure = "" if certain else ". The interval does not exclude that it is slightly better"
-    return f"the model is no better than a constant guess: {why}{sure}."
+    return f"WARNING: the model is no better than a constant guess: {why}{sure}."
 
 
 # ----------------------------------------------------------------------------------------------------------- estimates

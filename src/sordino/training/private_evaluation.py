@@ -268,7 +268,7 @@ def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **o
     """
     found, cert = evaluate_into(prepare(model, data, **options), Path(out))
     if doubt := noised_metrics.doubt(found):
-        warnings.warn(doubt, UserWarning, stacklevel=2)
+        warnings.warn(doubt.partition(": ")[2], UserWarning, stacklevel=2)
     return {**found, "certified": cert["certified"], "reasons": cert["reasons"], "certificate": cert}
 
 
