@@ -94,9 +94,6 @@ def test_rough_ranges_are_told_to_the_coordinator_and_to_the_sites(places, epsil
 def test_a_federation_finds_ranges_levels_and_shares_and_trains_with_them(places, trust, persons):
 
     made = places(trust, persons)
-    if trust == "secure-aggregation":
-        spec = made.coordinator / "spec.toml"
-        spec.write_text(spec.read_text().replace('method = "auto"', 'method = "dp-fedgd"\nnormalize = "table:2"'))
     assert all(check.fine for check in doctor(made.place("north") / "site.toml") if check.about == "data")
     made.run()
     run = made.coordinator / "run"

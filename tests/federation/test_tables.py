@@ -12,6 +12,7 @@ from sordino.errors import SordinoError
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.doctor import doctor
+from sordino.privacy.evidence.verify import verify
 from sordino.training.artifacts import load_model
 from sordino.training.predict import load_run, predict
 from sordino.training.verify_run import verify_run
@@ -159,6 +160,22 @@ def test_a_federation_of_persons_is_evaluated_and_may_draw_their_records(tiny, t
     assert cert["person"] == {"records": 1, "clients": 1, "choice": "random"}
 
 
+@pytest.mark.parametrize(
+    ("method", "rounds", "keys"), [("auto", 8, {"calibrate": 0.1}), ("dp-fedadam", 3, {"batch": "poisson:8"})]
+)
+def test_persons_under_masks_with_a_covariance_a_calibration_and_minibatches(tiny, method, rounds, keys):
+    federation = tables(tiny(method, "secure-aggregation", rounds, **keys))
+    with_persons(federation)
+    coordinator, _ = federation.run()
+    cert = json.loads((coordinator.out / "certificate.json").read_text())
+    kinds = [query["query"].split()[-1] for query in cert["queries"]]
+    assert kinds == (["gram", "gradient", "gradient", "calibration"] if method == "auto" else ["gradient"])
+    assert cert["unit"] == "person"
+    assert cert["epsilon"] <= 8 * (1 + 1e-9)
+    assert verify(cert).problems == []
+    assert len(federation.progress("round")) == coordinator.plan.rounds
+
+
 def test_a_site_whose_schema_names_persons_refuses_a_run_for_records(federation):
     with_persons(federation)
     about = federation.coordinator / "federation.toml"
@@ -185,7 +202,9 @@ DAYS = {"column": "days", "task": "survival", "event": "died", "intervals": [0, 
     ],
     ids=["survival", "count", "quantity"],
 )
-def test_a_federation_learns_survival_counts_and_quantities(federation, tmp_path, target):
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_a_federation_learns_survival_counts_and_quantities(tiny, tmp_path, target, trust):
+    federation = tables(tiny("auto", trust, rounds=6))
     schema = {**SCHEMA, "target": target}
     schema["columns"] = {**SCHEMA["columns"], **({} if "event" in target else {"died": {"type": "drop"}})}
     rng = np.random.default_rng(1)
