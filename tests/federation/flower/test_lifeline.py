@@ -69,7 +69,7 @@ def orphan(tmp_path, command, up):
 
 def test_a_process_ends_when_its_starter_is_killed(tmp_path):
     number = orphan(tmp_path, [sys.executable, "-c", CHILD], "up")
-    assert wait(lambda: not lives(number), 5)
+    assert wait(lambda: not lives(number), 20)
 
 
 def test_a_process_that_nobody_holds_by_a_pipe_goes_on():
