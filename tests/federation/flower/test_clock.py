@@ -14,6 +14,7 @@ import pytest
 from sordino.federation.flower import clock as clocks
 from sordino.federation.flower import deploy, processes
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning")  # of what flwr imports
 needs_flwr = pytest.mark.skipif(
     find_spec("flwr") is None, reason="flwr is not installed: pip install 'sordino[flower]'"
 )
@@ -107,7 +108,6 @@ class Skewed(processes.LocalFederation):
 
 @pytest.mark.soak  # real processes
 @needs_flwr
-@pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning")
 def test_sites_whose_clocks_are_an_hour_off_take_part(tmp_path):
     here = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
     server = {"SORDINO_SERVE": "parts:serve", **here}
