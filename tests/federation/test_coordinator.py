@@ -10,11 +10,10 @@ import torch
 from fixtures import Loopback
 
 from sordino import files, secagg, wire
-from sordino.cli import federate
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import coordinator as coordinator_module
-from sordino.federation import messenger
+from sordino.federation import messenger, sentences
 from sordino.federation import site_run as module
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.progress import parsed, read_lines
@@ -712,7 +711,7 @@ def test_a_useless_model_is_called_one(federation):
     coordinator.__dict__["_test"] = torch.zeros(40, terms.features, dtype=torch.float64), y
     told = coordinator._useless(data, model)
     line = {"what": "finished", "epsilon": 8.0, "sites": ["a"], **told}
-    assert "WARNING: the model is no better than a constant guess: its" in federate._sentence(line, 2)
+    assert "WARNING: the model is no better than a constant guess: its" in sentences.of_coordinator(line, 2)
     coordinator.__dict__["_test"] = None
     assert coordinator._useless(data, model) == {}
 
