@@ -222,6 +222,8 @@ def test_a_table_from_draft_to_prediction(tmp_path, capsys, monkeypatch):
     )
     assert main(["schema", "check", "schema.toml", "patients.csv"]) == 0
     assert "every column is there" in capsys.readouterr().out
+    assert main(["schema", "check", "patients.csv", "schema.toml"]) == 0, "in the other order too"
+    assert "every column is there" in capsys.readouterr().out
     assert main(["run", "--data", "patients.csv", "--schema", "schema.toml", "--epsilon", "8", "--out", "r"]) == 0
     assert "clients    2 with" in capsys.readouterr().out
     cert = json.loads((tmp_path / "r" / "public" / "certificate.json").read_text())

@@ -280,7 +280,7 @@ def test_weights_of_records_mean_what_those_of_scikit_learn_do():
     y = (rng.random(600) < 1 / (1 + np.exp(-x[:, 0]))).astype(int)
     weight = np.where(x[:, 1] > 0, 1.0, 0.2)
     options = {"lr": 4.0, "clip": 1e6}
-    without_noise = {"epsilon": np.inf, "method": "dp-fedgd", "rounds": 1500, "normalize": "none", "random_state": 0}
+    without_noise = {"epsilon": np.inf, "method": "dp-fedgd", "rounds": 600, "normalize": "none", "random_state": 0}
     model = FederatedClassifier(**without_noise, options=options).fit(x, y, sample_weight=weight)
     other = FederatedClassifier(**without_noise, options=options).fit(x, y)
     exact = LogisticRegression(C=np.inf, tol=1e-8).fit(x, y, sample_weight=weight)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sordino.cli.run import slope_note
 from sordino.errors import SordinoError
 from sordino.models.linear import Linear, Loss
 from sordino.training import metrics
@@ -287,6 +288,13 @@ def test_a_run_whose_risks_are_useless_says_so_loudly(patients, capsys):
     assert "WARNING: the model is no better than a constant guess: its log loss is" in told
     told = trained(patients, capsys, "--epsilon", "inf", "--out", str(patients / "good"))
     assert "WARNING" not in told
+
+
+def test_risks_that_are_too_sure_are_told_where_enough_records_show_it():
+    assert "--set calibrate_slope=0.05" in slope_note({"calibration_slope": 0.6}, 1000)
+    for measured, tests in (({"calibration_slope": 0.6}, 50), ({"calibration_slope": 0.9}, 1000), ({}, 1000)):
+        assert slope_note(measured, tests) == ""
+    assert slope_note({"calibration_slope": 0.6}, None) == "", "the number is private"
 
 
 def test_a_model_that_diverged_is_told_and_drawn(tmp_path):

@@ -86,14 +86,14 @@ def act(arguments: argparse.Namespace) -> int:
     found, cert = private_evaluation.evaluate_into(prepared, out, shared, signer)
     document = {**found, "certified": cert["certified"], "reasons": cert["reasons"], "out": str(out)}
     if not emit(arguments, document):
-        facts([*rows(found), *_privacy(found, cert)])
+        lines = [*rows(found), *_privacy(found, cert)]
         if shared is not None:
             total = shared.summary()
             limit = "" if total["limit"] is None else f" of {total['limit']:g}"
             text = f"ε = {total['epsilon']:.4g}{limit} at δ = {total['delta']:g} over {total['runs']} uses of this file"
-            facts([("ledger", f"{text} ({shared.path.name})")])
+            lines.append(("ledger", f"{text} ({shared.path.name})"))
         may = "public/ may be published, private/ may not" if cert["certified"] else "nothing here may be published"
-        facts([("files", f"{out}: {may} (README.txt)")])
+        facts([*lines, ("files", f"{out}: {may} (README.txt)")])
         if why := noised_metrics.doubt(found):
             console().print(why, markup=False)
     return 0

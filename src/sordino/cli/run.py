@@ -52,6 +52,9 @@ RUN_FLAGS = (
     ("--seed", "seed", "reproducible noise, for experiments; the result is not private"),
 )
 
+LEAST_SLOPE = 0.8  # of calibration: below it, risks are so sure that people are told
+LEAST_TESTS = 500  # fewer test records do not tell a slope
+
 
 def add(commands: Any) -> None:
     parser = command(
@@ -237,6 +240,17 @@ def _survival(curve: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("survival", "; ".join(parts))] if parts else []
 
 
+def slope_note(measured: dict[str, Any], tests: int | None) -> str:
+    """What helps if risks are too sure on enough test records; else empty."""
+    slope = measured.get("calibration_slope")
+    if slope is None or slope >= LEAST_SLOPE or tests is None or tests < LEAST_TESTS:
+        return ""
+    return (
+        f"note: the calibration slope is {slope:.4g}: risks are too sure, high ones too high and low ones too low; "
+        "--set calibrate=0.1 --set calibrate_slope=0.05 spends a part of the budget of a run on it"
+    )
+
+
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
     """The result. `privacy.evidence.public` lists every line that may be printed here."""
     from sordino.privacy import calibration
@@ -251,7 +265,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
 
     settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
     sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None
-    clients = f"{plan.clients} with {sum(sizes):,} {unit_plural(cert)} ({sizes[0]:,} to {sizes[-1]:,} each)"
+    each = f" ({sizes[0]:,} to {sizes[-1]:,} each)" if plan.clients > 1 else ""
+    clients = f"{plan.clients} with {sum(sizes):,} {unit_plural(cert)}{each}"
     took = f" in {total_seconds(RunFolder.find(out)):.1f} s" if prepared.resolved.source.open else ""
     tested = "" if cert["test_records"] is None else f" on {cert['test_records']:,} test records"
     rows = [
@@ -269,7 +284,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     if 0 < len(cert["client_names"]) <= 20:
         rows.append(("names", "; ".join(f"{i} {name}" for i, name in enumerate(cert["client_names"]))))
     rows.append(("error" if {"mse", "deviance"} & last.keys() else "result", _score(last) + tested))
-    rows += _quality(final_metrics(prepared, out), prepared.dataset)
+    measured = final_metrics(prepared, out)
+    rows += _quality(measured, prepared.dataset)
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"
     promise = f"ε = {epsilon} at δ = {cert['delta']:g}, {cert['unit']} level, {cert['adjacency']}, {cert['trust']}"
     verdict = "certified" if cert["certified"] else f"NOT certified: {'; '.join(cert['reasons'])}"
@@ -303,6 +319,9 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         )
         why = no_better(prepared.dataset, last)
         console().print(f"WARNING: the model is no better than a constant guess: {why}. {remedy}", markup=False)
+    changeable = hasattr(prepared.model, "slope_sum") and not settings.calibrate_slope
+    if changeable and (note := slope_note(measured, cert["test_records"])):
+        console().print(note, markup=False)
     if settings.private_statistics is not None:
         std = calibration.aggregate_std(plan, 0)
         if (doubt := rough(prepared.resolved.statistics, std, sum(sizes))) is not None:

@@ -82,6 +82,8 @@ def _check(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.data.schema import Schema
 
+    if arguments.file and arguments.file.endswith(".toml") and not arguments.schema.endswith(".toml"):
+        arguments.schema, arguments.file = arguments.file, arguments.schema  # the table came first
     schema = Schema.read(arguments.schema)
     if arguments.file:
         path = Path(arguments.file)

@@ -243,7 +243,7 @@ def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
     names = list(run.features) or [f"x{k}" for k in range(model.features)]
     outputs, written = list(run.classes) or [""], table_edges(run)
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        unit = "; numbers are cut in the unit of the table" if written else ""
+        unit = "; numbers are cut in the unit of the table, and a boolean is 0 or 1" if written else ""
         file.write(
             f"# the logit of a class is its intercept plus the values of the leaves that hold the record{unit}\n"
         )

@@ -422,8 +422,8 @@ def doubt(found: Mapping[str, Any]) -> str:
     why = "; ".join(told)
     if verdict == OPEN:
         return (
-            f"note: these counts do not show that the model is better than a constant guess: {why}. More test records, or "
-            "a larger epsilon of the evaluation, narrow the interval."
+            f"note: these counts do not show that the model is better than a constant guess: {why}. More test "
+            "records, or a larger epsilon of the evaluation, narrow the interval."
         )
     sure = "" if certain else ". The interval does not exclude that it is slightly better"
     return f"WARNING: the model is no better than a constant guess: {why}{sure}."

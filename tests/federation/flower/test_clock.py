@@ -14,6 +14,7 @@ import pytest
 from sordino.federation.flower import clock as clocks
 from sordino.federation.flower import deploy, processes
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning")  # of what flwr imports
 needs_flwr = pytest.mark.skipif(
     find_spec("flwr") is None, reason="flwr is not installed: pip install 'sordino[flower]'"
 )
@@ -25,19 +26,19 @@ def header(seconds):
 
 def test_the_link_s_time_counts_on_when_the_machine_s_clock_is_set(tmp_path, monkeypatch):
     clock = clocks.LinkClock(tmp_path / "clock")
-    assert abs(clock.time - time.time()) < 0.1
+    assert abs(clock.time - time.time()) < 5
     assert clocks.difference(tmp_path / "clock") == 0.0
     for nothing in (None, "", "yesterday"):
         clock.heard(nothing)
     clock.heard(header(-3600))
     before = clock.time
-    assert abs(clocks.difference(tmp_path / "clock") + 3600) <= 1.1
+    assert abs(clocks.difference(tmp_path / "clock") + 3600) <= 5
     plain = time.time
     monkeypatch.setattr(time, "time", lambda: plain() + 7200)
-    assert abs(clock.time - before) < 1
-    assert abs(clock.now().timestamp() - before) < 1
+    assert abs(clock.time - before) < 60
+    assert abs(clock.now().timestamp() - before) < 60
     clock.heard(header(-3600))  # the header is the link's; the machine is now two hours further ahead
-    assert abs(clocks.difference(tmp_path / "clock") + 3 * 3600) <= 1.1
+    assert abs(clocks.difference(tmp_path / "clock") + 3 * 3600) <= 5
 
 
 def test_silence_is_measured_by_a_clock_that_nobody_sets(tmp_path, monkeypatch):
@@ -46,11 +47,11 @@ def test_silence_is_measured_by_a_clock_that_nobody_sets(tmp_path, monkeypatch):
     heard, plain = deploy.Silence(path), time.time
     for jump in (-86400, 86400):
         monkeypatch.setattr(time, "time", lambda jump=jump: plain() + jump)
-        assert heard.seconds < 5
+        assert heard.seconds < 60
     heard._since -= 100
     assert heard.seconds >= 100
     os.utime(path, (0, 0))  # touched, by a machine whose clock went back to 1970
-    assert heard.seconds < 5
+    assert heard.seconds < 60
 
 
 @needs_flwr
@@ -107,7 +108,6 @@ class Skewed(processes.LocalFederation):
 
 @pytest.mark.soak  # real processes
 @needs_flwr
-@pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning")
 def test_sites_whose_clocks_are_an_hour_off_take_part(tmp_path):
     here = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))}
     server = {"SORDINO_SERVE": "parts:serve", **here}

@@ -15,9 +15,10 @@ import pytest
 from sordino.federation.flower import commands, keys, lifeline, processes, supernode
 from sordino.federation.tls import certificates
 
-pytestmark = pytest.mark.skipif(
-    find_spec("flwr") is None, reason="flwr is not installed: pip install 'sordino[flower]'"
-)
+pytestmark = [
+    pytest.mark.skipif(find_spec("flwr") is None, reason="flwr is not installed: pip install 'sordino[flower]'"),
+    pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning"),  # of what flwr imports
+]
 
 STARTER = """
 import json, os, sys, time
@@ -68,7 +69,7 @@ def orphan(tmp_path, command, up):
 
 def test_a_process_ends_when_its_starter_is_killed(tmp_path):
     number = orphan(tmp_path, [sys.executable, "-c", CHILD], "up")
-    assert wait(lambda: not lives(number), 5)
+    assert wait(lambda: not lives(number), 20)
 
 
 def test_a_process_that_nobody_holds_by_a_pipe_goes_on():
@@ -111,7 +112,7 @@ def flower_supernode():
 cli.flower_supernode = flower_supernode
 sys.modules["flwr.supernode.cli"] = cli
 from sordino.federation.flower import supernode
-supernode.idle = supernode.uploads = lambda seconds: None
+supernode.idle = supernode.uploads = supernode.keep_time = lambda *_: None
 supernode.main()
 """
 
@@ -162,6 +163,58 @@ def test_looks_for_work_become_rare_when_there_is_none():
     assert pace.wait == 0.1
 
 
+ANEW = """
+import os, sys
+from pathlib import Path
+from sordino.federation.flower import lifeline
+
+path = Path(sys.argv[1])
+path.write_text(path.read_text() + f"{os.getpid()} {os.environ.get(lifeline.VARIABLE)}\\n")
+lifeline.watch()
+if path.read_text().count("\\n") == 1:
+    lifeline.start_anew()
+"""
+
+
+def test_a_process_that_starts_anew_keeps_its_number_and_its_lifeline(tmp_path):
+    path = tmp_path / "starts"
+    path.touch()
+    env = {**os.environ, lifeline.VARIABLE: "stdin"}
+    words = [sys.executable, "-c", ANEW, str(path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, env=env) as process:
+        assert process.wait(30) == 0
+    assert path.read_text() == f"{process.pid} stdin\n" * 2
+
+
+def test_a_worker_rests_after_messages_and_not_before(tmp_path, monkeypatch):
+    from sordino.federation.flower import worker
+
+    class Runtime:
+        def __init__(self, *_):
+            self.token = ""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    found = iter([False, False, True, False])
+    monkeypatch.setattr(worker, "Runtime", Runtime)
+    monkeypatch.setattr(worker, "uploads", lambda seconds: None)
+    monkeypatch.setattr(worker, "_one", lambda *_: next(found))
+    worker.serve(bytes, "node:1", poll=0.001, rest=0.0)
+    assert list(found) == []  # it went on until there was a message, and then returned
+
+
+def test_the_processes_of_a_site_that_waits_load_no_library_for_numbers():
+    parts = ("deploy", "supernode", "worker", "superlink", "control", "clock")
+    code = "import sys\n" + "".join(f"import sordino.federation.flower.{part}\n" for part in parts)
+    code += "from sordino.federation.transports import deployment\ndeployment()\n"
+    code += "assert not {'torch', 'scipy', 'sklearn'} & set(sys.modules), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 class Forwarder:
     """A way to the link that can be broken: what flows back is then no TLS."""
 
@@ -189,7 +242,6 @@ class Forwarder:
 
 
 @pytest.mark.soak  # real processes
-@pytest.mark.filterwarnings("ignore:.*Click 9.0:DeprecationWarning")
 def test_a_node_ends_at_a_broken_tls_connection(tmp_path):
     with processes.LocalFederation(tmp_path / "federation", ["a"]) as federation:
         federation.end("node-a")

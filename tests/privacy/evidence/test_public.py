@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
+from sordino.cli.run import slope_note
 from sordino.privacy.evidence import public
 from sordino.privacy.evidence.statement import statement
 from sordino.training.spec import RUN_KEYS
@@ -152,6 +153,8 @@ def test_exact_functions_of_private_data_are_not_told(done, name, files):
 def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr("sordino.training.evaluate.beats_constant_guess", lambda dataset, last: dataset.classes == ())
+    sure = slope_note({"calibration_slope": 0.5}, 1000)
+    monkeypatch.setattr("sordino.cli.run.slope_note", lambda measured, tests: sure)
     seen = set()
     for name in ("record", "client", "sampled", "quantity", "seeded", "benchmark", "count", "open survival", "found"):
         words = list(RUNS[name])

@@ -283,7 +283,7 @@ SHOWN = "(accuracy|mse|deviance|concordance)"  # the first metric of each task
 CONSOLE = (
     Line(r"run +.+ on .+, \d+ rounds", PLAN),
     Line(r"run +.+ on .+, \d+ rounds in [\d.]+ s", OPEN, True),
-    Line(r"clients +\d+( with [\d,]+ records \([\d,]+ to [\d,]+ each\))?", "As in certificate.json."),
+    Line(r"clients +\d+( with [\d,]+ (records|persons)( \([\d,]+ to [\d,]+ each\))?)?", "As in certificate.json."),
     Line(r"labels +partition .+ classes are missing", OPEN, True),
     Line(r"names +0 .+", CERTIFICATE["client_names"]),
     Line(r"(result|error) +(accuracy|mse|deviance|concordance) ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
@@ -310,6 +310,7 @@ CONSOLE = (
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"WARNING: the model is no better than a constant guess: .+", TESTED),
     Line(r"WARNING: the found ranges are rough .+", PLAN),
+    Line(rf"note: the calibration slope is {NUMBER}: risks are too sure.+", TESTED),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
     Line(rf"\S+ ━+ \d+/\d+ ({SHOWN} \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),
     Line(rf"\S+ ━+ \d+/\d+ ({SHOWN} \S+  (ε \S+|no noise))? *\d+:\d\d:\d\d\s*", "Progress on stderr. " + OPEN, True),
