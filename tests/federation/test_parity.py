@@ -10,12 +10,13 @@ import torch
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.federation.coordinator import Coordinator
+from sordino.federation.site_run import StoredMemory
 from sordino.federation.terms import against_terms
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.training.artifacts import load_model
 from sordino.training.verify_run import verify_run
-from sordino.tree import leaves
+from sordino.tree import leaves, unpack
 from tests.support import tiers
 
 
@@ -134,6 +135,10 @@ def test_a_stream_goes_on_after_the_coordinator_and_the_sites_were_killed(tiny, 
     torch.testing.assert_close(theta, rounds[-1].model, rtol=2e-6, atol=2e-6)
     assert len(federation.progress("round")) == 7
     assert [t for _, t in federation.charged("a")] == list(range(7))
+    for name in federation.names:  # the answers without noise, which later rounds needed, are gone
+        (place,) = (federation.place(name) / "runs").iterdir()
+        stored = unpack((place / "memory").read_bytes(), StoredMemory(torch.zeros(2), ()))
+        assert stored.answers == ()
 
 
 def compare_sums(federation, monkeypatch):

@@ -398,8 +398,16 @@ class SiteRun:
     def _end(self) -> None:
         """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers."""
         (self.folder / "secret").unlink(missing_ok=True)
+        self._forget_answers()
         with self.site.ledger() as ledger:
             ledger.compact([self.terms.run, testing.plan_name(self.terms.run)])
+
+    def _forget_answers(self) -> None:
+        """Delete the answers of a stream, which have no noise: no later round needs them."""
+        path = self.folder / "memory"
+        stored = unpack(path.read_bytes(), StoredMemory(torch.zeros(2), ())) if path.exists() else None
+        if stored is not None and not isinstance(stored.answers, tuple):
+            files.write(path, pack(stored._replace(answers=())))
 
     def _certify_evaluation(self) -> None:
         """The site's own certificate of the evaluation that it answered, in evaluation/; none if it answered none."""
