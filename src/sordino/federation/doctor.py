@@ -169,6 +169,10 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             terms = _offered(site, coordinator)
             agree(site, terms)
             yield Check(True, "terms", "site.toml allows everything that the federation asks for")
+            if config.ask:
+                yield Check(
+                    True, "ask", "a person approves the run first: sordino federate approve SITE.toml --yes STUDY"
+                )
             if terms.requested_epsilons:
                 yield Check(
                     True,
@@ -194,8 +198,9 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
         return
     with Ledger(path, read_only=True) as ledger:
-        yield from _ledger(site, ledger)
-        if terms is None:
+        found = list(_ledger(site, ledger))
+        yield from found
+        if terms is None or not found[0].fine:
             return
         try:
             mine = terms.names.index(config.name)
@@ -204,7 +209,8 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             cost = spending.epsilon(terms.plan)
             yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
         except OverspentError as error:
-            yield Check(False, "budget", f"{error}")
+            left = ledger.left(_account(ledger), (config.epsilon, config.delta)) or 0.0
+            yield Check(False, "budget", f"{error} A run of up to ε = {left:.4g} fits.")
 
 
 def _hint(config: SiteConfig, terms: Terms | None) -> str:
@@ -221,6 +227,8 @@ def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:
     except LedgerError as error:
         problems = [str(error)]
     yield Check(not problems, "ledger.db", "complete" if not problems else problems[0])
+    if problems:  # what was spent is not known from such a ledger
+        return
     for epsilon, delta in ledger.limits():
         if (config.epsilon, config.delta) > (epsilon, delta) and config.epsilon > epsilon:
             yield Check(False, "epsilon", f"the ledger's limit is {epsilon:g}; it can be lowered, never raised")
