@@ -136,3 +136,72 @@ def test_the_command_renews(tmp_path, capsys):
     assert tls.authority.read_bytes() != given
     assert {"lab.example", "new.example"} <= set(tls_files.hosts_of(tls.certificate))
     read(tls.certificate).verify_directly_issued_by(read(tls.authority))
+
+
+def test_a_lost_authority_is_never_replaced_silently(tiny, capsys):
+    folder = tiny().coordinator
+    tls = tls_files.certificates(folder / "tls", hosts=["lab.example"])
+    tls.authority.unlink()
+    left = {path.name: path.read_bytes() for path in (folder / "tls").iterdir()}
+    for refused in (tls_files.valid, tls_files.renew):
+        with pytest.raises(SordinoError, match=r"authority.pem' is missing; restore it .*--new-authority` and send"):
+            refused(folder / "tls")
+    assert {path.name: path.read_bytes() for path in (folder / "tls").iterdir()} == left
+    assert tells(coordinator_doctor(folder), "tls") == [(False, False)]
+    assert main(["federate", "renew", str(folder), "--new-authority"]) == 0
+    assert "lab.example" in tls_files.hosts_of(tls.certificate)
+    assert tells(coordinator_doctor(folder), "tls") == []
+
+
+@pytest.mark.parametrize("name", ["link.pem", "link.key"])
+@pytest.mark.parametrize("content", [None, b"garbage"])
+def test_renew_repairs_the_files_of_the_link(tiny, capsys, name, content):
+    folder = tiny().coordinator
+    tls = tls_files.certificates(folder / "tls", hosts=["lab.example"])
+    given = tls.authority.read_bytes()
+    damage(folder / "tls" / name, content)
+    with pytest.raises(SordinoError, match=f"{name}' is (missing|damaged); run `sordino federate renew {folder}`"):
+        tls_files.valid(folder / "tls", ["lab.example"])
+    (told,) = (check for check in coordinator_doctor(folder) if check.about == "tls")
+    assert not told.fine
+    assert name in told.says
+    if name == "link.pem":
+        assert main(["federate", "renew", str(folder)]) != 0
+        assert "--host" in capsys.readouterr().err
+    assert main(["federate", "renew", str(folder), "--host", "lab.example"]) == 0
+    assert tls_files.valid(folder / "tls").authority.read_bytes() == given
+    assert "lab.example" in tls_files.hosts_of(tls.certificate)
+
+
+def damage(path, content):
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+
+
+def test_files_of_a_link_must_fit_together(tiny, tmp_path):
+    folder = tiny().coordinator
+    tls, other = tls_files.certificates(folder / "tls"), tls_files.certificates(tmp_path / "other")
+    kept = {path: path.read_bytes() for path in (*tls, folder / "tls" / "authority.key")}
+    for path, found, remedy in (
+        (tls.certificate, "did not sign", "renew"),
+        (tls.key, "link.key' is not the key of", "renew"),
+        (tls.authority, "did not sign", "--new-authority"),
+    ):
+        shutil.copy(other[tls.index(path)], path)
+        with pytest.raises(SordinoError, match=f"{found}.*{remedy}"):
+            tls_files.valid(folder / "tls")
+        (told,) = (check for check in coordinator_doctor(folder) if check.about == "tls")
+        assert found in told.says
+        if remedy == "renew":
+            tls_files.renew(folder / "tls")
+            assert tls_files.valid(folder / "tls") == tls
+        else:
+            with pytest.raises(SordinoError, match=r"authority.key' is not the key of"):
+                tls_files.renew(folder / "tls")
+        for each, content in kept.items():
+            each.write_bytes(content)
+    chain = tls.certificate.read_bytes() + other.authority.read_bytes()
+    tls.certificate.write_bytes(chain)
+    tls.authority.write_bytes(other.authority.read_bytes() + tls.authority.read_bytes())  # a bundle
+    assert tls_files.misfit(folder / "tls") == ""

@@ -471,11 +471,10 @@ def _renew(arguments: argparse.Namespace) -> int:
     from sordino.federation import tls as made
 
     place = Path(arguments.folder) / "tls"
-    if not made.Tls.of(place).authority.exists():
+    if made.is_empty(place):
         raise SordinoError(f"'{place}' has no certificates; `sordino federate coordinate` makes them.")
     if arguments.new_authority:
-        old = made.Tls.of(place).certificate
-        hosts = [*(made.hosts_of(old) if old.exists() else []), *arguments.host]
+        hosts = [*made.known_hosts(place, arguments.host), *arguments.host]
         tls = made.certificates(place, hosts=hosts)
         then = f"send {tls.authority} to the sites (it is public), then start `coordinate` and each `join` again"
     else:

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from sordino import files
 from sordino.core import Trust
 from sordino.errors import LedgerError, OverspentError, Refused, SordinoError
+from sordino.federation import tls as link_files
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.derived import stated
 from sordino.federation.folders import proposed
 from sordino.federation.policy import agree, broken_rules
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
-from sordino.federation.tls import AUTHORITY_KEY, NEW_AUTHORITY, RENEW_DAYS, Tls, days_left, end_of
+from sordino.federation.tls import AUTHORITY_KEY, RENEW_DAYS, Tls, days_left, end_of
 from sordino.federation.witness import older, read
 from sordino.privacy import spending
 from sordino.privacy.evidence.charges import charges
@@ -108,13 +109,30 @@ def coordinator_doctor(folder: Path) -> Iterator[Check]:
         yield Check(
             not needed, "roster.toml", f"{error} Secure aggregation needs it; without it, hellos are not signed"
         )
-    tls = Tls.of(folder / "tls")
-    if not tls.authority.exists():
+    yield from _link(folder / "tls")
+
+
+def _link(folder: Path) -> Iterator[Check]:
+    """Whether the link has its certificates and keys, whether they fit together, and when they end."""
+    if link_files.is_empty(folder):
         yield Check(True, "tls", "no certificates yet; `sordino federate coordinate` makes them")
         return
-    yield _certificate(tls.authority, NEW_AUTHORITY)
-    renewable = (folder / "tls" / AUTHORITY_KEY).exists()
-    yield _certificate(tls.certificate, "start `coordinate` again, which renews it" if renewable else NEW_AUTHORITY)
+    tls, new = Tls.of(folder), link_files.new_authority(folder)
+    try:
+        incomplete = link_files.incomplete(folder)
+        problem = incomplete or link_files.misfit(folder)
+    except SordinoError as error:
+        problem = incomplete = str(error)
+    if problem:
+        yield Check(False, "tls", problem.removeprefix("tls: "))
+    if incomplete:
+        return
+    yield _certificate(tls.authority, new)
+    renewable = (folder / AUTHORITY_KEY).exists()
+    yield _certificate(tls.certificate, "start `coordinate` again, which renews it" if renewable else new)
+    if not renewable:
+        says = "it is not here, so link.pem cannot be renewed; bring it back before link.pem ends"
+        yield Check(True, AUTHORITY_KEY, says, soon=True)
 
 
 def _certificate(path: Path, remedy: str) -> Check:

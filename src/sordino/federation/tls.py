@@ -14,15 +14,12 @@ from sordino.errors import SordinoError
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 LOOPBACK = "127.0.0.1"
 AUTHORITY, AUTHORITY_KEY = "sordino authority", "authority.key"
 AUTHORITY_DAYS, LINK_DAYS = 3650, 365
 RENEW_DAYS = 30  # before its end, from which on `coordinate` renews the link's certificate
-NEW_AUTHORITY = (
-    "run `sordino federate renew DIR --new-authority` and send its new tls/authority.pem to the sites, which need "
-    "nothing else."
-)
 
 
 class Tls(NamedTuple):
@@ -68,40 +65,78 @@ def certificates(
         (_usage("key_cert_sign", "crl_sign"), True),
         (signer, False),
     )
+    link = ec.generate_private_key(ec.SECP256R1())
     _replace_key(folder / AUTHORITY_KEY, key)
-    _replace_key(tls.key, ec.generate_private_key(ec.SECP256R1()))
+    _replace_key(tls.key, link)
     files.write(tls.authority, pem)
     tls.authority.chmod(0o644)  # public
-    return renew(folder, hosts=hosts, days=days)
+    return _certify_link(tls, key, link, hosts, days)
 
 
 def renew(folder: Path, *, hosts: Iterable[str] = (), days: int = LINK_DAYS) -> Tls:
     """Make another certificate of the link by the same authority. The link keeps its key and the names that it has.
 
-    Sites need nothing new. A link that is running has to be started again.
+    A key of the link that is missing or damaged is made anew. Sites need nothing new. A link that is running has to be
+    started again.
 
     Raises:
-      SordinoError: the authority's key is missing, or the authority has ended.
+      SordinoError: the authority or its key is missing, damaged or over, or nobody says the names of the link.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import serialization as as_bytes
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID
 
     tls = Tls.of(folder)
+    if why := _authority_problem(folder):
+        raise SordinoError(why)
     if not (folder / AUTHORITY_KEY).exists():
-        raise SordinoError(f"tls: '{folder / AUTHORITY_KEY}' is missing; {NEW_AUTHORITY}")
+        raise SordinoError(f"tls: '{folder / AUTHORITY_KEY}' is missing; {restore(folder)}")
     if days_left(tls.authority) <= 0:
         raise SordinoError(
-            f"tls: the authority '{tls.authority}' ended on {end_of(tls.authority):%d %b %Y}; {NEW_AUTHORITY}"
+            f"tls: the authority '{tls.authority}' ended on {end_of(tls.authority):%d %b %Y}; {new_authority(folder)}"
         )
-    authority = as_bytes.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
-    link = as_bytes.load_pem_private_key(tls.key.read_bytes(), None)
-    if not isinstance(authority, ec.EllipticCurvePrivateKey) or not isinstance(link, ec.EllipticCurvePrivateKey):
-        raise SordinoError(f"tls: the keys in '{folder}' are not of this program; {NEW_AUTHORITY}")
-    known = hosts_of(tls.certificate) if tls.certificate.exists() else []
+    authority, link = _key(folder / AUTHORITY_KEY), _key(tls.key)
+    if authority is None or authority.public_key() != read(tls.authority)[0].public_key():
+        raise SordinoError(f"tls: '{folder / AUTHORITY_KEY}' is not the key of '{tls.authority}'; {restore(folder)}")
+    if not isinstance(authority, ec.EllipticCurvePrivateKey) or not isinstance(link, ec.EllipticCurvePrivateKey | None):
+        raise SordinoError(f"tls: the keys in '{folder}' are not of this program; {new_authority(folder)}")
+    names = list(hosts)
+    names = [*known_hosts(folder, names), *names]
+    if link is None:
+        link = ec.generate_private_key(ec.SECP256R1())
+        _replace_key(tls.key, link)
+    return _certify_link(tls, authority, link, names, days)
+
+
+def known_hosts(folder: Path, hosts: Iterable[str] = ()) -> list[str]:
+    """The names of the link by its certificate; none if it cannot be read and `hosts` are given in its place.
+
+    Raises:
+      SordinoError: the certificate cannot be read, and no hosts are given.
+    """
+    path = Tls.of(folder).certificate
+    try:
+        return hosts_of(path)
+    except SordinoError:
+        if list(hosts):
+            return []
+        raise SordinoError(
+            f"--host: '{path}', which has the names of the link, cannot be read; give each name by which sites reach "
+            "the link (--host localhost if all sites are on this machine)."
+        ) from None
+
+
+def _certify_link(
+    tls: Tls,
+    authority: ec.EllipticCurvePrivateKey,
+    link: ec.EllipticCurvePrivateKey,
+    hosts: Iterable[str],
+    days: int,
+) -> Tls:
+    """Write the link's certificate."""
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
     names: list[x509.GeneralName] = []
-    for host in dict.fromkeys(["localhost", LOOPBACK, *known, *hosts]):
+    for host in dict.fromkeys(["localhost", LOOPBACK, *hosts]):
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
@@ -127,22 +162,160 @@ def valid(folder: Path, hosts: Iterable[str] = ()) -> Tls:
     """The files of a link: made if there are none, and renewed if the certificate ends soon or lacks a host.
 
     Raises:
-      SordinoError: the certificate or the authority has ended, and nothing here can renew it.
+      SordinoError: a file is missing or damaged, the files do not fit together, or the certificate or the authority has
+        ended and nothing here can renew it.
     """
     tls = Tls.of(folder)
-    if not tls.authority.exists():
+    if is_empty(folder):
         return certificates(folder, hosts=hosts)
+    if why := incomplete(folder):
+        raise SordinoError(why)
     if days_left(tls.authority) <= 0:
         raise SordinoError(
-            f"tls: the authority '{tls.authority}' ended on {end_of(tls.authority):%d %b %Y}; {NEW_AUTHORITY}"
+            f"tls: the authority '{tls.authority}' ended on {end_of(tls.authority):%d %b %Y}; {new_authority(folder)}"
         )
+    if why := misfit(folder):
+        raise SordinoError(why)
     lacking = set(hosts) - set(hosts_of(tls.certificate))
     soon = days_left(tls.certificate) < RENEW_DAYS
     if (lacking or soon) and (folder / AUTHORITY_KEY).exists():
         return renew(folder, hosts=hosts)
     if days_left(tls.certificate) <= 0:
-        raise SordinoError(f"tls: '{tls.certificate}' ended on {end_of(tls.certificate):%d %b %Y}; {NEW_AUTHORITY}")
+        raise SordinoError(
+            f"tls: '{tls.certificate}' ended on {end_of(tls.certificate):%d %b %Y}; {new_authority(folder)}"
+        )
     return tls
+
+
+# ------------------------------------------------------------------------------------------------------------ problems
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether no file of a link is there."""
+    return not any(path.exists() for path in (*Tls.of(folder), folder / AUTHORITY_KEY))
+
+
+def new_authority(folder: Path) -> str:
+    """The remedy for an authority that is lost or over."""
+    return (
+        f"run `sordino federate renew {folder.parent} --new-authority` and send the new authority.pem to all sites, "
+        "which need nothing else."
+    )
+
+
+def restore(folder: Path) -> str:
+    """The remedies for a file that nothing here can make again."""
+    return f"restore it from a backup, or {new_authority(folder)}"
+
+
+def incomplete(folder: Path) -> str:
+    """Which file of a link is missing or damaged, with the remedy; an empty text if none is.
+
+    The authority's key may be elsewhere: a link works without it until its certificate ends.
+    """
+    if why := _authority_problem(folder):
+        return why
+    tls = Tls.of(folder)
+    for path, parsed in ((tls.certificate, _parsed), (tls.key, _key)):
+        if not path.exists() or not parsed(path):
+            return f"tls: '{path}' is {_state(path)}; {_renewal(folder)}"
+    return ""
+
+
+def misfit(folder: Path) -> str:
+    """Why the files of a link, each of which can be read, do not fit together; an empty text if they do."""
+    tls = Tls.of(folder)
+    link = read(tls.certificate)
+    if not _signed_by(link[0], link[1:], read(tls.authority)):
+        return f"tls: '{tls.authority}' did not sign '{tls.certificate}', so no site could connect; {_renewal(folder)}"
+    key = _key(tls.key)
+    if key is None or key.public_key() != link[0].public_key():
+        return f"tls: '{tls.key}' is not the key of '{tls.certificate}'; {_renewal(folder)}"
+    return ""
+
+
+def _authority_problem(folder: Path) -> str:
+    path = Tls.of(folder).authority
+    if path.exists() and _parsed(path):
+        return ""
+    return (
+        f"tls: '{path}' is {_state(path)}; restore it from a backup or from a site, which has a copy, or "
+        f"{new_authority(folder)}"
+    )
+
+
+def _state(path: Path) -> str:
+    return "damaged" if path.exists() else "missing"
+
+
+def _renewal(folder: Path) -> str:
+    """The remedy for the link's own files: the authority can make them again, if its key is here."""
+    key = _key(folder / AUTHORITY_KEY)
+    if key is None or key.public_key() != read(Tls.of(folder).authority)[0].public_key():
+        return restore(folder)
+    return f"run `sordino federate renew {folder.parent}`, after which the sites need nothing new."
+
+
+def _signed_by(
+    one: x509.Certificate, others: list[x509.Certificate], authorities: list[x509.Certificate], most: int = 8
+) -> bool:
+    """Whether one of the authorities signed a certificate, or one of the others, which an authority signed, did."""
+    if any(_issued(one, by) for by in authorities):
+        return True
+    return most > 0 and any(_issued(one, by) and _signed_by(by, others, authorities, most - 1) for by in others)
+
+
+def _issued(one: x509.Certificate, by: x509.Certificate) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        one.verify_directly_issued_by(by)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read(path: Path) -> list[x509.Certificate]:
+    """The certificates in a file, at least one.
+
+    Raises:
+      SordinoError: the file cannot be read, or is no certificate.
+    """
+    if not (found := _parsed(path)):
+        raise SordinoError(f"'{path}' is not a certificate in PEM form; copy it again.")
+    return found
+
+
+def _parsed(path: Path) -> list[x509.Certificate]:
+    """The certificates in a file; none if it is no certificate."""
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(_content(path))
+    except ValueError:
+        return []
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SordinoError(f"'{path}' cannot be read ({error.strerror}); check the path and who may read it.") from None
+
+
+def _key(path: Path) -> PrivateKeyTypes | None:
+    """The private key in a file; None if the file is missing or holds none."""
+    from cryptography.hazmat.primitives import serialization as as_bytes
+
+    try:
+        return as_bytes.load_pem_private_key(_content(path), None) if path.exists() else None
+    except ValueError:
+        return None
+    except TypeError:
+        raise SordinoError(f"tls: '{path}' has a password; store the key without one.") from None
 
 
 def end_of(path: Path) -> datetime.datetime:
@@ -151,12 +324,7 @@ def end_of(path: Path) -> datetime.datetime:
     Raises:
       SordinoError: the file is no certificate.
     """
-    from cryptography import x509
-
-    try:
-        return max(one.not_valid_after_utc for one in x509.load_pem_x509_certificates(path.read_bytes()))
-    except (ValueError, OSError) as error:
-        raise SordinoError(f"'{path}' is not a certificate ({error}); copy it again.") from None
+    return max(one.not_valid_after_utc for one in read(path))
 
 
 def days_left(path: Path) -> float:
@@ -165,11 +333,18 @@ def days_left(path: Path) -> float:
 
 
 def hosts_of(path: Path) -> list[str]:
-    """Names and addresses that a certificate is valid for."""
+    """Names and addresses that a certificate is valid for.
+
+    Raises:
+      SordinoError: the file is no certificate.
+    """
     from cryptography import x509
 
-    certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    certificate = read(path)[0]
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
     return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 
 
