@@ -117,6 +117,20 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
         yield
 
 
+def held(path: Path) -> bool:
+    """Whether a process holds the lock on this file; False where there is no file. Nothing is written."""
+    try:
+        import fcntl
+
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+    return False
+
+
 @contextmanager
 def alone(path: Path, otherwise: str, seconds: float = 10.0) -> Iterator[None]:
     """Hold a lock that no other process holds, and wait a little for one that is just ending.

@@ -227,3 +227,22 @@ def test_chance_inside_a_model_comes_from_the_source_for_every_kind_of_answer():
     )
     assert len(first) == len(second) == 3 * len(records.sizes)  # one for each client and answer
     assert not first & second
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+@pytest.mark.parametrize("trust", [Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER])
+def test_two_answers_of_one_query_do_not_share_the_noise_of_a_sum(engine, trust):
+    """The noise of a sum belongs to a query: the difference of two such answers would have none."""
+
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta), ask.gradient(broadcast.theta + 1)
+
+    def update(mean, state, theta, t):
+        return mean[0] - mean[1], state
+
+    rule = scale(1.0)._replace(update=update)
+    stage = Stage(Local(compute), rule, (Query(Kind.GRADIENT, 1.0, calls=2),))
+    method = Method("twice", Unit.RECORD, (stage,), frozenset((Unit.RECORD, each) for each in Trust))
+    records = small()
+    with pytest.raises(SordinoError, match="two answers of one query"):
+        list(engine.run(plan_for(records, method, trust=trust), Linear(3, 2), records, Seeded(0)))

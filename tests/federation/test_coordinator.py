@@ -495,6 +495,7 @@ def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, w
         assert torch.equal(model_of(federation), model), at
         assert [federation.certificate(site)["epsilon"] for site in federation.names] == epsilons
         assert federation.progress("abandoned") == []
+        assert federation.progress("misfit") == [], "honest sites are not blamed for a restart"
         once(federation, rounds)
         for told in transport.requests.values():  # one message and one reply, however often
             assert len(told) == 1

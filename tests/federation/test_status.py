@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from fixtures import Loopback
 
+from sordino import files, wire
 from sordino.cli import main
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation.coordinator import Coordinator, serve
+from sordino.federation.progress import COORDINATOR_LOCK
 from sordino.federation.status import of_coordinator, of_folder, of_site
 from sordino.federation.status_page import COORDINATOR_METRICS, SITE_METRICS, StatusServer, metrics, page
 
@@ -47,8 +49,6 @@ def silent(federation, name, rounds):
     node = 100 + federation.names.index(name)
 
     def fault(asked, request, answer):
-        from sordino import wire
-
         message = wire.decode(request)
         lost = asked == node and message.kind == "round" and message.fields["t"] in rounds
         return None if lost else answer(request)
@@ -99,6 +99,38 @@ def test_a_failed_run_says_why(tiny):
     assert status.state == "failed"
     assert "refused by north" in status.why
     assert 'sordino_run_state{state="failed"} 1' in metrics(status)
+
+
+def test_a_run_that_nobody_coordinates_is_stopped(tiny):
+    federation = tiny(rounds=3)
+
+    def killed(asked, request, answer):
+        if wire.decode(request).kind == "round" and wire.decode(request).fields["t"] == 1:
+            raise KeyboardInterrupt
+        return answer(request)
+
+    with pytest.raises(KeyboardInterrupt):
+        federation.run(fault=killed)
+    status = of_coordinator(federation.coordinator)
+    assert (status.state, status.done) == ("stopped", 1)
+    with files.lock(federation.coordinator / COORDINATOR_LOCK):
+        assert of_coordinator(federation.coordinator).state == "running"
+
+
+def test_a_ledger_that_is_missing_or_older_is_told_without_figures(tiny, capsys):
+    federation = tiny(rounds=2)
+    federation.configure(NORTH, witness="../witness-of-north.json")
+    federation.run()
+    folder = federation.place(NORTH)
+    assert of_site(folder).problem == ""
+    (folder / "ledger.db").unlink()
+    assert "it is missing" in of_site(folder).problem
+    assert of_site(folder).left == 0
+    assert main(["federate", "status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "REFUSES" in shown
+    assert "left" not in shown
+    assert "refuses every message" in page(of_site(folder))
 
 
 def test_a_site_sees_its_budget(tiny):

@@ -166,8 +166,14 @@ def _status(arguments: argparse.Namespace) -> int:
         facts(
             [
                 ("site", found.name),
-                ("spent", f"ε = {found.epsilon:.4g} of {found.limit:g} at δ = {found.delta:g}"),
-                ("left", f"ε = {found.left:.4g} for one run"),
+                *(
+                    [("REFUSES", found.problem)]
+                    if found.problem
+                    else [
+                        ("spent", f"ε = {found.epsilon:.4g} of {found.limit:g} at δ = {found.delta:g}"),
+                        ("left", f"ε = {found.left:.4g} for one run"),
+                    ]
+                ),
                 ("answered", sentences.count(found.answered, "round")),
                 ("runs", f"{found.runs} ended; {found.refusals} refusals, {found.failures} failures"),
             ]

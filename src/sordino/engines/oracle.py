@@ -223,7 +223,12 @@ class Oracle:
         known = {id(answer): number for number, answer in self._answers}
         if not all(id(leaf) in known for leaf in leaves(message)):
             raise SordinoError("message: noise is added to the sum of answers, so each answer must be sent unchanged.")
-        return [known[id(leaf)] for leaf in leaves(message)]
+        numbers = [known[id(leaf)] for leaf in leaves(message)]
+        if len(set(numbers)) < len(numbers):  # both would get the same noise, which their difference cancels
+            raise SordinoError(
+                "message: it holds two answers of one query, and the sum has one noise for it; send one."
+            )
+        return numbers
 
     def _answer(self, kind: Kind, axes: int, total: Callable[[float], Tensor]) -> Tensor:
         number = self._number(kind)

@@ -32,6 +32,7 @@ from sordino.federation import counting, limits, readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about, printable, reason_of
+from sordino.federation.progress import COORDINATOR_LOCK
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.terms import DRAWN
 from sordino.federation.testing import AgreedEvaluation
@@ -51,7 +52,6 @@ from sordino.version import __version__
 
 log = logging.getLogger("sordino.coordinator")
 LONGEST_TEXT = 2000  # characters of a text in progress.jsonl; one that names many sites is long
-LOCK = "coordinator.lock"  # in the coordinator's folder
 LOCK_SECONDS = 10.0  # to wait for a coordinator that is just ending
 MOST_LOST_ROUNDS = 3  # rounds in a row without a result before the run stops
 
@@ -74,7 +74,9 @@ def serve(transport: Transport, folder: Path) -> None:
     """
     folder = Path(folder)
     with files.alone(
-        folder / LOCK, f"'{folder}' is in use by another coordinator; stop it, or choose another folder.", LOCK_SECONDS
+        folder / COORDINATOR_LOCK,
+        f"'{folder}' is in use by another coordinator; stop it, or choose another folder.",
+        LOCK_SECONDS,
     ):
         coordinator = Coordinator(transport, folder)
         try:

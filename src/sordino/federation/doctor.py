@@ -69,7 +69,10 @@ def doctor(path: Path, coordinator: Path | None = None, authority: Path | None =
         yield Check(False, "data", f"{error}")
     yield from _keys(config)
     if authority is not None or (config.folder / "authority.pem").exists():
-        yield _certificate(authority or config.folder / "authority.pem", "ask the coordinator for the new one")
+        path = authority or config.folder / "authority.pem"
+        yield _certificate(path, "ask the coordinator for the new one")
+        if coordinator is not None:
+            yield from _same_authority(path, Tls.of(coordinator / "tls").authority)
     if site is not None:
         yield from _budget(site, coordinator)
 
@@ -148,6 +151,17 @@ def _certificate(path: Path, remedy: str) -> Check:
     return Check(True, path.name, f"valid until {end}")
 
 
+def _same_authority(path: Path, theirs: Path) -> Iterator[Check]:
+    """Whether a site's authority is the one of the coordinator's folder, where both can be read."""
+    try:
+        ours, wanted = link_files.read(path), link_files.read(theirs)
+    except SordinoError:
+        return  # told already, or `coordinate` has not made it yet
+    if wanted[0] not in ours:
+        says = f"'{path}' is not the coordinator's '{theirs}', so the link would not be trusted; copy it again"
+        yield Check(False, "authority.pem", says)
+
+
 def _keys(config: SiteConfig) -> Iterator[Check]:
     try:
         identity = Identity.load(config.path(config.identity))
@@ -187,6 +201,10 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             terms = _offered(site, coordinator)
             agree(site, terms)
             yield Check(True, "terms", "site.toml allows everything that the federation asks for")
+            if config.ask:
+                yield Check(
+                    True, "ask", "a person approves the run first: sordino federate approve SITE.toml --yes STUDY"
+                )
             if terms.requested_epsilons:
                 yield Check(
                     True,
@@ -212,8 +230,9 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
         return
     with Ledger(path, read_only=True) as ledger:
-        yield from _ledger(site, ledger)
-        if terms is None:
+        found = list(_ledger(site, ledger))
+        yield from found
+        if terms is None or not found[0].fine:
             return
         try:
             mine = terms.names.index(config.name)
@@ -222,7 +241,8 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             cost = spending.epsilon(terms.plan)
             yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
         except OverspentError as error:
-            yield Check(False, "budget", f"{error}")
+            left = ledger.left(_account(ledger), (config.epsilon, config.delta)) or 0.0
+            yield Check(False, "budget", f"{error} A run of up to ε = {left:.4g} fits.")
 
 
 def _hint(config: SiteConfig, terms: Terms | None) -> str:
@@ -239,6 +259,8 @@ def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:
     except LedgerError as error:
         problems = [str(error)]
     yield Check(not problems, "ledger.db", "complete" if not problems else problems[0])
+    if problems:  # what was spent is not known from such a ledger
+        return
     for epsilon, delta in ledger.limits():
         if (config.epsilon, config.delta) > (epsilon, delta) and config.epsilon > epsilon:
             yield Check(False, "epsilon", f"the ledger's limit is {epsilon:g}; it can be lowered, never raised")

@@ -27,11 +27,16 @@ def file() -> Path:
 
 
 @lru_cache(1)
-def site(path: Path, changed: int) -> Site:
+def site(path: Path, changed: tuple[tuple[str, int], ...]) -> Site:
     return Site(SiteConfig.read(path))
 
 
+def times(path: Path) -> tuple[tuple[str, int], ...]:
+    """When the settings of the site changed: site.toml, and the roster and the schema beside it."""
+    return tuple((str(each), each.stat().st_mtime_ns) for each in sorted({path, *path.parent.glob("*.toml")}))
+
+
 def handle(request: bytes) -> bytes:
-    """The reply by the site's current rules: site.toml is read again after a change."""
+    """The reply by the site's current rules: site.toml, roster.toml and schema.toml are read again after a change."""
     path = file()
-    return site(path, path.stat().st_mtime_ns).answer(request)
+    return site(path, times(path)).answer(request)

@@ -13,6 +13,10 @@ from sordino.errors import SordinoError
 NOT_WRITTEN = 74  # exit status of a coordinator that could not write a file
 
 
+COMMAND_LOCK = "coordinate.lock"  # in the coordinator's folder, held by `sordino federate coordinate`
+COORDINATOR_LOCK = "coordinator.lock"  # there too, held by the process that runs the rounds
+
+
 class Running(Protocol):
     """The processes of a transport."""
 

@@ -9,7 +9,7 @@ REASONS = {
     "changed": "the terms or the data are not the agreed ones",
     "replayed": "another message about this round was answered already",
     "order": "this round is not the next one",
-    "approval": "a person at the site has to approve this study first",
+    "approval": "a person at the site has to approve this study first; start the coordinator again then",
     "budget": "the site's own limit does not allow it",
     "storage": "the site cannot write its ledger",
     "rolled-back": "the site's ledger is older than one that the site had before; restore the newest",

@@ -38,7 +38,7 @@ class SecureSum:
         self.offers = {
             name: offer
             for name, offer in self.offers.items()
-            if not _of_earlier_round(offer, t) and self._reads(secagg.read_offer, t, name, offer)
+            if not _of_another_round(offer, t) and self._reads(secagg.read_offer, t, name, offer)
         }
         missing = [name for name in self.messenger.nodes if name not in self.offers]
         if missing and t < self.terms.exchanges:
@@ -151,13 +151,14 @@ class SecureSum:
         return False
 
 
-def _of_earlier_round(offer: bytes, t: int) -> bool:
-    """Whether a site offers keys for a round before t. After lost rounds honest sites do, and are asked again."""
+def _of_another_round(offer: bytes, t: int) -> bool:
+    """Whether a site offers keys for another round than t. Honest sites do after lost rounds, and where the coordinator
+    began again in a round that they have answered; they are asked again."""
     try:
         round_of_offer = wire.decode(offer).fields.get("round")
     except WireError:
         return False
-    return type(round_of_offer) is int and 0 <= round_of_offer < t
+    return type(round_of_offer) is int and round_of_offer >= 0 and round_of_offer != t
 
 
 def parts(replies: dict[str, wire.Message], key: str) -> dict[str, bytes]:

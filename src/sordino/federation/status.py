@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sordino import files
 from sordino.errors import SordinoError
 from sordino.federation import sentences
+from sordino.federation.progress import COMMAND_LOCK, COORDINATOR_LOCK
 from sordino.settings import read_toml
 
 MOST_LINES = 200  # of the log that is shown
@@ -31,7 +33,7 @@ class SiteStatus:
 class CoordinatorStatus:
     """A run, as its coordinator sees it."""
 
-    state: str = "not begun"  # not begun, waiting, running, finished or failed
+    state: str = "not begun"  # not begun, waiting, running, stopped, finished or failed
     why: str = ""  # it failed
     run: str = ""
     method: str = ""
@@ -62,6 +64,7 @@ class BudgetStatus:
     runs: int = 0  # that ended
     refusals: int = 0
     failures: int = 0
+    problem: str = ""  # why the site refuses every message, such as a ledger that was put back
     log: list[str] = field(default_factory=list)
 
 
@@ -99,6 +102,9 @@ def of_coordinator(folder: Path) -> CoordinatorStatus:
                 scores.setdefault(name, []).append((line["t"] + 1, line[name]))
         status.changed = line.get("time", status.changed)
         status.log.append(_logged(line, sentences.of_coordinator(line, status.rounds or None)))
+    locked = any(files.held(folder / name) for name in (COMMAND_LOCK, COORDINATOR_LOCK))
+    if status.state in ("waiting", "running") and not locked:
+        status.state, status.why = "stopped", "no process coordinates this folder; started again, the run continues"
     status.metric = next((name for name in CURVES if name in scores), "")
     status.curve, status.sites, status.log = (
         scores.get(status.metric, []),
@@ -146,14 +152,18 @@ def _follow(status: CoordinatorStatus, sites: dict[str, SiteStatus], line: dict[
 
 def of_site(folder: Path) -> BudgetStatus:
     """Read site.toml, the ledger and the log in a site's folder."""
+    from sordino.federation import witness
     from sordino.federation.config import SiteConfig
     from sordino.privacy.evidence.ledger import NOTES, Ledger
 
     config = SiteConfig.read(folder / "site.toml")
     status = BudgetStatus(config.name, 0.0, config.epsilon, config.delta, config.epsilon)
-    path = config.path(config.ledger)
+    path, seen = config.path(config.ledger), witness.witness_path(config)
+    if not path.exists() and seen.exists():
+        status.problem = f"ledger {path}: it is missing, and its witness knows of one; restore the newest ledger."
     if path.exists():
         with Ledger(path, read_only=True) as ledger:
+            status.problem = witness.older(ledger, seen)
             if accounts := ledger.accounts():
                 who = accounts[-1].who
                 status.epsilon = ledger.spent_epsilon(who, config.delta)
@@ -165,6 +175,8 @@ def of_site(folder: Path) -> BudgetStatus:
         status.failures += line["what"] == "failed"
         status.log.append(_logged(line, sentences.of_site(line)))
     status.log = status.log[-MOST_LINES:]
+    if status.problem:  # what was spent is not known from here
+        status.epsilon, status.left = config.epsilon, 0.0
     return status
 
 

@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 REFRESH = 5  # seconds
 WIDTH, HEIGHT = 600.0, 160.0  # of the curve
 Samples = list[tuple[dict[str, str], float]]  # labels and value
-STATES = ("not begun", "waiting", "running", "finished", "failed")
+STATES = ("not begun", "waiting", "running", "stopped", "finished", "failed")
 # Every metric with its help text. None of them depends on records other than through what was paid for.
 COORDINATOR_METRICS = {
     "sordino_run_state": "1 for the state that the run is in",
@@ -106,7 +106,10 @@ def _site(status: BudgetStatus) -> tuple[str, str]:
         ("refusals", str(status.refusals)),
         ("failures", str(status.failures)),
     ]
-    return f"Site {status.name}", f"<h1>Site {escape(status.name)}</h1>" + _facts([(k, escape(v)) for k, v in facts])
+    body = f"<h1>Site {escape(status.name)}</h1>" + _facts([(k, escape(v)) for k, v in facts])
+    if status.problem:
+        body += f'<p class="failed">This site refuses every message: {escape(status.problem)}</p>'
+    return f"Site {status.name}", body
 
 
 def _facts(facts: list[tuple[str, str]]) -> str:

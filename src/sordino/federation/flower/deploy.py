@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sordino import files
 from sordino.errors import SordinoError
 from sordino.federation.flower import NODES
-from sordino.federation.progress import count_lines, follow, parsed, read_lines
+from sordino.federation.progress import COMMAND_LOCK, count_lines, follow, parsed, read_lines
 
 if TYPE_CHECKING:
     from sordino.federation.flower.processes import Processes
@@ -73,7 +73,7 @@ def coordinate(
     if missing := [name for name, path in nodes.items() if not path.is_file()]:
         raise SordinoError(f"nodes: {folder}/nodes/{missing[0]}.pub is missing; copy the node.pub of that site to it.")
     other = f"'{folder}' is in use by another `sordino federate coordinate`; stop it, or choose another folder."
-    with files.alone(folder / "coordinate.lock", other, LOCK_SECONDS), Processes(folder / "logs") as running:
+    with files.alone(folder / COMMAND_LOCK, other, LOCK_SECONDS), Processes(folder / "logs") as running:
         _free(port, "perhaps by an earlier link; stop it or choose another port")
         tls = valid(folder / "tls", hosts)
         key = folder / "link.secret"
