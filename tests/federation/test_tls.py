@@ -205,3 +205,17 @@ def test_files_of_a_link_must_fit_together(tiny, tmp_path):
     tls.certificate.write_bytes(chain)
     tls.authority.write_bytes(other.authority.read_bytes() + tls.authority.read_bytes())  # a bundle
     assert tls_files.misfit(folder / "tls") == ""
+
+
+def test_the_doctor_compares_authorities(tiny, tmp_path):
+    federation = tiny()
+    path, folder = federation.place("north") / "site.toml", federation.coordinator
+    other = tls_files.certificates(tmp_path / "other").authority
+
+    def told(authority):
+        return tells(doctor(path, coordinator=folder, authority=authority), "authority.pem")
+
+    assert told(other) == [(True, False)], "the coordinator has none yet"
+    tls = tls_files.certificates(folder / "tls")
+    assert told(tls.authority) == [(True, False)]
+    assert told(other) == [(True, False), (False, False)]

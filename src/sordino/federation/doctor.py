@@ -69,7 +69,10 @@ def doctor(path: Path, coordinator: Path | None = None, authority: Path | None =
         yield Check(False, "data", f"{error}")
     yield from _keys(config)
     if authority is not None or (config.folder / "authority.pem").exists():
-        yield _certificate(authority or config.folder / "authority.pem", "ask the coordinator for the new one")
+        path = authority or config.folder / "authority.pem"
+        yield _certificate(path, "ask the coordinator for the new one")
+        if coordinator is not None:
+            yield from _same_authority(path, Tls.of(coordinator / "tls").authority)
     if site is not None:
         yield from _budget(site, coordinator)
 
@@ -146,6 +149,17 @@ def _certificate(path: Path, remedy: str) -> Check:
     if left < RENEW_DAYS:
         return Check(True, path.name, f"it ends on {end}, in {left:.0f} days; {remedy}", soon=True)
     return Check(True, path.name, f"valid until {end}")
+
+
+def _same_authority(path: Path, theirs: Path) -> Iterator[Check]:
+    """Whether a site's authority is the one of the coordinator's folder, where both can be read."""
+    try:
+        ours, wanted = link_files.read(path), link_files.read(theirs)
+    except SordinoError:
+        return  # told already, or `coordinate` has not made it yet
+    if wanted[0] not in ours:
+        says = f"'{path}' is not the coordinator's '{theirs}', so the link would not be trusted; copy it again"
+        yield Check(False, "authority.pem", says)
 
 
 def _keys(config: SiteConfig) -> Iterator[Check]:

@@ -91,6 +91,8 @@ def of_site(line: dict[str, Any]) -> str:
     match line["what"]:
         case "joining":
             return f"{line['site']} joins {line['link']}; stop with Ctrl-C"
+        case "link":
+            return _reached(line)
         case "restarted":
             return f"the {line['process']} is started again, because {line['why']} (see {line['log']})"
         case "agreed":
@@ -103,6 +105,30 @@ def of_site(line: dict[str, Any]) -> str:
             hint = f"; {line['hint']}" if "hint" in line else ""
             return f"finished run {run}: ε = {line['epsilon']:.4g} in {count(line['rounds'], 'round')}{hint}"
     return str(line["what"])
+
+
+def _reached(line: dict[str, Any]) -> str:
+    """Whether a site reaches its link, and what helps if it does not."""
+    link = line["link"]
+    host = link.rpartition(":")[0]
+    return {
+        "connected": f"connected to {link}",
+        "silent": f"nobody answers at {link}; trying again",
+        "unsigned": (
+            "the certificate of the link was not signed by this authority; ask the coordinator for its "
+            "tls/authority.pem"
+        ),
+        "unnamed": (
+            f"the certificate of the link does not name {host}; ask the coordinator to start `coordinate` with "
+            f"--host {host}"
+        ),
+        "dated": (
+            "the certificate of the link has ended, or is not valid yet by this machine's clock; check the clock, or "
+            "ask the coordinator to run `sordino federate renew`"
+        ),
+        "plain": f"{link} answers, but not over TLS; check the port",
+        "unread": "the authority's file cannot be read any more; put it back",
+    }[line["state"]]
 
 
 def interval_text(part: dict[str, Any], key: str, counts: bool = False) -> str:

@@ -10,7 +10,7 @@ pytest.importorskip("flwr", reason="needs sordino[flower]")
 from sordino import files
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation import flower
-from sordino.federation.flower import commands, deploy, keys, processes
+from sordino.federation.flower import commands, deploy, keys, processes, reach
 from sordino.federation.folders import init, make_site
 from sordino.federation.tls import certificates
 
@@ -66,6 +66,7 @@ def test_a_process_that_hears_nothing_or_ended_is_started_again(place, monkeypat
         monkeypatch.setattr(commands, name, lambda *_, **__: SLEEP)
     monkeypatch.setattr(deploy, "RESTART_SECONDS", 0.0)
     monkeypatch.setattr(deploy, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(reach, "reach", lambda link, authority: "silent")
     started = []
     plain = processes.Processes.start
     monkeypatch.setattr(
@@ -75,11 +76,12 @@ def test_a_process_that_hears_nothing_or_ended_is_started_again(place, monkeypat
     try:
         assert next(lines)["what"] == "joining"
         began = time.monotonic()
+        assert next(lines) == {"what": "link", "state": "silent", "link": "host:1"}
         first = next(lines)  # neither of them touches its pulse
         assert (first["what"], first["process"]) == ("restarted", "node")
         assert "heard nothing" in first["why"]
         assert time.monotonic() - began >= 2.0
-        second = next(lines)
+        second = next(lines)  # the worker comes before the link is tried again
         assert (second["what"], second["process"]) == ("restarted", "worker")
         assert started[:3] == ["node", "worker", "node"]
     finally:

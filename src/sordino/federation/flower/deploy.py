@@ -122,7 +122,8 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
       port: a free port on this machine's loopback.
 
     Yields:
-      `{"what": "joining"}`, then the lines of the site's own log, and one line per process that is started again.
+      `{"what": "joining"}`, then the lines of the site's own log, one line per process that is started again, and
+      `{"what": "link"}` with what `reach` says.
 
     Raises:
       SordinoError: a file is missing, the port is taken, another process joins this site, or the limit is above the
@@ -131,6 +132,7 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
     from sordino.federation.flower.commands import environment, supernode_command, worker_command
     from sordino.federation.flower.keys import secret
     from sordino.federation.flower.processes import Processes
+    from sordino.federation.flower.reach import Reach
 
     if not re.fullmatch(r"[^:/\s]+:\d+", link):
         raise SordinoError(f"--link: '{link}' must be HOST:PORT.")
@@ -162,11 +164,13 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
         heard = {name: Silence(path) for name, path in pulses.items()}
         events = place / "events.jsonl"
         seen = count_lines(events)
+        reached = Reach(link, authority)
         yield {"what": "joining", "site": name, "link": link}
         while True:
             lines = read_lines(events)
             yield from parsed(lines[seen:])
             seen = len(lines)
+            started = False
             for name, command in commands.items():
                 if why := _needs_start(running, name, heard[name]):
                     if name in running.processes:
@@ -180,6 +184,9 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
                         time.sleep(RESTART_SECONDS)
                     heard[name].begin()
                     running.start(name, command, env)
+                    started |= name == "node"
+            if state := reached.news(started):
+                yield {"what": "link", "state": state, "link": link}
             time.sleep(1)
 
 
