@@ -28,7 +28,7 @@ CASES = {
     "fednewton": {"rounds": 5},
     "secure": {"method": "dp-fedsofim", "trust": "secure-aggregation"},
 }
-FEW = ["dp-scaffold", "fednewton", "secure"]
+FEW = ["dp-scaffold", "secure"]
 
 
 class Found:
