@@ -334,3 +334,11 @@ def test_a_finished_run_leaves_charges_and_no_bytes(tiny, talk, capsys):
     assert main(["ledger", "show", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["whole"]
     assert main(["ledger", "compact", str(path.parent / "none.db")]) == 2
+
+
+def test_the_certificate_of_a_site_leaves_nothing_uncompared(tiny, talk, capsys):
+    federation = tiny(seed=None, rounds=2)
+    coordinator, _ = federation.run()
+    path = federation.place(NORTH) / "runs" / coordinator.terms.run / "certificate.json"
+    assert (path.with_name("metrics.jsonl")).exists()
+    assert main(["verify", str(path), "--complete"]) == 0, capsys.readouterr()

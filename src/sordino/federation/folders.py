@@ -234,5 +234,5 @@ def make_site(
     path = folder / "site.toml"
     if not path.exists():
         text = SITE_TEMPLATE.format(name=name, data=data, described=described, epsilon=epsilon)
-        path.write_text(text, encoding="utf-8")
+        files.write(path, text.encode())
     return identity

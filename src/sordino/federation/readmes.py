@@ -9,6 +9,7 @@ FEDERATION = """A whole federation on one machine. In a real one, every folder b
 
 coordinator/  the coordinator. coordinator/run/README.txt says which of its files may be published.
 sites/NAME/   one site each, with its records and keys. sites/NAME/README.txt says which of its files may leave.
+witness/      of each site, how far its ledger is, so that an older copy is noticed. On real machines it is elsewhere.
 flower/       keys and logs of the connections. Nothing in it may leave this machine.
 
 Do not copy or publish this folder as a whole: it holds the training records (sites/*/data{suffix}) and the test records
