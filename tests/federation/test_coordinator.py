@@ -720,7 +720,7 @@ def test_a_useless_model_is_called_one(federation):
 def test_two_coordinators_on_one_folder_are_refused(tiny, monkeypatch):
     federation = tiny()
     monkeypatch.setattr(coordinator_module, "LOCK_SECONDS", 0.1)
-    path = federation.coordinator / coordinator_module.LOCK
+    path = federation.coordinator / coordinator_module.COORDINATOR_LOCK
     with files.lock(path), pytest.raises(StoppedError, match="in use by another coordinator"):
         coordinator_module.serve(Loopback(federation.sites()), federation.coordinator)
     assert not (federation.coordinator / "run").exists()  # not a word in the progress of the other one

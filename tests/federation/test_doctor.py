@@ -1,11 +1,13 @@
 """The checks of a site before it joins."""
 
+import json
 import re
 import shutil
 
 import numpy as np
 import pytest
 
+from sordino.cli import main
 from sordino.federation import demonstration
 from sordino.federation.config import FederationConfig
 from sordino.federation.doctor import doctor
@@ -40,6 +42,21 @@ def test_what_up_makes_passes_the_doctor(three):
         assert problems(three / "sites" / name / "site.toml", coordinator=three / "coordinator") == []
     roster = Roster.read(three / "coordinator" / "roster.toml")
     assert roster.names == FederationConfig.read(three / "coordinator" / "federation.toml").sites
+
+
+def test_the_doctor_takes_a_folder_and_names_what_the_coordinator_must_send(three, capsys):
+    site = three / "sites" / "site1"
+    assert main(["federate", "doctor", str(site)]) == 0
+    assert "ready to join" in capsys.readouterr().out
+    (site / "roster.toml").unlink()
+    (site / "authority.pem").write_text("garbage")
+    assert main(["federate", "doctor", str(site), "--json", "-"]) == 1
+    told = {check["about"]: check["what"] for check in json.loads(capsys.readouterr().out)}
+    assert "is missing; get it from the coordinator" in told["roster.toml"]
+    assert "is not a certificate in PEM form" in told["authority.pem"]
+    assert "cryptography" not in told["authority.pem"]
+    assert main(["federate", "join", str(site), "--link", "127.0.0.1:1", "--authority", str(site / "none.pem")]) != 0
+    assert "none.pem' does not exist" in capsys.readouterr().err
 
 
 def test_the_hash_of_the_roster_is_printed_in_full(three):

@@ -69,6 +69,25 @@ def test_the_transport_s_keys_bind_names_where_there_is_no_roster(tiny):
     assert "does not have the node key of south" in told["why"]
 
 
+def test_a_site_that_refuses_or_babbles_before_its_hello_is_told_once_by_its_name(tiny, monkeypatch):
+    monkeypatch.setattr(messenger, "POLL", 1e-3)
+    federation, asked = tiny(patience=0.1), []
+
+    def refuses(request):
+        asked.append(request)
+        return wire.encode("refused", {"code": "storage", "reason": "the disk is full"})
+
+    class Keyed(Loopback):
+        names = {100: "north", 101: "south", 102: "west"}  # noqa: RUF012
+
+    answers = {**federation.sites(), 101: refuses, 102: lambda request: wire.encode("hello", {}), 200: refuses}
+    with pytest.raises(SordinoError, match="south, west did not connect"):
+        Coordinator(Keyed(answers), federation.coordinator).run()
+    assert len(asked) > 4
+    assert [line["site"] for line in federation.progress("refused")] == ["south", "node 200"]
+    assert [line["site"] for line in federation.progress("misfit")] == ["west"]
+
+
 def test_a_wrong_nonce_is_not_signed(tiny, talk):
     federation = tiny()
     site = talk(federation.site("north"), federation.terms())

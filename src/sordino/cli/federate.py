@@ -362,7 +362,9 @@ def _add_doctor(parts: Any) -> None:
         "sordino federate doctor site.toml --federation study\n"
         "sordino federate doctor study",
     )
-    parser.add_argument("site", metavar="SITE.toml|DIR", help="the site's settings, or a coordinator's folder")
+    parser.add_argument(
+        "site", metavar="SITE.toml|DIR", help="the site's settings or folder, or a coordinator's folder"
+    )
     parser.add_argument(
         "--federation", metavar="DIR", help="a coordinator's folder: check its run against site.toml and the budget"
     )
@@ -381,7 +383,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if coordinates and (arguments.federation or arguments.authority):
         raise SordinoError(f"--federation, --authority: '{place}' is a coordinator's folder; leave both out.")
     others = (value and Path(value) for value in (arguments.federation, arguments.authority))
-    checks = list(coordinator_doctor(place) if coordinates else doctor(place, *others))
+    checks = list(coordinator_doctor(place) if coordinates else doctor(operate.site_file(arguments.site), *others))
     document = [{"fine": bool(c.fine), "about": c.about, "what": c.says, "soon": bool(c.soon)} for c in checks]
     if not emit(arguments, document):
         page, width = console(), max(len(check.about) for check in checks)
@@ -494,7 +496,7 @@ def _add_join(parts: Any) -> None:
         "connect a site to a link and answer its messages, until stopped",
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
     parser.add_argument("--link", required=True, metavar="HOST:PORT")
     parser.add_argument("--authority", required=True, metavar="FILE", help="the coordinator's tls/authority.pem")
     parser.add_argument(
@@ -509,7 +511,8 @@ def _join(arguments: argparse.Namespace) -> int:
 
     _check_port(arguments.port)
     transport = deployment(arguments.transport)
-    operate.serve_status(Path(arguments.site).parent, arguments.status_port)
-    for line in transport.join(Path(arguments.site), arguments.link, Path(arguments.authority), port=arguments.port):
+    site = operate.site_file(arguments.site)
+    operate.serve_status(site.parent, arguments.status_port)
+    for line in transport.join(site, arguments.link, Path(arguments.authority), port=arguments.port):
         print(f"{time.strftime('%H:%M:%S')}  {sentences.of_site(line)}", flush=True)
     return 0

@@ -24,7 +24,7 @@ def add_approve(parts: Any) -> None:
         "sordino federate approve site-north/site.toml --yes 3f9c21ab77d0\n"
         "sordino federate approve site-north/site.toml --no 3f9c21ab77d0",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, in its folder")
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--yes", metavar="STUDY", help="approve one run of this study")
     answers.add_argument("--no", metavar="STUDY", help="decline this study")
@@ -36,7 +36,7 @@ def _approve(arguments: argparse.Namespace) -> int:
     from sordino.federation.config import SiteConfig
 
     check_json(arguments)
-    config = SiteConfig.read(Path(arguments.site))
+    config = SiteConfig.read(site_file(arguments.site))
     if begins := arguments.yes or arguments.no:
         found = [approvals.answer(config.folder, begins, approved=arguments.yes is not None)]
     else:
@@ -60,6 +60,12 @@ def _approve(arguments: argparse.Namespace) -> int:
     else:
         print("no study was proposed yet")
     return 0
+
+
+def site_file(text: str) -> Path:
+    """The site.toml that a user named, by itself or by its folder."""
+    path = Path(text)
+    return path / "site.toml" if path.is_dir() else path
 
 
 def add_backup(parts: Any) -> None:

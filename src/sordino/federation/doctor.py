@@ -17,6 +17,7 @@ from sordino.federation.derived import stated
 from sordino.federation.folders import proposed
 from sordino.federation.policy import agree, broken_rules
 from sordino.federation.site import Site
+from sordino.federation.site_data import read_roster
 from sordino.federation.terms import Terms
 from sordino.federation.tls import AUTHORITY_KEY, RENEW_DAYS, Tls, days_left, end_of
 from sordino.federation.witness import older, read
@@ -175,7 +176,7 @@ def _keys(config: SiteConfig) -> Iterator[Check]:
         yield Check(False, "identity.key", f"{error}")
         return
     try:
-        roster = Roster.read(config.path(config.roster))
+        roster = read_roster(config)
         known = config.name in roster.names and roster.card(config.name) == identity.card
         problem = "" if known else "; it lacks this site's card, or holds another one"
         yield Check(known, "roster.toml", f"{len(roster.names)} sites, hash {grouped(roster.sha256())}{problem}")

@@ -44,7 +44,7 @@ class Enrolment:
     def __init__(self, config: FederationConfig, out: Path, messenger: Messenger, tell: Callable[..., None]) -> None:
         self.config, self.messenger, self.tell = config, messenger, tell
         self.out, self.path = out, out / "terms.json"
-        self._doubts: set[tuple[int, str]] = set()
+        self._told: set[tuple[str, str]] = set()  # a site or node, and why it was not met
         self.fresh = False  # whether the terms were made by this process
 
     def meet(self) -> dict[str, Hello]:
@@ -87,7 +87,18 @@ class Enrolment:
         met = {hello.name: hello for hello in hellos if hello.name in self.config.sites}
         met = self._remind(met)
         known.update({name: hello.node for name, hello in met.items()})
+        self._told = {(who, why) for who, why in self._told if who not in met}
         return met
+
+    def _tell_once(self, what: str, who: str, why: str, /, **fields: Any) -> None:
+        """Report why a node was not met; once, because it is asked again every few seconds."""
+        if (who, why) not in self._told:
+            self._told.add((who, why))
+            self.tell(what, **fields)
+
+    def _owner(self, node: int) -> str | None:
+        """The site whose key a node has, if the transport knows it."""
+        return names_of(self.messenger.transport).get(node)
 
     def _remind(self, met: dict[str, Hello]) -> dict[str, Hello]:
         """Show sites the receipts that they signed last. Those that refuse have an older ledger, and are left out."""
@@ -99,7 +110,7 @@ class Enrolment:
             message = read(replies.get(met[name].node, b""), "hello")
             if message is None or message.kind == "refused":
                 reason = "no reply" if message is None else reason_of(message)
-                self.tell("refused", site=name, kind="hello", reason=reason)
+                self._tell_once("refused", name, reason, site=name, kind="hello", reason=reason)
                 del met[name]
             else:
                 self.messenger.keep_receipt(name, message)
@@ -116,9 +127,8 @@ class Enrolment:
             why = f"it says that it is {name}, and does not have the node key of {name}"
         elif self._cards and not (name in self._cards and introductions.proves(fields, nonce, self._cards[name])):
             why = f"it says that it is {name}, and did not sign with the key that the roster has for {name}"
-        if why and (node, why) not in self._doubts:
-            self._doubts.add((node, why))  # told once, because such a node is asked again every second
-            self.tell("misfit", node=str(node), why=why)
+        if why:
+            self._tell_once("misfit", f"node {node}", why, node=str(node), why=why)
         return not why
 
     @cached_property
@@ -131,7 +141,8 @@ class Enrolment:
     def _hello(self, node: int, reply: bytes, nonce: str) -> Hello | None:
         message = read(reply, "hello")
         if message is not None and message.kind == "refused":
-            self.tell("refused", site=f"node {node}", kind="hello", reason=reason_of(message))
+            who, reason = self._owner(node) or f"node {node}", reason_of(message)
+            self._tell_once("refused", who, reason, site=who, kind="hello", reason=reason)
             return None
         fields = message.fields if message else {}
         name, records, epsilon = (fields.get(key) for key in ("name", "records", "epsilon"))
@@ -145,7 +156,8 @@ class Enrolment:
                 return Hello(node, name, records, None, tests)
             if type(epsilon) in (float, int) and 0 < epsilon < MOST_EPSILON:
                 return Hello(node, name, records, float(epsilon), tests)
-        self.tell("misfit", node=str(node))
+        owner = self._owner(node)
+        self._tell_once("misfit", owner or f"node {node}", "", node=str(node), **({"site": owner} if owner else {}))
         return None
 
     def propose(self, met: dict[str, Hello]) -> Terms:

@@ -96,7 +96,7 @@ class SiteData:
 
     @cached_property
     def roster(self) -> secagg.Roster:
-        return secagg.Roster.read(self.config.path(self.config.roster))
+        return read_roster(self.config)
 
     # ------------------------------------------------------------------------------------------------- the site's data
 
@@ -205,3 +205,15 @@ def _state(path: Path) -> tuple[int, int, int, int]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_roster(config: SiteConfig) -> secagg.Roster:
+    """The cards of all sites, as a site has them.
+
+    Raises:
+      SordinoError: the file is missing, or is no roster.
+    """
+    path = config.path(config.roster)
+    if not path.exists():
+        raise SordinoError(f"roster: '{path}' is missing; get it from the coordinator.")
+    return secagg.Roster.read(path)

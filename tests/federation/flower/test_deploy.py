@@ -43,6 +43,15 @@ def test_two_coordinators_of_one_folder_are_refused(study, monkeypatch):
         next(deploy.coordinate(study))
 
 
+def test_a_coordinator_without_its_authority_makes_no_other(study):
+    tls = certificates(study / "tls")
+    tls.authority.unlink()
+    (port,) = processes.free_ports(1)
+    with pytest.raises(SordinoError, match=r"restore it from a backup .*renew .*study --new-authority"):
+        next(deploy.coordinate(study, port=port))
+    assert not tls.authority.exists()
+
+
 def test_two_joins_of_one_site_are_refused(place, monkeypatch):
     monkeypatch.setattr(deploy, "LOCK_SECONDS", 0.1)
     with files.lock(place / "join.lock"), pytest.raises(StoppedError, match="another `sordino federate join`"):
