@@ -67,6 +67,7 @@ def test_an_attack_does_not_break_the_promise_and_finds_halved_noise(trust):
     assert halved.broken
 
 
+@pytest.mark.soak
 def test_secret_noise_and_add_remove_are_attacked_too():
     name = "evaluation of quantities"
     privacy = Privacy(1.0, 1e-5, adjacency="add-remove")

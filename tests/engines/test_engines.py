@@ -183,7 +183,7 @@ def sample(plan, records, draws, *, shares, first=0):
         ("record", "secure-aggregation", "pooled", "fixed:2"),
         ("record", "untrusted-server", "client-mean", "fixed:2"),
         ("record", "secure-aggregation", "client-mean", "full"),
-        ("client", "untrusted-server", "pooled", "full"),
+        pytest.param("client", "untrusted-server", "pooled", "full", marks=pytest.mark.soak),
         ("client", "trusted-server", "pooled", "fixed:2"),
     ],
 )
@@ -197,7 +197,10 @@ def test_the_summed_noise_has_the_law_of_the_shares(draws, unit, trust, divisor,
 
 
 @pytest.mark.parametrize("draws", DRAWS)
-@pytest.mark.parametrize(("unit", "trust"), [("record", "secure-aggregation"), ("client", "untrusted-server")])
+@pytest.mark.parametrize(
+    ("unit", "trust"),
+    [("record", "secure-aggregation"), pytest.param("client", "untrusted-server", marks=pytest.mark.soak)],
+)
 def test_the_summed_noise_has_the_law_of_the_reference(draws, unit, trust, records):
     two = Records(records.x[:8], records.y[:8], records.starts[:3])
     plan = plan_for(build("dp-fedgd", Unit(unit)), two, trust)

@@ -20,6 +20,7 @@ from sordino.federation.progress import parsed, read_lines
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg.messages import write_reveal
 from sordino.training.artifacts import load_model
+from tests.support import tiers
 
 FOUR, SIX = tuple("abcd"), tuple("abcdef")
 PLAIN = {"method": "dp-scaffold"}  # its sites remember
@@ -473,7 +474,7 @@ class Killing:
 KILLS = [(PLAIN, "before"), (PLAIN, "midway"), (PLAIN, "after"), (SECURE, "before"), (SECURE, "after")]
 
 
-@pytest.mark.parametrize(("keys", "when"), KILLS)
+@pytest.mark.parametrize(("keys", "when"), tiers(KILLS, 4))
 def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, without, keys, when):
     rounds = 2
     if (name := f"resumed {keys}") not in without:

@@ -181,5 +181,7 @@ def test_wrong_shares_of_a_slope_are_refused(shares, complaint):
 
 
 def test_a_slope_needs_two_classes():
-    with pytest.raises(SordinoError, match="calibrate_slope: it changes the slope of a linear model of two classes"):
+    with pytest.raises(
+        SordinoError, match="calibrate_slope: it changes the slope of a linear model or of trees for two classes"
+    ):
         run.prepare(Spec.of({"data": "digits", "method": "dp-fedgd", "calibrate": 0.1, "calibrate_slope": 0.1}))

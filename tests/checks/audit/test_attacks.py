@@ -399,6 +399,7 @@ def test_all_includes_minibatches_where_they_are_certified():
     assert not jobs("--batch", "fixed:4", "--adjacency", "add-remove")
 
 
+@pytest.mark.soak  # its contracts are searched in test_checks.py
 def test_survival_is_attacked_on_its_own_model():
     """A canary that is absent or present reaches every claim: histogram, covariance and gradients."""
     method = build("auto", Unit.RECORD, intervals=3)
