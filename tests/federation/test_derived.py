@@ -71,3 +71,15 @@ def test_terms_of_another_version_say_so(federation):
     for wrong in ({"version": 3}, {"derived": []}, {"derived": {"a": "b"}}, {"derived": {"a": float("inf")}}):
         with pytest.raises(SordinoError, match="terms: "):
             Terms.read(json.dumps(values | wrong))
+
+
+def test_noise_for_minibatches_may_differ_by_the_tolerance_of_its_search(tmp_path):
+    federation = LocalFolders(tmp_path, SPEC | {"trust": "untrusted-server", "batch": "poisson:8"})
+    terms = federation.terms()
+    name = "0.0 gradient noise"
+    check_derived(replace(terms, derived=terms.derived | {name: terms.derived[name] * 1.001}))
+    with pytest.raises(SordinoError, match="derived: the terms state"):
+        check_derived(replace(terms, derived=terms.derived | {name: terms.derived[name] * 1.003}))
+    weight = "0.0 gradient weight"
+    with pytest.raises(SordinoError, match="derived: the terms state"):
+        check_derived(replace(terms, derived=terms.derived | {weight: terms.derived[weight] * 1.001}))
