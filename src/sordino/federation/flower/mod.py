@@ -44,8 +44,7 @@ from sordino.version import __version__
 log = logging.getLogger(__name__)
 
 SITE = "SORDINO_SITE"  # the environment variable with the site's folder
-FAILED, REFUSED = 1, 2  # codes of errors
-TEXTS = {FAILED: "the site failed", REFUSED: "the site does not take part"}  # the details stay in the site's log
+REFUSED = "the site does not take part"  # the details stay in the site's log
 Next = Callable[[Message, Context], Message]
 
 
@@ -73,12 +72,12 @@ class PrivateUpdates:
         if kind == "evaluate":  # scores are functions of the records; nothing is computed
             return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
         if kind != "train":
-            return _error(message, REFUSED)
+            return _refusal(message)
         try:
             return self._train(message, context, call_next)
         except (SordinoError, OverspentError, LedgerError, OSError):
             log.exception("the site does not take part")
-            return _error(message, REFUSED)
+            return _refusal(message)
 
     def _train(self, message: Message, context: Context, call_next: Next) -> Message:
         """One round: check the budget, run the app, pay, and send the noised update."""
@@ -92,17 +91,28 @@ class PrivateUpdates:
             if t == self.rounds:
                 raise SordinoError(f"rounds: {self.rounds} were agreed, and one more is asked for.")
             ledger.afford([entry for k in range(t, self.rounds) for entry in self._charges(who, k, run)])
+            self._keep_settings(run)
             try:
                 update = _update(sent, call_next(message, context))
-            except Exception:  # what fails after the records were touched is paid for too
-                log.exception("the app failed")
-                update = None
+            except (Exception, SystemExit):  # that an app fails may depend on its records, so noise must hide it
+                log.exception("the app failed; an update of zero is noised in place of its own")
+                update = torch.zeros(sum(array.size for array in sent.to_numpy_ndarrays()), dtype=torch.float64)
             ledger.charge(self._charges(who, t, run))
             self._certify(run, t + 1, ledger.head(), len(ledger))
-        if update is None:
-            return _error(message, FAILED)
         arrays = _added(sent, self._noised(update, t))
         return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    def _keep_settings(self, run: str) -> None:
+        """Store what the first round of a run was noised with. With other settings later its certificate would be wrong."""
+        out = self._site.runs / run
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own = json.dumps({"clip": self.clip, "epsilon": self.epsilon, "rounds": self.rounds}).encode()
+        if not (out / "settings.json").exists():
+            files.write(out / "settings.json", own)
+        elif (out / "settings.json").read_bytes() != own:
+            raise SordinoError(
+                "clip, epsilon, rounds: they differ from those of earlier rounds of this run; keep them."
+            )
 
     def _noised(self, update: Tensor, t: int) -> Tensor:
         stage = self.plan.stages[0]
@@ -117,7 +127,6 @@ class PrivateUpdates:
     def _certify(self, run: str, done: int, head: str, rows: int) -> None:
         """The certificate of the rounds so far, in the site's folder."""
         out, site = self._site.runs / run, self._site
-        out.mkdir(mode=0o700, parents=True, exist_ok=True)
         cert = certificate(
             self.plan,
             Secure(),
@@ -192,5 +201,5 @@ def _added(sent: ArrayRecord, update: Tensor) -> ArrayRecord:
     return ArrayRecord({key: next(iter(record.values())) for key, record in named.items()})
 
 
-def _error(message: Message, code: int) -> Message:
-    return Message(Error(code=code, reason=TEXTS[code]), reply_to=message)
+def _refusal(message: Message) -> Message:
+    return Message(Error(code=1, reason=REFUSED), reply_to=message)
