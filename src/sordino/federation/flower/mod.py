@@ -103,7 +103,7 @@ class PrivateUpdates:
         return Message(RecordDict({name: arrays, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
 
     def _keep_settings(self, run: str) -> None:
-        """Store what the first round of a run was noised with. With other settings later its certificate would be wrong."""
+        """Store what the first round of a run was noised with: other settings would make its certificate wrong."""
         out = self._site.runs / run
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = json.dumps({"clip": self.clip, "epsilon": self.epsilon, "rounds": self.rounds}).encode()
