@@ -136,16 +136,16 @@ def test_without_doubt_theta_is_the_posterior_mean_of_a_linear_model(doubt):
 
 
 def test_the_prior_is_one_logit_or_what_the_noise_moves():
+    """Noise that later gradients have not corrected moves a logit by half of the variance of the prior."""
     rule = kalman(clip=5.0, most=101.0, prior=1.0, doubt=10.0)
     A, theta = moments(federation()), torch.zeros(MODEL.size, dtype=torch.float64)
+    value = torch.linalg.eigvalsh(A)
     for std in (0.0, 1e-4, 10.0):
-        _, h, P, variance, *_ = rule.init(theta, facts_of(25, std), taken_in(A, theta))
-        value = torch.linalg.eigvalsh(A)
-        moved = std / 5 * float(value.sum().sqrt() / h.mean())
-        assert math.isclose(float((P * value).sum()), max(1.0, 2 * moved), rel_tol=1e-6)
-    K = P * h / variance  # in much noise
-    logit = (value * (K * 10.0) ** 2 * 25).sum().sqrt()  # of the noise that 25 such steps add up to
-    assert math.isclose(float(logit), 2.0, rel_tol=1e-6)
+        _, h, P, *_ = rule.init(theta, facts_of(25, std), taken_in(A, theta))
+        total = 25 * P * h / max(std**2, 1e-30)  # of all steps, in much noise
+        left = P * h * (1 - torch.exp(-2 * h * total)) / (2 * h)
+        assert math.isclose(float((value * left).sum()), 0.5, rel_tol=1e-6)
+        assert (std > 1) == (float((P * value).sum()) > 1 + 1e-6)
 
 
 def test_a_clip_that_cuts_makes_gradients_flatter():

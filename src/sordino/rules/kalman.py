@@ -26,7 +26,7 @@ from sordino.lazy import Tensor, torch
 from sordino.rules.baseline import Baseline, recalibrated
 
 FLOOR = 1e-3  # of the mean eigenvalue: keeps curvature above zero if features are constant
-SATURATING_LOGIT = 2.0  # a logit at which softmax begins to saturate
+MOST_RAISED, RAISING_STEPS = 40.0, 50  # of the prior: the logarithm of the largest factor, and steps of its search
 LABEL = 0.5  # typical size of a label in [-1, 1]
 DAMPING = 2.0  # of rates and hazards: a third of Newton's step
 LEAST_LOGIT, MOST_LOGIT = -2.0, 10.0  # of a rate that the curvature is taken at; the model caps it there too
@@ -100,9 +100,8 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
     Args:
         clip: Clip of a record's gradient.
         most: Bound on |u|^2.
-        prior: Standard deviation of a logit before training; every eigenvector contributes equally. It is raised until
-            the noise of all steps would move a logit by SATURATING_LOGIT: the predicted class does not depend on the
-            scale of the logits, so a smaller model gains nothing.
+        prior: Standard deviation of a logit before training; every eigenvector contributes equally. `raised` makes it
+            larger where there is much noise.
         doubt: Uncertainty of the curvature; 0 averages all rounds equally.
         part: This stage's part of the budget of all gradients; None for a stage that continues another.
 
@@ -133,9 +132,8 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
             after = before._replace(vectors=V, curvature=h, variance=prior**2 / (rows * value), noise=nu.square())
             ones = torch.ones_like(theta[..., :1])
             return after._replace(growth=ones, damping=DAMPING * ones) if facts.rates else after
-        mean_noise = nu * math.sqrt(part / facts.rounds)  # noise of the mean of all gradients
-        moved = mean_noise * length / h.mean(-1, keepdim=True)  # how far that noise moves a logit
-        P = (SATURATING_LOGIT * moved).clamp_min(prior**2) / (rows * value)
+        mean_noise = nu.square() * (part / facts.rounds)  # variance of the noise on the mean of all gradients
+        P = raised(h, prior**2 / (rows * value), mean_noise)
         return before._replace(vectors=V, curvature=h, variance=P, noise=nu.square())
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
@@ -150,6 +148,34 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         return unshifted(theta, state)
 
     return Rule(init, update, model=model)
+
+
+def raised(h: Tensor, P: Tensor, noise: Tensor) -> Tensor:
+    """P times the factor at which the noise of all steps moves a logit as far as it does without much noise.
+
+    The predicted class does not depend on the scale of the logits, so a small model gains nothing where the gradients
+    are mostly noise, and larger steps learn more. Steps of P h / nu^2 add up to P h / noise. Later gradients correct
+    earlier noise, so along an eigenvector it keeps P h (1 - exp(-2 h^2 P / noise)) / 2 h of variance. With P = s P_0 it
+    moves a logit by s mean(1 - exp(-2 s h^2 P_0 / noise)) / 2 of variance, in units of the prior's. Without much noise
+    that is s / 2, and s is 1. With more noise s is the root of s mean(1 - exp(…)) = 1.
+
+    Args:
+        h: Curvature along the eigenvectors of A.
+        P: Variance of theta* along them, before training.
+        noise: Variance of the noise on the mean of all gradients.
+
+    Returns:
+        s P.
+    """
+    rate = 2 * h.double().square() * P.double() / noise.double()
+    low = torch.zeros_like(rate[..., :1])
+    high = low + MOST_RAISED
+    for _ in range(RAISING_STEPS):  # bisect log s
+        middle = (low + high) / 2
+        s = middle.exp()
+        enough = s * -torch.expm1(-s * rate).mean(-1, keepdim=True) >= 1
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return (high.exp() * P.double()).to(P)
 
 
 def unshifted(theta: Tensor, state: KalmanState) -> Tensor:
