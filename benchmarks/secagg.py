@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/secagg.py                   # 20 sites, 100,000 numbers, threshold 11
     OMP_NUM_THREADS=1 python benchmarks/secagg.py --fuzz 150000     # that, and as many spoiled messages
+    OMP_NUM_THREADS=1 python benchmarks/secagg.py --many            # 10, 100 and 1,000 sites, into the same file
 
 Times are the best of several rounds, on one core; a site's are means over the sites of a round.
 """
@@ -24,12 +25,14 @@ import numpy as np
 
 from provenance import provenance
 from sordino.errors import SordinoError
+from sordino.federation import masks
 from sordino.secagg import Identity, Member, Roster, Session, open_sum, read_masked, read_offer, read_reveal, seals
 from sordino.secagg import confirm as make_confirmation
 from sordino.secagg import masked as mask_message
 from sordino.secagg import offer as make_offer
 from sordino.secagg import reveal as make_reveal
-from sordino.secagg.messages import _signed
+from sordino.secagg import sparse as secagg_sparse
+from sordino.secagg.messages import _signed, read_sparse_offer
 from sordino.wire import decode
 
 OUT = Path(__file__).parents[1] / "results" / "secagg.json"
@@ -94,6 +97,78 @@ def cost(repeats: int) -> dict[str, Any]:
         by_dropouts[f"{gone} dropouts"] = best
     threshold = members[0].session.threshold
     return {"sites": SITES, "dimension": DIMENSION, "threshold": threshold, "repeats": repeats, **by_dropouts}
+
+
+# --------------------------------------------------------------------------------------------------------- many sites
+
+MANY = ((10, 1, 1), (100, 5, 2), (1000, 50, 20))  # sites, dropouts, colluders
+MANY_DIMENSION = 10_000
+
+
+def cpu(make: Callable[[], Any]) -> tuple[Any, float]:
+    """A result and the processor time that it took: many sites in one process on a busy machine."""
+    began = time.process_time()
+    return make(), time.process_time() - began
+
+
+def wide_round(sites: int, dropouts: int, colluders: int) -> dict[str, Any]:
+    """One round of all sites in this process; as many as may drop out send no vector. Means over the sites."""
+    identities = [Identity.make(f"site-{i}") for i in range(sites)]
+    roster, reading = cpu(lambda: Roster(tuple(each.card for each in identities)))
+    session, _ = cpu(lambda: Session.of("benchmark", roster, "ab" * 32, dropouts, colluders))
+    graph, deriving = cpu(lambda: session.adjacency)
+    members = {each.name: Member(each, session, secrets.token_bytes(32)) for each in identities}
+    rng = np.random.default_rng(sites)
+    vectors = {name: rng.integers(0, 2**32, MANY_DIMENSION, dtype=np.uint32) for name in members}
+    sparse = masks.is_sparse(session)
+    offers, offering = cpu(lambda: {name: masks.offer(member, 0) for name, member in members.items()})
+    common, sealing = {masks.PRESENT: masks.present_bits(session, offers).tobytes()}, 0.0
+    if sparse:
+        verified, sealing = cpu(lambda: {n: read_sparse_offer(session, 0, n, data) for n, data in offers.items()})
+        slips = {n: secagg_sparse.slips(session, 0, verified, n).tobytes() for n in members}
+        shown = {n: {**common, masks.SLIPS: slips[n]} for n in members}
+    else:
+        shown = dict.fromkeys(members, offers)
+    stay = list(members)[: sites - dropouts]
+    sent, masking = cpu(lambda: {n: masks.masked(members[n], 0, shown[n], vectors[n], "") for n in stay})
+    alive = secagg_sparse.survivors(session, sent) if sparse else stay
+    sent = {name: sent[name] for name in alive}
+    given, more = cpu(lambda: seals(session, 0, sent))
+    signers = [name for name in alive if name in session.committee]
+    agreed, confirming = cpu(
+        lambda: {n: masks.confirm(members[n], 0, shown[n], alive, given, None, "") for n in signers}
+    )
+    if session.graph is not None:
+        agreed = dict(list(agreed.items())[: session.graph.quorum])
+    near = {n: {k: given[k] for k in session.neighbours(n) if k in given} if sparse else given for n in alive}
+    reveals, revealing = cpu(
+        lambda: {n: masks.reveal(members[n], 0, shown[n], alive, near[n], agreed, None, "") for n in alive}
+    )
+    opened = secagg_sparse.open_sum if sparse else open_sum
+    total, opening = cpu(lambda: opened(session, 0, offers, sent, reveals))
+    assert np.array_equal(total, np.sum([vectors[name] for name in alive], axis=0, dtype=np.uint32))
+    name = alive[0]
+    shown_bytes = sum(map(len, shown[name].values()))
+    list_bytes = len(json.dumps(alive)) * (2 if name in session.committee or not sparse else 1)
+    signed = sum(map(len, near[name].values())) + sum(map(len, agreed.values()))
+    sent_bytes = len(offers[name]) + len(sent[name]) + len(reveals[name])
+    return {
+        "sites": sites,
+        "dropouts": dropouts,
+        "colluders": colluders,
+        "neighbours": float(graph.sum(1).mean()),
+        "shares": session.threshold if session.graph is None else session.graph.shares,
+        "committee": len(session.committee),
+        "dimension": MANY_DIMENSION,
+        "site_cpu_s": offering / sites + masking / len(stay) + confirming / len(signers) + revealing / len(alive),
+        "site_sent_bytes_without_vector": sent_bytes - 4 * MANY_DIMENSION,
+        "site_received_offers_bytes": shown_bytes,
+        "site_received_list_bytes": list_bytes,
+        "site_received_signatures_bytes": signed,
+        "roster_cpu_s": reading,
+        "graph_cpu_s": deriving,
+        "server_cpu_s": sealing + more + opening,
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzz
@@ -225,6 +300,15 @@ def fuzz(count: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def many() -> None:
+    """Add what rounds of many sites cost to the results."""
+    document = json.loads(OUT.read_text())
+    found = {"provenance": provenance("OMP_NUM_THREADS=1 python benchmarks/secagg.py --many")}
+    document["many"] = found | {f"{case[0]} sites": wide_round(*case) for case in MANY}
+    OUT.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document["many"], indent=1))
+
+
 def main(repeats: int, inputs: int) -> None:
     command = "OMP_NUM_THREADS=1 python benchmarks/secagg.py" + (f" --fuzz {inputs}" if inputs else "")
     document = {"provenance": provenance(command), "round": cost(repeats)}
@@ -238,5 +322,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--fuzz", type=int, default=0, metavar="N")
+    parser.add_argument("--many", action="store_true", help="10, 100 and 1,000 sites")
     arguments = parser.parse_args()
-    main(arguments.repeats, arguments.fuzz)
+    many() if arguments.many else main(arguments.repeats, arguments.fuzz)

@@ -5,11 +5,11 @@ import os
 import tomllib
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sordino.errors import SordinoError
 from sordino.secagg.keys import _EIGHTH, LONGEST, SITES, Card, Identity, Roster, _signs
+from tests.support import fuzzed
 
 A, B = Identity("a", bytes(32), b"\1" * 32), Identity("b-2.x_Y", b"\2" * 32, b"\3" * 32)
 ROSTER = Roster((A.card, B.card))
@@ -148,8 +148,7 @@ def test_who_is_not_in_the_roster_is_named():
 lines = st.sampled_from([b"[[site]]", b"#", b"\n", b'name = "a"', b"sign='", b"=", b'"', ROSTER.toml().encode()])
 
 
-@settings(deadline=None, max_examples=2000, derandomize=True, database=None)
-@given(st.lists(st.one_of(lines, st.binary(max_size=20)), max_size=8).map(b"".join))
+@fuzzed(300, 2000, st.lists(st.one_of(lines, st.binary(max_size=20)), max_size=8).map(b"".join))
 def test_any_bytes_are_a_roster_or_refused(data):
     with contextlib.suppress(SordinoError):
         assert isinstance(Roster.parse(data), Roster)

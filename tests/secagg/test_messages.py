@@ -12,6 +12,7 @@ from sordino.errors import SordinoError
 from sordino.secagg import read_masked, read_offer, read_reveal, shown_sha256
 from sordino.secagg.messages import _signed
 from sordino.wire import decode
+from tests.support import tiers
 
 READERS = {"offer": read_offer, "masked": read_masked, "reveal": read_reveal}
 
@@ -187,8 +188,9 @@ values = st.recursive(
 )
 
 
+@pytest.mark.parametrize("examples", tiers([150, 700], 1))
 @pytest.mark.parametrize("kind", READERS)
-def test_any_bytes_are_refused(party, kind):
+def test_any_bytes_are_refused(party, kind, examples):
     p = party(3, dropouts=1)
     alive = p.names[:2]
     data = {"offer": p.offers(), "masked": p.masked(alive), "reveal": p.reveals(alive)}[kind]["site-1"]
@@ -202,12 +204,12 @@ def test_any_bytes_are_refused(party, kind):
             return
         assert bad == data or by_itself  # what a site signs may be another message that is well formed
 
-    @settings(deadline=None, max_examples=700, derandomize=True, database=None)
+    @settings(deadline=None, max_examples=examples, derandomize=True, database=None)
     @given(st.one_of(st.binary(max_size=300), mutations(data)))
     def bytes_of_any_kind(bad):
         check(bad)
 
-    @settings(deadline=None, max_examples=700, derandomize=True, database=None)
+    @settings(deadline=None, max_examples=examples, derandomize=True, database=None)
     @given(st.sampled_from(fields), values, st.booleans(), values)
     def heads_of_any_kind(field, value, other, shape):
         def change(head):

@@ -1,9 +1,10 @@
 """Secure aggregation with pairwise masks (Bonawitz et al. 2017): the server sees the sum of vectors and no single one.
 
 It has no network code, only functions over messages. A round is `offer`, `masked`, `confirm` and `reveal` at the sites
-and `open_sum` at the server; see `round`.
+and `open_sum` at the server; see `round`. With more than 256 sites masks are shared along a graph; see `sparse`.
 """
 
+from sordino.secagg import sparse
 from sordino.secagg.keys import Card, Identity, Roster
 from sordino.secagg.messages import Masked, Offer, Reveal, confirms, read_masked, read_offer, read_reveal, shown_sha256
 from sordino.secagg.round import check, confirm, mask, masked, offer, open_sum, reveal, seals
@@ -31,4 +32,5 @@ __all__ = [
     "reveal",
     "seals",
     "shown_sha256",
+    "sparse",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +21,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from sordino import files
 from sordino.errors import SordinoError, nearest
 from sordino.privacy.evidence import signing
+from sordino.privacy.mechanisms.mask_graph import MOST_SITES
 from sordino.secagg.derive import low_order, public
 
-SITES = 256  # most sites of a roster: every site reads all offers, and offers grow with the number of sites
-LONGEST = 2**17  # most bytes of a roster file
+SITES = MOST_SITES
+LONGEST = 2**20  # most bytes of a roster file
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -118,9 +120,9 @@ class Roster:
         for card in self.sites:
             _check_card(card)
         for key in Card._fields:
-            values = [getattr(card, key) for card in self.sites]
-            for card, value in zip(self.sites, values, strict=True):
-                if values.count(value) > 1:
+            counts = Counter(getattr(card, key) for card in self.sites)
+            for card in self.sites:
+                if counts[getattr(card, key)] > 1:
                     raise SordinoError(f"roster: two sites have the {key} of '{card.name}'; each needs its own.")
 
     def __len__(self) -> int:
@@ -130,10 +132,14 @@ class Roster:
     def names(self) -> tuple[str, ...]:
         return tuple(card.name for card in self.sites)
 
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
     def position(self, name: str) -> int:
-        if name not in self.names:
+        if name not in self._positions:
             raise SordinoError(f"site: '{_shown(name)}' is not in the roster.{nearest(_shown(name), self.names)}")
-        return self.names.index(name)
+        return self._positions[name]
 
     def card(self, name: str) -> Card:
         return self.sites[self.position(name)]

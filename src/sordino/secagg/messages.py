@@ -218,6 +218,101 @@ def confirms(
     return _signed_by(session, sender, confirmation, _confirmed(session, round, sender, shown, survivors))
 
 
+# ------------------------------------------------------------------------------------------------- along a graph
+
+
+class SparseOffer(NamedTuple):
+    """The contents of an offer to neighbours."""
+
+    public: bytes
+    commitment: bytes
+    signature: bytes  # over the two above: neighbours see no boxes but their own
+    boxes: NDArray[np.uint8]  # encrypted shares, one row per neighbour in the roster's order
+
+
+class SparseReveal(NamedTuple):
+    """The contents of a reveal to neighbours: shares in the roster's order."""
+
+    shown_sha256: str
+    seeds: list[int]  # of the neighbours that survived
+    keys: list[int]  # of the other neighbours with an offer
+
+
+def shown_present(present: Iterable[str], request: str = "") -> str:
+    """The hash of what a site was shown where masks are shared along a graph: who made an offer, and the request.
+
+    An honest site makes one offer per round, and signs it. So sites that agree on who made an offer agree on the offers
+    of all honest sites.
+    """
+    return hashlib.sha256(joined("shown along a graph", request, *sorted(present))).hexdigest()
+
+
+def slip_signature(member: Member, round: int, public: bytes, committed: bytes) -> bytes:
+    """The signature over an offer without its boxes, which are authenticated each by its own key."""
+    return member.identity.sign(_slip(member.session, round, member.name, public, committed))
+
+
+def check_slip(session: Session, round: int, sender: str, public: bytes, committed: bytes, signature: bytes) -> None:
+    """Check a neighbour's signature over its key and its commitment.
+
+    Raises:
+      SordinoError: it is not signed, or the key is of low order.
+    """
+    if low_order(public):
+        raise SordinoError(f"offer of '{sender}': its key is of low order, and would make its masks public.")
+    if not _signed_by(session, sender, signature.hex(), _slip(session, round, sender, public, committed)):
+        raise SordinoError(
+            f"offer of '{sender}': its signature is not by the key in the roster; do not trust whoever carried it."
+        )
+
+
+def write_sparse_offer(member: Member, round: int, offer: SparseOffer) -> bytes:
+    fields = {key: getattr(offer, key).hex() for key in ("public", "commitment", "signature")}
+    return _write(member, "secagg-sparse-offer", round, fields, {"boxes": offer.boxes})
+
+
+def read_sparse_offer(session: Session, round: int, sender: str, data: bytes) -> SparseOffer:
+    """Read and check an offer to neighbours.
+
+    Raises:
+      SordinoError: a field or a signature is wrong.
+    """
+    peers = int(session.adjacency[session.roster.position(sender)].sum())
+    names = ("public", "commitment", "signature"), ("boxes",)
+    message, refuse = _read(session, "secagg-sparse-offer", round, sender, data, _HEAD, BOX * peers, *names)
+    sizes = zip(names[0], (32, 32, 64), strict=True)
+    public, committed, signature = (_hex(message, key, size, refuse) for key, size in sizes)
+    boxes = _array(message, "boxes", np.uint8, (peers, BOX), refuse)
+    _verify(session, sender, data, refuse)
+    check_slip(session, round, sender, public, committed, signature)
+    return SparseOffer(public, committed, signature, boxes)
+
+
+def write_sparse_reveal(member: Member, round: int, reveal: SparseReveal) -> bytes:
+    arrays = {"seeds": _rows(reveal.seeds), "keys": _rows(reveal.keys)}
+    return _write(member, "secagg-sparse-reveal", round, {"shown_sha256": reveal.shown_sha256}, arrays)
+
+
+def read_sparse_reveal(session: Session, round: int, sender: str, data: bytes, counts: tuple[int, int]) -> SparseReveal:
+    """Read and check a reveal to neighbours, of so many seeds and keys.
+
+    Raises:
+      SordinoError: a field or the signature is wrong.
+    """
+    names = ("shown_sha256",), ("seeds", "keys")
+    message, refuse = _read(
+        session, "secagg-sparse-reveal", round, sender, data, _HEAD, shamir.SIZE * sum(counts), *names
+    )
+    shares = list[list[int]]()
+    for array, count in zip(names[1], counts, strict=True):
+        rows = _array(message, array, np.uint8, (count, shamir.SIZE), refuse)
+        shares.append([int.from_bytes(row.tobytes(), "little") for row in rows])
+        if not all(value < shamir.PRIME for value in shares[-1]):
+            raise refuse(f"its {array} are no shares")
+    _verify(session, sender, data, refuse)
+    return SparseReveal(_hex(message, "shown_sha256", 32, refuse).hex(), *shares)
+
+
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -302,6 +397,10 @@ def _signed(body: bytes) -> bytes:
 
 def _sealed(session: Session, round: int, sender: str, shown: str) -> bytes:
     return joined("sordino secagg seal", session.context, round, sender, shown)
+
+
+def _slip(session: Session, round: int, sender: str, public: bytes, committed: bytes) -> bytes:
+    return joined("sordino secagg slip", session.context, round, sender, public, committed)
 
 
 def _confirmed(session: Session, round: int, sender: str, shown: str, survivors: Iterable[str]) -> bytes:

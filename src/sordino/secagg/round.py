@@ -26,6 +26,7 @@ from functools import partial
 import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from numpy.typing import NDArray
 
 from sordino.errors import SordinoError, WrongShareError
 from sordino.secagg import shamir
@@ -66,14 +67,19 @@ def offer(member: Member, round: int) -> bytes:
     session, shares = member.session, member.shares(round)
     ephemeral = public(member.ephemeral(round))
     committed = commitment(session, round, member.name, member.seed(round))
-    boxes = bytearray()
-    for card, pair in zip(session.roster.sites, shares, strict=True):
-        if card.name != member.name:
-            common = agree(member.identity.box_key, bytes.fromhex(card.box))
-            cipher, nonce, about = _box(session, round, common, member.name, card.name, ephemeral + committed)
-            boxes += cipher.encrypt(nonce, b"".join(share.to_bytes(shamir.SIZE, "little") for share in pair), about)
-    rows = np.frombuffer(bytes(boxes), np.uint8).reshape(len(shares) - 1, BOX)
-    return write_offer(member, round, Offer(ephemeral, committed, rows))
+    pairs = {card.name: pair for card, pair in zip(session.roster.sites, shares, strict=True)}
+    del pairs[member.name]
+    return write_offer(member, round, Offer(ephemeral, committed, _boxes(member, round, ephemeral + committed, pairs)))
+
+
+def _boxes(member: Member, round: int, offered: bytes, shares: Mapping[str, tuple[int, int]]) -> NDArray[np.uint8]:
+    """The encrypted shares, one row per receiver."""
+    session, boxes = member.session, bytearray()
+    for name, pair in shares.items():
+        common = agree(member.identity.box_key, bytes.fromhex(session.roster.card(name).box))
+        cipher, nonce, about = _box(session, round, common, member.name, name, offered)
+        boxes += cipher.encrypt(nonce, b"".join(share.to_bytes(shamir.SIZE, "little") for share in pair), about)
+    return np.frombuffer(bytes(boxes), np.uint8).reshape(len(shares), BOX)
 
 
 def check(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
@@ -115,10 +121,7 @@ def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32
       SordinoError: an offer or the vector is invalid.
     """
     session, verified = member.session, check(member, round, offers)
-    if not isinstance(vector, np.ndarray) or vector.dtype != np.uint32 or vector.ndim != 1:
-        raise SordinoError("vector: it must be an array of uint32 with one axis.")
-    if not 1 <= vector.size <= DIMENSION:
-        raise SordinoError(f"vector: {vector.size:,} numbers; 1 to {DIMENSION:,} can be masked.")
+    check_vector(vector)
     total = vector.copy()
     add_stream(total, _self_key(session, round, member.name, member.seed(round)), 1)
     for peer, theirs in verified.items():
@@ -126,6 +129,14 @@ def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32
             key, sign = _pair(session, round, member.name, peer, member.ephemeral(round), theirs.public)
             add_stream(total, key, sign)
     return total
+
+
+def check_vector(vector: UInt32Array) -> None:
+    """Raise SordinoError unless the vector can be masked."""
+    if not isinstance(vector, np.ndarray) or vector.dtype != np.uint32 or vector.ndim != 1:
+        raise SordinoError("vector: it must be an array of uint32 with one axis.")
+    if not 1 <= vector.size <= DIMENSION:
+        raise SordinoError(f"vector: {vector.size:,} numbers; 1 to {DIMENSION:,} can be masked.")
 
 
 def masked(
@@ -308,27 +319,32 @@ def open_sum(
         np.add(total, sent.vector, out=total)
         shares = {by: each.seeds[name] for by, each in revealed.items()}
         seed = _recover(
-            session, f"the seed of '{name}'", shares, partial(_is_seed, session, round, name, verified[name])
+            session,
+            session.threshold,
+            f"the seed of '{name}'",
+            shares,
+            partial(_is_seed, session, round, name, verified[name].commitment),
         )
         add_stream(total, _self_key(session, round, name, seed), -1)
     for dropped in verified.keys() - vectors.keys():
         shares = {by: each.keys[dropped] for by, each in revealed.items()}
-        key = _recover(session, f"the key of '{dropped}'", shares, partial(_is_key, verified[dropped]))
+        right = partial(_is_key, verified[dropped].public)
+        key = _recover(session, session.threshold, f"the key of '{dropped}'", shares, right)
         for name in vectors:
             pair, sign = _pair(session, round, dropped, name, key, verified[name].public)
             add_stream(total, pair, sign)  # its own sign: the opposite of the one that the survivor used
     return total
 
 
-def _is_seed(session: Session, round: int, name: str, offered: Offer, seed: bytes) -> bool:
-    return commitment(session, round, name, seed) == offered.commitment
+def _is_seed(session: Session, round: int, name: str, committed: bytes, seed: bytes) -> bool:
+    return commitment(session, round, name, seed) == committed
 
 
-def _is_key(offered: Offer, key: bytes) -> bool:
-    return public(key) == offered.public  # up to the bits that X25519 sets itself
+def _is_key(offered: bytes, key: bytes) -> bool:
+    return public(key) == offered  # up to the bits that X25519 sets itself
 
 
-def _recover(session: Session, what: str, shares: dict[str, int], right: Callable[[bytes], bool]) -> bytes:
+def _recover(session: Session, t: int, what: str, shares: dict[str, int], right: Callable[[bytes], bool]) -> bytes:
     """The secret from t shares. If they do not fit and there is one more, each is left out in turn."""
 
     def tried(names: Sequence[str]) -> bytes | None:
@@ -336,7 +352,7 @@ def _recover(session: Session, what: str, shares: dict[str, int], right: Callabl
         secret = value.to_bytes(32, "little") if value < 2**256 else b""
         return secret if secret and right(secret) else None
 
-    names, t = list(shares), session.threshold
+    names = list(shares)
     if (secret := tried(names[:t])) is not None:
         return secret
     for bad in names[:t] if len(names) > t else ():
@@ -439,11 +455,17 @@ def _shares(member: Member, round: int, dealer: str, theirs: Offer) -> tuple[int
     session = member.session
     if dealer == member.name:
         return member.shares(round)[member.position]
-    card = session.roster.card(dealer)
+    box = theirs.box(session.roster.position(dealer), member.position)
+    return _unboxed(member, round, dealer, theirs.public + theirs.commitment, box)
+
+
+def _unboxed(member: Member, round: int, dealer: str, offered: bytes, box: bytes) -> tuple[int, int]:
+    """The shares in a dealer's box."""
+    session, card = member.session, member.session.roster.card(dealer)
     common = agree(member.identity.box_key, bytes.fromhex(card.box))
-    cipher, nonce, about = _box(session, round, common, dealer, member.name, theirs.public + theirs.commitment)
+    cipher, nonce, about = _box(session, round, common, dealer, member.name, offered)
     try:
-        text = cipher.decrypt(nonce, theirs.box(session.roster.position(dealer), member.position), about)
+        text = cipher.decrypt(nonce, box, about)
     except InvalidTag:
         text = b""
     key, seed = (int.from_bytes(half, "little") for half in (text[: shamir.SIZE], text[shamir.SIZE :]))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sordino.errors import SordinoError
-from sordino.secagg import shamir
+from sordino.privacy.mechanisms import mask_graph
+from sordino.privacy.mechanisms.mask_graph import Parameters
+from sordino.secagg import graph, shamir
 from sordino.secagg.derive import derive, joined
 from sordino.secagg.keys import Identity, Roster
 
@@ -24,8 +30,9 @@ class Session:
     Args:
       run: the name of the run.
       roster: the sites.
-      threshold: the number of shares that give a secret.
+      threshold: the least number of sites of a sum and, where all pairs share masks, of shares that give a secret.
       plan: the sha256 of the plan.
+      graph: where masks are shared along a graph, how dense it is and how many shares give a secret.
 
     Raises:
       SordinoError: a field is out of its range.
@@ -35,6 +42,7 @@ class Session:
     roster: Roster
     threshold: int
     plan: str
+    graph: Parameters | None = None
 
     def __post_init__(self) -> None:
         sites = len(self.roster)
@@ -72,12 +80,34 @@ class Session:
                 f"dropouts: {dropouts} of {sites} sites leave a threshold of {threshold}, but {least} are needed "
                 f"against a server and {colluders} colluders; allow at most {sites - least} dropouts."
             )
-        return Session(run, roster, threshold, plan)
+        sparse = mask_graph.parameters(sites, dropouts, colluders) if sites > mask_graph.ALL_PAIRS else None
+        return Session(run, roster, threshold, plan, sparse)
 
     @cached_property
     def context(self) -> bytes:
         """Part of every derived key: another run, plan, roster or threshold has other keys."""
-        return joined("session", self.run, self.plan, self.roster.sha256(), self.threshold)
+        common = joined("session", self.run, self.plan, self.roster.sha256(), self.threshold)
+        return common if self.graph is None else joined(common, graph.context(self.graph))
+
+    @cached_property
+    def adjacency(self) -> NDArray[np.bool_]:
+        """Which sites share masks and shares: row i marks the neighbours of the site at position i."""
+        sites = len(self.roster)
+        if self.graph is None:
+            return ~np.eye(sites, dtype=np.bool_)
+        return graph.adjacency(self.context, sites, self.graph.edge)
+
+    def neighbours(self, name: str) -> list[str]:
+        """The sites that share masks with this one, in the roster's order."""
+        return [self.roster.names[i] for i in np.flatnonzero(self.adjacency[self.roster.position(name)])]
+
+    @cached_property
+    def committee(self) -> frozenset[str]:
+        """The sites that confirm the survivors; all of them where all pairs share masks."""
+        if self.graph is None:
+            return frozenset(self.roster.names)
+        members = graph.committee(self.context, len(self.roster), self.graph.committee)
+        return frozenset(self.roster.names[i] for i in members)
 
     def points(self) -> range:
         """The points of the sites' shares: position + 1, because the secret is the value at 0."""
@@ -129,8 +159,18 @@ class Member:
 
     def shares(self, round: int) -> list[tuple[int, int]]:
         """Shares of the ephemeral key and of the seed, for every site of the roster including this one."""
+        return self._dealt(round, self.session.threshold, self.session.points())
+
+    def neighbours_shares(self, round: int) -> dict[str, tuple[int, int]]:
+        """Where masks are shared along a graph: shares for every neighbour."""
+        session = self.session
+        names, few = session.neighbours(self.name), session.threshold if session.graph is None else session.graph.shares
+        points = [session.roster.position(name) + 1 for name in names]
+        return dict(zip(names, self._dealt(round, few, points), strict=True))
+
+    def _dealt(self, round: int, threshold: int, points: Sequence[int]) -> list[tuple[int, int]]:
         ways = [
-            shamir.deal(secret, self.session.threshold, self.session.points(), self._secret(round, f"{what} shares"))
+            shamir.deal(secret, threshold, points, self._secret(round, f"{what} shares"))
             for what, secret in (("ephemeral", self.ephemeral(round)), ("seed", self.seed(round)))
         ]
         return list(zip(*ways, strict=True))

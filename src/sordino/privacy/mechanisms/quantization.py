@@ -17,7 +17,7 @@ import numpy as np
 from sordino.core import Correlated, Method, Stage, Stream, keep
 from sordino.errors import SordinoError
 from sordino.privacy.accounting.concentrated import LEAST_SMOOTHED_VARIANCE
-from sordino.privacy.mechanisms import discrete_gaussian
+from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 
 MOST_WRAP_PROBABILITY = 1e-9  # per round, that a coordinate of the sum leaves the range; it harms only accuracy
 MOST_ROUNDING_FACTOR = 1.1  # by which rounding may increase a sensitivity
@@ -120,6 +120,17 @@ class Integers:
                 f"{max(honest, 0)} remain, which is no better than untrusted-server. Allow fewer, or add sites."
             )
         return honest
+
+    def graph(self, clients: int) -> mask_graph.Parameters | None:
+        """The graph of masks; None where all pairs share masks, or no roster holds so many sites.
+
+        It does not change `honest`: what opens holds the honest sites of a whole list of survivors, or nothing.
+
+        Raises:
+          SordinoError: no graph withstands so many dropouts and colluders.
+        """
+        sparse = mask_graph.ALL_PAIRS < clients <= mask_graph.MOST_SITES
+        return mask_graph.parameters(clients, self.dropouts, self.colluders) if sparse else None
 
     def steps(self, reach: float, std: float, clients: int) -> float:
         """The number of integer steps per unit of the aggregate: as many as fit, but no more than are useful.
