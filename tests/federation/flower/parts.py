@@ -5,9 +5,15 @@ import pickle
 import time
 from pathlib import Path
 
+from sordino.wire import MAGIC
+
 
 def handle(request: bytes) -> bytes:
-    """The message backwards; or what it says."""
+    """The message backwards; or what it says. A coordinator's messages go to the site."""
+    if request.startswith(MAGIC):
+        from sordino.federation import handler
+
+        return handler.handle(request)
     word, _, rest = request[:100].partition(b" ")
     if word == b"raise":
         raise ValueError(f"patient {rest.decode()}")
@@ -20,7 +26,12 @@ def handle(request: bytes) -> bytes:
 
 
 def serve(transport, folder: Path) -> None:
-    """Each file N.ask holds (messages, seconds, enough); N.told gets (replies, failures, sites)."""
+    """First the trainings of $COORDINATORS, if it is set. Then each file N.ask holds (messages, seconds, enough), and
+    N.told gets (replies, failures, sites)."""
+    if trainings := os.environ.get("COORDINATORS"):
+        import coordinators
+
+        coordinators.every(transport, Path(trainings))
     number = 0
     while True:
         number += 1

@@ -159,3 +159,17 @@ def test_the_server_knows_whose_node_is_whose(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "controlled", lambda command, env: told)
     processes.register(tmp_path / "s", {"a": "a.pub"}, {}, tmp_path / "nodes.json")
     assert server.names() == {17: "a"}
+
+
+def test_a_site_joins_several_coordinators_and_each_once(place, monkeypatch):
+    monkeypatch.setattr(deploy, "LOCK_SECONDS", 0.1)
+    assert [deploy._mark(place, link) for link in ("one:1", "two:1", "one:1", "three:1")] == ["", "-2", "", "-3"]
+    with files.lock(place / "join-2.lock"):
+        with pytest.raises(StoppedError, match="another `sordino federate join` to two:1; stop it first"):
+            next(deploy.join(place / "site.toml", "two:1", place.parent / "authority.pem"))
+        (port,) = processes.free_ports(1)
+        for name in ("supernode_command", "worker_command"):
+            monkeypatch.setattr(commands, name, lambda *_, **__: SLEEP)
+        lines = deploy.join(place / "site.toml", "one:1", place.parent / "authority.pem", port=port)
+        assert next(lines)["what"] == "joining"
+        lines.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import unknown_sites
+from trainings import FEW, Trainings
 
 from sordino.errors import SordinoError
 from sordino.federation.flower import commands, processes, worker
@@ -25,14 +26,16 @@ MARK = "import pathlib\n\npathlib.Path({!r}).write_text('ran')\n"
 
 
 def variables(**more):
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])), **more}
+    """Environment variables of a process that imports what lies beside this file and one folder above."""
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
 class Bench:
     """The federation under test, and a way to ask its server."""
 
-    def __init__(self, federation, marks):
-        self.federation, self.marks, self.number = federation, marks, 0
+    def __init__(self, federation, marks, trainings):
+        self.federation, self.marks, self.trainings, self.number = federation, marks, trainings, 0
         self.folder = federation.folder / "coordinator"
         self.begun = federation.folder / "begun"
 
@@ -70,11 +73,18 @@ def bench(tmp_path):
         with open(app / "shell" / f"{part}.py", "a") as file:
             file.write(MARK.format(str(mark)))
     begun.mkdir()
-    server, site = variables(SORDINO_SERVE="parts:serve"), variables(BEGUN=str(begun))
+    trainings = Trainings(tmp_path / "trainings", FEW, tuple("abc"))
+    server = variables(SORDINO_SERVE="parts:serve", COORDINATORS=str(trainings.folder), OMP_NUM_THREADS="1")
+    site = {**trainings.site, **variables(BEGUN=str(begun))}
     own = {"handler": "parts:handle", "server": server, "site": site, "most": 8 * 2**20}
     with processes.LocalFederation(folder, "abc", **own) as federation:
         federation.run()
-        yield Bench(federation, marks)
+        yield Bench(federation, marks, trainings)
+
+
+def the_models_are_the_simulators(bench):
+    """Without masks and with them; `make soak` trains more methods (../test_processes.py)."""
+    bench.trainings.compare(bench.federation)
 
 
 def echoes(bench):
@@ -204,6 +214,7 @@ def nothing_is_left(bench):
 
 def test_a_federation(bench):
     for check in (
+        the_models_are_the_simulators,
         echoes,
         an_exception_stays_at_the_site,
         late_replies_are_dropped,

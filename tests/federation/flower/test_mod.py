@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, Metadata, Metr
 from sordino.cli import main
 from sordino.errors import SordinoError
 from sordino.federation.flower.mod import REFUSED, PrivateUpdates
-from sordino.federation.status import of_site
+from sordino.federation.operations.status import of_site
 from sordino.privacy import calibration
 from sordino.privacy.evidence.ledger import Ledger
 

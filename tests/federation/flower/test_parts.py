@@ -76,7 +76,7 @@ class TestGrid:
         for name in ("_task_id", "_run_id", "_node_id"):
             monkeypatch.setattr(TaskIdentity, name, 1)
 
-    def transport(self, answer):
+    def transport(self, answer, **keys):
         from sordino.federation.flower.transport import GridTransport
 
         class Grid:
@@ -95,7 +95,7 @@ class TestGrid:
             def pull_messages(self, names):
                 return [r for name in names if (r := answer(self.sent[name])) is not None]
 
-        return GridTransport(Grid())
+        return GridTransport(Grid(), **keys)
 
     def test_replies_and_codes(self):
         from flwr.app import ConfigRecord, Error, Message, RecordDict
@@ -118,6 +118,27 @@ class TestGrid:
         assert transport.failures == codes
         with pytest.raises(SordinoError, match="seconds"):
             transport.exchange({1: b""}, 0.0)
+
+    def test_replies_that_are_asked_for_together(self):
+        from flwr.app import ConfigRecord, Message, RecordDict
+
+        calls = []
+
+        def answer(message):
+            node = message.metadata.dst_node_id
+            calls.append(node)
+            if len(calls) == 1:
+                raise RuntimeError("once")
+            if node == 3:
+                return Message(RecordDict({"message": ConfigRecord({"bytes": 4.0})}), reply_to=message)
+            return Message(message.content, reply_to=message) if node in (1, 2) else None
+
+        transport = self.transport(answer, together=True)
+        replies = transport.exchange({node: bytes([node]) for node in (1, 2, 3, 5, 9)}, 0.8)
+        assert replies == {1: b"\x01", 2: b"\x02"}
+        assert transport.failures == {3: "malformed", 5: "late", 9: "unsent"}
+        assert calls[:5] == [1, 1, 2, 3, 5]
+        assert set(calls[5:]) == {5}  # nobody is asked again who answered
 
     def test_a_reply_that_hangs_delays_nobody(self):
         from flwr.app import Message
@@ -143,6 +164,7 @@ def test_a_site_answers_or_fails_in_one_sentence(monkeypatch, caplog):
     from flwr.supercore.task_identity import TaskIdentity
 
     from sordino.federation.flower import worker
+    from sordino.federation.flower.reply import FAILED
 
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
@@ -166,7 +188,7 @@ def test_a_site_answers_or_fails_in_one_sentence(monkeypatch, caplog):
         worker.answer(called.append, late, 0),
         worker.answer(called.append, Message(RecordDict(), dst_node_id=2, message_type="query"), 60),
     ):
-        assert (reply.error.code, reply.error.reason) == (2, worker.FAILED)
+        assert (reply.error.code, reply.error.reason) == (2, FAILED)
     assert called == []
     assert "patient 4711" in caplog.text
 

@@ -6,11 +6,14 @@ A transport is one folder like this one, and adding another touches nothing else
 - a process per site that calls `federation.handler.handle(request)` for each message and sends back its reply;
 - `coordinate` and `join`, the entry points for several machines (`deploy.py`).
 
-Nothing outside this folder imports it, except the entry points: `cli/federate.py`, and `federation/demonstration.py`
-for `sordino federate up`.
+Nothing outside this folder imports it, except the entry points: `cli/federate.py`, and
+`federation/operations/demonstration.py` for `sordino federate up`.
 
 No code travels. Flower's app bundle is an empty shell that the server side needs to start a run. A site takes its
 messages with the installed `worker` and never unpacks the bundle.
+
+`app.py` is another way to carry the same messages: a standard app for a Flower deployment that somebody already runs,
+by Flower's public interface. `mod.py` makes other apps private. Both work with later versions of Flower too.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from sordino.errors import SordinoError
 
 NODES = "SORDINO_NODES"  # names a file for the server: {site: number of its node at the link}
 FLWR = "1.41."  # `worker` and `supernode` use private parts of this version
+FIRST_PUBLIC = "1.21"  # the first version with the public interface that `app` and `mod` use
 
 
 def require() -> None:
@@ -38,6 +42,21 @@ def require() -> None:
         raise SordinoError("Flower is not installed: pip install 'sordino[flower]'.") from None
     if not installed.startswith(FLWR):
         raise SordinoError(f"flwr {installed} is installed and {FLWR}* is needed: pip install 'sordino[flower]'.")
+
+
+def require_public() -> None:
+    """Check that Flower is installed, with the public interface that `app` and `mod` use.
+
+    Raises:
+      SordinoError: it is missing, or older.
+    """
+    try:
+        installed = version("flwr")
+    except PackageNotFoundError:
+        raise SordinoError("Flower is not installed: pip install 'sordino[flower-app]'.") from None
+    first, own = ([int(part) for part in text.split(".")[:2]] for text in (FIRST_PUBLIC, installed))
+    if own < first:
+        raise SordinoError(f"flwr {installed} is installed, and {FIRST_PUBLIC} or later is needed.")
 
 
 def named(reference: str, field: str) -> Any:

@@ -42,9 +42,9 @@ clientapp = "shell.client:app"
 [tool.flwr.app.config]
 """
 CLIENT = """\
-from flwr.clientapp import ClientApp
+from sordino.federation.flower.app import client_app
 
-app = ClientApp()  # answers nothing: sites run sordino.federation.flower.worker
+app = client_app()  # where sites run sordino.federation.flower.worker, it is never loaded
 """
 
 
@@ -59,7 +59,7 @@ def write_connection(home: Path, address: str, authority: Path) -> None:
 
 
 def write_app(folder: Path) -> Path:
-    """Write the app that `flwr run` needs. It starts the installed server app and holds no code for sites."""
+    """Write the app that `flwr run` needs, without a study: both halves call the installed package."""
     (folder / "shell").mkdir(parents=True, exist_ok=True)
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "shell" / "__init__.py").write_text("")

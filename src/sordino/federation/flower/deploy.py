@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -49,11 +50,11 @@ def coordinate(
     """
     from sordino.federation import counting
     from sordino.federation.config import FederationConfig
+    from sordino.federation.flower.app import write_study
     from sordino.federation.flower.commands import (
         environment,
         server_command,
         superlink_command,
-        write_app,
         write_connection,
     )
     from sordino.federation.flower.keys import secret
@@ -90,7 +91,8 @@ def coordinate(
         running.start("link", link, env)
         running.wait(lambda: listening(port), 60, "link")
         running.start("server", server_command(address, tls.authority, key, once=True), env)
-        register(key, nodes, env, listed, write_app(folder / "app"))
+        write_study(folder, folder / "app")
+        register(key, nodes, env, listed, folder / "app")
         yield from follow(progress, running, config.patience + 30 * 86400, seen)
 
 
@@ -143,17 +145,18 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
         raise SordinoError(f"node: '{place / 'node'}' is missing; `sordino federate keys` creates it.")
     if not authority.is_file():
         raise SordinoError(f"--authority: '{authority}' does not exist; the coordinator has it as tls/authority.pem.")
-    other = f"'{place}' is in use by another `sordino federate join`; stop it first."
-    with files.alone(place / "join.lock", other, LOCK_SECONDS), Processes(place / "logs") as running:
+    other = f"'{place}' is in use by another `sordino federate join` to {link}; stop it first."
+    mark = _mark(place, link)
+    with files.alone(place / f"join{mark}.lock", other, LOCK_SECONDS), Processes(place / f"logs{mark}") as running:
         _free(port, "perhaps by another join; choose a free port")
         name = _checked(path, authority)
         key = place / "node.secret"
         if not key.exists():
             secret(key)
-        env = environment(place / "flower", {"SORDINO_SITE_FILE": str(path.resolve()), "OMP_NUM_THREADS": "1"})
+        env = environment(place / f"flower{mark}", {"SORDINO_SITE_FILE": str(path.resolve()), "OMP_NUM_THREADS": "1"})
         connection = (link, authority.resolve(), (place / "node").resolve(), key.resolve())
         pulses = {name: running.logs / f"{name}.pulse" for name in ("node", "worker")}
-        claim = (place / "worker.claim").resolve()
+        claim = (place / f"worker{mark}.claim").resolve()
         own: dict[str, Any] = {"clock": running.logs / "link.clock"}
         commands = {
             "node": supernode_command(*connection, port=port, pulse=pulses["node"], **own),
@@ -188,6 +191,19 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
             if state := reached.news(started):
                 yield {"what": "link", "state": state, "link": link}
             time.sleep(1)
+
+
+def _mark(place: Path, link: str) -> str:
+    """What distinguishes the files of this link from those of other coordinators: nothing for the first link that the
+    site joined, then -2, -3 …"""
+    path = place / "links.json"
+    with files.lock(place / "links.lock"):
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        if link not in known:
+            known.append(link)
+            files.write(path, json.dumps(known).encode())
+    number = known.index(link) + 1
+    return "" if number == 1 else f"-{number}"
 
 
 def _checked(path: Path, authority: Path) -> str:

@@ -21,12 +21,14 @@ class GridTransport:
     """Messages over Flower's Grid: the `Transport` of `federation.messenger`.
 
     names: whose node has which number. The link admits a node by its key, so this binds a site's name to its key.
+    together: ask for all replies in one request, which is faster for a thousand virtual sites in one process. Over a
+    network, a reply whose bytes never arrive would then block the others.
     failures: one code per site missing from the last exchange: "late", "unsent", "error <Flower's number>" or
     "malformed". It never holds a text that a site wrote.
     """
 
-    def __init__(self, grid: Grid, names: Mapping[int, str] | None = None) -> None:
-        self.grid, self.names = grid, dict(names or {})
+    def __init__(self, grid: Grid, names: Mapping[int, str] | None = None, *, together: bool = False) -> None:
+        self.grid, self.names, self.together = grid, dict(names or {}), together
         self.failures: dict[int, str] = {}
         self._count = 0
 
@@ -59,33 +61,38 @@ class GridTransport:
         self.failures = failures = {node: "late" if name else "unsent" for node, name in zip(nodes, sent, strict=True)}
         changed, over = threading.Condition(), threading.Event()
 
-        def fetch(node: int, name: str) -> None:
-            # Each site has its own thread, so that a reply whose bytes never arrive blocks no other site.
-            while not over.wait(max(LINK_POLL, 0.02 * len(nodes))):
+        def fetch(group: dict[str, int]) -> None:
+            while group and not over.wait(pause):
                 try:
-                    reply = next(iter(self.grid.pull_messages([name])), None)
+                    found = list(self.grid.pull_messages(list(group)))
                 except Exception as error:
-                    reply, code = None, f"error {type(error).__name__}"
-                else:
-                    if reply is None:
+                    if self.together:
                         continue
-                    code = ""
-                answer, code = (None, code) if reply is None else opened(reply)
-                with changed:
-                    if not over.is_set():
-                        if answer is None:
-                            failures[node] = code
-                        else:
-                            replies[node] = answer
-                            del failures[node]
-                    waiting.discard(node)
-                    changed.notify()
-                return
+                    found = []
+                    note(group.popitem()[1], None, f"error {type(error).__name__}")
+                for reply in found[: len(group)]:
+                    name = reply.metadata.reply_to_message_id if self.together else next(iter(group))
+                    if (node := group.pop(name, None)) is not None:
+                        note(node, *opened(reply))
 
-        waiting = {node for node, name in zip(nodes, sent, strict=True) if name}
-        for node, name in zip(nodes, sent, strict=True):
-            if name:
-                threading.Thread(target=fetch, args=(node, name), daemon=True).start()
+        def note(node: int, answer: bytes | None, code: str) -> None:
+            with changed:
+                if not over.is_set():
+                    if answer is None:
+                        failures[node] = code
+                    else:
+                        replies[node] = answer
+                        del failures[node]
+                waiting.discard(node)
+                changed.notify()
+
+        names = {name: node for node, name in zip(nodes, sent, strict=True) if name}
+        waiting = set(names.values())
+        # Otherwise each site has its own thread, so that a reply whose bytes never arrive blocks no other site.
+        groups = [names] if self.together else [{name: node} for name, node in names.items()]
+        pause = max(LINK_POLL, 0.02 * len(groups), 0.001 * len(names))
+        for group in groups:
+            threading.Thread(target=fetch, args=(dict(group),), daemon=True).start()
         with changed:
             try:
                 while waiting and (left := end - time.monotonic()) > 0:

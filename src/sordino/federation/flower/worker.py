@@ -27,14 +27,13 @@ from sordino.errors import SordinoError
 from sordino.federation.flower import logs, named, require
 from sordino.federation.flower.clock import difference
 from sordino.federation.flower.lifeline import Pace, Pulse, hears, start_anew, watch
+from sordino.federation.flower.reply import answer, failure
 from sordino.federation.flower.supernode import MAX_RESPONSE_BYTES, uploads
-from sordino.federation.flower.transport import FIELD, RECORD, opened
 
 if TYPE_CHECKING:
     from flwr.app import Message
     from flwr.superlink.grid import HttpGrid
 
-FAILED = "The site could not answer."  # all that a server ever reads of a failure
 CLOCK_SLACK = 60.0  # seconds by which the clocks of site and server may differ
 HEARTBEAT = 10.0  # seconds; the SuperNode gives up a silent worker after 60
 
@@ -188,32 +187,6 @@ def refused(error: Exception) -> bool:
     import httpx
 
     return isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401
-
-
-def failure(message: Message) -> Message:
-    from flwr.app import Error, Message
-
-    return Message(Error(code=2, reason=FAILED), reply_to=message)  # 2: "the app raised an exception"
-
-
-def answer(handle: Callable[[bytes], bytes], message: Message, slack: float) -> Message:
-    from flwr.app import ConfigRecord, Message, RecordDict
-
-    request, code = opened(message)
-    if request is None:
-        log.error("A message without content was refused (%s).", code)
-        return failure(message)
-    if time.time() > message.metadata.created_at + message.metadata.ttl + slack:
-        log.error("A message past its deadline was refused; if this repeats, compare this clock with the server's.")
-        return failure(message)
-    try:
-        reply = handle(request)
-        if not isinstance(reply, bytes):
-            raise TypeError(f"the handler returned {type(reply).__name__}, not bytes")
-    except Exception:
-        log.exception("The handler failed; the server reads: %s", FAILED)
-        return failure(message)
-    return Message(RecordDict({RECORD: ConfigRecord({FIELD: reply})}), reply_to=message)
 
 
 def serve(
