@@ -61,7 +61,27 @@ def page(out: dict[str, Any]) -> str:
     unknown = ", ".join(f"{name}: {answer}" for name, answer in out["unknown_sites"].items())
     text += f"\n**Unknown sites at the link**: {unknown}.\n"
     died = ", ".join(f"{name} {times}" for name, times in sorted(out["restarts"].items()))
+    made = Counter(run.get("commit", out["provenance"]["commit"][:12]) for run in runs.values())
+    if len(made) > 1:
+        parts = ", ".join(f"{count} at {commit}" for commit, count in made.items())
+        text += f"\nScenarios by the commit at which they ran last: {parts}.\n"
     return text + f"\nProcesses killed and started again: {died}. {out['seconds'] / 60:.0f} minutes in all.\n"
+
+
+def joined(earlier: dict[str, Any], trial: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of the same trial: scenarios of both in their order, and sums of what was counted."""
+    import scenarios
+
+    made = earlier["provenance"]["commit"][:12]
+    runs = {name: {"commit": made} | run for name, run in earlier["runs"].items()} | trial["runs"]
+    counted = {key: dict(Counter(earlier[key]) + Counter(trial[key])) for key in ("restarts", "random_faults")}
+    return {
+        **trial,
+        **counted,
+        "seconds": earlier["seconds"] + trial["seconds"],
+        "violations": earlier["violations"] + trial["violations"],
+        "runs": {name: runs[name] for name in scenarios.SCENARIOS if name in runs},
+    }
 
 
 def main() -> None:
@@ -71,12 +91,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=list(scenarios.SCENARIOS), default=list(scenarios.SCENARIOS))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "faults.json")
+    parser.add_argument("--add", action="store_true", help="add these scenarios to those in the file, or replace them")
     parser.add_argument("--keep", type=Path, help="where to leave everything, for a look")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         trial = fault_trials.run(
             options.keep or Path(place), tuple(options.only), lambda text: print(text, flush=True), True
         )
+    if options.add and options.out.exists():
+        trial = joined(json.loads(options.out.read_text()), trial)
     wrong = {name: bad for name, run in trial["runs"].items() if (bad := fault_trials.problems(name, run))}
     for name, run in trial["runs"].items():
         run["expected"] = list(scenarios.SCENARIOS[name].came)

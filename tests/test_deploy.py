@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sordino.cli import COMMANDS, _parser, main
+from sordino.version import __version__
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 SORDINO = [sys.executable, "-m", "sordino.cli"]
@@ -49,6 +50,91 @@ def test_the_commands_of_the_containers_are_commands_and_each_site_has_its_own_f
             assert (found.site, found.link) == ("/data/sites/me/site.toml", "coordinator:8000")
             assert service["volumes"][0] == f"./trial/sites/{name}:/data/sites/me"
             assert service["volumes"][-1].endswith("tls:/tls:ro")  # sites see no other file of the coordinator
+
+
+HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+CHART = DEPLOY / "helm" / "sordino"
+OF_SITE = {
+    "link.address": "coordinator:443",
+    "link.authoritySecret": "authority",
+    "folder.secret": "north",
+    "data.existingClaim": "records",
+    "proxy.https": "http://proxy:3128",
+}
+OF_COORDINATOR = {
+    "role": "coordinator",
+    "coordinator.host": "coordinator.example.org",
+    "folder.secret": "study",
+    "ingress.enabled": "true",
+    "ingress.tlsSecret": "study-tls",
+}
+
+
+def helm(*words, values):
+    sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    return subprocess.run([HELM, *words, str(CHART), *sets], capture_output=True, text=True, check=False)
+
+
+def rendered(values):
+    yaml = pytest.importorskip("yaml")
+    done = helm("template", "north", values=values)
+    assert done.returncode == 0, done.stderr
+    return {part["kind"]: part for part in yaml.safe_load_all(done.stdout) if part}
+
+
+def test_the_chart_has_the_package_s_version_and_its_values_are_read():
+    yaml = pytest.importorskip("yaml")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
+    texts = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert [key for key in values if f".Values.{key}" not in texts] == []
+
+
+@pytest.mark.skipif(HELM is None, reason="needs helm")
+def test_the_chart_is_linted_and_refuses_missing_values():
+    for values in (OF_SITE, OF_COORDINATOR):
+        assert helm("lint", "--strict", values=values).returncode == 0
+    for values, why in (
+        ({}, "link.address"),
+        ({"role": "coordinator"}, "coordinator.host"),
+        (OF_SITE | {"role": "other"}, "must be site or coordinator"),
+    ):
+        done = helm("template", "north", values=values)
+        assert done.returncode != 0
+        assert why in done.stderr
+
+
+@pytest.mark.skipif(HELM is None, reason="needs helm")
+def test_a_site_of_the_chart_joins_with_folder_and_witness_apart():
+    pod = rendered(OF_SITE)["StatefulSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    found = parsed(container["args"])
+    assert (found.site, found.link, found.authority) == (
+        "/data/site.toml",
+        "coordinator:443",
+        "/authority/authority.pem",
+    )
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    claims = {
+        v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v
+    }
+    assert claims == {"folder": "north-site", "witness": "north-site-witness", "records": "records"}
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert environment["XDG_STATE_HOME"] == "/witness"
+    assert environment["HTTPS_PROXY"] == "http://proxy:3128"
+
+
+@pytest.mark.skipif(HELM is None, reason="needs helm")
+def test_a_coordinator_of_the_chart_is_a_job_behind_one_path():
+    parts = rendered(OF_COORDINATOR)
+    (container,) = parts["Job"]["spec"]["template"]["spec"]["containers"]
+    found = parsed(container["args"])
+    assert (found.folder, found.host, found.port) == ("/data", ["coordinator.example.org"], 8000)
+    (rule,) = parts["Ingress"]["spec"]["rules"]
+    assert [path["path"] for path in rule["http"]["paths"]] == ["/v1/fleet/"]
+    assert parts["Ingress"]["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"] == "0"
+    assert parts["PersistentVolumeClaim"]["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
 def test_prepare_writes_what_the_containers_mount(tmp_path, capsys):

@@ -17,6 +17,7 @@ from messages import NUMBERS, ROUNDS, SPEC, WORDS, put
 
 from sordino import secagg, wire
 from sordino.federation.coordinator import Coordinator
+from sordino.federation.run_keys import roster_of_run
 from sordino.privacy import calibration
 
 RUBBISH = [b"", b"rubbish" * 100, wire.MAGIC, wire.MAGIC + b"\xff" * 64, wire.encode("stranger", {})]
@@ -155,7 +156,11 @@ def under_masks(server):
     server.all("other masks for the same round", "replayed", last_left_out)
     masked = {n: part.tobytes() for n, part in _arrays(said, "masked").items()}
     session = secagg.Session.of(
-        terms.run, server.coordinator.enrolment.roster, terms.sha256(), terms.dropouts, terms.colluders
+        terms.run,
+        roster_of_run(server.coordinator.enrolment.roster, terms),
+        terms.sha256(),
+        terms.dropouts,
+        terms.colluders,
     )
     fields["seals"] = secagg.seals(session, 0, masked)
     for what, wrong in {

@@ -60,6 +60,8 @@ def run(
     with LocalFederation(folder / "flower", NAMES, handler="scenarios:handle", server=server, site=site) as running:
         started = time.monotonic() - began
         (notes / "link.pid").write_text(str(running.processes["link"].pid))
+        for name in NAMES:
+            (notes / f"node-{name}.pid").write_text(str(running.processes[f"node-{name}"].pid))
         met = try_all(running, NAMES[0]) if unknown_sites else {}
         running.run()
         known = ""
@@ -124,6 +126,7 @@ def restart(running: LocalFederation, name: str, server: dict[str, str], notes: 
         running.start_worker(name.removeprefix("worker-"))
     elif name.startswith("node-"):
         running.start_node(name.removeprefix("node-"))
+        (notes / f"{name}.pid").write_text(str(running.processes[name].pid))
     else:  # a link without a database has forgotten its sites
         port = int(running.address.rpartition(":")[2])
         link = running.start("link", superlink_command(running.tls, running.secret, port=port), running.env)

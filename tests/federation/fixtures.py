@@ -87,11 +87,15 @@ class LocalFolders:
 
     def configure(self, name, **keys):
         own = {"name": name, "data": "data.npz", "epsilon": 50.0, "delta": 1e-3, "classes": self.classes}
+        own |= {"most_studies": 100}  # tests leave studies open that they propose
         own |= {} if self.seed is None else {"seed": self.seed}
         (self.place(name) / "site.toml").write_text(tomli_w.dumps({**own, **keys}))
 
     def site(self, name):
         return Site(SiteConfig.read(self.place(name) / "site.toml"))
+
+    def site_config(self, name):
+        return SiteConfig.read(self.place(name) / "site.toml")
 
     def sites(self):
         return {100 + k: self.site(name).answer for k, name in enumerate(self.names)}
@@ -103,6 +107,10 @@ class LocalFolders:
         return coordinator, transport
 
     # ------------------------------------------------------------------------------------------------ looking at sites
+
+    def run_key(self, name):
+        """A fresh key for a run, as the site says it at its hello."""
+        return str(wire.decode(self.site(name).answer(wire.encode("hello", {"nonce": "0" * 64}))).fields["run_key"])
 
     def terms(self, spec=(), **changes):
         """As the coordinator would propose them, with some of the spec's keys and of the terms changed."""
@@ -120,6 +128,7 @@ class LocalFolders:
             dropouts=self.about.get("dropouts", 0),
             colluders=self.about.get("colluders", 1),
             roster=self.roster.sha256() if secure else "",
+            run_keys=tuple(map(self.run_key, self.names)) if secure else (),
         )
         made = replace(made, **changes)
         try:

@@ -10,8 +10,11 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -43,6 +46,7 @@ class Scenario(NamedTuple):
 
 PLAIN: dict[str, Any] = {"trust": "untrusted-server", "method": "dp-scaffold"}
 REVEAL, OFFER = (("reveal", 1),), (("reveal", 1), ("offer", 2))
+BOTH = (("round", 1), ("offer", 2))
 TWO, THREE = ("beta", "gamma"), ("beta", "gamma", "delta")
 SECURE = {
     "uninterrupted": Scenario("nothing happens"),
@@ -76,6 +80,22 @@ SECURE = {
     "coordinator-killed-mid-round": Scenario("kill -9 of the coordinator in a round", "kill-after", exchange=3),
     "coordinator-killed-between": Scenario("kill -9 of the coordinator between two rounds", "kill", exchange=4),
     "link-killed": Scenario("kill -9 of the link in a round", "kill-link", exchange=5),
+    "coordinator-disk-full": Scenario("the coordinator's disk is full for a round", "full", exchange=5),
+    "two-coordinators": Scenario("a second coordinator in the same folder", "second", exchange=5),
+    "partition": Scenario("a site is cut off for longer than the deadline", "cut", exchange=5, came=(6, 5, BACK)),
+    "clock-jump": Scenario("a site's clock jumps by a day", "jump"),
+    "restored-backup": Scenario(
+        "an old backup of a site is put in its place, then the newest files", "restore", BOTH, came=(6, 6, 5, 6)
+    ),
+    "restored-backup-ftrl": Scenario(
+        "the same with one stream of noise (dp-ftrl)", "restore", BOTH, method="dp-ftrl", came=(6, 6, 5, 6)
+    ),
+    "ftrl-killed-after-charge": Scenario(
+        "kill -9 between charge and reply with one stream of noise (dp-ftrl)",
+        "kill-after",
+        method="dp-ftrl",
+        came=(6, 5, BACK),
+    ),
     "hostile-server": Scenario("a server that breaks the protocol of masks", "attack"),
 }
 OPEN = {
@@ -135,7 +155,7 @@ def handle(request: bytes) -> bytes:
         return record(me, dying(me, lambda: handler.handle(request)))
     about = message.kind, message.fields.get("t")
     due = scenario.exchange < 0 and me in scenario.sites and about in scenario.at and bool(scenario.do)
-    if not due or not once(f"{name}-{me}-{message.kind}"):
+    if not due or not once(f"{name}-{me}-{message.kind}-{about[1]}"):
         return record(me, handler.handle(request))
     return record(me, FAULTS[scenario.do](lambda: handler.handle(request)))
 
@@ -212,6 +232,49 @@ def skew(answer: Callable[[], bytes]) -> bytes:
     return answer()
 
 
+def jump(answer: Callable[[], bytes]) -> bytes:
+    """From now on, the process's own clock is a day ahead."""
+    real = time.time
+    time.time = lambda: real() + 86_400.0
+    return answer()
+
+
+def restore_old(answer: Callable[[], bytes]) -> bytes:
+    """Answer, and put a backup from before in the place of the folder's files. The next time, put the newest back."""
+    from sordino.federation import handler
+    from sordino.federation.operations import backups
+
+    folder = handler.file().parent
+    aside = notes() / f"newest-{os.environ['SORDINO_SITE']}"
+    if aside.exists():
+        try:
+            return answer()  # a site whose ledger was put back does not start, so this raises
+        finally:
+            _swap(aside, folder)
+            shutil.rmtree(aside)
+            handler.site.cache_clear()
+    old, archive = notes() / "restored", notes() / "backup.tar"
+    backups.backup(folder, archive)
+    reply = answer()
+    shutil.copytree(folder, aside)
+    backups.restore(archive, old)
+    _swap(old, folder)
+    shutil.rmtree(old)
+    archive.unlink()
+    handler.site.cache_clear()
+    return reply
+
+
+def _swap(source: Path, folder: Path) -> None:
+    """Put the ledger and the runs of one folder in the place of another's."""
+    for path in folder.glob("ledger.db*"):
+        path.unlink()
+    shutil.rmtree(folder / "runs")
+    for path in source.glob("ledger.db*"):
+        shutil.copy(path, folder / path.name)
+    shutil.copytree(source / "runs", folder / "runs")
+
+
 def changed(change: Callable[[wire.Message], wire.Message]) -> Callable[[Callable[[], bytes]], bytes]:
     return lambda answer: wire.encode(*change(wire.decode(answer())))
 
@@ -233,6 +296,8 @@ FAULTS: dict[str, Callable[[Callable[[], bytes]], bytes]] = {
     "silent": noiseless,
     "full": full,
     "skew": skew,
+    "jump": jump,
+    "restore": restore_old,
     "rubbish": lambda answer: (answer(), b"\x93NUMPY rubbish" * 100)[1],
     "oversized": changed(other_arrays(lambda data: np.tile(data, 10))),
     "replayed": changed(lambda message: message._replace(fields={**message.fields, "t": 0}, arrays={})),
@@ -246,10 +311,11 @@ FAULTS: dict[str, Callable[[Callable[[], bytes]], bytes]] = {
 
 
 class Counting:
-    """A transport that kills its process, or the link, at a given exchange, before or after it."""
+    """A transport that kills its process or the link at a given exchange, before or after it; or fills its disk, cuts
+    a site off, or starts another coordinator."""
 
-    def __init__(self, transport: Any, name: str, scenario: Scenario) -> None:
-        self.transport, self.name, self.scenario, self.count = transport, name, scenario, 0
+    def __init__(self, transport: Any, name: str, scenario: Scenario, place: Path) -> None:
+        self.transport, self.name, self.scenario, self.count, self.place = transport, name, scenario, 0, place
 
     def sites(self) -> list[int]:
         return list(self.transport.sites())
@@ -259,12 +325,37 @@ class Counting:
         due = self.count == self.scenario.exchange and once(f"{self.name}-coordinator")
         if due and self.scenario.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if due and self.scenario.do == "full":  # until it ends
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        if due and self.scenario.do == "second":
+            self._second()
+        if due and self.scenario.do == "cut":
+            self._cut("beta")
         if due and self.scenario.do == "kill-link":
             os.kill(int((notes() / "link.pid").read_text()), signal.SIGKILL)
         found = self.transport.exchange(requests, seconds, enough)
         if due and self.scenario.do == "kill-after":
             os.kill(os.getpid(), signal.SIGKILL)
         return found
+
+    def _second(self) -> None:
+        """Start another coordinator in this folder, as a process: it must be refused."""
+        code = "import sys; from pathlib import Path; from sordino.federation import coordinator as c"
+        code += "; c.LOCK_SECONDS = 0.5; c.serve(None, Path(sys.argv[1]))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(self.place)], capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0 or "in use by another coordinator" not in done.stderr:
+            raise RuntimeError(f"a second coordinator was not refused: {done.stderr}")
+
+    def _cut(self, site: str) -> None:
+        """Stop the node of a site for longer than the deadline, as a partition does."""
+        number = int((notes() / f"node-{site}.pid").read_text())
+        os.kill(number, signal.SIGSTOP)
+        timer = threading.Timer(DEADLINE + 5, os.kill, (number, signal.SIGCONT))
+        timer.daemon = True
+        timer.start()
 
 
 def serve(transport: Any, folder: Path) -> None:
@@ -275,6 +366,11 @@ def serve(transport: Any, folder: Path) -> None:
             (notes() / "current").write_text(name)
             try:
                 undergo(transport, place, name)
+            except OSError:
+                if SCENARIOS[name].do != "full" or SCENARIOS[name].exchange < 0:
+                    (notes() / "failed").write_text(f"{name}: {traceback.format_exc()}")
+                    raise
+                os._exit(74)  # as `server.py` ends the coordinator of a folder
             except Exception:
                 if SCENARIOS[name].do != "kill-link":
                     (notes() / "failed").write_text(f"{name}: {traceback.format_exc()}")
@@ -294,4 +390,4 @@ def undergo(transport: Any, place: Path, name: str) -> None:
     elif SCENARIOS[name].do == "random-faults":
         run_with_faults(transport, place, name, notes(), [place.parents[1] / "federation" / site for site in NAMES])
     else:
-        coordinator.serve(Counting(transport, name, SCENARIOS[name]), place)
+        coordinator.serve(Counting(transport, name, SCENARIOS[name], place), place)

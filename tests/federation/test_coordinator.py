@@ -343,8 +343,16 @@ def test_a_coordinator_that_tells_sites_of_different_survivors_or_models_opens_n
 STEPS = ["terms", "round", "confirm", "reveal", "offer", "finish"]
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("count", "delivered"), [(1, True), (2, True), (2, False)], ids=["one", "two", "two, unasked"])
+FAILURES = [(2, True), (1, True), (2, False)]  # sites that fail, and whether they heard the message
+
+
+@pytest.mark.parametrize(
+    ("step", "count", "delivered"),
+    tiers(
+        [(step, *failure) for step in STEPS for failure in FAILURES],
+        [(step, *FAILURES[0]) for step in STEPS] + [("round", *FAILURES[1]), ("reveal", *FAILURES[2])],
+    ),
+)
 def test_as_many_as_may_fail_fail_at_each_step_of_a_secure_round(tiny, step, count, delivered):
     federation = tiny(trust="secure-aggregation", names=SIX, dropouts=2, rounds=2)
     lost, seen = {100 + k for k in range(count)}, set()
@@ -474,7 +482,7 @@ class Killing:
 KILLS = [(PLAIN, "before"), (PLAIN, "midway"), (PLAIN, "after"), (SECURE, "before"), (SECURE, "after")]
 
 
-@pytest.mark.parametrize(("keys", "when"), tiers(KILLS, 4))
+@pytest.mark.parametrize(("keys", "when"), tiers(KILLS, [(PLAIN, "midway"), (PLAIN, "after"), (SECURE, "before")]))
 def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, without, keys, when):
     rounds = 2
     if (name := f"resumed {keys}") not in without:
@@ -630,12 +638,13 @@ def scripted(federation, terms, at=None, monkeypatch=None):
     return replies, memory, kills, count[0]
 
 
-def test_a_site_killed_at_any_step_says_and_remembers_what_it_would_have(tiny, monkeypatch):
+@pytest.mark.parametrize("stride", tiers([4, 1], 1))
+def test_a_site_killed_at_any_step_says_and_remembers_what_it_would_have(tiny, monkeypatch, stride):
     federation = tiny(**PLAIN)
     terms = federation.terms()
     replies, memory, kills, steps = scripted(federation, terms, None, monkeypatch)
     assert (kills, steps > 30) == (0, True)
-    for at in range(1, steps + 1):
+    for at in {*range(1, steps + 1, stride), steps}:
         federation = tiny(**PLAIN)
         again, remembered, kills, _ = scripted(federation, terms, at, monkeypatch)
         assert kills == 1

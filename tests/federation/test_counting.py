@@ -12,7 +12,7 @@ from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation import counting
 from sordino.federation.config import FederationConfig
-from sordino.federation.doctor import doctor
+from sordino.federation.operations.doctor import doctor
 from sordino.federation.sentences import of_coordinator
 from sordino.federation.terms import Terms, against_terms
 from sordino.privacy import spending

@@ -6,6 +6,11 @@ pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 import fault_trials
 import scenarios
+from fixtures import Talk
+
+from sordino import wire
+from sordino.errors import RolledBackError
+from sordino.federation import handler
 
 
 @pytest.mark.soak
@@ -31,6 +36,31 @@ def test_every_kind_of_fault_is_among_the_scenarios():
         "",
         "attack",
         "kill-link",
+        "second",
+        "cut",
         "random-faults",
     }
     assert len(scenarios.STORMS) == 100
+
+
+def test_a_restored_backup_is_refused_until_the_newest_files_are_back(tiny, tmp_path, monkeypatch):
+    federation = tiny(rounds=3)
+    federation.configure("north", witness="../witness-of-north.json")
+    monkeypatch.setenv("FAULTS", str(tmp_path))
+    monkeypatch.setenv("SORDINO_SITE", "north")
+    monkeypatch.setenv("SORDINO_SITE_FILE", str(federation.place("north") / "site.toml"))
+    study = Talk(None, federation.terms())
+
+    def asked(request):
+        return wire.decode(handler.handle(request)).kind
+
+    assert asked(wire.encode("terms", {"terms": study.terms.json()})) == "agreed"
+    assert asked(study.request(0)) == "update"
+    reply = scenarios.restore_old(lambda: handler.handle(study.request(1)))
+    assert wire.decode(reply).kind == "update"
+    with pytest.raises(RolledBackError):
+        asked(study.request(2))
+    with pytest.raises(RolledBackError):
+        scenarios.restore_old(lambda: handler.handle(study.request(2)))
+    assert asked(study.request(2)) == "update"
+    assert [t for _, t in federation.charged("north")] == [0, 1, 2]

@@ -9,9 +9,10 @@ import pytest
 from sordino.cli import main
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
-from sordino.federation import demonstration, readmes
+from sordino.federation import readmes
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.flower import deploy
+from sordino.federation.operations import demonstration
 from sordino.privacy.evidence.signing import sha256
 from sordino.secagg import Roster
 

@@ -230,10 +230,11 @@ def test_terms_that_were_refused_are_proposed_anew(tiny):
 
 def test_the_key_of_another_site_is_refused(tiny, talk):
     federation = tiny(trust="secure-aggregation", names=tuple("abcd"))
+    terms = federation.terms()
     Identity.make("z").save(federation.place("a") / "other.key")
     federation.configure("a", identity="other.key")
-    assert code(talk(federation.site("a"), federation.terms()).propose()) == "failed"
-    assert federation.terms().model.size == SIZE
+    assert code(talk(federation.site("a"), terms).propose()) == "failed"
+    assert terms.model.size == SIZE
 
 
 @pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 import sordino
 from sordino.cli import main
-from sordino.federation.status import of_coordinator, of_site
+from sordino.federation.operations.status import of_coordinator, of_site
 from sordino.federation.terms import against_terms
 from sordino.training.verify_run import verify_run
 
@@ -112,6 +113,54 @@ def wait(ready, seconds, *processes):
         assert all(process.poll() is None for process in processes)
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.2)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "operate.md"
+TUTORIAL_SITES = ("north", "south", "west")
+
+
+def blocks(page):
+    """The commands of a page, in their order."""
+    return re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def clean_up():
+    for site in TUTORIAL_SITES:
+        ip("netns", "del", site, check=False)
+        shutil.rmtree(Path("/etc/netns") / site, ignore_errors=True)
+
+
+def test_the_operator_s_tutorial_runs_as_it_is_written(tmp_path):
+    if any(site in ip("netns", "list").stdout.split() for site in TUTORIAL_SITES):
+        pytest.skip("this machine has namespaces of these names")
+    commands = blocks(PAGE)
+    assert len(commands) >= 9
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin"
+    here = {"PATH": beside, "PYTHONPATH": str(Path(sordino.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **here, "XDG_STATE_HOME": str(tmp_path / "state"), "NO_COLOR": "1"}
+    place = tmp_path / "empty"
+    place.mkdir()
+    script = "set -e\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n" + "\n".join(commands)
+    try:
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=560,
+            check=False,
+        )
+    finally:
+        clean_up()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("holds: the numbers agree") == 3
+    assert "holds, but 1 thing was not compared: the numbers agree" in done.stdout  # a copy has no ledger
+    assert (of_coordinator(place / "study").state, of_coordinator(place / "study").done) == ("finished", 8)
+    for site in TUTORIAL_SITES:
+        assert of_site(place / site / "folder").epsilon <= 4
+    names = ip("netns", "list").stdout.split()
+    assert not any(site in names for site in TUTORIAL_SITES), "the page removes what it made"
 
 
 def test_a_run_goes_on_after_a_partition(tmp_path):

@@ -23,6 +23,7 @@ from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
+from sordino.federation.run_keys import roster_of_run
 from sordino.federation.site_run import SiteRun
 from sordino.privacy import calibration
 from sordino.privacy.evidence import ledger as ledgers
@@ -326,7 +327,7 @@ def test_secure_rounds_are_revealed_once_and_only_after_they_were_answered(tiny,
     offers = {f"offer:{name}": each.propose().arrays["offer"] for name, each in talks.items()}
     said = {name: each.round(0, arrays=offers) for name, each in talks.items()}
     masked = {name: reply.arrays["masked"].tobytes() for name, reply in said.items()}
-    session = secagg.Session.of(terms.run, federation.roster, terms.sha256(), 1, 1)
+    session = secagg.Session.of(terms.run, roster_of_run(federation.roster, terms), terms.sha256(), 1, 1)
     a = talks["a"]
 
     def say(kind, t, survivors, by="a", wrong=None):
@@ -407,13 +408,13 @@ PLACES = [  # where something fails, and on which message
     ("terms", "sordino.federation.site.Terms.read"),
     ("terms", "sordino.federation.site.Site.load"),
     ("terms", "sordino.federation.site.SiteRun.make"),
-    ("terms", "sordino.federation.site.secagg.offer"),
+    ("terms", "sordino.federation.masks.secagg.offer"),
     ("hello", "sordino.federation.site_data.load"),
     ("round", "sordino.federation.site_run.oracle"),
     ("round", "sordino.federation.site_run.encode_integers"),
     ("round", "sordino.federation.site.SiteRun.vector"),
     ("round", "sordino.federation.site.SiteRun.keep"),
-    ("round", "sordino.federation.site.secagg.masked"),
+    ("round", "sordino.federation.masks.secagg.masked"),
     ("round", "sordino.federation.site_data.SiteLedger.charge"),
     ("round", "sordino.federation.site_data.SiteLedger.afford"),
     ("round", "sordino.federation.site.wire.encode"),
@@ -556,6 +557,8 @@ FIELDS = {
         "sordino": "the version of this program",
         "epsilon": "a stricter epsilon for a single run: a rule of the site's, not of its data",
         "receipt": "how far the ledger is: public.RECEIPT",
+        "run_key": "a fresh random key for one run, and the site's signature over it",
+        "rotations": "keys that the site has given up and taken, and signatures over them",
         "signature": "the site's, over name, records, epsilon and the server's own random digits",
     },
     "agreed": {
@@ -643,6 +646,8 @@ def test_nothing_leaves_but_what_is_listed_here(tiny, method, trust, keys):
         for field, value in found.fields.items():
             if field == "receipt":
                 assert value.keys() == public.RECEIPT.keys()
+            elif field == "run_key":
+                assert re.fullmatch("[0-9a-f]{192}", value)
             elif field in ("confirmation", "signature"):
                 assert re.fullmatch("[0-9a-f]{128}", value)
             else:
@@ -748,7 +753,8 @@ def test_the_same_holds_of_integers_under_their_masks(tiny, talk, monkeypatch):
     terms = federations[0].terms()
     vectors = ([], [])
     for k, federation in enumerate(federations):
-        run = SiteRun.make(federation.site(NORTH), terms, "account 1")
+        keyed = replace(terms, run_keys=tuple(map(federation.run_key, federation.names)))
+        run = SiteRun.make(federation.site(NORTH), keyed, "account 1")
         for t, factor in enumerate((0, 1, 1e3, -1e6, 1e30)):
             theta = (factor * np.append(out, 1)[:, None] * np.array([1, -1, 0])).ravel()
             this_round = next(round_plans(run.plan, run.model, t))
@@ -817,7 +823,8 @@ def test_a_whole_site_moves_the_integers_by_what_is_claimed(tiny):
     np.savez(federations[1].place(FOUR[0]) / "data.npz", x=np.concatenate([-50 * x, 9 * x]), y=np.tile((y + 1) % 3, 2))
     terms, vectors = federations[0].terms(), ([], [])
     for k, federation in enumerate(federations):
-        run = SiteRun.make(federation.site(FOUR[0]), terms, "account 1")
+        keyed = replace(terms, run_keys=tuple(map(federation.run_key, federation.names)))
+        run = SiteRun.make(federation.site(FOUR[0]), keyed, "account 1")
         for t, factor in enumerate((0, 1, -30)):
             theta = torch.from_numpy(factor * np.linspace(-1, 1, run.model.size))
             vectors[k].append(run.compute(next(round_plans(run.plan, run.model, t)), Broadcast(theta, ())))

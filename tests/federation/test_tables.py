@@ -11,7 +11,7 @@ from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.coordinator import Coordinator
-from sordino.federation.doctor import doctor
+from sordino.federation.operations.doctor import doctor
 from sordino.privacy.evidence.verify import verify
 from sordino.training.artifacts import load_model
 from sordino.training.predict import load_run, predict

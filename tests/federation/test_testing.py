@@ -7,8 +7,9 @@ import pytest
 
 from sordino import wire
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import demonstration, testing
+from sordino.federation import testing
 from sordino.federation.config import FederationConfig, SiteConfig
+from sordino.federation.operations import demonstration
 from sordino.federation.sentences import of_coordinator
 from sordino.federation.terms import Terms
 from sordino.privacy.evidence import public

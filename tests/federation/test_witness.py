@@ -14,7 +14,7 @@ from sordino.cli import main
 from sordino.errors import LedgerError, RolledBackError, SordinoError
 from sordino.federation import witness
 from sordino.federation.coordinator import Coordinator
-from sordino.federation.doctor import doctor
+from sordino.federation.operations.doctor import doctor
 from sordino.federation.witness import Mark, Receipts
 from sordino.privacy.evidence import public
 from sordino.privacy.evidence.ledger import Charge, Ledger
@@ -304,6 +304,15 @@ def test_the_coordinator_keeps_the_newest_receipt_of_a_key(tmp_path):
     for document in (old, new, old, {**new, "rows": 9}, None, "text"):
         receipts.keep(NORTH, document)
     assert Receipts(tmp_path / "receipts.json").of(NORTH) == new
+
+
+def test_receipts_of_many_sites_are_written_once(tmp_path, monkeypatch):
+    receipts, written = Receipts(tmp_path / "receipts.json"), []
+    documents = {n: witness.receipt(Mark(1, 1, "ab" * 32), of_site(Identity.make(n))) for n in (NORTH, "south")}
+    monkeypatch.setattr(witness.files, "write", lambda path, data: written.append(json.loads(data)))
+    receipts.keep_all({**documents, "west": None})
+    receipts.keep_all(documents)  # nothing is newer
+    assert written == [documents]
 
 
 def test_the_witness_lies_where_site_toml_says_and_is_private(tiny, talk, tmp_path):

@@ -14,6 +14,15 @@ from sordino.cli.show import add_json, bar, check_json, command, console, emit, 
 from sordino.errors import SordinoError
 from sordino.federation import sentences
 
+UP_FLAGS = (
+    # of `up`: a flag, whose name is the key of spec.toml, and what it says in --help
+    ("--method", "see 'sordino methods' (default: auto)"),
+    ("--rounds", "number of rounds (default: 10)"),
+    ("--epsilon", "privacy budget of the run (default: 8)"),
+    ("--trust", "secure-aggregation or untrusted-server (default: secure-aggregation)"),
+    ("--batch", "records per gradient: full, poisson:16, poisson:0.01 or fixed:16 (default: full)"),
+)
+
 
 def add(commands: Any) -> None:
     parent = command(
@@ -37,11 +46,17 @@ def add(commands: Any) -> None:
         _add_doctor,
         _add_coordinate,
         _add_join,
+        operate.add_app,
+        operate.add_serve,
         operate.add_approve,
+        operate.add_studies,
         operate.add_backup,
         operate.add_restore,
+        operate.add_audit_copy,
         operate.add_status,
         _add_renew,
+        operate.add_rotate,
+        operate.add_vote,
     )
     for add_one in every:
         add_one(parts)
@@ -49,7 +64,8 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     raise SordinoError(
-        "federate: choose a step: up, init, keys, doctor, coordinate, join, approve, backup, restore, status or renew."
+        "federate: choose a step: up, init, keys, doctor, coordinate, join, app, serve, approve, studies, backup, "
+        "restore, audit-copy, status, renew, rotate or vote."
     )
 
 
@@ -63,9 +79,11 @@ def _add_up(parts: Any) -> None:
         _up,
         "run a whole federation on this machine, in about a minute: link, coordinator and sites, over TLS",
         "sordino federate up --sites 3\n"
-        "sordino federate up --sites 5 --dropouts 1 --set rounds=20 --out runs/trial\n"
+        "sordino federate up --sites 5 --dropouts 1 --rounds 20 --out runs/trial\n"
+        "sordino federate up --sites 12 --method dp-ftrl\n"
+        "sordino federate up --sites 12 --batch poisson:16\n"
         "sordino federate up --data patients.csv --label outcome\n"
-        "sordino federate up --data patients.csv --schema schema.toml",
+        "sordino federate up --data patients.csv --schema schema.toml --person patient",
     )
     parser.add_argument(
         "--sites", type=int, metavar="N", help="number of sites (default: one per client of the schema, else 3)"
@@ -81,7 +99,17 @@ def _add_up(parts: Any) -> None:
     parser.add_argument(
         "--evaluate", type=float, metavar="E", help="epsilon of an evaluation on the sites' own test records at the end"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="method=…, rounds=…, epsilon=…")
+    parser.add_argument(
+        "--person",
+        metavar="COLUMN",
+        help="column of the schema's table that says whom a record is about: all records of a person are protected "
+        "together",
+    )
+    for flag, text in UP_FLAGS:
+        parser.add_argument(flag, dest=f"key_{flag[2:]}", metavar="X", help=text)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any key of spec.toml: lr=0.5, unit=client …"
+    )
     parser.add_argument("--out", metavar="DIR", help="folder for all files (default: runs/federation-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue a federation that was stopped")
     parser.add_argument(
@@ -92,9 +120,8 @@ def _add_up(parts: Any) -> None:
 
 def _up(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation import demonstration
     from sordino.federation.flower import require
-    from sordino.settings import parse_setting
+    from sordino.federation.operations import demonstration
 
     require()
     if arguments.resume:
@@ -107,8 +134,13 @@ def _up(arguments: argparse.Namespace) -> int:
         out = Path(arguments.out or f"runs/federation-{time.strftime('%Y%m%d-%H%M%S')}")
         if out.exists() and any(out.iterdir()):
             raise SordinoError(f"--out: '{out}' is not empty; choose another folder, or --resume {out} to continue it.")
-        spec = dict(parse_setting(text) for text in arguments.set)
-        about = {"data": arguments.data, "label": arguments.label, "dropouts": arguments.dropouts}
+        spec = _spec_of(arguments)
+        about = {
+            "person": arguments.person,
+            "data": arguments.data,
+            "label": arguments.label,
+            "dropouts": arguments.dropouts,
+        }
         about |= {"evaluation": arguments.evaluate, "schema": arguments.schema and Path(arguments.schema)}
         demonstration.prepare(out, arguments.sites, spec=spec, **about)
         if arguments.prepare:
@@ -126,6 +158,17 @@ def _up(arguments: argparse.Namespace) -> int:
     if not emit(arguments, document):
         _show_outcome(out, document)
     return 0
+
+
+def _spec_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keys of spec.toml that flags and --set give; a key that both give is refused."""
+    from sordino.settings import parse_setting
+
+    flags = {flag[2:]: value for flag, _ in UP_FLAGS if (value := getattr(arguments, f"key_{flag[2:]}")) is not None}
+    spec = dict(parse_setting(text) for text in arguments.set)
+    if both := sorted(flags.keys() & spec.keys()):
+        raise SordinoError(f"--set {both[0]}: --{both[0]} is given too; leave one out.")
+    return spec | dict(parse_setting(f"{key}={value}") for key, value in flags.items())
 
 
 def _prepared(arguments: argparse.Namespace, out: Path) -> int:
@@ -273,12 +316,19 @@ def _add_init(parts: Any) -> None:
     parser.add_argument(
         "--colluders", type=int, default=1, metavar="N", help="sites that may collude with the server (default: 1)"
     )
+    parser.add_argument(
+        "--trim",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with untrusted-server: sites whose garbage must not move the model (default: 0)",
+    )
 
 
 def _init(arguments: argparse.Namespace) -> int:
     from sordino.federation import folders
 
-    keys = ("features", "method", "rounds", "epsilon", "trust", "dropouts", "colluders")
+    keys = ("features", "method", "rounds", "epsilon", "trust", "dropouts", "colluders", "trim")
     classes = [label for label in arguments.classes.split(",") if label]
     names = [name.strip() for name in arguments.sites.split(",")]
     options = {key: getattr(arguments, key) for key in keys}
@@ -376,7 +426,7 @@ def _add_doctor(parts: Any) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation.doctor import coordinator_doctor, doctor
+    from sordino.federation.operations.doctor import coordinator_doctor, doctor
 
     place = Path(arguments.site)
     coordinates = (place / "federation.toml").exists()

@@ -62,6 +62,171 @@ def _approve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_studies(parts: Any) -> None:
+    parser = command(
+        parts,
+        "studies",
+        _studies,
+        "show the studies that are open at a site and those that wait; take a place away",
+        "sordino federate studies site-north/site.toml\nsordino federate studies site-north/site.toml --drop 3f9c21ab",
+    )
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    parser.add_argument(
+        "--drop",
+        metavar="RUN",
+        help="let the next study begin: this one loses its place. What it was promised of the budget is free again",
+    )
+    add_json(parser)
+
+
+def _studies(arguments: argparse.Namespace) -> int:
+    from sordino import files
+    from sordino.federation.config import SiteConfig
+    from sordino.federation.study_queue import StudyQueue
+    from sordino.federation.terms import Terms
+
+    check_json(arguments)
+    config = SiteConfig.read(site_file(arguments.site))
+    queue = StudyQueue(config.folder, config.most_studies, config.study_idle)
+    with files.lock(config.folder / "lock"):
+        running, waiting = queue.open_studies(), [each.run for each in queue.waiting()]
+        if arguments.drop is not None:
+            fitting = [run for run in (*running, *waiting) if run.startswith(arguments.drop)]
+            if len(fitting) != 1 or len(arguments.drop) < 8:
+                what = "no study that is open or waits begins so" if not fitting else "give at least 8 digits of one"
+                raise SordinoError(
+                    f"--drop: '{arguments.drop}': {what}; `sordino federate studies SITE.toml` lists them."
+                )
+            queue.leave(fitting[0])
+    if arguments.drop is not None:
+        print(f"run {fitting[0][:8]} loses its place; its rounds are still answered, as far as the budget goes")
+        return 0
+    found = [{"run": run, "state": "open"} for run in running]
+    found += [{"run": run, "state": f"place {k + 1}"} for k, run in enumerate(waiting)]
+    for each in found:
+        path = config.folder / "runs" / each["run"] / "terms.json"
+        each["method"] = Terms.read(path.read_text(encoding="utf-8")).resolved.method_name if path.exists() else ""
+    if emit(arguments, found):
+        return 0
+    if found:
+        table(["run", "state", "method"], [[each["run"][:8], each["state"], each["method"] or "-"] for each in found])
+    else:
+        print("no study is open, and none waits")
+    return 0
+
+
+def add_serve(parts: Any) -> None:
+    parser = command(
+        parts,
+        "serve",
+        _serve,
+        "answer a site's messages at a socket of this machine, for a Flower app that may not read the data",
+        "sordino federate serve site-north/site.toml --socket /run/sordino/north.sock --group flower",
+    )
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    parser.add_argument("--socket", required=True, metavar="FILE", help="where to listen; the folder must exist")
+    parser.add_argument(
+        "--group", metavar="NAME", help="group whose members may send messages (default: the group of this user)"
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from sordino.federation import door, handler
+    from sordino.federation.config import SiteConfig
+    from sordino.federation.site import Site
+
+    path = site_file(arguments.site).resolve()
+    config = SiteConfig.read(path)
+    Site(config)  # refuses a limit above the ledger's, and stores a new one
+    print(f"{config.name} answers at {arguments.socket}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        door.serve(Path(arguments.socket), lambda request: handler.answer(path, request), group=arguments.group)
+    return 0
+
+
+def add_app(parts: Any) -> None:
+    parser = command(
+        parts,
+        "app",
+        _app,
+        "write a study as a standard Flower app, for a SuperLink and SuperNodes that already run",
+        "sordino federate app study\nsordino federate app study --out study-app",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the coordinator's folder, made by 'sordino federate init'")
+    parser.add_argument("--out", metavar="DIR", help="folder of the app (default: app in the coordinator's folder)")
+
+
+def _app(arguments: argparse.Namespace) -> int:
+    from sordino.federation.flower.app import write_study
+
+    out = Path(arguments.out or Path(arguments.folder) / "app")
+    for path in write_study(Path(arguments.folder), out):
+        print(f"written  {path}")
+    print(f"next     read {out}/README.md, then: flwr run {out}")
+    return 0
+
+
+def add_rotate(parts: Any) -> None:
+    parser = command(
+        parts,
+        "rotate",
+        _rotate,
+        "give a site new keys, signed by its old ones; the other sites need no new roster",
+        "sordino federate rotate site-north/site.toml",
+    )
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+
+
+def _rotate(arguments: argparse.Namespace) -> int:
+    from sordino.federation import rotations
+    from sordino.federation.config import SiteConfig
+    from sordino.federation.site_data import SiteData
+
+    config = SiteConfig.read(site_file(arguments.site))
+    link = rotations.rotate(config)
+    SiteData(config).note("rotated", site=link.name, old=link.old, new=link.sign)
+    print(f"old key  {link.old}")
+    print(f"new key  {link.sign}")
+    print("next     nothing: the other sites follow the old key's signature in the next run")
+    return 0
+
+
+def add_vote(parts: Any) -> None:
+    parser = command(
+        parts,
+        "vote",
+        _vote,
+        "vote to leave a site out of the next runs; more than half of the other sites are enough",
+        "sordino federate vote site-north/site.toml --against west\n"
+        "sordino federate vote site-north/site.toml --withdraw west\n"
+        "sordino federate vote site-north/site.toml",
+    )
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    parser.add_argument("--against", action="append", default=[], metavar="NAME", help="a site to leave out")
+    parser.add_argument("--withdraw", action="append", default=[], metavar="NAME", help="take a vote back")
+
+
+def _vote(arguments: argparse.Namespace) -> int:
+    from sordino.errors import nearest
+    from sordino.federation import votes
+    from sordino.federation.config import SiteConfig
+    from sordino.federation.site_data import SiteData
+
+    config = SiteConfig.read(site_file(arguments.site))
+    data = SiteData(config)
+    roster, before = data.roster, set(votes.stored(config.folder))
+    for name in (*arguments.against, *arguments.withdraw):
+        if name not in roster.names or name == config.name:
+            raise SordinoError(f"vote: '{name}' is no other site of roster.toml.{nearest(name, roster.names)}")
+    after = (before | set(arguments.against)) - set(arguments.withdraw)
+    if after != before:
+        votes.store(config.folder, after)
+        data.note("voted", against=sorted(after))
+    print(f"votes   against {', '.join(sorted(after)) or 'nobody'}")
+    print(f"needed  {votes.needed(roster)} of {len(roster) - 1} other sites, for runs that begin from now on")
+    return 0
+
+
 def site_file(text: str) -> Path:
     """The site.toml that a user named, by itself or by its folder."""
     path = Path(text)
@@ -83,7 +248,7 @@ def add_backup(parts: Any) -> None:
 
 
 def _backup(arguments: argparse.Namespace) -> int:
-    from sordino.federation.backups import backup
+    from sordino.federation.operations.backups import backup
 
     names = backup(Path(arguments.folder), Path(arguments.out))
     print(f"{sentences.count(len(names), 'file')} in {arguments.out}; the records and the witness are not among them")
@@ -103,7 +268,7 @@ def add_restore(parts: Any) -> None:
 
 
 def _restore(arguments: argparse.Namespace) -> int:
-    from sordino.federation.backups import restore
+    from sordino.federation.operations.backups import restore
 
     problem = restore(Path(arguments.archive), Path(arguments.folder))
     if problem:
@@ -113,6 +278,27 @@ def _restore(arguments: argparse.Namespace) -> int:
         f"{arguments.folder} is restored; put the records in their place. The site takes part in new runs, and in none "
         "that was open"
     )
+    return 0
+
+
+def add_audit_copy(parts: Any) -> None:
+    parser = command(
+        parts,
+        "audit-copy",
+        _audit_copy,
+        "copy what an auditor may read: certificates, the state of the ledger, the log without private figures",
+        "sordino federate audit-copy site-north --out north-for-audit\n"
+        "sordino verify north-for-audit/runs/*/certificate.json",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder of a site or of a coordinator")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+
+
+def _audit_copy(arguments: argparse.Namespace) -> int:
+    from sordino.federation.operations.audit_copy import audit_copy
+
+    names = audit_copy(Path(arguments.folder), Path(arguments.out))
+    print(f"{sentences.count(len(names), 'file')} in {arguments.out}; docs/files.md says of every field why it is safe")
     return 0
 
 
@@ -145,7 +331,7 @@ def add_status_port(parser: Any) -> None:
 def serve_status(folder: Path, port: int | None) -> None:
     """Serve the status of a folder in the background."""
     if port is not None:
-        from sordino.federation.status_page import StatusServer
+        from sordino.federation.operations.status_page import StatusServer
 
         print(f"status: {StatusServer(folder, _checked_port(port)).url}", file=sys.stderr, flush=True)
 
@@ -157,7 +343,7 @@ def _checked_port(port: int) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from sordino.federation import status
+    from sordino.federation.operations import status
 
     check_json(arguments)
     found = status.of_folder(Path(arguments.folder))

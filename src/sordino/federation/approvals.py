@@ -20,7 +20,15 @@ from sordino.errors import Refused, SordinoError
 from sordino.federation.terms import Terms
 
 FOLDER = "approvals"  # in the site's folder
-OF_A_RUN = ("run", "version", "derived", "format", "spec")  # parts of the terms that differ from run to run
+OF_A_RUN = (
+    "run",
+    "version",
+    "derived",
+    "format",
+    "spec",
+    "run_keys",
+    "rotations",
+)  # parts of the terms that differ from run to run
 MOST_ASKED = 100  # studies that wait; a coordinator that proposes more is refused without a question
 
 
@@ -41,7 +49,7 @@ def digest_of(terms: Terms) -> str:
 
 
 def check(folder: Path, terms: Terms) -> None:
-    """Use up the approval of this study.
+    """Refuse a study that nobody approved.
 
     Args:
       folder: the site's folder.
@@ -54,7 +62,7 @@ def check(folder: Path, terms: Terms) -> None:
     path = place / f"{digest}.json"
     stored = _read(path) if path.exists() else None
     if stored is not None and stored.state == "approved":
-        return _write(path, stored._replace(state="used"))
+        return
     if stored is not None and stored.state == "declined":
         raise Refused("approval", f"study {digest[:12]} was declined by a person of this site")
     if stored is None or stored.state == "used":
@@ -63,6 +71,22 @@ def check(folder: Path, terms: Terms) -> None:
             raise Refused("approval", f"{MOST_ASKED} studies wait for an answer; approve or decline them first")
         _write(path, Study(digest, "asked", _now(), facts_of(terms)))
     raise Refused("approval", f"study {digest[:12]} waits for a person: sordino federate approve {folder}/site.toml")
+
+
+def use(folder: Path, terms: Terms) -> None:
+    """Use up the approval of this study, which `check` found: it is for one run."""
+    _change(folder, terms, "approved", "used")
+
+
+def give_back(folder: Path, terms: Terms) -> None:
+    """Let the approval count again, because the run was withdrawn before its first round."""
+    _change(folder, terms, "used", "approved")
+
+
+def _change(folder: Path, terms: Terms, before: str, after: str) -> None:
+    path = folder / FOLDER / f"{digest_of(terms)}.json"
+    if path.exists() and (stored := _read(path)).state == before:
+        _write(path, stored._replace(state=after))
 
 
 def facts_of(terms: Terms) -> dict[str, Any]:

@@ -99,6 +99,9 @@ class SiteConfig(_File):
     most_dropouts: int = 10_000  # more dropouts mean smaller sums, and more noise of each site
     colluders: int = 1  # least number of colluding sites that the noise must withstand, under secure aggregation
     ask: bool = False  # a person approves every run: `sordino federate approve`
+    most_studies: int = 1  # runs that are open at a time; others wait in a queue
+    study_idle: float = 900.0  # seconds without a message after which a run loses its place to one that waits
+    reserve_epsilon: float = 0.0  # part of epsilon that only runs approved by a person may use
     ledger: str = "ledger.db"
     witness: str | None = None  # a file outside of this folder that notices older ledgers; None: the state directory
     identity: str = "identity.key"
@@ -116,6 +119,15 @@ class SiteConfig(_File):
         if self.run_epsilon is not None and not 0 < self.run_epsilon <= self.epsilon:
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."
+            )
+        if not 0 <= self.reserve_epsilon < self.epsilon:
+            raise SordinoError(
+                f"reserve_epsilon: {self.reserve_epsilon} must lie in [0, {self.epsilon}), below the limit of all runs."
+            )
+        if self.most_studies < 1 or not self.study_idle > 0:
+            raise SordinoError(
+                f"most_studies, study_idle: {self.most_studies} and {self.study_idle:g}; they must be at least 1 and "
+                "above 0 s."
             )
         if self.evaluation_epsilon is not None and not 0 < self.evaluation_epsilon <= MOST_EPSILON:
             raise SordinoError(
@@ -159,8 +171,10 @@ class FederationConfig(_File):
     colluders: int = 1
     deadline: float = 120.0  # seconds a round waits for a site
     patience: float = 600.0  # seconds to wait for sites before the run
+    queue_patience: float = 86_400.0  # seconds to wait in the queues of sites that are busy with other studies
     roster: str = "roster.toml"
     spec: str = "spec.toml"
+    trim: int = 0  # in the open: sites whose garbage must not move the model; see `robust`
     test: str | None = None  # the coordinator's own test records
     evaluation_epsilon: float | None = (
         None  # ask the sites for noised counts of their test records after the last round
@@ -194,6 +208,13 @@ class FederationConfig(_File):
             )
         if not (self.deadline > 0 and self.patience > 0):
             raise SordinoError(f"deadline, patience: {self.deadline:g} and {self.patience:g}; both must be above 0 s.")
+        if not self.queue_patience >= 0:
+            raise SordinoError(f"queue_patience: {self.queue_patience:g} must be at least 0 s.")
+        if not 0 <= 2 * self.trim < len(self.sites):
+            raise SordinoError(
+                f"trim: {self.trim} values are left out at each end, of {len(self.sites)} sites; it must be below half "
+                "of the sites."
+            )
         if not 0 <= self.dropouts < len(self.sites):
             raise SordinoError(
                 f"dropouts: {self.dropouts} must lie in [0, {len(self.sites) - 1}], because one "

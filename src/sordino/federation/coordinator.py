@@ -28,12 +28,13 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import combined, decode_sum, masked_size, rows_of_stream, stream_factors, stream_of_rows
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import counting, limits, readmes
+from sordino.federation import counting, limits, readmes, robust
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about, printable, reason_of
-from sordino.federation.progress import COORDINATOR_LOCK
+from sordino.federation.progress import COORDINATOR_LOCK, parsed, read_lines
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
+from sordino.federation.study_queue import ASKED_AGAIN
 from sordino.federation.terms import DRAWN
 from sordino.federation.testing import AgreedEvaluation
 from sordino.federation.witness import RECEIPTS, Receipts
@@ -177,10 +178,11 @@ class Coordinator:
     def _agree(self, names: Iterable[str], t: int) -> None:
         """Send the terms to sites that may not know them; round t is next. A refusal before round 0 ends the run."""
         request = wire.encode("terms", {"terms": self.terms.json()})
-        answers = self.messenger.ask(dict.fromkeys(names, request), "agreed")
+        answers = self._ask_in_turn(list(names), request, t)
         self.messenger.unknown_sites.clear()
         refused = {name: reason_of(reply) for name, reply in answers.items() if reply.kind == "refused"}
         if refused and t == 0:
+            self._withdraw(name for name, reply in answers.items() if reply.kind == "agreed")
             self.enrolment.withdraw()  # no site was asked anything about its data: other terms may be proposed
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
             raise StoppedError(f"terms: refused by {reasons}. The log of each site states the details.")
@@ -188,9 +190,49 @@ class Coordinator:
             self.secure_sum.offers |= parts(answers, "offer")
             self.secure_sum.gather(t)
 
+    def _ask_in_turn(self, names: list[str], request: bytes, t: int) -> dict[str, wire.Message]:
+        """Propose the terms, and wait while sites are busy with other studies; once round 0 is over, do not wait.
+
+        Two studies could wait for each other at two sites. So a study that waits for one with a smaller number gives
+        back the places that it has, and takes them again after the place that it waits for.
+        """
+        until, told = time.monotonic() + self.config.queue_patience, dict[str, int]()
+        answers: dict[str, wire.Message] = {}
+        asked, given_back = names, list[str]()
+        while True:
+            answers |= self.messenger.ask(dict.fromkeys(asked, request), "agreed")
+            queued = {name: reply for name, reply in answers.items() if reply.fields.get("code") == "queued"}
+            refused = any(reply.kind == "refused" for name, reply in answers.items() if name not in queued)
+            for name, reply in queued.items():
+                if told.get(name) != (place := _whole(reply.fields.get("place"))):
+                    told[name] = place
+                    self.tell("queued", site=name, place=place)
+            if t > 0 or refused or (queued and time.monotonic() > until):
+                return answers
+            if queued:
+                if any(str(reply.fields.get("ahead")) < self.terms.run for reply in queued.values()):
+                    given_back += self._withdraw(name for name in answers if name not in queued)
+                    answers = dict(queued)
+                asked = list(queued)
+                time.sleep(ASKED_AGAIN)
+            elif given_back:
+                asked, given_back = given_back, []
+            else:
+                return answers
+
+    def _withdraw(self, names: Iterable[str]) -> list[str]:
+        """Tell sites that agreed that the run does not begin, so that other studies get their places. Nothing is said
+        if it has begun before: a site may have answered. Returns whom it told."""
+        begun = (line for line in parsed(read_lines(self.out / "progress.jsonl")) if line["what"] == "begun")
+        if any(line.get("run") == self.terms.run for line in begun):
+            return []
+        chosen = list(names)
+        self.messenger.ask(dict.fromkeys(chosen, wire.encode("withdraw", about(self.terms))), "withdrawn")
+        return chosen
+
     @cached_property
     def secure_sum(self) -> SecureSum:
-        return SecureSum(self.terms, self.enrolment.roster, self.out, self.messenger)
+        return SecureSum(self.terms, self.enrolment.roster_of(self.terms), self.out, self.messenger)
 
     # ------------------------------------------------------------------------------------------------------- the rounds
 
@@ -208,14 +250,21 @@ class Coordinator:
         updates = {name: self._update(replies[name], round_plan, broadcast) for name in names if name in replies}
         counted = Counter(_form(update) for update in updates.values() if update is not None)
         form = self.forms.get(round_plan.first) or (counted.most_common(1)[0][0] if counted else None)
-        weighted, came = [], []
+        fitting, came = [], []
         for i, name in sorted((self.terms.names.index(name), name) for name in updates):
             update = updates[name]
             if update is None or _form(update) != form:
                 self.tell("misfit", site=name, t=round_plan.t)
                 continue
-            weighted.append(tree_map(lambda leaf, w=float(share[i]): w * leaf, update))
+            fitting.append((update, float(share[i])))
             came.append(name)
+        if trim := self.config.trim:
+            if len(came) <= 2 * trim:
+                why = f"{len(came)} sites answered, and trim = {trim} needs more than {2 * trim}"
+                self.tell("abandoned", t=round_plan.t, why=why, came=came)
+                return (), []
+            return robust.trimmed_sum([update for update, _ in fitting], [weight for _, weight in fitting], trim), came
+        weighted = [tree_map(lambda leaf, w=weight: w * leaf, update) for update, weight in fitting]
         return (tree_map(lambda *leaf: torch.stack(leaf).sum(0), *weighted) if weighted else ()), came
 
     def _update(self, reply: wire.Message, round_plan: RoundPlan, broadcast: Broadcast) -> Tree | None:
@@ -397,6 +446,11 @@ def _safe(value: Any) -> Any:
     if isinstance(value, list):
         return [_safe(part) for part in value]
     return printable(value, LONGEST_TEXT) if isinstance(value, str) else value
+
+
+def _whole(value: Any) -> int:
+    """A number that a site told; 0 for anything else."""
+    return value if type(value) is int and 0 < value < 2**31 else 0
 
 
 def _form(tree: Tree) -> Any:

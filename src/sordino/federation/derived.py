@@ -8,7 +8,7 @@ its numbers in the terms, and a site compares them with its own before anything 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from sordino.errors import SordinoError
 from sordino.federation.terms import Terms
@@ -34,7 +34,7 @@ def stated(terms: Terms) -> Terms:
 
 def derived_numbers(terms: Terms) -> dict[str, float]:
     """Of every noised query: its bound, noise, weights (each summed over the sites) and integer step."""
-    numbers = _of_plan(terms.plan, "")
+    numbers = _of_plan(terms.plan, "") | _of_masks(terms)
     return numbers | _of_plan(AgreedEvaluation(terms).plan, "evaluation ") if terms.evaluation else numbers
 
 
@@ -64,6 +64,12 @@ def _of_plan(plan: Plan, prefix: str) -> dict[str, float]:
         numbers |= {f"{prefix}{noise.name} {part}": float(values.sum()) for part, values in parts.items()}
         numbers[f"{prefix}{noise.name} step"] = float(noise.step)
     return numbers
+
+
+def _of_masks(terms: Terms) -> dict[str, float]:
+    """The parameters of the graph of masks, where a run has too many sites for masks between all pairs."""
+    graph = terms.plan.integers.graph(len(terms.names)) if terms.plan.integers is not None else None
+    return {} if graph is None else {f"masks {name}": float(value) for name, value in asdict(graph).items()}
 
 
 def _text(number: float | None) -> str:

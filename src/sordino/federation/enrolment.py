@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from sordino import files, secagg, wire
 from sordino.core import MOST_EPSILON, Trust
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import counting, introductions, messenger
+from sordino.federation import counting, introductions, messenger, rotations, votes
 from sordino.federation.config import FederationConfig
 from sordino.federation.derived import stated
 from sordino.federation.messenger import Messenger, names_of, read, reason_of
-from sordino.federation.terms import Terms, federated, public_sizes, schema_hash, written
+from sordino.federation.terms import RUN_KEY, Terms, federated, public_sizes, schema_hash, written
 from sordino.settings import read_toml
 
 
@@ -29,6 +29,7 @@ class Hello(NamedTuple):
     records: int
     requested_epsilon: float | None  # stricter than the federation's, for this site alone
     tests: int = 0  # test records; 0 where the site answers no evaluation
+    run_key: str = ""  # its box key for the run, signed; empty where it has none
 
 
 class Enrolment:
@@ -44,6 +45,8 @@ class Enrolment:
     def __init__(self, config: FederationConfig, out: Path, messenger: Messenger, tell: Callable[..., None]) -> None:
         self.config, self.messenger, self.tell = config, messenger, tell
         self.out, self.path = out, out / "terms.json"
+        self.links: list[rotations.Link] = []  # to keys that sites have changed since roster.toml
+        self.votes: list[votes.Vote] = []
         self._told: set[tuple[str, str]] = set()  # a site or node, and why it was not met
         self.fresh = False  # whether the terms were made by this process
 
@@ -53,13 +56,15 @@ class Enrolment:
         Raises:
           SordinoError: a site did not connect within `patience`.
         """
-        wanted = set(self.config.sites)
+        wanted = self._wanted()
         least = len(wanted) - self.config.dropouts if self.path.exists() else len(wanted)
         met: dict[str, Hello] = {}
         began = time.monotonic()
         while True:
             new = self.greet()
             met |= new
+            wanted = self._wanted()
+            met = {name: hello for name, hello in met.items() if name in wanted}
             waited = time.monotonic() - began
             if new:
                 left = max(0.0, self.config.patience - waited)
@@ -84,9 +89,12 @@ class Enrolment:
         request = wire.encode("hello", {"nonce": nonce})
         replies = self.messenger.transport.exchange(dict.fromkeys(new, request), self.config.deadline)
         hellos = [hello for node, reply in replies.items() if (hello := self._hello(node, reply, nonce)) is not None]
-        met = {hello.name: hello for hello in hellos if hello.name in self.config.sites}
+        wanted = self._wanted()  # by the votes in these hellos too
+        met = {hello.name: hello for hello in hellos if hello.name in wanted}
         met = self._remind(met)
         known.update({name: hello.node for name, hello in met.items()})
+        for name in known.keys() - wanted:
+            del known[name]
         self._told = {(who, why) for who, why in self._told if who not in met}
         return met
 
@@ -106,6 +114,7 @@ class Enrolment:
         shown = {name: receipt for name in met if receipts is not None and (receipt := receipts.of(name)) is not None}
         requests = {met[name].node: wire.encode("hello", {"receipt": receipt}) for name, receipt in shown.items()}
         replies = self.messenger.transport.exchange(requests, self.config.deadline) if requests else {}
+        told: dict[str, wire.Message] = {}
         for name in shown:
             message = read(replies.get(met[name].node, b""), "hello")
             if message is None or message.kind == "refused":
@@ -113,7 +122,8 @@ class Enrolment:
                 self._tell_once("refused", name, reason, site=name, kind="hello", reason=reason)
                 del met[name]
             else:
-                self.messenger.keep_receipt(name, message)
+                told[name] = message
+        self.messenger.keep_receipts(told)
         return met
 
     def _believed(self, node: int, fields: Mapping[str, Any], nonce: str) -> bool:
@@ -122,6 +132,8 @@ class Enrolment:
         A transport that admits nodes by their keys knows whose key the node has, and the roster has the key that the
         site signs with. Each of the two that is there must agree."""
         name, owners = str(fields.get("name")), names_of(self.messenger.transport)
+        self._learn(name, fields.get("rotations"))
+        self._count(name, fields.get("votes"))
         why = ""
         if owners and owners.get(node) != name:
             why = f"it says that it is {name}, and does not have the node key of {name}"
@@ -131,7 +143,44 @@ class Enrolment:
             self._tell_once("misfit", f"node {node}", why, node=str(node), why=why)
         return not why
 
-    @cached_property
+    def _learn(self, name: str, texts: Any) -> None:
+        """Follow the links to a site's new keys, if each is signed by the key before it."""
+        if not (self._cards and isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+            return
+        try:
+            new = [link for link in rotations.parsed(texts[: rotations.MOST]) if link.name == name]
+            rotations.applied(self._base_roster, [*self.links, *new])
+        except SordinoError as error:
+            self._tell_once("misfit", name, str(error), site=name, why=str(error))
+            return
+        for link in new:
+            if link not in self.links:
+                self.links.append(link)
+                self.tell("rotated", site=link.name, old=link.old, new=link.sign)
+
+    def _count(self, name: str, texts: Any) -> None:
+        """Note a site's votes; those that are not signed do not count."""
+        if not self._cards:
+            return
+        try:
+            listed = texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
+            cast = [vote for vote in votes.parsed(listed) if vote.voter == name and votes.is_signed(vote, self.roster)]
+        except SordinoError:
+            cast = []
+        self.votes = [vote for vote in self.votes if vote.voter != name] + cast
+        for out, by in votes.excluded(self.roster, self.votes).items():
+            self._tell_once("excluded", out, str(by), site=out, votes=by)
+
+    def _wanted(self) -> set[str]:
+        """The sites that take part: those of the stored terms, or all but those who are voted out."""
+        if self.path.exists():
+            return set(Terms.read(self.path.read_text(encoding="utf-8")).names)
+        return set(self.config.sites) - self._excluded()
+
+    def _excluded(self) -> set[str]:
+        return set(votes.excluded(self.roster, self.votes)) if self.votes else set()
+
+    @property
     def _cards(self) -> dict[str, str]:
         """The sites' keys for signatures; empty if the coordinator has no roster."""
         if not self.config.path(self.config.roster).exists():
@@ -152,10 +201,12 @@ class Enrolment:
             tests = fields.get("tests", 0)
             if type(tests) is not int or not 0 <= tests < 2**40:
                 tests = 0  # it answers no evaluation
+            key = fields.get("run_key")
+            key = key if isinstance(key, str) and RUN_KEY.fullmatch(key) else ""
             if epsilon is None:
-                return Hello(node, name, records, None, tests)
+                return Hello(node, name, records, None, tests, key)
             if type(epsilon) in (float, int) and 0 < epsilon < MOST_EPSILON:
-                return Hello(node, name, records, float(epsilon), tests)
+                return Hello(node, name, records, float(epsilon), tests, key)
         owner = self._owner(node)
         self._tell_once("misfit", owner or f"node {node}", "", node=str(node), **({"site": owner} if owner else {}))
         return None
@@ -167,7 +218,9 @@ class Enrolment:
           SordinoError: the spec cannot be run, or the roster names other sites.
         """
         if self.path.exists():
-            return Terms.read(self.path.read_text(encoding="utf-8"))
+            terms = Terms.read(self.path.read_text(encoding="utf-8"))
+            self.links = rotations.parsed(terms.rotations)  # the run keeps to its keys
+            return terms
         config = self.config
         spec, schema = federated(read_toml(config.path(config.spec))), config.table_schema
         cells: tuple[int, ...] = ()
@@ -179,13 +232,15 @@ class Enrolment:
                 f"schema: '{schema.unknown[0]}' is left open; find it first, by a run with statistics_epsilon in "
                 "federation.toml, or give public values."
             )
-        names, roster = tuple(config.sites), ""
+        out = self._excluded()
+        names, roster = tuple(name for name in config.sites if name not in out), ""
         if spec.trust == Trust.SECURE_AGGREGATION:
-            names, roster = tuple(self.roster.names), self.roster.sha256()
-            if set(names) != set(config.sites):
+            left = votes.reduced(self.roster, out)
+            names, roster = tuple(left.names), left.sha256()
+            if set(self.roster.names) != set(config.sites):
                 raise SordinoError(
-                    f"roster: it lists {', '.join(names)}, and federation.toml lists {', '.join(config.sites)}; both "
-                    "must list the same sites."
+                    f"roster: it lists {', '.join(self.roster.names)}, and federation.toml lists "
+                    f"{', '.join(config.sites)}; both must list the same sites."
                 )
         requested = {name: met[name].requested_epsilon for name in names}
         terms = Terms(
@@ -199,20 +254,34 @@ class Enrolment:
             dropouts=config.dropouts,
             colluders=config.colluders,
             roster=roster,
+            run_keys=self._run_keys(met, names) if roster else (),
+            votes=tuple(sorted(vote.text() for vote in self.votes)),
+            rotations=tuple(sorted(link.text() for link in self.links)) if roster else (),
             schema=schema_hash(schema),
             found=counting.found_in(schema),
             cells=cells,
             evaluation=config.evaluation_epsilon or 0.0,
             tests=self._tests(met, names),
         )
+        if config.trim and terms.secure:
+            raise SordinoError("trim: under masks nobody sees single messages; use untrusted-server, or set trim = 0.")
         terms = stated(terms)  # refuses a plan that cannot be calibrated before any site is asked
         if roster:
-            secagg.Session.of(terms.run, self.roster, terms.sha256(), terms.dropouts, terms.colluders)
+            secagg.Session.of(terms.run, left, terms.sha256(), terms.dropouts, terms.colluders)
         terms = Terms.read(terms.json())
         files.write(self.path, terms.json().encode())
         files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True
         return terms
+
+    def _run_keys(self, met: dict[str, Hello], names: tuple[str, ...]) -> tuple[str, ...]:
+        """Every site's box key of the run."""
+        if silent := sorted(name for name in names if not met[name].run_key):
+            raise StoppedError(
+                f"sites: {', '.join(silent)} sent no key for secure aggregation; put roster.toml beside its site.toml, "
+                "and upgrade it."
+            )
+        return tuple(met[name].run_key for name in names)
 
     def _tests(self, met: dict[str, Hello], names: tuple[str, ...]) -> tuple[int, ...]:
         """Every site's number of test records, if federation.toml asks for an evaluation."""
@@ -230,6 +299,15 @@ class Enrolment:
         if self.fresh:
             self.path.unlink()
 
-    @cached_property
+    @property
     def roster(self) -> secagg.Roster:
+        """The sites' keys: roster.toml, and what sites have changed since."""
+        return rotations.applied(self._base_roster, self.links)
+
+    def roster_of(self, terms: Terms) -> secagg.Roster:
+        """The roster of the run's sites."""
+        return votes.reduced(self.roster, set(self.roster.names) - set(terms.names))
+
+    @cached_property
+    def _base_roster(self) -> secagg.Roster:
         return secagg.Roster.read(self.config.path(self.config.roster))

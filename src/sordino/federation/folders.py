@@ -44,6 +44,8 @@ delta = 1e-5
 # methods = ["dp-fedsofim"]
 # trust = ["secure-aggregation"]
 # ask = true   # a person approves every run: sordino federate approve site.toml
+# most_studies = 1   # runs that are open at a time; others wait in a queue
+# reserve_epsilon = 2.0   # part of epsilon that only runs approved by a person may use
 # most_rounds = 1000
 """
 README_TEMPLATE = """\
@@ -96,6 +98,7 @@ def init(
     trust: str = "secure-aggregation",
     dropouts: int = 0,
     colluders: int = 1,
+    trim: int = 0,
     more: dict[str, Any] | None = None,
 ) -> list[Path]:
     """Write the coordinator's folder: spec.toml, federation.toml, and a README with the commands.
@@ -112,6 +115,7 @@ def init(
       trust: secure-aggregation or untrusted-server.
       dropouts: sites that may fail in a round.
       colluders: sites that may collude with the server.
+      trim: in the open, sites whose garbage must not move the model.
       more: other keys of spec.toml.
 
     Returns:
@@ -133,6 +137,8 @@ def init(
         raise SordinoError(f"'{folder}' is not empty; choose another folder.")
     if (features is None) == (schema is None):
         raise SordinoError("features: give either the number of features, or a schema, which has it.")
+    if trim and trust == "secure-aggregation":
+        raise SordinoError("trim: under masks nobody sees single messages; use --trust untrusted-server.")
     if schema is not None and classes:
         raise SordinoError("classes: the schema has them; leave classes out.")
     shape = f"features = {features}\nclasses = {json.dumps(list(classes))}\n"
@@ -148,6 +154,9 @@ def init(
             else f'schema = "{SCHEMA}"   # the tables of all sites; it has the features\n',
             dropouts=dropouts,
             colluders=colluders,
+        )
+        + (
+            f"trim = {trim}           # per coordinate, leave out so many largest and smallest values\n" if trim else ""
         ),
         "README.md": README_TEMPLATE.format(count=len(names), names=", ".join(names), folder=folder),
     }

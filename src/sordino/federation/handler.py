@@ -36,7 +36,12 @@ def times(path: Path) -> tuple[tuple[str, int], ...]:
     return tuple((str(each), each.stat().st_mtime_ns) for each in sorted({path, *path.parent.glob("*.toml")}))
 
 
-def handle(request: bytes) -> bytes:
-    """The reply by the site's current rules: site.toml, roster.toml and schema.toml are read again after a change."""
-    path = file()
+def answer(path: Path, request: bytes) -> bytes:
+    """The reply of the site that `path`, its site.toml, describes, by its current rules: settings are read again after
+    a change."""
     return site(path, times(path)).answer(request)
+
+
+def handle(request: bytes) -> bytes:
+    """The reply of the site that the environment names."""
+    return answer(file(), request)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from sordino.core import Kind
 from sordino.federation.terms import Terms
-from sordino.secagg.keys import SITES
+from sordino.privacy.mechanisms.mask_graph import ALL_PAIRS
 
 SMALL = 2**20  # bytes of a message that carries no model and no update, and of a message's head
 PER_SITE = 2**16  # bytes of what a message carries for each site: keys, shares and signatures
+PER_NAME = 2**9  # bytes of what it carries for each site where masks are shared along a graph: a name, a signature
 PARTS = 64  # vectors or matrices of the model's size in one message
 _EVALUATION = 2**23  # bytes of the counts of an evaluation, whatever the model
 _MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
@@ -15,10 +16,10 @@ _MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
 
 def small_bytes(sites: int) -> int:
     """Bytes of a message without a model, between a coordinator and one of so many sites."""
-    return SMALL + PER_SITE * sites
+    return SMALL + PER_SITE * min(sites, ALL_PAIRS) + PER_NAME * max(0, sites - ALL_PAIRS)
 
 
-UNKNOWN = small_bytes(SITES)  # bytes of a message to a site that belongs to no run of the site
+UNKNOWN = small_bytes(ALL_PAIRS)  # bytes of a message to a site that belongs to no run of the site
 
 
 def message_bytes(terms: Terms) -> int:

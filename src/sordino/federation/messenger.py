@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from sordino import wire
@@ -60,6 +60,8 @@ class Messenger:
             message = read(replies.get(self.nodes[name], b""), kind, self.most)
             if message is None:
                 self.tell("missing", site=name, kind=kind)
+            elif message.fields.get("code") == "queued" and message.kind == "refused" and kind == "agreed":
+                answers[name] = message  # the coordinator asks again
             elif message.kind == "refused":
                 self.tell("refused", site=name, kind=kind, reason=reason_of(message))
                 if message.fields.get("code") == "unknown-run":
@@ -68,13 +70,14 @@ class Messenger:
                     answers[name] = message
             else:
                 answers[name] = message
-                self.keep_receipt(name, message)
+        self.keep_receipts({name: answer for name, answer in answers.items() if answer.kind != "refused"})
         return answers
 
-    def keep_receipt(self, name: str, message: wire.Message) -> None:
-        """Store what the site signed about its ledger, to show it at the next hello."""
-        if self.receipts is not None and "receipt" in message.fields:
-            self.receipts.keep(name, message.fields["receipt"])
+    def keep_receipts(self, messages: Mapping[str, wire.Message]) -> None:
+        """Store what sites signed about their ledgers, to show it at the next hello."""
+        if self.receipts is not None:
+            fields = {name: message.fields for name, message in messages.items()}
+            self.receipts.keep_all({name: own["receipt"] for name, own in fields.items() if "receipt" in own})
 
     def _exchange(self, requests: dict[int, bytes]) -> dict[int, bytes]:
         """Wait until the deadline. A site that left the link is asked again when it is back."""

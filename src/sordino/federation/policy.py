@@ -42,7 +42,7 @@ def check_rules(site: SiteData, terms: Terms) -> None:
     if refusals := broken_rules(site, terms):
         raise Refused("policy", refusals[0])
     if terms.secure:
-        roster = site.roster
+        roster = site.roster_of(terms)
         if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
             raise Refused("policy", "the roster is not the one in this site's roster.toml")
         try:

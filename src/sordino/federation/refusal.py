@@ -10,8 +10,10 @@ REASONS = {
     "replayed": "another message about this round was answered already",
     "order": "this round is not the next one",
     "approval": "a person at the site has to approve this study first; start the coordinator again then",
-    "budget": "the site's own limit does not allow it",
+    "queued": "the site is busy with another study",
+    "queue-full": "too many studies wait for this site; try again later",
+    "budget": "the site's own limit does not allow it, with what it spent and what it promised to other studies",
     "storage": "the site cannot write its ledger",
-    "rolled-back": "the site's ledger is older than one that the site had before; restore the newest",
+    "rolled-back": "the site's ledger is older than one it had before: its folder is an old copy; use the newest",
     "failed": "the site failed",
 }

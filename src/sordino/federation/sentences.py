@@ -61,6 +61,12 @@ def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
             return f"{site} did not answer in time ({line['kind']})"
         case "refused":
             return f"{site} refused: {line['reason']}"
+        case "queued":
+            return f"{site} is busy with another study; this one waits at place {line['place']} of its queue"
+        case "excluded":
+            return f"{site} takes no part: {', '.join(line['votes'])} voted to leave it out"
+        case "rotated":
+            return f"{site} has the new key {line['new'][:16]}, signed by its old key {line['old'][:16]}"
         case "misfit":
             return f"{site} sent a wrong message{where}" + (f": {line['why']}" if line.get("why") else "")
         case "abandoned":
@@ -97,10 +103,23 @@ def of_site(line: dict[str, Any]) -> str:
             return f"the {line['process']} is started again, because {line['why']} (see {line['log']})"
         case "agreed":
             return f"agreed to run {run}: {line['method']}, {count(line['rounds'], 'round')}"
+        case "queued":
+            return f"run {run} ({line['method']}) waits at place {line['place']} until another study is over"
+        case "voted":
+            return f"votes against {', '.join(line['against']) or 'nobody'}"
+        case "rotated":
+            return (
+                f"accepted the new key {line['new'][:16]} of {line['site']}, signed by its old key {line['old'][:16]}"
+            )
+        case "withdrawn":
+            return f"run {run} was withdrawn before its first round"
         case "refused":
             return f"refused ({line['code']}): {line['detail']}"
         case "failed":
-            return f"failed in round {line['t'] + 1} of run {run}: {line['detail']}"
+            where = f"round {line['t'] + 1}" if "t" in line else "the evaluation"
+            return f"failed in {where} of run {run}: {line['detail']}"
+        case "evaluated":
+            return f"answered the evaluation of run {run}: ε = {line['epsilon']:.4g}"
         case "finished":
             hint = f"; {line['hint']}" if "hint" in line else ""
             return f"finished run {run}: ε = {line['epsilon']:.4g} in {count(line['rounds'], 'round')}{hint}"

@@ -8,27 +8,40 @@ few constant texts; the details stay in the site's own log.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from sordino import files, secagg, wire
-from sordino.core import Broadcast
+from sordino import files, wire
+from sordino.core import Broadcast, Trust
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, RolledBackError, SordinoError, WireError
-from sordino.federation import approvals, introductions, limits, testing, witness
+from sordino.federation import (
+    approvals,
+    introductions,
+    limits,
+    masks,
+    rotations,
+    run_keys,
+    study_queue,
+    testing,
+    votes,
+    witness,
+)
 from sordino.federation.config import SiteConfig
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.site_data import SiteData
 from sordino.federation.site_run import SiteRun
+from sordino.federation.study_queue import StudyQueue
 from sordino.federation.terms import RUN, Terms
 from sordino.federation.witness import Mark, SiteLedger, signed_mark
 from sordino.privacy.evidence.charges import charges
@@ -119,7 +132,13 @@ class Site(SiteData):
             "reveal": self._reveal,
             "evaluate": self._evaluate,
             "finish": self._finish,
+            "withdraw": self._withdraw,
         }
+
+    @property
+    def queue(self) -> StudyQueue:
+        """The studies that are open at this site, and those that wait."""
+        return StudyQueue(self.config.folder, self.config.most_studies, self.config.study_idle)
 
     def _refuse(self, code: str, detail: str) -> bytes:
         self.note("refused", code=code, detail=detail)
@@ -140,18 +159,35 @@ class Site(SiteData):
         fields: dict[str, Any] = {"name": config.name, "records": self.records, "sordino": __version__}
         fields |= {"epsilon": config.run_epsilon} if config.run_epsilon else {}
         fields |= {"tests": self.tests} if config.evaluation_epsilon else {}
+        if own := [link.text() for link in rotations.accepted(config.folder) if link.name == config.name]:
+            fields["rotations"] = own
+        if self.signer is not None and (cast := votes.own(config.folder, self.identity)):
+            fields["votes"] = [vote.text() for vote in cast]
+        if "nonce" in message.fields and self._masks_possible:
+            fields["run_key"] = run_keys.fresh(config.folder, self.identity)
         if "nonce" in message.fields and self.signer is not None:
             fields["signature"] = introductions.signed(fields, message.fields["nonce"], self.signer)
         return wire.encode("hello", fields | receipt)
 
+    @property
+    def _masks_possible(self) -> bool:
+        """Whether this site may take part under secure aggregation."""
+        return (
+            Trust.SECURE_AGGREGATION in self.config.trust
+            and self.signer is not None
+            and self.config.path(self.config.roster).exists()
+        )
+
     def _compare(self, ledger: SiteLedger, shown: Any) -> None:
         """Refuse if this site signed a newer ledger than it has. A receipt that it did not sign is ignored."""
-        mark = signed_mark(shown, self.signer.public) if self.signer is not None else None
+        older = [link.old for link in rotations.accepted(self.config.folder) if link.name == self.config.name]
+        keys = [] if self.signer is None else [self.signer.public, *older]
+        mark = next((found for key in keys if (found := signed_mark(shown, key)) is not None), None)
         if mark is not None and not mark.within(ledger):
             witness.write(ledger.witness, mark)  # so that every later message is refused too
             raise RolledBackError(
                 f"ledger {ledger.path}: it has {len(ledger)} rows and lacks row {mark.rows}, for which this site "
-                "signed a receipt: it was put back to an older state. Restore the newest ledger."
+                f"signed a receipt: it was put back to an older state. {witness.COPIED}"
             )
 
     def _receipt(self, mark: Mark) -> dict[str, Any]:
@@ -170,36 +206,127 @@ class Site(SiteData):
             if run.terms != terms:
                 raise Refused("changed", f"run {terms.run}")
         else:
+            self._check_votes(terms)
             agree(self, terms)
+            if terms.secure:
+                self._accept_keys(terms)
+            mine = terms.names.index(self.config.name)
             with self.ledger() as ledger:  # the whole run must fit into the budget before it begins
-                mine = terms.names.index(self.config.name)
-                plan = terms.plan
                 account = ledger.account()
-                ledger.afford(
-                    [e._replace(who=account) for t in range(plan.rounds) for e in charges(plan, mine, t, terms.run)]
-                )
+                needs_person = self._afford_run(ledger, terms, mine, account)
                 if terms.evaluation:
                     self._afford_evaluation(ledger, _evaluation_entries(terms, mine, account))
-            if self.config.ask:
+            if needs_person:
                 approvals.check(self.config.folder, terms)
+            if (place := self.queue.enter(terms.run)) is not None:
+                return self._queued(terms, place)
+            if needs_person:
+                approvals.use(self.config.folder, terms)
             with self.ledger() as ledger:
                 self._forget_unused(ledger)
             run = SiteRun.make(self, terms, account)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
+        self.queue.heard(terms.run)
         with self.ledger() as ledger:
             run.settle(ledger)
             receipt = self._receipt(ledger.state())
         offers = terms.secure and not run.over
-        arrays = {"offer": _bytes(secagg.offer(run.member, run.next))} if offers else {}
+        arrays = {"offer": _bytes(masks.offer(run.member, run.next))} if offers else {}
         fields = {"run": terms.run, "terms": terms.sha256(), "next": run.next, **receipt}
         return wire.encode("agreed", fields, arrays)
+
+    def _check_votes(self, terms: Terms) -> None:
+        """Refuse terms that hide or invent a vote of this site, or that name a site with enough votes against it."""
+        known = self.config.path(self.config.roster).exists()
+        if not (terms.votes or votes.stored(self.config.folder)) or not known:
+            return
+        try:
+            votes.check_own(self.config.folder, self.identity, terms.votes)
+            roster = self.roster_of(replace(terms, votes=()))
+            out = votes.excluded(roster, votes.parsed(terms.votes)).keys() & set(terms.names)
+        except SordinoError as error:
+            raise Refused("policy", str(error)) from None
+        if out:
+            raise Refused("policy", f"the terms name {', '.join(sorted(out))}, which enough sites have voted out")
+
+    def _accept_keys(self, terms: Terms) -> None:
+        """Check the keys of a run, and remember the new long-term keys that it brings.
+
+        Raises:
+          Refused: a key is not signed by its site, or this site does not have its own.
+        """
+        try:
+            run_keys.roster_of_run(self.roster_of(terms), terms)
+        except SordinoError as error:
+            raise Refused("policy", str(error)) from None
+        run_keys.waiting(self.config.folder, terms.run_keys[terms.names.index(self.config.name)])
+        known = set(rotations.accepted(self.config.folder))
+        if new := [link for link in rotations.parsed(terms.rotations) if link not in known]:
+            rotations.accept(self.config.folder, new)
+            for link in new:
+                self.note("rotated", site=link.name, old=link.old, new=link.sign)
+            self.__dict__.pop("roster", None)
+
+    def _afford_run(self, ledger: Ledger, terms: Terms, mine: int, account: str) -> bool:
+        """Check that all rounds fit into the budget, beside what open studies were promised.
+
+        Returns:
+          Whether a person must approve the run: site.toml says so, or the run needs a part of the reserve.
+
+        Raises:
+          OverspentError: it does not fit.
+        """
+        config = self.config
+        entries = self._promised(ledger, terms.run) + _entries(terms, mine, account)
+        ledger.afford(entries)
+        if config.ask or not config.reserve_epsilon:
+            return config.ask
+        try:
+            ledger.afford(entries, (config.epsilon - config.reserve_epsilon, config.delta))
+        except OverspentError:
+            return True
+        return False
+
+    def _promised(self, ledger: Ledger, but: str) -> list[Charge]:
+        """What the rounds of other open studies will cost, where they were not charged yet."""
+        found: list[Charge] = []
+        for name in self.queue.open_studies():
+            if name == but:
+                continue
+            try:
+                run = self._run(name)
+            except Refused:  # it cannot go on with these data
+                continue
+            entries = _entries(run.terms, run.mine, run.account)
+            found += [entry for entry in entries if not ledger.charged(name, run.account, entry.round)]
+        return found
+
+    def _queued(self, terms: Terms, place: study_queue.Place) -> bytes:
+        """The answer to a study that must wait: it may ask again."""
+        if place.news:
+            self.note("queued", run=terms.run, method=terms.plan.method.name, place=place.number)
+        fields = {"code": "queued", "reason": REASONS["queued"], "place": place.number, "ahead": place.ahead}
+        return wire.encode("refused", fields)
+
+    def _withdraw(self, message: wire.Message, request: bytes) -> bytes:
+        """Forget an agreed run of which no round was answered, and give its place and its approval back."""
+        _only(message, fields=("run", "terms"))
+        run = self._run_of(message)
+        with self.ledger() as ledger:
+            if _used(ledger, run.terms.run):
+                raise Refused("order", f"run {run.terms.run} has begun, and is not withdrawn")
+        approvals.give_back(self.config.folder, run.terms)
+        self.queue.leave(run.terms.run)
+        self._forget(run.folder)
+        self.note("withdrawn", run=run.terms.run)
+        return wire.encode("withdrawn", {"run": run.terms.run})
 
     def _round(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("run", "terms", "t", "extras"), arrays=True)
         run, t = self._run_and_round(message)
-        offers = _offers(message) if run.terms.secure else {}
-        asked = hashlib.sha256(request).hexdigest()
+        offers = masks.shown_in(message) if run.terms.secure else {}
+        asked = masks.request_hash(message, request)
         with self.ledger() as ledger:
             stored = ledger.release(run.terms.run, run.account, t)
             run.settle(ledger)
@@ -248,11 +375,11 @@ class Site(SiteData):
         nothing could be repeated, and would tell something about the data."""
         about = {"run": run.terms.run, "t": round_plan.t, "asked": asked, **receipt}
         try:
-            update = run.compute(round_plan, broadcast, asked)
+            update = self._computed(run, round_plan, broadcast, asked)
             run.keep(round_plan.t, round_plan, update, broadcast)
             if run.terms.secure:
                 run.keep_offers(round_plan.t, offers)
-                masked = secagg.masked(run.member, round_plan.t, offers, update, request=asked)
+                masked = masks.masked(run.member, round_plan.t, offers, update, asked)
                 return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
             skeleton, arrays = wire.from_tree(update, "update")
             return wire.encode("update", {**about, "tree": skeleton}, arrays)
@@ -264,17 +391,28 @@ class Site(SiteData):
             (run.folder / "pending").unlink(missing_ok=True)
             return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
 
+    def _computed(self, run: SiteRun, round_plan: RoundPlan, broadcast: Broadcast, asked: str) -> Any:
+        """The update or, where it cannot be computed, noise around zero: that a site fails may tell of its data."""
+        try:
+            return run.compute(round_plan, broadcast, asked)
+        except OSError:
+            raise
+        except Exception as error:
+            log.exception("the site failed, and sends noise alone")
+            update = run.compute_nothing(round_plan, broadcast, asked)
+            self.note("failed", run=run.terms.run, t=round_plan.t, detail=f"noise alone was sent: {error!r}")
+            return update
+
     def _evaluate(self, message: wire.Message, request: bytes) -> bytes:
         """The noised counts of the site's test records, once per run, paid from the account of its test records."""
         _only(message, fields=("run", "terms"), arrays=True)
         run = self._run_of(message)
         if not run.terms.evaluation:
             raise Refused("malformed", "this run has no evaluation")
-        offers = _offers(message) if run.terms.secure else {}
-        known = {"theta", *(f"offer:{name}" for name in offers)}
-        if set(message.arrays) - known:
+        offers = masks.shown_in(message) if run.terms.secure else {}
+        if any(name != "theta" and not (run.terms.secure and masks.is_about_masks(name)) for name in message.arrays):
             raise Refused("malformed", "the message has unknown arrays")
-        asked, name = hashlib.sha256(request).hexdigest(), testing.plan_name(run.terms.run)
+        asked, name = masks.request_hash(message, request), testing.plan_name(run.terms.run)
         who = testing.account(run.account)
         with self.ledger() as ledger:
             stored = ledger.release(name, who, 0)
@@ -306,7 +444,7 @@ class Site(SiteData):
             counts = run.evaluation.answer(run.mine, run.dataset, theta, run.test_source(asked))
             if run.terms.secure:
                 run.keep_offers(run.plan.rounds, offers)
-                masked = secagg.masked(run.member, run.plan.rounds, offers, counts, request=asked)
+                masked = masks.masked(run.member, run.plan.rounds, offers, counts, asked)
                 return wire.encode("update", {**about, "tree": []}, {"masked": _bytes(masked)})
             return wire.encode("update", {**about, "tree": 0}, {"update0": counts.numpy()})
         except OSError:
@@ -330,7 +468,7 @@ class Site(SiteData):
         if not run.terms.secure:
             raise Refused("malformed", "this run does not use secure aggregation")
         fields = {"run": run.terms.run, "t": t}
-        return wire.encode("offered", fields, {"offer": _bytes(secagg.offer(run.member, t))})
+        return wire.encode("offered", fields, {"offer": _bytes(masks.offer(run.member, t))})
 
     def _confirm(self, message: wire.Message, request: bytes) -> bytes:
         """Agree on the survivors of a round. The list is stored first: a site agrees to one list per round."""
@@ -338,7 +476,7 @@ class Site(SiteData):
         run, t, asked = self._answered(message)
         survivors, seals = _survivors(message), _signatures(message, "seals")
         try:
-            signature = secagg.confirm(run.member, t, run.offers(t), survivors, seals, run.agreed(t), asked)
+            signature = masks.confirm(run.member, t, run.offers(t), survivors, seals, run.agreed(t), asked)
         except SordinoError as error:
             raise Refused("replayed" if run.agreed(t) else "malformed", str(error)) from None
         run.will_reveal(t, survivors)
@@ -346,18 +484,20 @@ class Site(SiteData):
 
     def _reveal(self, message: wire.Message, request: bytes) -> bytes:
         """Shares of masks, for the survivors that enough sites confirmed."""
-        _only(message, fields=("run", "terms", "t", "survivors", "confirmations"))
         run, t, asked = self._answered(message)
+        sealed = ("seals",) if masks.is_sparse(run.member.session) else ()
+        _only(message, fields=("run", "terms", "t", "survivors", "confirmations", *sealed))
         survivors, given = _survivors(message), _signatures(message, "confirmations")
+        seals = _signatures(message, "seals") if sealed else {}
         try:
-            reveal = secagg.reveal(run.member, t, run.offers(t), survivors, given, run.agreed(t), asked)
+            reveal = masks.reveal(run.member, t, run.offers(t), survivors, seals, given, run.agreed(t), asked)
         except SordinoError as error:
             other = (before := run.agreed(t)) is not None and set(before) != set(survivors)
             raise Refused("replayed" if other else "malformed", str(error)) from None
         run.will_reveal(t, survivors)
         arrays = {"reveal": _bytes(reveal)}
         if t + 1 < run.terms.exchanges:  # saves an exchange
-            arrays["offer"] = _bytes(secagg.offer(run.member, t + 1))
+            arrays["offer"] = _bytes(masks.offer(run.member, t + 1))
         return wire.encode("revealed", {"run": run.terms.run, "t": t}, arrays)
 
     def _answered(self, message: wire.Message) -> tuple[SiteRun, int, str]:
@@ -409,10 +549,14 @@ class Site(SiteData):
         unused = [path for path in paths if path.name not in used]
         unused.sort(key=lambda path: path.stat().st_mtime_ns)
         for path in unused[: max(0, len(unused) - UNUSED_RUNS + 1)]:
-            self._open.pop(path.name, None)
-            gone = self.runs / f".{path.name}-unused"
-            files.move(path, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            self._forget(path)
+
+    def _forget(self, folder: Path) -> None:
+        """Delete the folder of a run that answered nothing, in one step."""
+        self._open.pop(folder.name, None)
+        gone = self.runs / f".{folder.name}-unused"
+        files.move(folder, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def _run_and_round(self, message: wire.Message) -> tuple[SiteRun, int]:
         run, t = self._run_of(message), message.fields.get("t")
@@ -428,6 +572,8 @@ class Site(SiteData):
         run = self._run(name)
         if terms != run.terms.sha256():
             raise Refused("changed", f"run {name}")
+        if not run.over:
+            self.queue.heard(name)
         return run
 
     def _run(self, name: str) -> SiteRun:
@@ -443,13 +589,20 @@ def _only(message: wire.Message, fields: tuple[str, ...], arrays: bool = False) 
         raise Refused("malformed", "fields")
 
 
+def _entries(terms: Terms, mine: int, account: str) -> list[Charge]:
+    """What all rounds of a run cost a site."""
+    plan = terms.plan
+    return [e._replace(who=account) for t in range(plan.rounds) for e in charges(plan, mine, t, terms.run)]
+
+
+def _used(ledger: Ledger, run: str) -> bool:
+    """Whether something of a run was charged."""
+    return any(row.plan.partition(" ")[0] == run for row in ledger.rows())
+
+
 def _evaluation_entries(terms: Terms, mine: int, account: str) -> list[Charge]:
     plan, who = testing.AgreedEvaluation(terms).plan, testing.account(account)
     return [e._replace(who=who) for e in charges(plan, mine, 0, testing.plan_name(terms.run))]
-
-
-def _offers(message: wire.Message) -> dict[str, bytes]:
-    return {k.removeprefix("offer:"): v.tobytes() for k, v in message.arrays.items() if k.startswith("offer:")}
 
 
 def _survivors(message: wire.Message) -> list[str]:
@@ -469,7 +622,7 @@ def _signatures(message: wire.Message, field: str) -> dict[str, str]:
 def _check_offers(run: SiteRun, t: int, offers: dict[str, bytes]) -> None:
     """Check the offers before the data are touched."""
     try:
-        secagg.check(run.member, t, offers)
+        masks.check(run.member, t, offers)
     except SordinoError as error:
         raise Refused("malformed", str(error)) from None
 

@@ -17,9 +17,10 @@ from sordino import files, secagg
 from sordino.core import Adjacency, Unit
 from sordino.data.identity import file_sha256, records_digest
 from sordino.data.sources import Dataset, load
-from sordino.errors import SordinoError
-from sordino.federation import counting
+from sordino.errors import Refused, SordinoError
+from sordino.federation import counting, rotations, votes
 from sordino.federation.config import SiteConfig
+from sordino.federation.terms import Terms
 from sordino.federation.witness import SiteLedger, witness_path
 from sordino.privacy.evidence.signing import Signer, of_site
 
@@ -97,6 +98,22 @@ class SiteData:
     @cached_property
     def roster(self) -> secagg.Roster:
         return read_roster(self.config)
+
+    def roster_of(self, terms: Terms) -> secagg.Roster:
+        """The roster with the new keys that the terms bring, without the sites that are voted out.
+
+        Raises:
+          Refused: a new key is not signed by the old one, or another one was accepted before; a vote is not signed.
+        """
+        if not (terms.rotations or terms.votes):
+            return self.roster
+        try:
+            base = secagg.Roster.read(self.config.path(self.config.roster))
+            links = [*rotations.accepted(self.config.folder), *rotations.parsed(terms.rotations)]
+            roster = rotations.applied(base, links)
+            return votes.reduced(roster, votes.excluded(roster, votes.parsed(terms.votes)))
+        except SordinoError as error:
+            raise Refused("policy", str(error)) from None
 
     # ------------------------------------------------------------------------------------------------- the site's data
 
@@ -208,7 +225,7 @@ def _now() -> str:
 
 
 def read_roster(config: SiteConfig) -> secagg.Roster:
-    """The cards of all sites, as a site has them.
+    """The cards of all sites, as a site has them: its roster.toml, and the new keys that it has accepted since.
 
     Raises:
       SordinoError: the file is missing, or is no roster.
@@ -216,4 +233,4 @@ def read_roster(config: SiteConfig) -> secagg.Roster:
     path = config.path(config.roster)
     if not path.exists():
         raise SordinoError(f"roster: '{path}' is missing; get it from the coordinator.")
-    return secagg.Roster.read(path)
+    return rotations.applied(secagg.Roster.read(path), rotations.accepted(config.folder))

@@ -23,7 +23,7 @@ from sordino.engines.oracle import combined, encode_integers, rows_of_stream, st
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
-from sordino.federation import counting, readmes, testing
+from sordino.federation import counting, masks, readmes, run_keys, testing
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.federation.testing import AgreedEvaluation
@@ -65,6 +65,8 @@ class SiteRun:
         if self.terms.cells:
             counts: Any = counting.tally_of(site.config.table_schema)
             self.model = counts
+        if site.config.name not in self.terms.names:
+            raise Refused("changed", "site.toml names another site than when the run began; put the name back")
         self.mine = self.terms.names.index(site.config.name)
         self._caches: tuple[int, Tree] = (-1, ())
         self._latest: Tree = ()  # what `keep` stores of a stream
@@ -82,6 +84,9 @@ class SiteRun:
         files.write(new / "columns", json.dumps(site.columns).encode())
         files.write(new / "account", account.encode())
         files.write(new / "secret", secrets.token_bytes(32))
+        if terms.secure:
+            mine = terms.run_keys[terms.names.index(site.config.name)]
+            files.write(new / run_keys.FILE, run_keys.waiting(site.config.folder, mine))
         files.write(new / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
         files.write(new / "spec.toml", terms.spec.encode())
         files.write(new / "README.txt", readmes.of_run(None, readmes.SITE_RUN).encode())
@@ -129,8 +134,17 @@ class SiteRun:
     @cached_property
     def member(self) -> secagg.Member:
         terms, site = self.terms, self.site
-        session = secagg.Session.of(terms.run, site.roster, terms.sha256(), terms.dropouts, terms.colluders)
-        return secagg.Member(site.identity, session, self._derived(b"sordino masks"))
+        roster = run_keys.roster_of_run(site.roster_of(terms), terms)
+        session = secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
+        identity = secagg.Identity(site.config.name, site.identity.sign_key, self._box_key)
+        return secagg.Member(identity, session, self._derived(b"sordino masks"))
+
+    @property
+    def _box_key(self) -> bytes:
+        try:
+            return (self.folder / run_keys.FILE).read_bytes()
+        except FileNotFoundError:
+            raise Refused("order", "the run is over, or was restored without its keys") from None
 
     @property
     def over(self) -> bool:
@@ -222,7 +236,7 @@ class SiteRun:
         except SordinoError:
             raise Refused("malformed", "the extras are not nested as the method's are") from None
         known = {"theta", *(f"extras{k}" for k in range(len(parts)))}
-        if any(name not in known and not (self.terms.secure and name.startswith("offer:")) for name in message.arrays):
+        if any(name not in known and not (self.terms.secure and masks.is_about_masks(name)) for name in message.arrays):
             raise Refused("malformed", "the message has unknown arrays")
         return extras
 
@@ -248,6 +262,29 @@ class SiteRun:
                 break
             begins += rounds
         return memory
+
+    def compute_nothing(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
+        """The noise of an update around zero, where the data give none: as from one record of weight 0.
+
+        Raises:
+          SordinoError: there is no such record where persons are protected.
+        """
+        nothing_there = Records.of(
+            np.zeros((1, self.terms.features)),
+            np.zeros(1, np.int64 if self.terms.classes else np.float64),
+            np.zeros(1, int),
+            weight=np.zeros(1),
+            dtype=self.terms.number,
+        )
+        kept, self.__dict__["data"] = self.__dict__.get("data"), OwnRecords(self.mine, nothing_there)
+        self._caches = (-1, ())
+        try:
+            return self.compute(round_plan, broadcast, asked)
+        finally:
+            self._caches = (-1, ())
+            self.__dict__.pop("data")
+            if kept is not None:
+                self.__dict__["data"] = kept
 
     def compute(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
         """The noised update: a tree, or integers under secure aggregation."""
@@ -397,6 +434,9 @@ class SiteRun:
 
     def _end(self) -> None:
         """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers."""
+        if self.terms.run_keys:
+            run_keys.erase(self.site.config.folder, self.terms.run_keys[self.mine])
+        (self.folder / run_keys.FILE).unlink(missing_ok=True)
         (self.folder / "secret").unlink(missing_ok=True)
         self._forget_answers()
         with self.site.ledger() as ledger:

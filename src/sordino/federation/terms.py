@@ -8,7 +8,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +37,7 @@ from sordino.version import __version__
 TERMS_FORMAT = 1
 SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(r"[0-9a-f]{32}")
+RUN_KEY = re.compile(r"[0-9a-f]{192}", re.ASCII)  # a public key and its signature
 SPEC_LINE = re.compile(
     r"([a-z0-9_]+ = [^.\[{]?.{0,400})?|[a-z0-9_]+ = \[|    [-+0-9.e]+,|\]", re.ASCII
 )  # of a flat spec
@@ -137,12 +138,16 @@ class Terms:
     found: tuple[str, ...] = ()  # parts of the schema that an earlier run found from noised counts
     cells: tuple[int, ...] = ()  # of the counts of a run that finds such parts; empty for a training
     tests: tuple[int, ...] = ()  # test records or, at person level, persons: public; empty without an evaluation
+    run_keys: tuple[str, ...] = ()  # under secure aggregation: every site's box key of this run, with its signature
+    rotations: tuple[str, ...] = ()  # links from keys of the sites' rosters to the keys of this run's roster
+    votes: tuple[str, ...] = ()  # of sites to leave sites out, signed; `names` has no site with enough of them
     version: str = ""  # of the package that wrote the terms
     derived: dict[str, float] = field(default_factory=dict)  # numbers that follow from the rest; sites compare them
     format: int = TERMS_FORMAT
 
     def json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        values = {part.name: getattr(self, part.name) for part in fields(self)}  # `asdict` copies every name
+        return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     def sha256(self) -> str:
         return hashlib.sha256(self.json().encode()).hexdigest()
@@ -236,6 +241,30 @@ class Terms:
                 f"found must be a list of at most {MOST_BLOCKS}",
             ),
             (all(isinstance(name, str) and len(name) < 256 for name in self.found), "found is not a list of names"),
+            (
+                isinstance(self.run_keys, tuple) and len(self.run_keys) in (0, len(self.names)),
+                "run_keys and names differ in length",
+            ),
+            (
+                all(isinstance(key, str) and RUN_KEY.fullmatch(key) for key in self.run_keys),
+                "a run key is not 192 hex digits",
+            ),
+            (
+                isinstance(self.rotations, tuple) and len(self.rotations) <= MOST_SITES,
+                f"rotations must be a list of at most {MOST_SITES}",
+            ),
+            (
+                all(isinstance(link, str) and len(link) <= 1024 for link in self.rotations),
+                "rotations is not a list of texts below 1 KiB",
+            ),
+            (
+                isinstance(self.votes, tuple) and len(self.votes) <= MOST_SITES,
+                f"votes must be a list of at most {MOST_SITES}",
+            ),
+            (
+                all(isinstance(vote, str) and len(vote) <= 512 for vote in self.votes),
+                "votes is not a list of texts of at most 512 characters",
+            ),
             (isinstance(self.version, str) and VERSION.fullmatch(self.version), "version is not one of this package"),
             (
                 isinstance(self.derived, dict) and len(self.derived) <= MOST_DERIVED,
@@ -334,7 +363,7 @@ class Terms:
         if self.cells:
             counts: Any = CellTally(self.features, self.cells, len(self.classes))
             return cast(BuiltModel, counts)
-        return self.resolved.build_model(self.features, len(self.classes), described=bool(self.schema))
+        return self.resolved.build_model(self.features, len(self.classes), described=bool(self.schema), elsewhere=True)
 
     @property
     def dimension(self) -> int:

@@ -58,6 +58,13 @@ class Mark(NamedTuple):
         return (self.rows == 0 or ledger.hash_of(self.rows) is not None) and ledger.hash_of(self.at) == self.head
 
 
+COPIED = (
+    "Restore the newest ledger: if this folder is a copy and the original answered since, use the original, or bring "
+    "its newest ledger.db here and never start the original again. If none is left, make a new folder with new keys "
+    "(`sordino federate keys`), and count what was spent before by hand."
+)
+
+
 class SiteLedger(Ledger):
     """A ledger with a witness: it is compared when it is opened, and moved forward with every charge.
 
@@ -105,10 +112,14 @@ def witness_path(config: SiteConfig) -> Path:
     if config.witness is not None:
         return config.path(config.witness)
     try:
-        name = hashlib.sha256(bytes.fromhex(Identity.load(config.path(config.identity)).card.sign)).hexdigest()
+        return state_path(bytes.fromhex(Identity.load(config.path(config.identity)).card.sign))
     except (SordinoError, OSError):  # without a key of its own, the site is known by the place of its ledger
-        name = hashlib.sha256(str(config.path(config.ledger).resolve()).encode()).hexdigest()
-    state = os.environ.get("XDG_STATE_HOME")
+        return state_path(str(config.path(config.ledger).resolve()).encode())
+
+
+def state_path(about: bytes) -> Path:
+    """The witness of a site with this key, in the state directory of this user."""
+    name, state = hashlib.sha256(about).hexdigest(), os.environ.get("XDG_STATE_HOME")
     try:
         folder = Path(state) if state else Path.home() / ".local" / "state"
     except RuntimeError:
@@ -152,7 +163,7 @@ def older(ledger: Ledger, path: Path) -> str:
         return ""
     return (
         f"ledger {ledger.path}: it has {len(ledger)} rows and lacks row {mark.rows}, which the witness {path} has "
-        "seen: it was put back to an older state. Restore the newest ledger."
+        f"seen: it was put back to an older state. {COPIED}"
     )
 
 
@@ -200,11 +211,20 @@ class Receipts:
 
     def keep(self, name: str, document: Any) -> None:
         """Store a receipt if it is signed with the key that it names and newer than the stored one of that key."""
+        self.keep_all({name: document})
+
+    def keep_all(self, documents: Mapping[str, Any]) -> None:
+        """Store the receipts of several sites, as `keep` does, and write the file once."""
+        newer = {name: found for name, document in documents.items() if (found := self._newer(name, document))}
+        if newer:
+            self._newest |= newer
+            files.write(self.path, (json.dumps(self._newest, indent=1) + "\n").encode())
+
+    def _newer(self, name: str, document: Any) -> dict[str, Any] | None:
         key = document.get("key") if isinstance(document, Mapping) else None
         if not (isinstance(key, str) and _HEX.fullmatch(key)):
-            return
+            return None
         mark, known = signed_mark(document, key), self._newest.get(name)
         if mark is None or (known and known["key"] == key and (known["rows"], known["at"]) >= mark[:2]):
-            return
-        self._newest[name] = {**mark._asdict(), "key": key, "signature": str(document["signature"])}
-        files.write(self.path, (json.dumps(self._newest, indent=1) + "\n").encode())
+            return None
+        return {**mark._asdict(), "key": key, "signature": str(document["signature"])}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
-from sordino.federation import demonstration
 from sordino.federation.config import FederationConfig
-from sordino.federation.doctor import doctor
+from sordino.federation.operations import demonstration
+from sordino.federation.operations.doctor import doctor
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from sordino.data.schema import Schema
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.federation import readmes
-from sordino.federation.config import FederationConfig
+from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.folders import init, make_site, proposed
 from sordino.federation.handler import HANDLER
 from sordino.federation.limits import request_bytes
 from sordino.federation.progress import count_lines, follow
 from sordino.federation.terms import SITE_NAME, federated
 from sordino.secagg import Roster
+from sordino.training.folder import SCHEMA
 
 DEFAULTS = {"method": "auto", "rounds": 10, "epsilon": 8.0, "trust": "secure-aggregation"}
 SITES = 3  # where neither the caller nor a schema says how many
@@ -40,6 +42,7 @@ def prepare(
     data: str = "digits",
     label: str | None = None,
     schema: Path | None = None,
+    person: str | None = None,
     dropouts: int = 0,
     evaluation: float | None = None,
 ) -> Path:
@@ -52,6 +55,7 @@ def prepare(
       data: a data set, as in `sordino run`.
       label: the label's column, if data is a table.
       schema: the schema.toml of the table, in place of label; every site gets it.
+      person: the column that says whom a record is about, if the schema does not name it.
       dropouts: sites that may fail in a round.
       evaluation: epsilon of the evaluation on the sites' test records at the end; None for none.
 
@@ -61,6 +65,38 @@ def prepare(
     Raises:
       SordinoError: the spec cannot be run. Nothing is written then.
     """
+    if person is None:
+        return _prepare(folder, count, spec, data, label, schema, dropouts, evaluation)
+    if schema is None:
+        raise SordinoError(
+            f"person: '{person}' needs a schema, by which every site reads its table; write one with `sordino schema "
+            "draft` and give --schema."
+        )
+    with tempfile.TemporaryDirectory() as place:
+        named = Path(place) / SCHEMA
+        files.write(named, _with_person(Schema.read(schema), person).toml().encode())
+        return _prepare(folder, count, spec, data, label, named, dropouts, evaluation)
+
+
+def _with_person(schema: Schema, person: str) -> Schema:
+    """The same schema, in which this column says whom a record is about."""
+    if schema.person not in (None, person):
+        raise SordinoError(f"person: the schema names '{schema.person}', not '{person}'; leave --person out.")
+    rest = {key: about for key, about in schema.values()["columns"].items() if key != person}
+    return Schema.of({**schema.values(), "columns": rest, "person": person})
+
+
+def _prepare(
+    folder: Path,
+    count: int | None,
+    spec: dict[str, Any],
+    data: str,
+    label: str | None,
+    schema: Path | None,
+    dropouts: int,
+    evaluation: float | None,
+) -> Path:
+    """As `prepare`, with a schema that is complete."""
     from sordino.federation.flower.keys import ensure_node_key
 
     if schema is not None and label is not None:
@@ -90,6 +126,8 @@ def prepare(
         cards.append(make_site(place, name, data=f"data{suffix}", **parts.described, epsilon=limit).card)
         with open(place / "site.toml", "a", encoding="utf-8") as file:
             file.write(f'witness = "../../witness/{name}.json"   # by default in the state directory of this user\n')
+            if (model := str(values.get("model", "auto"))) not in SiteConfig.models:
+                file.write(f'models = ["{model}"]   # networks must be named\n')
             if values.get("unit") == Unit.CLIENT:
                 file.write('unit = "client"   # runs must protect this site as a whole\n')
         if evaluation is not None:

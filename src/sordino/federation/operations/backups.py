@@ -16,10 +16,11 @@ from pathlib import Path
 
 from sordino import files
 from sordino.errors import RolledBackError, SordinoError
+from sordino.federation import run_keys
 from sordino.federation.config import SiteConfig
 from sordino.federation.site_data import SiteData
 
-LEFT_OUT = ("secret", "pending", "memory")  # of runs: they only serve to go on with a run
+LEFT_OUT = ("secret", "pending", "memory", run_keys.FILE)  # of runs: they only serve to go on with a run
 
 
 def backup(folder: Path, out: Path) -> list[str]:
@@ -45,7 +46,11 @@ def backup(folder: Path, out: Path) -> list[str]:
     kept = [
         path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in LEFT_OUT and path not in beside and path.resolve() != data
+        if path.is_file()
+        and path.name not in LEFT_OUT
+        and path.parent.name != run_keys.FOLDER
+        and path not in beside
+        and path.resolve() != data
     ]
     with tempfile.TemporaryDirectory() as place, files.replacing(out) as temporary:
         copy = Path(place) / "ledger.db"

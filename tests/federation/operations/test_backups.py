@@ -6,9 +6,10 @@ import tarfile
 
 import pytest
 
+from sordino import wire
 from sordino.cli import main
-from sordino.errors import SordinoError
-from sordino.federation.backups import backup, restore
+from sordino.errors import RolledBackError, SordinoError
+from sordino.federation.operations.backups import backup, restore
 
 NORTH = "north"
 
@@ -86,3 +87,46 @@ def test_nothing_is_overwritten_and_what_is_no_backup_is_refused(federation, tmp
     (tmp_path / "text").write_text("no archive")
     with pytest.raises(SordinoError, match="no backup"):
         restore(tmp_path / "text", tmp_path / "new")
+
+
+@pytest.mark.parametrize("method", ["dp-fedsofim", "dp-ftrl"])
+def test_a_site_that_was_put_back_in_the_middle_of_a_run_releases_nothing_twice(tiny, tmp_path, method):
+    """Before round 1 a backup is taken, after it the backup is restored, and in round 2 the newest files are."""
+    made = tiny(method, "secure-aggregation", rounds=4, names=("north", "south", "west", "east"), dropouts=1)
+    made.configure(NORTH, witness="../witness-of-north.json")
+    here, newest, out = made.place(NORTH), tmp_path / "newest", tmp_path / "north.tar"
+    updates, refused = [], []
+
+    def north(request):
+        """A site that is started for this message; None if it refuses to start."""
+        try:
+            return made.site(NORTH).answer(request)
+        except RolledBackError:
+            return None
+
+    def fault(node, request, answer):
+        message = wire.decode(request)
+        at = (message.kind, message.fields.get("t")) if node == 100 else None
+        if at == ("round", 1):
+            backup(here, out)
+        reply = north(request) if node == 100 else answer(request)
+        if at is not None and reply is None:
+            refused.append(at)
+        elif at is not None and wire.decode(reply).kind == "update":
+            updates.append((message.fields["run"], message.fields["t"]))
+        if at == ("round", 1):
+            shutil.copytree(here, newest)
+            shutil.rmtree(here)
+            assert "put back to an older state" in restore(out, here)
+            shutil.copy(newest / "data.npz", here / "data.npz")
+        if at == ("offer", 2):
+            shutil.rmtree(here)
+            shutil.copytree(newest, here)
+        return reply
+
+    made.run(fault)
+    assert [len(line["came"]) for line in made.progress("round")] == [4, 4, 3, 4]
+    assert ("offer", 2) in refused
+    assert updates == made.charged(NORTH)
+    assert [t for _, t in updates] == [0, 1, 3]
+    assert made.certificate(NORTH)["site"]["rounds"] == 3

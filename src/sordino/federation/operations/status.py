@@ -138,6 +138,8 @@ def _follow(status: CoordinatorStatus, sites: dict[str, SiteStatus], line: dict[
                     each.lost += 1
         case "missing" | "away" | "misfit" if site is not None:
             site.state, site.why = "late", sentences.of_coordinator(line, None)
+        case "queued" if site is not None:
+            site.state, site.why = "late", sentences.of_coordinator(line, None)
         case "refused" if site is not None:
             site.state, site.why = "refused", str(line["reason"])
         case "evaluation":

@@ -1,0 +1,84 @@
+"""What an auditor gets: enough to verify, and nothing that is not on the list of public fields."""
+
+import json
+
+import pytest
+
+from sordino.cli import main
+from sordino.errors import SordinoError
+from sordino.federation import sentences
+from sordino.federation.operations.audit_copy import audit_copy
+from sordino.federation.terms import against_terms
+from sordino.federation.witness import signed_mark
+from sordino.privacy.evidence import public
+from sordino.training.verify_run import verify_run
+
+NORTH = "north"
+
+
+@pytest.fixture
+def ended(tiny):
+    federation = tiny(rounds=2, trust="secure-aggregation", seed=None)
+    federation.run()
+    site = federation.site(NORTH)
+    site.answer(b"no message")
+    site.note("failed", run="ab" * 16, t=0, detail="ValueError('record 17 has age 93')")
+    return federation
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_site_s_copy_verifies_and_holds_listed_fields_alone(ended, tmp_path, capsys):
+    out = tmp_path / "copy"
+    assert main(["federate", "audit-copy", str(ended.place(NORTH)), "--out", str(out)]) == 0
+    (run,) = (out / "runs").iterdir()
+    assert verify_run(run / "certificate.json", against_terms=against_terms).problems == []
+    names = {path.name for path in out.rglob("*") if path.is_file()}
+    assert names <= {"ledger.json", "log.jsonl", "terms.json", *public.FILES}
+    log = lines(out / "log.jsonl")
+    assert {key for line in log for key in line} <= set(public.AUDIT_EVENTS)
+    assert {line["what"] for line in log} == {"agreed", "finished", "refused", "failed"}
+    assert "record 17" in (ended.place(NORTH) / "events.jsonl").read_text()
+    assert not any(b"record 17" in path.read_bytes() for path in out.rglob("*") if path.is_file())
+    ledger = json.loads((out / "ledger.json").read_text())
+    assert set(public.fields(ledger)) == set(public.AUDIT_LEDGER) - {"receipt"}
+    assert (ledger["rounds"], ledger["intact"], ledger["problem"]) == (2, True, False)
+    assert 6 < ledger["spent"] <= 8  # at the delta of site.toml, which is above the run's
+    key = {card.name: card.sign for card in ended.roster.sites}[NORTH]
+    assert signed_mark(ledger["receipt"], key).rows == ledger["receipt"]["rows"]
+    for secret in (ended.place(NORTH) / "data.npz", ended.place(NORTH) / "identity.key"):
+        assert not any(path.read_bytes() == secret.read_bytes() for path in out.rglob("*") if path.is_file())
+    assert all(path.stat().st_mode & 0o222 == 0 for path in out.rglob("*") if path.is_file())
+
+
+def test_a_coordinator_s_copy_has_no_scores_and_the_sites_receipts(ended, tmp_path):
+    names = audit_copy(ended.coordinator, tmp_path / "copy")
+    assert {"receipts.json", "roster.toml", "log.jsonl", "runs/run/certificate.json"} <= set(names)
+    log = lines(tmp_path / "copy" / "log.jsonl")
+    assert {key for line in log for key in line} <= set(public.AUDIT_PROGRESS)
+    assert [line["came"] for line in log if line["what"] == "round"] == [list(ended.names)] * 2
+    audit_copy(ended.place(NORTH), tmp_path / "site")
+    receipt = json.loads((tmp_path / "site" / "ledger.json").read_text())["receipt"]
+    assert json.loads((tmp_path / "copy" / "receipts.json").read_text())[NORTH]["rows"] <= receipt["rows"]
+
+
+def test_nothing_of_an_uncertified_run_is_copied(tiny, tmp_path):
+    federation = tiny(rounds=2)  # with a seed, so that nothing is certified
+    federation.run()
+    assert audit_copy(federation.place(NORTH), tmp_path / "copy") == ["ledger.json", "log.jsonl"]
+
+
+def test_a_wrong_folder_is_refused(tmp_path):
+    with pytest.raises(SordinoError, match=r"neither site\.toml nor federation\.toml"):
+        audit_copy(tmp_path, tmp_path / "copy")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(SordinoError, match="is not empty"):
+        audit_copy(tmp_path, tmp_path / "full")
+
+
+def test_a_failed_evaluation_has_a_sentence():
+    line = {"what": "failed", "run": "ab" * 16, "detail": "an error"}
+    assert sentences.of_site(line) == "failed in the evaluation of run abababab: an error"
