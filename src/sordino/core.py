@@ -62,6 +62,12 @@ class Unit(StrEnum):
         return self is not Unit.CLIENT
 
 
+def check_number(name: str, value: object) -> None:
+    """Refuse what is no number, such as a text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise SordinoError(f"{name}: {value!r} must be a number.")
+
+
 class Adjacency(StrEnum):
     """Neighbouring data: one unit joins or leaves, or one is swapped for another. Sizes stay public either way.
 
@@ -143,6 +149,8 @@ class Privacy:
             if value not in list(kind):
                 raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, kind)}")
             object.__setattr__(self, name, kind(value))
+        check_number("epsilon", self.epsilon)
+        check_number("delta", self.delta)
         if not (0 < self.epsilon <= MOST_EPSILON or self.epsilon == math.inf):
             raise SordinoError(
                 f"epsilon: {self.epsilon} must lie in (0, {MOST_EPSILON:g}], or be inf: no noise at all."
@@ -263,6 +271,8 @@ class Kind(StrEnum):
 
 
 MOST_LOG_ODDS = 4.0  # of a record in a SLOPE answer; larger ones count as that much
+# Kinds whose terms can have inner products that are never negative; DELTA only if it is made of these alone.
+SEMIDEFINITE = (Kind.GRAM, Kind.CURVATURE, Kind.FISHER, Kind.CALIBRATION, Kind.SLOPE, Kind.TALLY, Kind.DELTA)
 SAMPLED = (Kind.GRADIENT, Kind.COUNT, Kind.LEAVES)  # asked of minibatches, where a plan draws any; else of all records
 
 
@@ -356,8 +366,17 @@ class Query:
     joint: int = 1
 
     def __post_init__(self) -> None:
+        if str(self.kind) not in list(Kind):
+            raise SordinoError(f"kind: '{self.kind}' is unknown.{nearest(str(self.kind), Kind)}")
+        object.__setattr__(self, "kind", Kind(str(self.kind)))
+        check_number("clip", self.clip)
         if not self.clip >= LEAST_CLIP:
             raise SordinoError(f"clip: {self.clip:g} must be {LEAST_CLIP:g} or more; measure the data in other units.")
+        if self.psd and self.kind not in SEMIDEFINITE:
+            raise SordinoError(
+                f"psd: terms of kind {self.kind} can point in opposite directions, so one for another costs 2 clips; "
+                "leave psd out."
+            )
 
     def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
         """L2 sensitivity of one release of one client: a lemma's bound, or the clip, once or twice.

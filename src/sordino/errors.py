@@ -78,7 +78,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     " Did you mean 'digits'?"
     >>> nearest("zzz", ["digits", "mnist"])
     ' Known: digits, mnist.'
+
+    A name that lacks the prefix of the private methods is completed:
+
+    >>> nearest("fedgd", ["dp-fedgd", "fedsgd"])
+    " Did you mean 'dp-fedgd'?"
     """
     known = sorted(known)
+    if f"dp-{name}" in known:
+        return f" Did you mean 'dp-{name}'?"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."

@@ -23,7 +23,7 @@ import torch
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
-from sordino.checks.mutants import MUTANTS, breaks, concerns, weighs_beyond_the_clip
+from sordino.checks.mutants import MUTANTS, breaks, concerns, weighed_records, weighs_beyond_the_clip
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
@@ -69,7 +69,7 @@ MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # feat
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
 UNCERTAINTY = "uncertainty"  # as reports and `sordino check` name the releases for standard errors
-WEIGHTS = "weights"  # as reports and `sordino check` name class weights
+WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes and of records
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
@@ -234,7 +234,9 @@ def check_uncertainty(name: str = UNCERTAINTY, *, trials: int = TRIALS, seed: in
 def check_weights(
     name: str = WEIGHTS, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
 ) -> list[Report]:
-    """Run all contracts on DP-FedGD with class weights. One more mutant weighs terms beyond the clip.
+    """Run all contracts on DP-FedGD with class weights and, for records, with weights of single records.
+
+    One more mutant weighs terms beyond the clip.
 
     Args:
       name: the name that reports show.
@@ -243,17 +245,19 @@ def check_weights(
       units: the protected units.
 
     Returns:
-      One report per unit, noised query and adjacency.
+      One report per unit, kind of weights, noised query and adjacency.
     """
-    model = Linear(3, 3, class_weights=torch.tensor([0.5, 2.0, 2.0]))
+    classes = Linear(3, 3, class_weights=torch.tensor([0.5, 2.0, 2.0]))
     reports = []
-    for method in (entry("dp-fedgd").at(unit) for unit in units):
-        wrong = weighs_beyond_the_clip(method, model)
-        for report in _reports(name, method, [model], trials, seed):
-            found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
-            missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", weighs_beyond_the_clip)]
-            problems = [*report.problems, *missed]
-            reports.append(report._replace(passed=not problems, problems=problems))
+    for unit in units:
+        method = entry("dp-fedgd").at(unit)
+        for model in (classes, weighed_records(Linear(3, 3))) if unit is Unit.RECORD else (classes,):
+            wrong = weighs_beyond_the_clip(method, model)
+            for report in _reports(name, method, [model], trials, seed):
+                found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
+                missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", weighs_beyond_the_clip)]
+                problems = [*report.problems, *missed]
+                reports.append(report._replace(passed=not problems, problems=problems))
     return reports
 
 

@@ -180,8 +180,9 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
                 shard = Shard(features, torch.zeros(rows).long(), mask, None, per_person)
                 return model.clipped_sum(theta, shard, clip)
 
+            usual = sum_of_others(0.0)
             for value in (1.0, -1e3, 1e3, 1e200, math.inf, math.nan):
-                moved = float((sum_of_others(value) - sum_of_others(0.0)).norm()) / clip
+                moved = float((sum_of_others(value) - usual).norm()) / clip
                 if not moved <= 1e-3:
                     problems.append(
                         f"apart: a masked record of {value:g} moves the sum of the others by {moved:.2g} clips"

@@ -60,6 +60,16 @@ def weighs_beyond_the_clip(method: Method, model: Any) -> tuple[Method, Any]:
     return method, careless(model, total)
 
 
+def weighed_records(model: Any) -> Any:
+    """No mutant: a model whose records have weights in [0, 1], a function of the record, as `sample_weight` may be."""
+
+    def total(sums: ClippedSum, shard: Shard, clip: float) -> Tensor:
+        weight = (shard.x.sum(-1).cos() + 1).clamp_max(1.0).nan_to_num(1.0)
+        return sums(shard._replace(mask=shard.mask * weight), clip)
+
+    return careless(model, total)
+
+
 def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     """The mean over records is clipped instead of each record."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,13 +91,13 @@ def sensitivity(
       The worst case of each noised query.
     """
     search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed))
-    scenes: list[Scene] = []
+    scenes: list[tuple[int, Callable[[], Scene]]] = []
     for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
         records = search.space.records(search.rng, method.unit)
         scenes += _scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
     results = []
     for s, stage in enumerate(method.stages):
-        pasts = [scene for scene in scenes if scene.stage == s]
+        pasts = [scene for in_stage, scene in scenes if in_stage == s]
         for number, query in enumerate(stage.queries):
             if query.noise is None:
                 continue
@@ -106,7 +108,7 @@ def sensitivity(
             for trial in range(trials):
                 client = trial % len(CLIENT_SIZES)
                 claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
-                scene = pasts[search.rng.integers(len(pasts))]
+                scene = pasts[search.rng.integers(len(pasts))]()
                 size = (0.0, 0.1, 100.0, None)[trial % 4]  # scale of a random theta; None keeps the theta of the run
                 if size is not None:
                     theta = size * torch.from_numpy(search.rng.normal(size=model.size))
@@ -123,26 +125,35 @@ def sensitivity(
 class Scene(NamedTuple):
     """What both neighbours share at the start of a round."""
 
-    stage: int
     round_plan: RoundPlan
     broadcast: Broadcast
     memory: tuple[Tree, ...]
 
 
-def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
-    """The scene of each round of a noised run."""
+def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> list[tuple[int, Callable[[], Scene]]]:
+    """The stage of each round of a noised run, and a function that returns its scene. The run goes on when it must."""
+    known: list[Scene] = []
+    later = _run(plan, model, records, seed)
+
+    def scene(t: int) -> Scene:
+        known.extend(itertools.islice(later, max(0, t + 1 - len(known))))
+        return known[t]
+
+    return [(plan.stage_of(t), partial(scene, t)) for t in range(plan.rounds)]
+
+
+def _run(plan: Plan, model: core.Model, records: Records, seed: int) -> Iterator[Scene]:
+    """The scene of each round of a noised run, from the end of the round before it."""
     theta = model.init().to(records.x)
     state: Tree = ()
     memory: tuple[Tree, ...] = ((),) * plan.clients
-    for round_plan, after in zip(
-        round_plans(plan, model), reference.run(plan, model, records, Seeded(seed)), strict=True
-    ):
+    rounds = reference.run(plan, model, records, Seeded(seed))
+    for round_plan in round_plans(plan, model):
         if round_plan.t == round_plan.first:
             state = round_plan.stage.rule.init(theta, round_plan.facts, state)
             memory = tuple(round_plan.stage.local.init(theta, mine) for mine in memory)
-        yield Scene(
-            plan.stage_of(round_plan.t), round_plan, Broadcast(theta, round_plan.stage.rule.broadcast(state)), memory
-        )
+        yield Scene(round_plan, Broadcast(theta, round_plan.stage.rule.broadcast(state)), memory)
+        after = next(rounds)
         theta, state = after.checkpoint.theta, after.checkpoint.state
         memory = tuple(after.checkpoint.memory)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, check_out, command, console, emit, facts
+from sordino.core import Privacy
 from sordino.errors import SordinoError
 
 NUMBERS = (
     # flag, option, type, what it says in --help
     ("--epsilon", "epsilon", float, "privacy budget of this evaluation, such as 0.5 (required)"),
-    ("--delta", "delta", float, "slack of the guarantee (default: 1e-6)"),
+    ("--delta", "delta", float, "slack of the guarantee (default: 1e-6, because several evaluations add up)"),
     ("--bins", "bins", int, "bins of the score (default: 16, 32 or 64, as many as the noise allows)"),
     ("--threshold", "threshold", float, "a record counts as positive above this probability (default: 0.5)"),
     ("--confidence", "confidence", float, "of each interval (default: 0.95)"),
@@ -22,7 +24,11 @@ NUMBERS = (
     ("--seed", "seed", int, "reproducible noise, for experiments; the result is not private"),
 )
 WORDS = (
-    ("--trust", "trust", "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server)"),
+    (
+        "--trust",
+        "trust",
+        "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server, not the run's)",
+    ),
     ("--adjacency", "adjacency", "add-remove or replace-one (default: replace-one)"),
     ("--label", "label", "label column of a table, for a model without a schema"),
     ("--client", "client", "column that says whose a record is, for a model without a schema"),
@@ -80,6 +86,8 @@ def act(arguments: argparse.Namespace) -> int:
             "good, and what the model and this evaluation tell of a record adds up.",
             file=sys.stderr,
         )
+    if differs := unlike_the_run(Path(arguments.model), options, prepared.plan.privacy):
+        print(f"note: {differs}", file=sys.stderr)
     shared = None
     if arguments.ledger is not None:
         shared = private_evaluation.join_ledger(prepared, arguments.ledger, arguments.limit)
@@ -108,6 +116,26 @@ def trained_on(model: Path, data: str) -> bool:
         return source.is_file() and Path(data).is_file() and source.samefile(data)
     except (SordinoError, OSError):
         return False
+
+
+def unlike_the_run(model: Path, given: Mapping[str, Any], privacy: Privacy) -> str:
+    """Where the defaults of an evaluation differ from the run's promise, for people; empty if nothing differs."""
+    from sordino.training.folder import RunFolder
+    from sordino.training.spec import Spec
+
+    try:
+        settings = RunFolder.find(model).settings()
+    except (SordinoError, OSError):
+        return ""
+    notes, trust, delta = [], str(settings.get("trust", Spec.trust)), float(settings.get("delta", Spec.delta))
+    if "trust" not in given and trust != privacy.trust:
+        notes.append(
+            f"the run assumed {trust}, this evaluation assumes {privacy.trust} (the default), which needs more noise; "
+            f"--trust {trust} is right if the test records are counted in the same way."
+        )
+    if "delta" not in given and delta != privacy.delta:
+        notes.append(f"δ is {privacy.delta:g} (the default), and that of the run is {delta:g}; --delta sets it.")
+    return " ".join(notes)
 
 
 def default_folder(model: Path) -> Path:

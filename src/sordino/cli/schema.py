@@ -39,10 +39,12 @@ def add(commands: Any) -> None:
         "check",
         _check,
         "show what each column becomes, and whether a table fits",
-        "sordino schema check schema.toml\nsordino schema check schema.toml patients.csv",
+        "sordino schema check schema.toml\nsordino schema check schema.toml patients.csv\n"
+        "sordino schema check patients.csv --schema schema.toml   the same",
     )
-    check.add_argument("schema", metavar="SCHEMA.toml")
+    check.add_argument("schema", nargs="?", metavar="SCHEMA.toml")
     check.add_argument("file", nargs="?", metavar="FILE", help="a table that must fit")
+    check.add_argument("--schema", dest="named", metavar="SCHEMA.toml", help="the schema, as `sordino run` names it")
     add_json(check)
 
 
@@ -82,14 +84,24 @@ def _check(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.data.schema import Schema
 
+    if arguments.named:
+        if arguments.file:
+            raise SordinoError(
+                f"--schema: '{arguments.named}' is a third file; write sordino schema check SCHEMA.toml FILE, or FILE "
+                "--schema SCHEMA.toml."
+            )
+        arguments.schema, arguments.file = arguments.named, arguments.schema
+    if not arguments.schema:
+        raise SordinoError("schema check: SCHEMA.toml is missing; see sordino schema check --help.")
     if arguments.file and arguments.file.endswith(".toml") and not arguments.schema.endswith(".toml"):
         arguments.schema, arguments.file = arguments.file, arguments.schema  # the table came first
-    schema = Schema.read(arguments.schema)
+    schema, constant = Schema.read(arguments.schema), list[str]()
     if arguments.file:
         path = Path(arguments.file)
         if not path.is_file():
             raise SordinoError(f"data: there is no file '{path}'; check the path.")
-        (schema.at_its_widest if schema.unknown else schema).open(path)
+        read = schema.at_its_widest if schema.unknown else schema
+        constant = read.constant(read.open(path))
     document = {
         "features": schema.features,
         "columns": [{"column": n, "becomes": says, "features": made} for n, says, made in schema.explain()],
@@ -99,6 +111,7 @@ def _check(arguments: argparse.Namespace) -> int:
         "sha256": schema.sha256(),
         "to_find": schema.unknown,
         "fits": bool(arguments.file) or None,
+        "constant": constant,
     }
     if not emit(arguments, document):
         table(
@@ -120,4 +133,9 @@ def _check(arguments: argparse.Namespace) -> int:
             )
         if arguments.file:
             page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)
+        if constant:
+            page.print(
+                f"[bold yellow]constant[/]   {', '.join(constant)}: every record becomes the same. Are the levels or "
+                "the range right, and in the unit of the table? (This line comes from the records: do not publish it.)",
+            )
     return 0

@@ -7,11 +7,9 @@ beside it and checked at every later load. Files that you provide yourself are n
 from __future__ import annotations
 
 import hashlib
-import http.client
 import os
 import tarfile
 import time
-import urllib.request
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -199,12 +197,14 @@ def _side(path: Path) -> Path:
 
 def download(published: Published, remote: Remote, folder: Path) -> Path:
     """Download one file into the folder. It gets its name only when it is complete and checked."""
+    from http.client import HTTPException  # here: few commands download, and ssl is slow to import
+
     reasons = []
     for url in remote.urls:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             return _download(url, remote, folder)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             reasons.append(f"{url} ({getattr(error, 'reason', None) or error})")
     files = ", ".join(each.file for each in published.remotes)
     raise SordinoError(
@@ -214,6 +214,8 @@ def download(published: Published, remote: Remote, folder: Path) -> Path:
 
 
 def _download(url: str, remote: Remote, folder: Path) -> Path:
+    import urllib.request
+
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -434,7 +434,10 @@ class Target:
                     f"for each of the {len(self.levels)} levels, with a sum of 1."
                 )
         elif self.range is None or not -math.inf < self.range[0] < self.range[1] < math.inf:
-            raise SordinoError("target.range: a quantity needs a public range = [low, high].")
+            why = "" if self.range is None else f"; {list(self.range)} is not one"
+            if self.range is not None and self.range[0] > self.range[1]:
+                why = f"; {list(self.range)} is reversed, write {list(self.range[::-1])}"
+            raise SordinoError(f"target.range: a quantity needs a public range = [low, high]{why}.")
 
     def _check_count(self) -> None:
         if self.maximum is None or not (1 <= self.maximum <= MOST_COUNT and float(self.maximum).is_integer()):
@@ -913,6 +916,20 @@ class Schema:
             raise SordinoError(f"{role}: {text.null_count} cells of column '{name}' are missing; drop those records.")
         return np.asarray(text.to_numpy(zero_copy_only=False)).astype(str)
 
+    def constant(self, encoded: Encoded) -> list[str]:
+        """The columns that are the same in every record: often a wrong range, or levels that no cell has.
+
+        Args:
+            encoded: Records by this schema.
+
+        Returns:
+            Their names. They say something about the records, so they are for the owner of the records alone.
+        """
+        features = list(self.features)
+        varies = {name for name, column in zip(features, np.ptp(encoded.x, axis=0) > 0, strict=True) if column}
+        made = {name: column.features(name) for name, column in self.columns.items()}
+        return [name for name, own in made.items() if own and not varies & {*own}]
+
     def explain(self) -> list[tuple[str, str, list[str]]]:
         """For people: each column, what its values become, and its features; then what is made of these."""
         blank = "; one more feature is 1 where the cell is missing"
@@ -976,6 +993,7 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
         "# Remove [columns.NAME] of the target, the client and the person: they are no features.\n"
         '# client: the column that says which site a record is of. Ids and names get type = "drop".\n'
+        '# If several rows belong to one person, add the line person = "COLUMN" below the client.\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
         "# Take ranges and levels from a code book or the literature, never from the records.\n\n"

@@ -122,7 +122,10 @@ def load(
     """
     scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
-        raise SordinoError(f"test_fraction: {test_fraction} must lie between 0 and 1; 0.2 is usual.")
+        raise SordinoError(
+            f"test_fraction: {test_fraction:g} must lie above 0 and below 1. It cannot be 0, because every run scores "
+            "its model on records that it set aside; 0.2 is usual, and 0.01 sets aside one record in a hundred."
+        )
     if schema is None:
         raw = _read(str(source), label, client, person, test_fraction, seed, data_dir)
     else:

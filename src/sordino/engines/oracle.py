@@ -238,7 +238,11 @@ class Oracle:
                 f"prepare asked the {kind} query, whose answers are released; only `compute` may ask it"
             )
         if call >= query.calls:
-            raise OverspentError(f"the {kind} query declares {query.calls} calls per round and was asked once more")
+            calls = "1 call" if query.calls == 1 else f"{query.calls} calls"
+            raise OverspentError(
+                f"the {kind} query declares {calls} per round and was asked once more; declare all of them, as in "
+                f"Query(…, calls={query.calls + 1}), which costs more noise, or ask less often"
+            )
         self._calls[number] += 1
         with self._seeded_dropout():
             answer = total(query.clip).double()

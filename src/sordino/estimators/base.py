@@ -24,7 +24,17 @@ from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.estimators.parameters import plain, spec_of
 from sordino.estimators.pipelines import PREPARED, UnpaidStepWarning, doubt, steps_of_callers
-from sordino.estimators.reading import WEIGHTED, check_roles, entries, read_schema, read_weights, weight_of, with_target
+from sordino.estimators.reading import (
+    WEIGHTED,
+    check_roles,
+    entries,
+    read_schema,
+    read_weights,
+    text_error,
+    warn_of_unused,
+    weight_of,
+    with_target,
+)
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.privacy import spending
@@ -142,6 +152,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         widest = schema.at_its_widest if counts and schema is not None else schema
         with np.errstate(over="ignore"):  # values that overflow are reported as infinite
             table = self._table(X, y, widest, resolved)
+        warn_of_unused(schema, X)
         records = len(table.x)
         weights = read_weights(sample_weight, records, resolved)
         self._check_weights(table.labels, weights)
@@ -244,7 +255,10 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
     def _table(self, X: Any, y: Any, schema: Schema | None, resolved: ResolvedSpec) -> _Table:
         if schema is None:
             dtype = "float64" if resolved.spec.dtype == "float64" else "float32"
-            X, y = self._validated(X, y, dtype)
+            try:
+                X, y = self._validated(X, y, dtype)
+            except ValueError as error:
+                raise (text_error(X) or error) from None
             labels = self._labels(y)
             digest = array_digest(X, y.astype(str)) if self.ledger is not None else b""
             return _Table(X, labels, None, None, tuple(getattr(self, "feature_names_in_", ())), digest)
@@ -297,6 +311,9 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         if persons and described is not None:
             described = dataclasses.replace(described, person="persons")
         grouped = groups or (schema is not None and schema.client is not None)
+        if grouped and self.clients is not None:
+            who = "groups" if groups else "the schema's client column"
+            raise SordinoError(f"clients: {self.clients} cannot be set, because {who} names the clients; leave it out.")
         resolved = resolve(spec_of(self, grouped=grouped, persons=persons, bare=schema is None), schema=described)
         if resolved.privacy.unit is Unit.CLIENT and not grouped:
             raise SordinoError("groups: at client level, fit needs the client of every record; pass groups.")
@@ -359,7 +376,9 @@ def warn_of_a_useless_model(why: str) -> None:
     """Say that a model is no better than a constant guess on the records that it was scored on."""
     warnings.warn(
         f"the model is no better than a constant guess: {why}. The noise exceeds the signal, or features differ in "
-        'scale: scale X by public figures, set normalize="l2", or raise epsilon.',
+        'scale: scale X by public figures, set normalize="l2", or raise epsilon. These figures are those of the '
+        "records that were passed to score, without noise: do not publish them if the records are private, as training "
+        "records are.",
         UserWarning,
         stacklevel=3,
     )

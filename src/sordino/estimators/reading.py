@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,20 @@ def read_weights(given: Any, records: int, resolved: ResolvedSpec) -> np.ndarray
     return weights
 
 
+def warn_of_unused(schema: Schema | None, frame: Any) -> None:
+    """Name the columns of a frame that the schema does not mention."""
+    if schema is None or not hasattr(frame, "columns"):
+        return
+    known = {*schema.columns, schema.client, schema.person, *(schema.target.reads if schema.target else ())}
+    names = getattr(frame, "column_names", frame.columns)  # of pyarrow, or of pandas and polars
+    if unused := [str(name) for name in names if name not in known]:
+        warnings.warn(
+            f"columns: {', '.join(unused)} are not in the schema, so they are not used; describe them, or give them "
+            'type = "drop".',
+            stacklevel=3,
+        )
+
+
 def check_roles(schema: Schema | None, groups: Any, persons: Any) -> None:
     """Refuse clients or persons that are given twice."""
     if schema is None:
@@ -131,3 +146,31 @@ def entries(given: Any, records: int, field: str = "groups") -> np.ndarray:
     if missing:
         raise SordinoError(f"{field}: {missing} entries are missing; fill them or drop those records.")
     return array.astype(str) if array.dtype == object else array
+
+
+def text_error(given: Any) -> SordinoError | None:
+    """The error for an array or a frame with text, where no schema says what the text means; None if it has no text."""
+    if hasattr(given, "columns") and hasattr(given, "dtypes"):  # pandas, polars
+        columns = {f"'{name}'": np.asarray(given[name]) for name in given.columns}
+    elif isinstance(given, np.ndarray) and given.ndim == 2:
+        columns = {str(k): given[:, k] for k in range(given.shape[1])}
+    else:
+        return None
+    names = [name for name, cells in columns.items() if cells.dtype.kind in "OUST" and any(map(_text, cells.tolist()))]
+    if not names:
+        return None
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return SordinoError(
+        f"X: column {shown} holds text, and a model reads numbers; describe the columns by schema= "
+        "(docs/how-to/describe-a-table.md), which makes a feature of each level."
+    )
+
+
+def _text(cell: object) -> bool:
+    if not isinstance(cell, str):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return True
+    return False

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +48,9 @@ PRECISION_VARIABLES = {
 # ----------------------------------------------------------------------------------------------------------- settings
 
 
-@contextmanager
-def exact_arithmetic(device: torch.device | None = None) -> Iterator[None]:
-    """Run the block with float32 products in float32 and without autocast, for any settings of the process.
+def exact_arithmetic(device: torch.device | None = None) -> _Exact:
+    """Run a block, or a function, with float32 products in float32 and without autocast, for any settings of the
+    process.
 
     Holds the process-wide settings (TF32 and bfloat16 products, reduced-precision reductions) and this thread's
     autocast, and restores them at the end. Several threads may be inside at once: the last one to leave restores.
@@ -58,25 +58,46 @@ def exact_arithmetic(device: torch.device | None = None) -> Iterator[None]:
     Args:
       device: where the block computes; the CPU is always included.
 
-    Raises:
-      SordinoError: an environment variable lowers the precision of products; the program cannot override it.
+    Returns:
+      A context manager that also decorates functions. Entering it raises SordinoError if an environment variable lowers
+      the precision of products, which the program cannot override.
     """
-    for name, harmless in PRECISION_VARIABLES.items():
-        if os.environ.get(name, "").lower() not in harmless:
-            raise SordinoError(
-                f"{name}: '{os.environ[name]}' lowers the precision of products, so clipped sums would exceed their "
-                "bound; unset it."
-            )
-    _settings.hold()
-    try:
-        with torch.autocast("cpu", enabled=False):
-            if device is None or device.type == "cpu":
-                yield
-            else:
-                with torch.autocast(device.type, enabled=False):
-                    yield
-    finally:
-        _settings.release()
+    return _Exact(device)
+
+
+class _Exact(ContextDecorator):
+    """What `exact_arithmetic` returns. It is entered for every sum, so it does only what the settings require."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._types = ("cpu",) if device is None or device.type == "cpu" else ("cpu", device.type)
+        self._autocast: list[torch.autocast] = []
+
+    def _recreate_cm(self) -> _Exact:
+        """A decorated function may call itself, so every call has a context of its own."""
+        fresh = _Exact(None)
+        fresh._types = self._types
+        return fresh
+
+    def __enter__(self) -> None:
+        for name, harmless in PRECISION_VARIABLES.items():
+            if os.environ.get(name, "").lower() not in harmless:
+                raise SordinoError(
+                    f"{name}: '{os.environ[name]}' lowers the precision of products, so clipped sums would exceed "
+                    "their bound; unset it."
+                )
+        _settings.hold()
+        self._autocast = [
+            torch.autocast(each, enabled=False) for each in self._types if torch.is_autocast_enabled(each)
+        ]
+        for each in self._autocast:
+            each.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            for each in reversed(self._autocast):
+                each.__exit__(*error)
+        finally:
+            _settings.release()
 
 
 class _Settings:
@@ -84,13 +105,17 @@ class _Settings:
 
     def __init__(self) -> None:
         self._lock, self._holders = threading.Lock(), 0
-        self._before: _Values | None = None
+        self._before: _Values | None = None  # None if they were exact already
+        self._exact: _Values | None = None  # what exact settings read as, once they were made
 
     def hold(self) -> None:
         with self._lock:
             if self._holders == 0:
-                self._before = _read()
-                _make_exact()
+                before = _read()
+                self._before = None if before == self._exact else before
+                if self._before is not None:
+                    _make_exact()
+                    self._exact = _read()
             self._holders += 1
 
     def release(self) -> None:

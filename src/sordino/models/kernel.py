@@ -70,6 +70,11 @@ class _Options:
     cap: float = 10.0
 
 
+def takes(x: Tensor) -> bool:
+    """Whether the kernel may apply to these features; a caller need not prepare its other inputs where it cannot."""
+    return x.dtype is torch.float32 and x.device.type == "cpu"
+
+
 def clipped_sum(
     theta: Tensor,
     x: Tensor,

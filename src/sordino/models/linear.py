@@ -188,16 +188,10 @@ class Linear:
                 cap=self.cap,
             )
 
-        if (
-            scale is None
-            and (
-                total := sum_over(
-                    shard, compiled, kernel.MOST_SLICES * product_rows(shard.x.shape[-2], KERNEL_CHUNK_RECORDS)
-                )
-            )
-            is not None
-        ):
-            return total
+        if scale is None and kernel.takes(shard.x):
+            rows = kernel.MOST_SLICES * product_rows(shard.x.shape[-2], KERNEL_CHUNK_RECORDS)
+            if (total := sum_over(shard, compiled, rows)) is not None:
+                return total
 
         def part_sum(part: Shard) -> Tensor:
             x, residual, length = self._finite(theta, part)
@@ -440,12 +434,13 @@ class Linear:
         change how the others are rounded, and with a small clip rounding is as large as the clip.
         """
         length = self._length(part)
-        fine = torch.isfinite(length) & (length >= MIN_NORM)
-        x = torch.where(fine.unsqueeze(-1), part.x, part.x.new_zeros(()))
+        fine = (length >= MIN_NORM) & (length < math.inf)  # false for NaN
+        x = torch.where(fine.unsqueeze(-1), part.x, 0.0)
         residual = self._residual(theta, part._replace(x=x), torch.where(fine, length, 1.0))
-        residual = torch.where(residual.abs() < MIN_NORM, residual.new_zeros(()), residual)
-        fine = fine & torch.isfinite(residual).all(-1)
-        return x, torch.where(fine.unsqueeze(-1), residual, residual.new_zeros(())), length.masked_fill(~fine, 0)
+        size = residual.abs()
+        fine = fine & (size < math.inf).all(-1)
+        keep = fine.unsqueeze(-1) & (size >= MIN_NORM)
+        return x, torch.where(keep, residual, 0.0), torch.where(fine, length, 0.0)
 
     def _factor(self, residual: Tensor, x: Tensor, length: Tensor, bound: float, scale: Tensor | None) -> Tensor:
         """The factors that clip gradients to `bound`, in float64, where products of float32 numbers are in range."""
@@ -619,6 +614,8 @@ def sum_over(shard: Shard, total: Callable[[Shard], SumT], rows: int | None = No
     n = x.shape[-2]
     rows = product_rows(n, MATRIX_CHUNK_RECORDS) if rows is None else rows
     rows = max(1, rows // per_person) * per_person
+    if 0 < n <= rows:
+        return total(shard)
     parts = (
         Shard(x[..., k, :], y[..., k], mask[..., k], None if length is None else length[..., k], per_person)
         for k in (slice(start, start + rows) for start in range(0, n, rows))

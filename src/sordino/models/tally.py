@@ -181,8 +181,28 @@ DEVIANCE, SQUARED_DEVIANCE, OUTCOMES = "deviance", "squared deviance", "outcomes
 MOST_DEVIANCE = 10.0  # of one count: more than that counts as that much, because a deviance has no bound
 
 
+class ModelTally(Tally):
+    """A tally of what a model predicts. Engines and contracts ask it what they ask of a model.
+
+    Attributes:
+      model: the model.
+    """
+
+    model: Any
+
+    features = property(lambda self: int(self.model.features))
+    outputs = property(lambda self: int(self.model.outputs))
+    kind = property(lambda self: getattr(self.model, "kind", Loss.SOFTMAX))
+    size = property(lambda self: int(self.model.size))
+    shapes = property(lambda self: self.model.shapes)
+
+    def init(self, generator: torch.Generator | None = None) -> Tensor:
+        first: Tensor = self.model.init()
+        return first
+
+
 @dataclass(frozen=True)
-class ScoreTally(Tally):
+class ScoreTally(ModelTally):
     """Scores of a classifier by label, in public bins.
 
     Two classes: the score is the probability of the second one, and the label says whether it is the record's. Many
@@ -223,32 +243,6 @@ class ScoreTally(Tally):
     @property
     def two_classes(self) -> bool:
         return getattr(self.model, "kind", None) is Loss.LOGISTIC or self.model.outputs == 2
-
-    # What engines and contracts ask of a model.
-    @property
-    def features(self) -> int:
-        return int(self.model.features)
-
-    @property
-    def outputs(self) -> int:
-        return int(self.model.outputs)
-
-    @property
-    def kind(self) -> Any:
-        return getattr(self.model, "kind", Loss.SOFTMAX)
-
-    @property
-    def size(self) -> int:
-        return int(self.model.size)
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        shapes: tuple[tuple[int, ...], ...] = self.model.shapes
-        return shapes
-
-    def init(self, generator: torch.Generator | None = None) -> Tensor:
-        first: Tensor = self.model.init()
-        return first
 
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
         z = self.model.logits(theta, x).double().nan_to_num(0.0, posinf=1e300, neginf=-1e300)
@@ -325,7 +319,7 @@ def _log_odds(p: float) -> float:
 
 
 @dataclass(frozen=True)
-class ErrorTally(Tally):
+class ErrorTally(ModelTally):
     """Errors of a model of quantities whose labels lie in -1 … 1, and the labels' first two moments.
 
     Predictions are clamped to -1 … 1, so every number lies in [0, 1] after division by the range.
@@ -333,16 +327,6 @@ class ErrorTally(Tally):
 
     model: Any
     layout = (Block(ABSOLUTE, 1, 1.0), Block(SQUARED, 1, 1.0), Block(VALUE, 1, 0.5), Block(SQUARED_VALUE, 1, 0.5))
-
-    features = property(lambda self: self.model.features)
-    outputs = property(lambda self: self.model.outputs)
-    kind = property(lambda self: self.model.kind)
-    size = property(lambda self: self.model.size)
-    shapes = property(lambda self: self.model.shapes)
-
-    def init(self, generator: torch.Generator | None = None) -> Tensor:
-        first: Tensor = self.model.init()
-        return first
 
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
         predicted = self.model.predict(theta, x).double().nan_to_num(0.0).clamp(-1, 1)
@@ -352,7 +336,7 @@ class ErrorTally(Tally):
 
 
 @dataclass(frozen=True)
-class CountTally(Tally):
+class CountTally(ModelTally):
     """Errors and deviance of a model of counts, and first moments of labels and predictions.
 
     Labels are counts in units of the root of their public maximum (`data.schema.Schema.unit`). Predictions are clamped
@@ -375,16 +359,6 @@ class CountTally(Tally):
         Block(SQUARED_DEVIANCE, 1, 0.25),
     )
 
-    features = property(lambda self: self.model.features)
-    outputs = property(lambda self: self.model.outputs)
-    kind = property(lambda self: self.model.kind)
-    size = property(lambda self: self.model.size)
-    shapes = property(lambda self: self.model.shapes)
-
-    def init(self, generator: torch.Generator | None = None) -> Tensor:
-        first: Tensor = self.model.init()
-        return first
-
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
         rate = self.model.predict(theta, x).double().nan_to_num(0.0, posinf=self.unit).clamp(0, self.unit)
         y = y.double().nan_to_num(0.0).clamp(0, self.unit)
@@ -397,7 +371,7 @@ class CountTally(Tally):
 
 
 @dataclass(frozen=True)
-class SurvivalTally(Tally):
+class SurvivalTally(ModelTally):
     """Records of a survival model by risk and by what their label says of the public intervals of time.
 
     The risk is the probability of the event before the last edge, in public bins. An outcome is as in
@@ -426,16 +400,6 @@ class SurvivalTally(Tally):
     @property
     def bins(self) -> int:
         return len(self.edges) + 1
-
-    features = property(lambda self: self.model.features)
-    outputs = property(lambda self: self.model.outputs)
-    kind = property(lambda self: self.model.kind)
-    size = property(lambda self: self.model.size)
-    shapes = property(lambda self: self.model.shapes)
-
-    def init(self, generator: torch.Generator | None = None) -> Tensor:
-        first: Tensor = self.model.init()
-        return first
 
     def contributions(self, theta: Tensor, x: Tensor, y: Tensor) -> list[Contribution]:
         intervals = self.model.outputs

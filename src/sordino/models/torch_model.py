@@ -28,6 +28,10 @@ CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**33}  # gradients and activations of one 
 CPU_CHUNK_EXAMPLES = 256  # a larger chunk leaves the caches
 ACCELERATOR_CHUNK_FACTOR = 64  # an accelerator takes this many times the CPU's chunk
 MAX_CHUNK_EXAMPLES = 2**14  # on any device: see `arithmetic.in_chunks`
+NO_GRADIENTS = (
+    "Recurrent layers (nn.RNN, nn.LSTM, nn.GRU and their cells) are not supported: write the recurrence with nn.Linear "
+    "layers, use convolutions or attention, or freeze the layer with requires_grad_(False)."
+)
 RECORDS_THRESHOLD, PARAMETERS_THRESHOLD = 16, 2**20  # below these the overhead of a call exceeds its work
 
 
@@ -127,7 +131,7 @@ class TorchModel:
         first = next(iter(self.trained.values()))
         odd = per_example.supported(module)
         if odd and mode in ("tape", "two-pass"):
-            raise SordinoError(f"mode: '{mode}' has no rule for {', '.join(odd)}; use mode='vmap', or add to RULES.")
+            raise SordinoError(f"mode: '{mode}' has no rule for {', '.join(odd)}; use mode='auto' or mode='vmap'.")
         owned = per_example.owners(module, self.trained)
         self._copies = {(first.dtype, first.device): self._place(module)}
         self._columns: dict[Any, slice | Tensor] = {}
@@ -148,15 +152,16 @@ class TorchModel:
         if check and not probe.agrees(self):
             if mode == "vmap":
                 raise SordinoError(
-                    "mode: torch.func ('vmap') cannot compute the gradient of single examples of this module; replace "
-                    "layers that it does not support, such as LSTM, or add a rule to per_example.RULES."
+                    "mode: torch.func ('vmap') cannot compute the gradient of single examples of this module. "
+                    f"{NO_GRADIENTS}"
                 )
             if mode != "auto":
                 raise SordinoError(f"mode: gradients by '{mode}' differ from those of single examples; use 'vmap'.")
             self.mode, self.grouped = "vmap", False
             if not probe.agrees(self):
                 raise SordinoError(
-                    "module: neither torch.func nor the rules can differentiate it; see per_example.RULES."
+                    f"module: the gradient of single examples of {', '.join(odd) or 'it'} cannot be computed. "
+                    f"{NO_GRADIENTS}"
                 )
         # Up to so many records per group, groups with different thetas go through torch.func together.
         self.vmap_records = 0

@@ -119,6 +119,9 @@ def _independent(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndar
     return np.flatnonzero((first < np.uint64(high)) | ((first == np.uint64(high)) & (second < np.uint64(low))))
 
 
+SAMPLING_FIELD = "batch (in a Plan: sampling)"  # its name in a spec and on the command line, and in Python
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Which records of a client enter a minibatch.
@@ -141,12 +144,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.kind not in (FULL, "poisson", "fixed"):
             known = [FULL, "poisson:16", "poisson:0.01", "fixed:16"]
-            raise SordinoError(f"batch: '{self.kind}' is unknown.{nearest(self.kind, known)}")
+            raise SordinoError(f"{SAMPLING_FIELD}: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         whole = self.amount == int(self.amount) if 1 <= self.amount < 2**31 else False
         if self.kind == "fixed" and not whole:
-            raise SordinoError(f"batch: {self} needs a whole number of records of at least 1.")
+            raise SordinoError(f"{SAMPLING_FIELD}: {self} needs a whole number of records of at least 1.")
         if self.kind == "poisson" and not (0 < self.amount < 2**31):
-            raise SordinoError(f"batch: {self} needs an expected number of records, or a rate below 1.")
+            raise SordinoError(f"{SAMPLING_FIELD}: {self} needs an expected number of records, or a rate below 1.")
 
     @staticmethod
     def parse(text: str) -> Sampling:
@@ -160,7 +163,9 @@ class Sampling:
         except ValueError as error:
             if isinstance(error, SordinoError):
                 raise
-            raise SordinoError(f"batch: '{text}' has no number; write full, poisson:16 or fixed:16.") from None
+            raise SordinoError(
+                f"{SAMPLING_FIELD}: '{text}' has no number; write full, poisson:16 or fixed:16."
+            ) from None
 
     def __str__(self) -> str:
         return self.kind if self.kind == FULL else f"{self.kind}:{self.amount!r}".removesuffix(".0")

@@ -20,6 +20,7 @@ import numpy as np
 
 from sordino.core import (
     SAMPLED,
+    SEMIDEFINITE,
     Adjacency,
     Divisor,
     Kind,
@@ -90,8 +91,10 @@ class Plan:
             raise SordinoError(f"divisor: '{self.divisor}' is unknown.{nearest(str(self.divisor), Divisor)}")
         object.__setattr__(self, "divisor", Divisor(str(self.divisor)))
         for name, kind in (("participation", Participation), ("sampling", Sampling)):
-            if isinstance(text := getattr(self, name), str):
-                object.__setattr__(self, name, kind.parse(text))
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, kind.parse(given))
+            elif not isinstance(given, kind):
+                raise SordinoError(f"{name}: {given!r} is no {kind.__name__}; write a text such as 'full'.")
         _check(self)
 
     @property
@@ -267,7 +270,12 @@ def _check(plan: Plan) -> None:
             f"unit: {method.name} has the text '{method.unit}' as its unit; write Unit('{method.unit}')."
         )
     if method.unit is not privacy.unit:
-        raise SordinoError(f"unit: {method.name} was built for {method.unit}, not {privacy.unit}.")
+        again = f"build('{method.name}', unit='{privacy.unit}')"
+        again = again if method.registered else f"Method(…, unit=Unit('{privacy.unit}'))"
+        raise SordinoError(
+            f"unit: {method.name} was built for {method.unit}, not {privacy.unit}; build it for that unit, {again}, or "
+            f"promise Privacy(…, unit='{method.unit}')."
+        )
     for stage in method.stages:
         _check_stage(method.name, stage, privacy.unit)
     _check_noise(plan)
@@ -318,6 +326,7 @@ def _check_proved(plan: Plan) -> None:
 
 def _check_integers(plan: Plan, integers: Integers) -> None:
     integers.honest(plan.clients)
+    integers.graph(plan.clients)  # refuses what no graph of masks withstands
     if not isinstance(integers.messages, int) and len(integers.messages) != len(plan.stages):
         raise SordinoError(
             f"messages: {len(integers.messages)} are described, but there are {len(plan.stages)} stages."
@@ -344,7 +353,14 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
 
 def _check_stage(name: str, stage: Stage, unit: Unit) -> None:
     """Check that every answer without noise ends in a noised message; otherwise data would leave without noise."""
+    if not isinstance(stage.queries, tuple) or not all(isinstance(query, Query) for query in stage.queries):
+        raise SordinoError(f"{name}: the queries of a stage are a tuple; write (Query(…),), with a comma.")
     delta = [q for q in stage.queries if q.kind is Kind.DELTA]
+    others = [q for q in stage.queries if q.kind is not Kind.DELTA]
+    if any(q.psd for q in delta) and not (others and all(q.kind in SEMIDEFINITE for q in others)):
+        raise SordinoError(
+            f"{name}: psd is proved for a message that is made of semi-definite answers alone; leave psd out of DELTA."
+        )
     if len(delta) > 1 or any(q.noise is None or q.calls != 1 for q in delta):
         raise SordinoError(f"{name}: a stage has at most one DELTA query; it is noised, and called once.")
     if not delta and any(q.noise is None for q in stage.queries):

@@ -188,13 +188,16 @@ class ResolvedSpec:
             self.sampling,
         )
 
-    def build_model(self, features: int, classes: int, *, described: bool = False) -> BuiltModel:
+    def build_model(
+        self, features: int, classes: int, *, described: bool = False, elsewhere: bool = False
+    ) -> BuiltModel:
         """The model for records of this shape, checked against the method.
 
         Args:
           features: numbers per record.
           classes: number of classes; 0 where labels are quantities.
           described: the tables have a schema that is not at hand: sites hold it, and the terms its hash.
+          elsewhere: the records are at sites: those of a model that reads text are rows of token ids.
         """
         task = "" if self.source.schema is None else self.source.schema.task
         if (fitting := registry.OF_TASKS.get(task)) is not None and self.model.name not in fitting:
@@ -217,7 +220,8 @@ class ResolvedSpec:
             )
         self._check_expansion(features)
         reads_text = self.model.entry.reads == "text"
-        if reads_text and self.source.name not in glue.TASKS and not self.source.name.endswith(".npz"):
+        tokens = elsewhere or self.source.name.endswith(".npz")
+        if reads_text and self.source.name not in glue.TASKS and not tokens:
             raise SordinoError(
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
             )

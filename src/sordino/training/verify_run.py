@@ -28,6 +28,8 @@ SIZE_PLACEHOLDER = 1_000_000  # records per client at client level, where no num
 # Yields the differences between a certificate and another file, which lies beside it.
 Compare = Callable[[dict[str, Any], Path], Iterator[str]]
 
+LEDGER_STAYS = "ledger.db, which stays with its owner"
+
 
 def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | None = None) -> Verdict:
     """Check a certificate, and compare it with the files beside it: the plan rebuilt from the spec, the ledger, the
@@ -45,6 +47,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
     verdict = verify(cert, key)
     against: Compare = _against_ledger
     spec, ledger = folder.public / "spec.toml", folder.private / "ledger.db"
+    received = "site" not in cert and not (folder.root / "private").is_dir()  # a copy of public/ alone
     # A coordinator has no ledger: every site keeps its own, and signs for it.
     coordinators = "site" not in cert and (folder.public / "terms.json").is_file()
     if "site" in cert and len(path.absolute().parents) > 3:  # a site's own: runs/RUN/certificate.json
@@ -57,7 +60,8 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
             if beside.is_file():
                 verdict.problems.extend(compare(cert, beside))
             elif beside != ledger or not coordinators:
-                verdict.gaps.append(f"{beside.name}, which is not beside it")
+                stays = beside == ledger and received
+                verdict.gaps.append(LEDGER_STAYS if stays else f"{beside.name}, which is not beside it")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, SordinoError):
             raise

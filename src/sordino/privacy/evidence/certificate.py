@@ -6,6 +6,7 @@ public: `public` states for every field why it may be.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,6 +106,8 @@ def certificate(
         >>> cert["certified"], round(cert["epsilon"], 3)
         (True, 2.0)
     """
+    if done is not None and (type(done) is not int or not 0 <= done <= plan.rounds):
+        raise SordinoError(f"done: {done!r} must be a number of rounds, 0 to {plan.rounds}: t + 1 after round t.")
     groups = spending.groups(plan, done)
     epsilons = [spending.epsilon_of(plan, group) for group in groups]
     worst = groups[int(np.argmax(epsilons))]
@@ -259,6 +262,7 @@ def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
         (plan.clients - how.dropouts) / honest
     )  # against the server alone, the noise of colluders counts too
     without_colluders = [[r._replace(std=r.std * more) for r in group.releases] for group in groups]
+    graph = how.graph(plan.clients)
     return {
         "dropouts": how.dropouts,
         "colluders": how.colluders,
@@ -266,6 +270,7 @@ def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
         "epsilon_server": finite(
             max(events.epsilon(each, plan.privacy.delta, plan.privacy.adjacency) for each in without_colluders)
         ),
+        **({} if graph is None else {"masks": dataclasses.asdict(graph)}),
     }
 
 
@@ -400,6 +405,12 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
             "The server follows the protocol of secure aggregation; of the sites at most "
             f"{plan.integers.colluders} tell it, or one another, what they know."
         )
+        if (graph := plan.integers.graph(plan.clients)) is not None:
+            facts.append(
+                f"Sites share masks along a random graph, with {graph.degree(plan.clients):.0f} neighbours on average. "
+                "The sites that collude are fixed before the terms are known, and the server tries at most 2^64 terms; "
+                "then the protection fails with probability at most 2^-66, which delta includes."
+            )
     elif plan.privacy.trust is Trust.SECURE_AGGREGATION:
         facts.append("Messages are added up by a secure aggregation protocol, which a simulation does not carry out.")
         facts.append("Every participant adds its share of the noise, and none tells its share to the observer.")

@@ -232,6 +232,9 @@ SECURE: Mapping[str, str] = {  # of a federation that adds up integers
     "secure.honest": PLAN,
     "secure.epsilon_server": ACCOUNT,
 }
+OF_MANY_SITES: Mapping[str, str] = {  # the same with more than 256 sites
+    f"secure.masks.{part}": PLAN for part in ("edge", "shares", "near", "committee", "quorum")
+}
 SITE: Mapping[str, str] = {  # of a site's own certificate
     "site.name": "The site's name in the roster.",
     "site.client": "The site's number in the plan.",
@@ -247,6 +250,38 @@ RECEIPT: Mapping[str, str] = {  # in a site's replies, and in the coordinator's 
     "head": "Every row of the chain holds the name of an account with 128 random bits, which never leaves the site.",
     "key": "The site's public key, which is in the roster.",
     "signature": "A function of the other fields and of a secret key.",
+}
+KNOWN_TO_THE_SERVER = "The coordinator and the site both know it: a message said it."
+WHEN = "When it was written, to the second. It does not depend on records other than by how long a round took."
+AUDIT_LEDGER: Mapping[str, str] = {  # ledger.json of a site's copy for an auditor
+    "name": "The site's name in the roster.",
+    "epsilon": SETTING,
+    "delta": SETTING,
+    "spent": SITE["site.spent"],
+    "rounds": SITE["site.rounds"],
+    "problem": "Whether the ledger is older than its witness.",
+    "intact": "Whether the chain of hashes is whole.",
+    "accounts": "How many accounts people of the site opened.",
+    "receipt": "Null where the site has no key or no ledger.",
+    **{f"receipt.{key}": reason for key, reason in RECEIPT.items()},
+}
+AUDIT_EVENTS: Mapping[str, str] = {  # log.jsonl of a site's copy: of events.jsonl, these fields alone
+    "time": WHEN,
+    "what": KNOWN_TO_THE_SERVER,
+    "run": "128 random bits that the coordinator drew.",
+    "method": SETTING,
+    "rounds": SETTING,
+    "t": KNOWN_TO_THE_SERVER,
+    "code": "One of a few constants, which the coordinator was told. The detail stays at the site.",
+    "place": KNOWN_TO_THE_SERVER,
+    "epsilon": ACCOUNT,
+}
+AUDIT_PROGRESS: Mapping[str, str] = {  # log.jsonl of a coordinator's copy: of progress.jsonl, these fields alone
+    **{key: AUDIT_EVENTS[key] for key in ("time", "what", "run", "method", "rounds", "t", "place", "epsilon")},
+    **dict.fromkeys(("site", "sites", "missing", "came"), "Names of sites, and who answered: the coordinator knows."),
+    "kind": "The kind of a message.",
+    "reason": "One of a few constant texts.",
+    "start": SETTING,
 }
 SUMMARY: Mapping[str, str] = {
     **{f"{name}.*": TESTED for name in BY_ROUND},
@@ -451,6 +486,13 @@ certificate.json (the fields above) and statement.md, and `private/` with `run.k
 """
 
 
+AUDIT_HEAD = """## An auditor's copy
+
+`sordino federate audit-copy DIR --out COPY` copies the public files of every certified run of a site or a coordinator
+(the fields above), the coordinator's roster.toml and receipts.json, and these:
+"""
+
+
 def page() -> str:
     """docs/files.md."""
     parts = [HEAD]
@@ -461,8 +503,13 @@ def page() -> str:
     for name in ("evaluation.json", "spec.toml"):
         parts.append(_table(f"public/{name} of an evaluation", EVALUATION_FILES[name]))
     parts.append(_table("certificate.json of a federation that adds up integers: also", SECURE))
+    parts.append(_table("certificate.json of such a federation of more than 256 sites: also", OF_MANY_SITES))
     parts.append(_table("certificate.json of a site: also", SITE))
     parts.append(_table("A site's receipt for its ledger, in replies and in the coordinator's receipts.json", RECEIPT))
+    parts.append(AUDIT_HEAD)
+    parts.append(_table("ledger.json of a site's copy", AUDIT_LEDGER))
+    parts.append(_table("log.jsonl of a site's copy", AUDIT_EVENTS))
+    parts.append(_table("log.jsonl of a coordinator's copy", AUDIT_PROGRESS))
     parts.append(_table("`sordino run --json` (its `spec` is spec.toml)", SUMMARY))
     lines = {f"`{line.pattern}`".replace("|", "\\|"): line.reason for line in CONSOLE}
     parts.append(_table("Lines on the console (regular expressions)", lines, code=False))

@@ -1,7 +1,9 @@
 """The independent re-check of a certificate.
 
-Epsilon is recomputed from the raw numbers with dp-accounting's privacy loss distributions, which share no code with the
-closed form that calibrated the noise. The raw numbers must also follow from the unit, adjacency, trust, clip and noise
+Epsilon is recomputed from the raw numbers without the code that calibrated the noise. Where something is sampled, or
+the noise is discrete, dp-accounting does it. Where every release is Gaussian and nothing is sampled, a closed form is
+exact (`_by_formula`, which needs only Python's own `math`; a test compares it with dp-accounting). The raw numbers must
+also follow from the unit, adjacency, trust, clip and noise
 that the certificate states. Agreement shows that the numbers are consistent. Only the signature shows who wrote them
 and that they belong to an actual run, and only to a reader who knows whose key it is.
 """
@@ -10,24 +12,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Kind, Query, Trust, Unit
+from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import optional
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence import signing
 from sordino.privacy.evidence.certificate import CERTIFICATE_FORMAT, listed
-from sordino.privacy.mechanisms import discrete_gaussian
+from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Sampling
 
 OF_INTEGERS = (events.DiscreteGaussian.name, events.SmoothedDiscreteGaussian.name)
-RECOMPUTED = (events.Gaussian.name, *OF_INTEGERS)  # the mechanisms that dp-accounting recomputes
+RECOMPUTED = (events.Gaussian.name, *OF_INTEGERS)  # the mechanisms that are recomputed
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
@@ -47,7 +50,7 @@ class Verdict(NamedTuple):
 
 
 def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
-    """Recompute every epsilon from the raw numbers with dp-accounting, and check the signature.
+    """Recompute every epsilon from the raw numbers with a second accountant, and check the signature.
 
     Args:
         cert: The contents of certificate.json.
@@ -136,7 +139,8 @@ def _epsilons(
 
 @lru_cache(256)  # for equal clients, and for a certificate that is read again
 def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Adjacency) -> tuple[float, ...]:
-    """The epsilons by dp-accounting. It composes once for several deltas if one grid serves them."""
+    """The epsilons by the formula where it is exact, and by dp-accounting elsewhere, which composes once for several
+    deltas if one grid serves them."""
     if any(step.std == 0 and step.moved > 0 and step.times for step in steps):
         return (math.inf,) * len(deltas)
     rough = sum(step.times * (step.moved / step.std * step.rate) ** 2 for step in steps if step.moved)
@@ -154,6 +158,9 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
         if min(deltas) <= failure:
             return (math.inf,) * len(deltas)
         steps, deltas = tuple(_smoothed(step) for step in steps), tuple(delta - failure for delta in deltas)
+    if all(step.rate == 1 for step in steps):
+        mu = math.sqrt(sum(step.times * (step.moved / step.std) ** 2 for step in steps if step.moved and step.times))
+        return tuple(_by_formula(mu, delta) for delta in deltas)
     accountants: dict[float, Any] = {}
     epsilons = []
     for delta, guess in zip(deltas, guesses, strict=True):
@@ -162,6 +169,34 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
             accountants[interval] = _by_losses(steps, interval, adjacency)
         epsilons.append(float(accountants[interval].get_epsilon(delta)))
     return tuple(epsilons)
+
+
+def _by_formula(mu: float, delta: float) -> float:
+    """Epsilon of Gaussian releases whose squared ratios of sensitivity to noise add up to mu^2.
+
+    They tell as much as one N(mu, 1) against N(0, 1) (Dong, Roth, Su 2022, corollary 3.3), for which delta =
+    Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu) exactly (Balle, Wang 2018, theorem 8). With
+    t = epsilon/mu - mu/2 it is e^(-t^2/2) (W(t) - W(t + mu)), where W(t) = e^(t^2/2) Phi(-t) neither overflows nor
+    underflows. Bisection finds epsilon, which is rounded up.
+    """
+
+    def scaled_tail(t: float) -> float:
+        if t < 30:
+            return math.exp(t * t / 2) * math.erfc(t / math.sqrt(2)) / 2
+        return (1 - 1 / t**2 + 3 / t**4 - 15 / t**6) / (t * math.sqrt(2 * math.pi))  # the next term is below 2e-10
+
+    def delta_at(epsilon: float) -> float:
+        t = epsilon / mu - mu / 2
+        if t < 0:  # the first term alone may underflow its scale
+            return math.erfc(t / math.sqrt(2)) / 2 - math.exp(-t * t / 2) * scaled_tail(t + mu)
+        return math.exp(-t * t / 2) * (scaled_tail(t) - scaled_tail(t + mu))
+
+    if delta_at(0.0) <= delta:
+        return 0.0
+    low, high = 0.0, mu * mu / 2 + mu * math.sqrt(2 * math.log(1 / delta))
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if delta_at(middle) > delta else (low, middle)
+    return high
 
 
 def _smoothed(step: Step) -> Step:
@@ -289,7 +324,9 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 problems.append(
                     f"{name}: the visible noise under {trust} is not {std:.6g} if a client adds {least_std:.6g}"
                 )
-            if query["bound"] == "by clip" and not query["stream"]:
+            if query["semidefinite"] and kind not in SEMIDEFINITE:
+                problems.append(f"{name}: terms of kind {kind} are not semi-definite")
+            elif query["bound"] == "by clip" and not query["stream"]:
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit) * several
                 sampled = float(release["rate"]) < 1
                 apart = sampled and query["semidefinite"] and release["sampler"] == Sampler.POISSON
@@ -341,6 +378,7 @@ def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
         return
     if cert["trust"] != Trust.SECURE_AGGREGATION:
         problems.append(f"integers need the trust model secure-aggregation, not {cert['trust']}")
+    _check_masks(cert, secure, problems)
     more = math.sqrt((int(cert["clients"]) - int(secure["dropouts"])) / int(secure["honest"]))
     without_colluders = [[{**r, "std": more * float(r["std"])} for r in g["releases"]] for g in cert["groups"]]
     against_server = max(_epsilons(each, (float(cert["delta"]),), adjacency)[0] for each in without_colluders)
@@ -350,6 +388,22 @@ def _check_integers(cert: Mapping[str, Any], problems: list[str]) -> None:
         least = min(_span(g["own_std"][name])[0] * _span(g["influence"][name])[0] for g in cert["groups"])
         if not (least / step) ** 2 >= LEAST_STEP_VARIANCE * (1 - 1e-6):
             problems.append(f"{name}: noise of {least / step:.3g} steps is too small for its account")
+
+
+def _check_masks(cert: Mapping[str, Any], secure: Mapping[str, Any], problems: list[str]) -> None:
+    """Check that the graph of masks, where there is one, is as dense as the dropouts and colluders need it."""
+    sites = int(cert["clients"])
+    if not mask_graph.ALL_PAIRS < sites <= mask_graph.MOST_SITES:
+        if "masks" in secure:
+            problems.append(f"{sites} sites share masks with all others, and a graph of masks is named")
+        return
+    try:
+        needed = asdict(mask_graph.parameters(sites, int(secure["dropouts"]), int(secure["colluders"])))
+    except SordinoError as error:
+        problems.append(str(error))
+        return
+    if secure.get("masks") != needed:
+        problems.append(f"the graph of masks is {secure.get('masks')}, and {needed} is needed")
 
 
 def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: float) -> float:
